@@ -527,6 +527,9 @@ impl From<&MigrateError> for FailedLine {
             text.push_str(&harmless(&cause.to_string()));
             next = cause.source();
         }
+        if code == IN_DOUBT {
+            text.push_str("\n  `dunlin resolve` decides where the VM runs");
+        }
         Self {
             at_fault: error.at_fault.to_string(),
             ..Self::new(error.fault, vm, text, code)

@@ -37,7 +37,7 @@ fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     assert_eq!(last["vm"], "at-source");
     assert_eq!(last["code"], 4);
     let text = last["text"].as_str().unwrap();
-    assert!(text.contains("operator cancelled"), "{text}");
+    assert!(text.contains("cancelled by the operator"), "{text}");
     assert!(text.contains("goes on at the source"), "{text}");
     hosts.assert_runs(at);
     assert_eq!(hosts.status(at)["migration"], Value::Null);
@@ -64,7 +64,7 @@ fn i2_i5_a_signal_at_the_client_cancels_and_the_next_attempt_goes_well() {
         assert_cancelled(&hosts, client, &source);
         let rejected = destination.wait_for("rejected");
         let text = rejected["text"].as_str().unwrap();
-        assert!(text.contains("operator cancelled"), "{text}");
+        assert!(text.contains("cancelled by the operator"), "{text}");
         assert!(text.contains("at fault: peer"), "{text}");
     }
     assert_moves(&hosts, source, &destination);
@@ -114,7 +114,7 @@ fn a_signal_at_the_destination_cancels_with_its_reason_and_ends_it() {
         last["text"]
             .as_str()
             .unwrap()
-            .contains("operator cancelled")
+            .contains("cancelled by the operator")
     );
     assert_cancelled(&hosts, client, &source);
 

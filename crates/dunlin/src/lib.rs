@@ -1,21 +1,20 @@
 //! Live migration of virtual machines over many encrypted lanes at once.
 //!
-//! A VMM implements the traits of [`engine::vmm`] and calls
-//! [`engine::source::migrate`] on one host and
-//! [`engine::destination::receive`] on the other. Both run on the caller's
-//! thread, take sockets and threads from [`engine::Host`], and report what
-//! happens to an observer. Who may talk to whom is decided by
-//! [`lane::identity::Identity`], which makes the TLS settings of both sides.
+//! A VMM implements the traits of [`engine::vmm`] and calls [`engine::source::migrate`]
+//! on one host and [`engine::destination::receive`] on the other. Both run on the
+//! caller's thread, take sockets and threads from [`engine::Host`], and report events
+//! to an observer. [`lane::identity::Identity`] loads certificates, decides which peers
+//! are authorised, and makes the TLS settings of both sides.
 //!
-//! - [`engine`]: the migration: pre-copy, switchover, what a VMM implements.
-//! - [`lane`]: TCP connections with their security, and the bytes on them.
-//! - [`testing`]: whether a VMM keeps what those traits promise.
+//! - [`engine`]: the migration: pre-copy, switchover, and the traits a VMM implements.
+//! - [`lane`]: authenticated TCP connections, and the bytes on them.
+//! - [`testing`]: conformance tests for a VMM's implementation of those traits.
 //!
-//! `docs/integrating.md` leads from here to a first migration, and `examples/`
-//! has three whole VMMs.
+//! `docs/integrating.md` is a guide to a first migration. `examples/` has three
+//! complete VMMs.
 //!
-//! Features: `ring` (the default) and `aws-lc-rs`, the crypto libraries; at
-//! least one. With both, a probe at start-up picks the faster one.
+//! Features: `ring` (the default) and `aws-lc-rs` select crypto libraries; at least one
+//! is required. With both, a probe at start-up picks the faster one.
 #![forbid(unsafe_code)]
 
 pub mod engine;
@@ -23,10 +22,10 @@ pub mod testing;
 
 pub use dunlin_lane as lane;
 
-/// The version of vm-memory whose types the traits of [`engine::vmm`] have.
+/// The version of vm-memory used in the traits of [`engine::vmm`].
 pub use vm_memory;
 
-/// The guide's code is compiled.
+/// Compiles the code blocks of the integration guide.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/integrating.md")]
 pub struct Integrating;

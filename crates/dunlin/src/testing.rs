@@ -1,10 +1,9 @@
-//! Whether a VMM keeps what the traits of [`vmm`](crate::engine::vmm) promise,
-//! for the authors of VMMs: call it from a test.
+//! Conformance tests for the authors of VMMs: they check whether a VMM keeps the
+//! contracts of the traits of [`vmm`](crate::engine::vmm). Call them from a test.
 //!
-//! A promise that is broken is a VM that is damaged in one migration of many,
-//! or one that runs twice. Each check does what a migration does, many times
-//! over where it matters, and ends with one sentence that names the method and
-//! what it promises.
+//! A VMM that breaks a contract damages a VM in one migration of many, or runs it
+//! twice. Each check does what a migration does, many times where necessary. On failure
+//! it returns one sentence that names the method and its contract.
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -21,9 +20,9 @@
 //! # Ok::<(), Violation>(())
 //! ```
 //!
-//! | check | of |
+//! | check | covers |
 //! | --- | --- |
-//! | [`check_vmm`] | all that a VMM implements: the next five |
+//! | [`check_vmm`] | everything that a VMM implements: the next five checks |
 //! | [`check_memory`] | [`GuestMemory`] |
 //! | [`check_control`] | [`SourceVm`]: pause, resume, throttle, describe, run state |
 //! | [`check_dirty_logs`], [`check_dirty_log`] | [`DirtyLog`] |
@@ -32,8 +31,8 @@
 //! | [`check_host`] | [`Host`](crate::engine::Host) |
 //! | [`check_disk`] | [`Disk`](crate::engine::journal::Disk) |
 //!
-//! What cannot be tested from outside: [`SourceVm::hold`], which may take as
-//! long as it wants, and whether what a VMM relinquishes is free.
+//! Not testable from outside: [`SourceVm::hold`], which may take any time, and whether
+//! the devices that a VMM releases are free.
 //!
 //! [`GuestMemory`]: crate::engine::vmm::GuestMemory
 //! [`SourceVm`]: crate::engine::vmm::SourceVm
@@ -68,19 +67,19 @@ pub use state::check_state;
 
 /// A VMM under test.
 pub trait Vmm {
-    /// A new VM whose guest runs, and writes all over its memory: to some pages
-    /// often, and to pages that were never touched before.
+    /// Starts a new VM with a running guest. The guest must write all over its memory:
+    /// to some pages often, and to pages that were never touched before.
     ///
     /// # Errors
-    /// There is none; the test ends.
+    /// No VM could be started; the test ends.
     fn start(&mut self) -> Result<Arc<dyn SourceVm>, VmmError>;
 
-    /// What builds VMs here, as [`receive`](crate::engine::destination::receive)
-    /// is given it.
+    /// The builder of VMs, as passed to
+    /// [`receive`](crate::engine::destination::receive).
     fn builder(&mut self) -> &mut dyn Builder;
 
-    /// The VM that the builder has built last, as the source that it will be
-    /// once it has come: whoever takes VMs in can move them on.
+    /// The VM that the builder has built last, as a source: a VMM that receives a VM
+    /// can migrate it on.
     fn built(&mut self) -> Option<Arc<dyn SourceVm>>;
 }
 
@@ -88,10 +87,10 @@ pub trait Vmm {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Effort {
-    /// How often the guest is paused and memory compared, in each recording of
-    /// a dirty log, and in the test of the pause.
+    /// How often the guest is paused and its memory compared, in each recording of a
+    /// dirty log and in the test of the pause.
     pub pauses: u32,
-    /// How often the log is read before each pause, while the guest runs.
+    /// How often the log is fetched before each pause, while the guest runs.
     pub fetches: u32,
     /// How long the guest runs between two fetches.
     pub between: Duration,
@@ -108,120 +107,120 @@ impl Default for Effort {
     }
 }
 
-/// What was seen of a VMM that keeps its promises.
+/// Observations about a VMM that keeps its contracts.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Conformance {
-    /// What its dirty logs reported.
+    /// Figures of its dirty logs.
     pub dirty: Seen,
-    /// Whether it throttles its guest.
+    /// Whether it can throttle its guest.
     pub throttles: bool,
-    /// Names of the sections whose content changes while the guest is paused, or
-    /// is another after each load: clocks and timers. Of these it could not be
-    /// seen whether they are loaded as they were saved: there should be few.
+    /// Names of the sections with content that changes while the guest is paused or after
+    /// each load, such as clocks and timers. The check cannot tell whether these are
+    /// loaded as they were saved, so there should be few.
     pub unsteady: Vec<String>,
 }
 
-/// What is wrong, or why it could not be tested.
+/// A broken contract, or the reason why it could not be tested.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// A write was reported neither by the fetch after it nor by an earlier one:
-    /// a migration would have left the page as it was.
+    /// A write was not reported by the fetch after it or by an earlier one. A migration
+    /// would have left the page stale.
     #[error(
         "DirtyLog::fetch promises that every write before it has been reported; {pages} pages were \
          written and not reported, the first is page {page} of region {region}"
     )]
     Missed {
-        /// The region's place in the table.
+        /// The region's position in the table.
         region: usize,
-        /// The first such page, in 4 KiB from the region's start.
+        /// The first such page, counted in 4 KiB from the region's start.
         page: u64,
-        /// How many.
+        /// Number of such pages.
         pages: u64,
     },
-    /// A log that has just been started holds something.
+    /// A newly started log is not empty.
     #[error(
-        "DirtyLog::start promises an empty log; it holds page {page} of region {region} though \
-         nobody wrote"
+        "DirtyLog::start promises an empty log; it reports page {page} of region {region} although \
+         nothing was written"
     )]
     NotEmpty {
-        /// The region's place in the table.
+        /// The region's position in the table.
         region: usize,
-        /// The page in it.
+        /// The page in the region.
         page: u64,
     },
-    /// What was fetched is reported again.
+    /// A fetched page is reported again.
     #[error(
         "DirtyLog::fetch promises that it clears the log; page {page} of region {region} is \
-         reported again though nobody wrote"
+         reported again although nothing was written"
     )]
     NotCleared {
-        /// The region's place in the table.
+        /// The region's position in the table.
         region: usize,
-        /// The page in it.
+        /// The page in the region.
         page: u64,
     },
-    /// A region or a page that does not exist is reported.
+    /// A region or page that does not exist is reported.
     #[error(
         "DirtyLog::fetch promises pages of the region table; it reports page {page} of region \
          {region}, which does not exist"
     )]
     Outside {
-        /// The region's place, as reported.
+        /// The region's position, as reported.
         region: usize,
         /// The page, as reported.
         page: u64,
     },
-    /// Any other promise is broken.
+    /// Any other broken contract.
     #[error("{method} promises that {promise}; {what}")]
     Broken {
-        /// The method, as `SourceVm::pause`.
+        /// The method, such as `SourceVm::pause`.
         method: &'static str,
-        /// What it promises.
+        /// The contract.
         promise: &'static str,
-        /// What was seen instead.
+        /// The observation.
         what: String,
     },
-    /// A method failed though nothing was wrong.
-    #[error("{method} fails, and what comes after it cannot be tested")]
+    /// A method failed without a reason to.
+    #[error("{method} failed, so that later steps cannot be tested")]
     Failed {
-        /// The method, as `SourceVm::pause`.
+        /// The method, such as `SourceVm::pause`.
         method: &'static str,
-        /// Its reason.
+        /// The method's error.
         #[source]
         source: VmmError,
     },
-    /// Nothing was written all the while.
+    /// The guest wrote nothing during the test.
     #[error(
-        "the guest wrote nothing while it was to run, so that the test proves nothing: give it a \
+        "the guest wrote nothing while it should have run, so the test proves nothing: give it a \
          workload"
     )]
     NothingWritten,
     /// The log failed.
     #[error("the dirty log cannot {step}")]
     Log {
-        /// What was asked of it.
+        /// The failed step.
         step: &'static str,
-        /// Its reason.
+        /// The log's error.
         #[source]
         source: io::Error,
     },
     /// The writer could not be paused or resumed.
     #[error("the writer cannot be paused or resumed")]
     Writer(#[source] VmmError),
-    /// Guest memory could not be read, or something that the test needs.
-    #[error("the test cannot go on")]
+    /// Guest memory, or something that the test needs, could not be read.
+    #[error("the test cannot continue")]
     Test(#[from] io::Error),
 }
 
-/// Tests all that a VMM implements. Needs as much memory as four of its VMs.
+/// Tests everything that a VMM implements. Needs as much memory as four of its VMs.
 ///
 /// # Errors
 /// The first [`Violation`].
 pub fn check_vmm(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Conformance, Violation> {
     let vm = vmm.start().map_err(failed("Vmm::start"))?;
-    // The pause first: every other check relies on it.
+    // The pause first, because every other check relies on it.
     let throttles = check_control(&*vm, effort)?;
     check_memory(&*vm.memory())?;
     let dirty = check_dirty_logs(&*vm, effort)?;

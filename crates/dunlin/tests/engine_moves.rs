@@ -430,10 +430,9 @@ fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_until_an_operator_deci
         let moved = moved(&vm, &verified(2), builder);
         let error = moved.source.unwrap_err();
         assert_eq!(error.vm, VmIs::RanThenDied, "{error}");
-        assert!(error.to_string().contains("Shall it run there"), "{error}");
         let there = moved.destination.err().unwrap();
         assert_eq!(there.vm, VmIs::RanThenDied);
-        assert!(there.what.contains("cannot be started"), "{there}");
+        assert!(there.what.contains("cannot start the guest"), "{there}");
         assert_eq!(vm.calls().last(), Some(&"hold"));
         assert_eq!(*vm.state.lock().unwrap(), RunState::Paused);
         let built = moved.builder.built.unwrap();

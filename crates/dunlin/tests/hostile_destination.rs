@@ -180,7 +180,7 @@ fn i6_i7_a_selection_that_was_not_offered_is_refused() {
             answer(listener, tls, &lane);
         },
     );
-    let ends = stays(MALFORMED, "makes no sense");
+    let ends = stays(MALFORMED, "malformed");
     refused_by_source("select: garbage", ends, &one_lane(), |listener, tls| {
         let stream = control::server(listener.accept().unwrap().0, tls, soon()).unwrap();
         stream.send(&[7; PRELUDE_BYTES]).unwrap();
@@ -213,7 +213,7 @@ fn i7_lies_instead_of_accept_are_refused() {
         let name = message.kind().name();
         let text = match message {
             Message::LaneUp { .. } | Message::Fenced { .. } => "the destination".to_owned(),
-            _ => format!("{name} out of turn"),
+            _ => format!("unexpected {name}"),
         };
         refused_by_source(
             &format!("accept: {name} instead"),
@@ -375,7 +375,7 @@ fn i7_lies_about_lanes_are_refused() {
         let name = message.kind().name();
         refused_by_source(
             &format!("lane up: {name} again"),
-            stays(MALFORMED, &format!("{name} out of turn")),
+            stays(MALFORMED, &format!("unexpected {name}")),
             &slow(),
             |listener, tls| {
                 let (mut peer, _reader) = with_lane(listener, tls);
@@ -390,7 +390,7 @@ fn i7_lies_about_lanes_are_refused() {
 fn i7_lies_during_pre_copy_are_refused() {
     let mut lies: Vec<(String, Message, &str)> = out_of_turn()
         .into_iter()
-        .map(|message| (message.kind().name().to_owned(), message, "out of turn"))
+        .map(|message| (message.kind().name().to_owned(), message, "unexpected"))
         .collect();
     let ack = |first, count| Message::Ack {
         sets: vec![ChunkSet { first, count }],
@@ -437,13 +437,13 @@ fn i7_lies_during_pre_copy_are_refused() {
             },
         );
     }
-    let ends = stays(MALFORMED, "makes no sense");
+    let ends = stays(MALFORMED, "malformed");
     refused_by_source("pre-copy: garbage", ends, &slow(), |listener, tls| {
         let (mut peer, _reader) = with_lane(listener, tls);
         peer.stream.send(&[255; CONTROL_HEADER_BYTES]).unwrap();
         until_it_hangs_up(&mut peer);
     });
-    let ends = stays(FaultCode::ControlLost, "could not be made anew");
+    let ends = stays(FaultCode::ControlLost, "could not be replaced");
     refused_by_source("pre-copy: closed", ends, &slow(), |listener, tls| {
         let (peer, _reader) = with_lane(listener, tls);
         peer.stream.close().unwrap();
@@ -459,7 +459,7 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
             "another memory's digest",
             digest(Some([1; 16])),
             FaultCode::VerificationFailed,
-            "the memories differ",
+            "digests differ",
         ),
         (
             "running",
@@ -497,10 +497,10 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
 fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
     type Lie = (&'static str, FaultCode, &'static str, fn(&mut Peer));
     let lies: [Lie; 3] = [
-        ("ready again", MALFORMED, "ready out of turn", |peer| {
+        ("ready again", MALFORMED, "unexpected ready", |peer| {
             peer.send(&Message::Ready { digest: None });
         }),
-        ("garbage", MALFORMED, "makes no sense", |peer| {
+        ("garbage", MALFORMED, "malformed", |peer| {
             peer.stream.send(&[255; CONTROL_HEADER_BYTES]).unwrap();
         }),
         (
@@ -553,7 +553,7 @@ fn i2_a_cancel_that_crosses_commit_gives_the_vm_back() {
 /// Acknowledgements of a chunk that was sent count once, however many come.
 #[test]
 fn i8_acknowledgements_repeated_without_end_do_no_harm() {
-    let ends = stays(MALFORMED, "ready out of turn");
+    let ends = stays(MALFORMED, "unexpected ready");
     refused_by_source(
         "ack: one chunk 400,000 times",
         ends,
@@ -581,7 +581,7 @@ fn i7_a_destination_that_never_accepts_but_pings_for_ever_is_given_up() {
         .connect_limit(Duration::from_millis(500))
         .build()
         .unwrap();
-    let ends = stays(FaultCode::ControlLost, "kept us waiting");
+    let ends = stays(FaultCode::ControlLost, "did not answer");
     refused_by_source(
         "accept: pings for ever instead",
         ends,

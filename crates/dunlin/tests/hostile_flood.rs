@@ -285,7 +285,7 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
             1,
         ),
     );
-    receiving.await_rejection("no session has begun");
+    receiving.await_rejection("no session is in progress");
     let vm = TestVm::new(16 << 20);
     vm.fill(1 << 20);
     let began = Instant::now();

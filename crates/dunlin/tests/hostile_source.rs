@@ -166,7 +166,7 @@ fn i7_lies_before_the_vm_is_described_end_it() {
         let name = message.kind().name();
         let (row, text) = (
             format!("describe: {name} instead"),
-            format!("{name} out of turn"),
+            format!("unexpected {name}"),
         );
         refused_by_destination(&row, MALFORMED, &text, |victim| {
             let mut peer = selected(victim);
@@ -266,7 +266,7 @@ fn i7_control_messages_that_lie_end_the_session() {
         let name = message.kind().name();
         let (row, text) = (
             format!("pre-copy: {name} out of turn"),
-            format!("{name} out of turn"),
+            format!("unexpected {name}"),
         );
         refused_by_destination(&row, MALFORMED, &text, |victim| {
             let mut liar = victim.liar();
@@ -441,7 +441,7 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
         ),
         (
             "a chunk behind the end",
-            "something follows the end",
+            "after the end frame",
             vec![end(0), zero_chunk(0, 0, 0)],
         ),
     ];
@@ -536,7 +536,7 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
 
 #[test]
 fn i7_counts_that_lie_end_the_session() {
-    let text = "not everything has come";
+    let text = "memory or state is missing";
     for (lie, wrong) in [
         ("more chunks than came", last(2, 1, 0)),
         ("fewer chunks than came", last(0, 1, 0)),
@@ -584,13 +584,18 @@ fn i7_counts_that_lie_end_the_session() {
             liar.into()
         },
     );
-    refused_by_destination("section: 4097 of them", MALFORMED, "more state", |victim| {
-        let mut liar = victim.liar();
-        for _ in 0..=4096 {
-            liar.peer.send(&section());
-        }
-        liar.into()
-    });
+    refused_by_destination(
+        "section: 4097 of them",
+        MALFORMED,
+        "state over the limit",
+        |victim| {
+            let mut liar = victim.liar();
+            for _ in 0..=4096 {
+                liar.peer.send(&section());
+            }
+            liar.into()
+        },
+    );
 }
 
 #[test]
@@ -625,7 +630,7 @@ fn i1_a_commit_before_its_time_runs_nothing() {
         refused_by_destination(
             &format!("commit: {lie}"),
             MALFORMED,
-            "out of turn",
+            "unexpected",
             |victim| {
                 let mut liar = victim.liar();
                 liar.conclude(0, 0);
@@ -970,7 +975,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
         Some(&client),
         &lane_open(SESSION, &SessionSecret([3; 32]), 1),
     );
-    receiving.await_rejection("does not know the session's secret");
+    receiving.await_rejection("does not match the session's secret");
     let _foreign = open_lane(
         to,
         Some(&client),
@@ -1075,7 +1080,7 @@ fn i7_i8_more_state_than_the_bound_ends_it() {
     refused_by_destination(
         "section: more than 32 MiB",
         MALFORMED,
-        "more state",
+        "state over the limit",
         |victim| {
             let mut liar = victim.liar();
             let section = Message::Section(Section {

@@ -142,7 +142,7 @@ fn one_that_cannot_accept_anybody_says_so_once_and_does_not_spin() {
     );
     let rejected = destination.wait_for("rejected");
     let parts = [
-        "a connection waits here and cannot be accepted",
+        "a connection is waiting but cannot be accepted",
         "raise this process's limit of open files (`ulimit -n`)",
         "Too many open files",
     ];

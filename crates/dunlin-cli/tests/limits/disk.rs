@@ -45,7 +45,7 @@ fn i2_a_full_disk_at_the_source_is_found_before_anything_moves() {
     let (text, line) = failed(&hosts, &source, done);
     assert_eq!(line["fault"], "journal");
     let parts = [
-        "the migration cannot be recorded, and does not begin",
+        "the migration cannot be recorded and does not start",
         "at fault: this side",
         "Free space where the journal lies",
         "goes on at the source",
@@ -70,7 +70,7 @@ fn i2_a_full_disk_at_the_destination_is_found_before_anything_moves() {
     let (text, line) = failed(&hosts, &source, done);
     assert_eq!(line["fault"], "journal");
     let parts = [
-        "the session cannot be recorded at the destination",
+        "cannot record the session at the destination",
         "No space left on device",
         "at fault: peer",
         "Free space where the journal lies",

@@ -166,7 +166,7 @@ fn another_layout_at_the_destination_is_said_at_both_sides_and_the_vm_stays() {
     let (text, line) = failed(&hosts, &source, finish(command));
     assert_eq!(line["fault"], "description-refused");
     let parts = [
-        "was built here has other memory regions than the source's",
+        "built here has different memory regions than the source's",
         "at fault: configuration",
         "Compare the VM's configuration with what the destination's VMM",
         "goes on at the source",

@@ -123,9 +123,9 @@ fn i2_a_destination_that_the_kernel_kills_for_want_of_memory_leaves_the_vm_at_th
     hosts.assert_runs(&source);
     assert_eq!(line["fault"], "control-lost");
     let parts = [
-        "could not be made anew",
-        "nobody listens there any more",
-        "its kernel has killed it for want of memory",
+        "could not be replaced",
+        "nothing listens there",
+        "its kernel has killed it for lack of memory",
         "at fault: peer",
         "goes on at the source",
     ];

@@ -63,7 +63,7 @@ fn destination_in_pre_copy() {
     assert_within(began, 10);
     assert_says(lost["text"].as_str().unwrap(), &["silent for 10s"]);
     let parts = [
-        "the control lane was lost and could not be made anew for 20s",
+        "the control lane was lost and could not be replaced within 20s",
         "at fault: network",
         "Check the network and the peer's process",
     ];
@@ -126,14 +126,14 @@ fn source_that_only_answers() {
     let began = Instant::now();
     let client = under_way(&hosts, &source, &destination, "--rate 1K");
     let parts = [
-        "the source is there, and has sent neither pages nor anything else for 3s",
+        "the source is there, and has sent no pages nor anything else for 3s",
         "(standstill, at fault: this side)",
         "raise the destination's limit",
     ];
     ends_at_the_source(&hosts, &source, client, &parts);
     assert_within(began, 3);
     let rejected = destination.wait_for("rejected");
-    let parts = ["has sent neither pages", "(standstill, at fault: peer)"];
+    let parts = ["has sent no pages", "(standstill, at fault: peer)"];
     assert_says(rejected["text"].as_str().unwrap(), &parts);
     migrate(&hosts, &source, &destination, "--verify").expect(0);
 }

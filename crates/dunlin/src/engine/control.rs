@@ -1,9 +1,9 @@
 //! Control messages over the control lane, in both roles.
 //!
-//! One thread reads and gives each message to the session; any thread sends.
-//! The reader also keeps the lane alive: it asks when nothing has come for a
-//! while, answers when it is asked, and gives the lane up when the peer stays
-//! silent, so that a session whose main thread is busy is not taken for dead.
+//! One thread reads and passes each message to the session; any thread sends. The
+//! reader also keeps the lane alive: it sends a ping when nothing has arrived for a
+//! while, answers the peer's pings, and gives the lane up when the peer stays silent.
+//! This keeps a session with a busy main thread alive.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,20 +18,20 @@ use super::fault::Fault;
 use super::sync::{Condvar, Mutex, lock, wait};
 use crate::lane::control::{ControlError, ControlStream};
 
-/// After this long without a message the control lane counts as lost, unless
-/// the operator says otherwise.
+/// After this long without a message the control lane counts as lost. The operator can
+/// change it.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
-/// The peer is asked whether it is there after this part of the limit: often
-/// enough that a lost question or answer makes no silence.
-const ASK_PART: u32 = 5;
+/// The reader pings the peer after 1/5 of the limit: often enough that one lost ping or
+/// pong does not look like silence.
+const PING_PART: u32 = 5;
 
-/// Messages that the reader has delivered and the session has not taken yet.
-/// Beyond it the reader waits, and the peer with it: a peer that sends faster
-/// than the session takes costs this many bodies of memory and no more (I7).
+/// Messages that the reader has delivered and the session has not taken yet. At this
+/// number the reader stops reading, and with it the peer: a peer that sends faster than
+/// the session takes costs at most this many message bodies of memory (I7).
 pub(in crate::engine) const QUEUED_MESSAGES: usize = 16;
 
-/// Sequence numbers of one session's control messages, which go on over its
-/// control lanes.
+/// Sequence numbers of one session's control messages. They continue across its control
+/// lanes.
 #[derive(Default)]
 pub(crate) struct Sequences {
     sent: Mutex<u64>,
@@ -39,10 +39,10 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    /// For a process that goes on with a session of one that has died: above
-    /// every number that one can have used. The peer may live, and takes
-    /// nothing twice; each epoch is recorded before it is used, and no process
-    /// sends 2^32 messages.
+    /// For a process that continues the session of a dead process: starts above every
+    /// number the dead process can have used. The peer may still live, and applies no
+    /// number twice. Each epoch is recorded before it is used, and no process sends
+    /// 2^32 messages.
     pub(crate) fn of_epoch(epoch: u32) -> Self {
         Self {
             sent: Mutex::new(u64::from(epoch) << 32),
@@ -50,8 +50,7 @@ impl Sequences {
         }
     }
 
-    /// For a lane to somebody who may be another process than before, and
-    /// then counts from 1 again.
+    /// For a lane to a peer that may be a new process, which counts from 1 again.
     pub(crate) fn with_new_peer(&self) -> Self {
         Self {
             sent: Mutex::new(*lock(&self.sent)),
@@ -66,16 +65,16 @@ pub(crate) struct ControlLane {
     session: SessionId,
     epoch: u32,
     sequences: Arc<Sequences>,
-    /// The shortest round trip of any question, in nanoseconds; 0 before the
-    /// first answer. A longer one says more about how busy either process is,
-    /// building a VM for example, than about the way between them.
+    /// The shortest round trip of any ping, in nanoseconds; 0 before the first pong.
+    /// Longer ones measure how busy either process is (for example building a VM)
+    /// rather than the network.
     round_trip_ns: AtomicU64,
-    /// When the last question went out and has not been answered, as its
-    /// token; 0 otherwise. An answer to nothing tells no round trip.
-    asked: AtomicU64,
+    /// Token of the outstanding ping, which is the time it was sent; 0 if there is
+    /// none. A pong without a ping gives no round trip.
+    pinged: AtomicU64,
     silence_limit: Duration,
-    /// When the last message came.
-    heard_ns: AtomicU64,
+    /// When the last message arrived.
+    received_ns: AtomicU64,
     backlog: Backlog,
     started: Instant,
 }
@@ -94,8 +93,8 @@ struct Queue {
 }
 
 impl Backlog {
-    /// Waits until another message may be delivered, which counts from then;
-    /// or until everything ends.
+    /// Waits until another message may be delivered, and counts it, or until the lane
+    /// is closed.
     pub(in crate::engine) fn await_room(&self) {
         let mut queue = lock(&self.queue);
         while queue.messages >= QUEUED_MESSAGES && !queue.closed {
@@ -104,7 +103,7 @@ impl Backlog {
         queue.messages += 1;
     }
 
-    /// A message has been taken.
+    /// Notes that the session has taken a message.
     pub(in crate::engine) fn took(&self) {
         let mut queue = lock(&self.queue);
         queue.messages = queue.messages.saturating_sub(1);
@@ -112,7 +111,7 @@ impl Backlog {
         self.taken.notify_all();
     }
 
-    /// Nothing waits for room any more.
+    /// Ends every wait for room.
     pub(in crate::engine) fn close(&self) {
         lock(&self.queue).closed = true;
         self.taken.notify_all();
@@ -123,12 +122,12 @@ impl Backlog {
     }
 }
 
-/// What the reader found.
+/// What the reader delivers.
 #[derive(Debug)]
 pub(crate) enum FromPeer {
     /// A message for the session.
     Message(Message),
-    /// Nothing more will come.
+    /// The lane has ended; no message follows.
     Lost(Fault),
 }
 
@@ -146,9 +145,9 @@ impl ControlLane {
             epoch,
             sequences,
             round_trip_ns: AtomicU64::new(0),
-            asked: AtomicU64::new(0),
+            pinged: AtomicU64::new(0),
             silence_limit,
-            heard_ns: AtomicU64::new(0),
+            received_ns: AtomicU64::new(0),
             backlog: Backlog::default(),
             started: Instant::now(),
         }
@@ -166,17 +165,17 @@ impl ControlLane {
         self.epoch
     }
 
-    /// Whether the peer has been silent for longer than it can be while the
-    /// lane works: it is asked sooner, and answers.
+    /// Whether the peer has been silent for longer than it can be on a working lane:
+    /// the reader pings it sooner than this, and it answers.
     pub(crate) fn is_silent(&self) -> bool {
-        let heard = Duration::from_nanos(self.heard_ns.load(Ordering::Relaxed));
-        self.started.elapsed().saturating_sub(heard) > self.silence_limit / ASK_PART * 2
+        let received = Duration::from_nanos(self.received_ns.load(Ordering::Relaxed));
+        self.started.elapsed().saturating_sub(received) > self.silence_limit / PING_PART * 2
     }
 
     /// Sends one message.
     pub(crate) fn send(&self, message: &Message) -> Result<(), Fault> {
         let mut bytes = Vec::new();
-        // Held while sending: sequence numbers leave in order.
+        // Held while sending, so that sequence numbers leave in order.
         let mut sent = lock(&self.sequences.sent);
         let envelope = Envelope {
             session: self.session,
@@ -186,7 +185,7 @@ impl ControlLane {
         message.encode(&envelope, &mut bytes).map_err(|error| {
             Fault::new(
                 FaultCode::Internal,
-                format!("{} cannot be sent", message.kind().name()),
+                format!("cannot send {}", message.kind().name()),
             )
             .because(error)
         })?;
@@ -196,40 +195,40 @@ impl ControlLane {
         result
     }
 
-    /// Round trip of the control lane, as far as it has been measured.
+    /// Round trip of the control lane; zero before it has been measured.
     pub(crate) fn round_trip(&self) -> Duration {
         Duration::from_nanos(self.round_trip_ns.load(Ordering::Relaxed))
     }
 
-    /// Asks the peer for an answer, whose delay is the round trip.
-    pub(crate) fn ask(&self) -> Result<(), Fault> {
+    /// Sends a ping. The delay of the pong is the round trip.
+    pub(crate) fn ping(&self) -> Result<(), Fault> {
         let token = self.now_ns();
-        self.asked.store(token, Ordering::Relaxed);
+        self.pinged.store(token, Ordering::Relaxed);
         self.send(&Message::Ping { token })
     }
 
-    /// The same, unless the last question still waits for its answer.
-    pub(crate) fn ask_anew(&self) -> Result<(), Fault> {
-        match self.asked.load(Ordering::Relaxed) {
-            0 => self.ask(),
+    /// Sends a ping unless one is outstanding.
+    pub(crate) fn ping_again(&self) -> Result<(), Fault> {
+        match self.pinged.load(Ordering::Relaxed) {
+            0 => self.ping(),
             _ => Ok(()),
         }
     }
 
-    /// Ends the lane at once; whoever waits in it wakes.
+    /// Ends the lane at once and wakes every thread that waits in it.
     pub(crate) fn shutdown(&self) {
         self.backlog.close();
         self.stream.shutdown();
     }
 
-    /// The session has taken a message that [`ControlLane::read`] delivered.
+    /// Notes that the session has taken a message that [`ControlLane::read`] delivered.
     pub(crate) fn took(&self) {
         self.backlog.took();
     }
 
-    /// Reads until the lane ends; runs on a thread of its own. `at_once` may
-    /// deal with a message right here, and says whether it has. Everything
-    /// else is delivered; the last thing is [`FromPeer::Lost`].
+    /// Reads until the lane ends; runs on its own thread. `at_once` may handle a
+    /// message on that thread, and returns whether it did. Every other message goes to
+    /// `deliver`; the last item is [`FromPeer::Lost`].
     pub(crate) fn read(
         &self,
         mut at_once: impl FnMut(&Message) -> Result<bool, Fault>,
@@ -246,7 +245,7 @@ impl ControlLane {
                     }
                 }
                 Ok(Some(Message::Pong { token })) => {
-                    if token != 0 && self.asked.swap(0, Ordering::Relaxed) == token {
+                    if token != 0 && self.pinged.swap(0, Ordering::Relaxed) == token {
                         let round_trip = self.now_ns().saturating_sub(token).max(1);
                         let shortest = match self.round_trip_ns.load(Ordering::Relaxed) {
                             0 => round_trip,
@@ -274,7 +273,7 @@ impl ControlLane {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Reads the next message; `None` for one that may be skipped.
+    /// Reads the next message; `None` for one to skip.
     fn read_one(&self) -> Result<Option<Message>, Fault> {
         let mut bytes = [0; CONTROL_HEADER_BYTES];
         self.await_bytes(&mut bytes)?;
@@ -283,18 +282,17 @@ impl ControlLane {
         if envelope.session != self.session || envelope.epoch != self.epoch {
             return Err(Fault::new(
                 FaultCode::Malformed,
-                "a control message of another session or epoch came on this control lane",
+                "control message of another session or epoch on this control lane",
             ));
         }
         let mut body = vec![0; header.body_bytes()];
         self.stream
             .receive_exact(&mut body, Instant::now() + self.silence_limit)
             .map_err(lost)?;
-        self.heard_ns.store(self.now_ns(), Ordering::Relaxed);
+        self.received_ns.store(self.now_ns(), Ordering::Relaxed);
         let message = Message::decode(&header, &body).map_err(malformed);
         body.zeroize();
-        // What was seen before, on this lane or one before it, is not applied
-        // again.
+        // Skip a sequence number that has been seen on this lane or an earlier one.
         let before = self
             .sequences
             .seen
@@ -305,18 +303,18 @@ impl ControlLane {
         message
     }
 
-    /// Waits for the first bytes of a message, asking in between.
+    /// Waits for the first bytes of a message, and pings the peer meanwhile.
     fn await_bytes(&self, bytes: &mut [u8]) -> Result<(), Fault> {
         let silent_at = Instant::now() + self.silence_limit;
         loop {
-            let until = silent_at.min(Instant::now() + self.silence_limit / ASK_PART);
+            let until = silent_at.min(Instant::now() + self.silence_limit / PING_PART);
             match self.stream.receive_exact(bytes, until) {
                 Ok(()) => return Ok(()),
-                Err(ControlError::Deadline) if Instant::now() < silent_at => self.ask()?,
+                Err(ControlError::Deadline) if Instant::now() < silent_at => self.ping()?,
                 Err(ControlError::Deadline) => {
                     return Err(Fault::new(
                         FaultCode::ControlLost,
-                        format!("the peer has been silent for {:?}", self.silence_limit),
+                        format!("peer silent for {:?}", self.silence_limit),
                     ));
                 }
                 Err(error) => return Err(lost(error)),
@@ -325,8 +323,7 @@ impl ControlLane {
     }
 }
 
-/// Reads the peer's answer to an offer, which comes before the first control
-/// message.
+/// Reads the peer's answer to an offer, which precedes the first control message.
 pub(crate) fn read_opening(stream: &ControlStream, deadline: Instant) -> Result<Opening, Fault> {
     let mut bytes = [0; PRELUDE_BYTES];
     stream.receive_exact(&mut bytes, deadline).map_err(lost)?;
@@ -347,5 +344,5 @@ fn lost(error: ControlError) -> Fault {
 }
 
 fn malformed(error: dunlin_proto::wire::DecodeError) -> Fault {
-    Fault::new(error.fault(), "the peer's control message makes no sense").because(error)
+    Fault::new(error.fault(), "malformed control message from peer").because(error)
 }

@@ -14,16 +14,17 @@ use super::host::Host;
 use super::threads::{CpuTime, spawn_counted};
 use crate::lane::control::ControlStream;
 
-/// How long the peer may take to close the control lane at the end.
+/// How long to wait for the peer to close the control lane at the end.
 pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
-/// The newest control lane, and what the next one is made with.
+/// The newest control lane, and the values that the next one needs.
 pub(super) struct ControlLink {
     pub(super) lane: Arc<ControlLane>,
-    /// The thread that reads `lane`; none before it is started, and once it has been joined.
+    /// The thread that reads `lane`; `None` before it starts and after it has been
+    /// joined.
     pub(super) reader: Option<JoinHandle<()>>,
     pub(super) sequences: Arc<Sequences>,
-    /// What the source offered for it.
+    /// The source's offer for it.
     pub(super) offer: Offer,
     pub(super) selection: Selection,
     /// Whether `lane` has ended.
@@ -31,7 +32,7 @@ pub(super) struct ControlLink {
 }
 
 impl ControlLink {
-    /// A control lane on `stream`, which no thread reads yet.
+    /// A control lane on `stream`. No thread reads it yet.
     pub(super) fn new(
         stream: ControlStream,
         sequences: Arc<Sequences>,
@@ -56,8 +57,8 @@ impl ControlLink {
         }
     }
 
-    /// Starts the thread that reads the lane; see [`ControlLane::read`]. `deliver` gets the lane's
-    /// epoch too.
+    /// Starts the thread that reads the lane; see [`ControlLane::read`]. `deliver` also
+    /// gets the lane's epoch.
     pub(super) fn start(
         &mut self,
         host: &dyn Host,
@@ -74,7 +75,7 @@ impl ControlLink {
         Ok(())
     }
 
-    /// The session has taken what this lane's reader delivered.
+    /// Notes that the session has taken what this lane's reader delivered.
     pub(super) fn took(&self, from_peer: &FromPeer) {
         match from_peer {
             FromPeer::Message(_) => self.lane.took(),
@@ -95,13 +96,13 @@ impl ControlLink {
     pub(super) fn end(&mut self) {
         self.lane.shutdown();
         if let Some(reader) = self.reader.take() {
-            // A panic there has been reported as the loss of the lane.
+            // The loss of the lane has already reported a panic there.
             let _ = reader.join();
         }
     }
 
-    /// Sends a message. If that fails, the lane ends, and its reader reports the loss.
-    pub(super) fn tell(&self, message: &Message) {
+    /// Sends a message. If that fails, ends the lane; its reader reports the loss.
+    pub(super) fn send_or_end(&self, message: &Message) {
         if self.lane.send(message).is_err() {
             self.lane.shutdown();
         }

@@ -1,7 +1,7 @@
-//! A dirty log that needs no hypervisor: the kernel's own write-protection.
+//! A dirty log that needs no hypervisor: it uses the kernel's write-protection.
 //!
-//! For guests that are threads of the process, and beside KVM where its log
-//! cannot be had. [`crate::testing`] tests this and every other log.
+//! It serves guests that are threads of the process, and KVM guests if KVM's own log is
+//! not available. [`crate::testing`] tests this log and every other.
 
 use std::io;
 use std::ops::Range;
@@ -18,21 +18,21 @@ use vm_memory::{
 
 use super::vmm::DirtyLog;
 
-/// Every write to guest memory through this process's mapping of it, whoever
-/// writes: threads of the process, the kernel for them, KVM. By userfaultfd's
-/// asynchronous write-protection and PAGEMAP_SCAN (Linux 6.7); takes no
-/// privilege. Its regions are those of
-/// [`MappedMemory`](super::memory::MappedMemory) over the same memory.
+/// Logs every write to guest memory through this process's mapping: by threads of the
+/// process, by the kernel on their behalf, and by KVM. It uses userfaultfd's
+/// asynchronous write-protection and PAGEMAP_SCAN (Linux 6.7) and needs no privilege.
+/// Its regions are those of [`MappedMemory`](super::memory::MappedMemory) over the same
+/// memory.
 ///
-/// It does not see the writes of another process that maps the same file, such
-/// as a vhost-user back end, nor of a device to pinned pages (VFIO, direct I/O
-/// under way): those need logs of their own beside this one.
+/// It does not see writes by another process that maps the same file, such as a
+/// vhost-user back end, nor DMA into pinned pages (VFIO, direct I/O in flight): those
+/// need logs of their own in addition.
 ///
-/// A region on huge pages is reported by huge pages. A region with a file
-/// behind it costs page tables for all of it, 1/512 of its size; a private
-/// one nothing where it was never touched. A private page that is read for the
-/// first time may be reported as written, and with transparent huge pages one
-/// that is written for the first time with those of its 2 MiB.
+/// A region on huge pages is reported in huge pages. A region backed by a file costs
+/// page tables for all of it, 1/512 of its size; a private region costs nothing where
+/// it was never touched. The first read of a private page may be reported as a write.
+/// With transparent huge pages, the first write to a page may be reported for all pages
+/// of its 2 MiB.
 #[derive(Debug)]
 pub struct WriteProtectLog<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
@@ -40,8 +40,8 @@ pub struct WriteProtectLog<B = AtomicBitmap> {
 }
 
 impl<B: Bitmap> WriteProtectLog<B> {
-    /// The log of writes to `memory`. Nothing else in the process may have it
-    /// registered with a userfaultfd while the log is on.
+    /// A log of writes to `memory`. Nothing else in the process may register that
+    /// memory with a userfaultfd while the log is on.
     #[must_use]
     pub fn new(memory: Arc<GuestMemoryMmap<B>>) -> Self {
         Self {
@@ -50,14 +50,14 @@ impl<B: Bitmap> WriteProtectLog<B> {
         }
     }
 
-    /// The regions in order, as the watch takes them.
+    /// The regions in order, in the form that the watch takes.
     fn regions(&self) -> impl Iterator<Item = io::Result<(VolatileSlice<'_>, Behind)>> {
         self.memory.iter().map(|region| {
             let length = usize::try_from(region.len()).map_err(io::Error::other)?;
             let whole = region
                 .get_slice(MemoryRegionAddress(0), length)
                 .map_err(io::Error::other)?;
-            // Shared memory has a file also where the VMM knows of none.
+            // Shared memory has a file even if the VMM does not hold one.
             let behind = match (region.file_offset(), sys::is_private(region.flags())) {
                 (None, true) => Behind::Anonymous,
                 _ => Behind::File,
@@ -69,19 +69,15 @@ impl<B: Bitmap> WriteProtectLog<B> {
 
 impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
     fn start(&mut self) -> io::Result<()> {
-        // One that was never stopped ends first: only one may have the memory.
+        // End an earlier watch first: only one may have the memory registered.
         self.watch = None;
-        let watch = WriteWatch::new().map_err(|error| {
-            said(
-                "userfaultfd cannot watch writes here (it needs Linux 6.7)",
-                error,
-            )
-        })?;
+        let watch = WriteWatch::new()
+            .map_err(|error| failed("userfaultfd cannot watch writes (needs Linux 6.7)", error))?;
         for region in self.regions() {
             let (memory, behind) = region?;
             watch
                 .register(&memory, behind)
-                .map_err(|error| said("guest memory cannot be watched", error))?;
+                .map_err(|error| failed("cannot watch writes to guest memory", error))?;
         }
         self.watch = Some(watch);
         Ok(())
@@ -91,7 +87,7 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
         let watch = self
             .watch
             .as_ref()
-            .ok_or_else(|| io::Error::other("the dirty log is off; start it first"))?;
+            .ok_or_else(|| io::Error::other("dirty log is off; start it first"))?;
         for (index, region) in self.regions().enumerate() {
             let (memory, behind) = region?;
             let pages = (memory.len() as u64).div_ceil(PAGE_BYTES);
@@ -103,7 +99,7 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
                         range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES),
                     );
                 })
-                .map_err(|error| said("the log of written pages cannot be read", error))?;
+                .map_err(|error| failed("cannot read the log of written pages", error))?;
             found(index, &words);
         }
         Ok(())
@@ -113,14 +109,14 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
         let Some(watch) = self.watch.take() else {
             return Ok(());
         };
-        // By hand, since dropping it does nothing while a child of this process
-        // still holds a copy of its descriptor.
+        // Unregister explicitly: closing the descriptor has no effect while a child
+        // process still holds a copy of it.
         self.regions()
             .try_for_each(|region| watch.unregister(&region?.0))
     }
 }
 
-/// An error of the kernel, with what was tried.
+/// An error of the kernel, with the failed operation.
 #[derive(Debug, Error)]
 #[error("{what}: {source}")]
 struct Failed {
@@ -128,7 +124,7 @@ struct Failed {
     source: io::Error,
 }
 
-fn said(what: &'static str, source: io::Error) -> io::Error {
+fn failed(what: &'static str, source: io::Error) -> io::Error {
     io::Error::new(source.kind(), Failed { what, source })
 }
 
@@ -166,12 +162,12 @@ mod tests {
         assert_eq!(words, [1 << 63 | 0b11000, u64::MAX, 1, u64::MAX]);
     }
 
-    /// Of memory that has a file the kernel may drop a page's entry, and with it that the page was
-    /// written. What it does then, `uffd` tests.
+    /// If memory has a file, the kernel may drop a page's entry, and with it the fact
+    /// that the page was written. The tests of `uffd` cover what it does then.
     #[test]
     fn i5_only_private_memory_without_a_file_is_anonymous() {
         const BYTES: usize = 2 << 20;
-        // Of mmap(2), for reading and writing.
+        // Protection and flags of mmap(2).
         const READ_WRITE: i32 = 1 | 2;
         const SHARED: i32 = 1;
         const PRIVATE: i32 = 2;
@@ -196,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_is_off_says_so() {
+    fn a_log_that_is_off_cannot_be_read() {
         let memory = [(GuestAddress(0), 1 << 20)];
         let memory: GuestMemoryMmap<AtomicBitmap> = GuestMemoryMmap::from_ranges(&memory).unwrap();
         let mut log = WriteProtectLog::new(Arc::new(memory));
@@ -212,9 +208,9 @@ mod tests {
     }
 
     #[test]
-    fn an_error_keeps_its_cause_so_that_the_fault_is_known() {
+    fn an_error_keeps_its_cause_for_the_fault_code() {
         let full = io::Error::from_raw_os_error(24);
-        let error = said("userfaultfd cannot watch writes here", full);
+        let error = failed("userfaultfd cannot watch writes", full);
         assert_eq!(fault_behind(&error), Some(FaultCode::DescriptorLimit));
     }
 }

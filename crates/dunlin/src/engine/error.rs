@@ -1,4 +1,4 @@
-//! How a migration can end other than well.
+//! The error of a failed migration.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -9,24 +9,24 @@ use thiserror::Error;
 use super::fault::{Fault, VmIs};
 use super::source::doubt::Doubt;
 
-/// A migration that failed: what happened, whose fault it is, what to do, and
-/// where the VM is now.
+/// A failed migration: what failed, who is at fault, what to do, and where the VM is
+/// now.
 #[derive(Debug, Error)]
 pub struct MigrateError {
     /// The kind of fault, as seen from this side.
     pub fault: FaultCode,
-    /// Who has to change something, as seen from this side.
+    /// Who has to act, as seen from this side.
     pub at_fault: AtFault,
     /// Where the VM is.
     pub vm: VmIs,
     /// What happened.
     pub what: String,
-    /// What lay underneath.
+    /// The cause.
     #[source]
     pub source: Option<Box<dyn StdError + Send + Sync>>,
-    /// At the source, where [`MigrateError::vm`] is [`VmIs::InDoubt`] or
-    /// [`VmIs::RanThenDied`]: what an operator resolves it with. Keep it as
-    /// long as the VM is held paused.
+    /// Set at the source if [`MigrateError::vm`] is [`VmIs::InDoubt`] or
+    /// [`VmIs::RanThenDied`]: the handle with which an operator resolves it. Keep it
+    /// while the VM is paused.
     pub doubt: Option<Box<Doubt>>,
 }
 
@@ -36,15 +36,15 @@ impl fmt::Display for MigrateError {
             VmIs::AtSource => "the VM goes on at the source",
             VmIs::StuckAtSource => "the VM is paused at the source and could not be resumed",
             VmIs::InDoubt => {
-                "the VM is paused at the source and may run at the destination: ask there before \
-                 you resume it here, or use `dunlin resolve`"
+                "the VM is paused at the source and may run at the destination: check there \
+                 before you resume it here"
             }
             VmIs::RanThenDied => {
-                "the VM was started at the destination and does not run there; the source keeps \
-                 its copy, paused. Shall it run there again, from the moment of the pause? What \
-                 it wrote to its disks since then stays written"
+                "the VM was started at the destination and no longer runs there; the source \
+                 keeps its copy, paused. Resuming it continues from the moment of the pause; \
+                 what the VM has written to its disks since then stays written"
             }
-            VmIs::Gone => "the guest has ended by itself",
+            VmIs::Gone => "the guest has ended",
         };
         write!(
             formatter,
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_behind_a_fault_says_whose_it_is() {
+    fn the_cause_of_a_fault_decides_who_is_at_fault() {
         let lane = || Fault::new(FaultCode::LaneLost, "lane 1 cannot reach host:1");
         for (fault, kind, at_fault) in [
             (lane(), FaultCode::LaneLost, AtFault::Network),
@@ -120,21 +120,21 @@ mod tests {
                 AtFault::Configuration,
             ),
         ] {
-            // What the session does about it stays the same.
+            // The session still handles it as a lost lane.
             assert_eq!(fault.code, FaultCode::LaneLost);
             assert_eq!(fault.kind(), kind);
             let error = fault.into_error(VmIs::AtSource);
             assert_eq!((error.fault, error.at_fault), (kind, at_fault), "{error}");
         }
-        // A peer's word is taken as it comes, and seen from this side.
-        let told = Fault::told(FaultCode::DescriptorLimit, "none left".into());
-        assert_eq!(told.into_error(VmIs::AtSource).at_fault, AtFault::Peer);
+        // A fault that the peer reports keeps its code, and is seen from this side.
+        let reported = Fault::from_peer(FaultCode::DescriptorLimit, "none left".into());
+        assert_eq!(reported.into_error(VmIs::AtSource).at_fault, AtFault::Peer);
     }
 
     #[test]
-    fn i7_a_peers_text_steers_no_terminal_and_ends_no_line() {
+    fn i7_control_characters_in_a_peers_text_are_escaped() {
         let text = "\u{1b}[2Jgone\r\nmoved \u{9b}31m\u{202e}\u{7f} \u{e9}";
-        let fault = Fault::told(FaultCode::Internal, text.into());
+        let fault = Fault::from_peer(FaultCode::Internal, text.into());
         let said = fault.into_error(VmIs::AtSource).to_string();
         assert!(!said.contains(dunlin_proto::text::is_harmful), "{said:?}");
         let spelled = concat!(

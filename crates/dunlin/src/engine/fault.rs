@@ -1,4 +1,4 @@
-//! A fault inside a session, and the place of the VM after it.
+//! A fault inside a session, and the location of the VM after it.
 
 use std::error::Error as StdError;
 use std::io;
@@ -10,33 +10,33 @@ use crate::lane::control::ControlError;
 use crate::lane::handshake::HandshakeError;
 use crate::lane::record::Alert;
 
-/// Where the VM is after a migration that did not go through.
+/// Where the VM is after a failed migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmIs {
-    /// It goes on at the source, or is paused there as its owner left it.
+    /// It continues at the source, or is paused there because its owner had paused it.
     AtSource,
     /// It is paused at the source and could not be resumed.
     StuckAtSource,
-    /// *commit* was sent and not answered: it is paused at the source, and
-    /// may run at the destination.
+    /// *commit* was sent and not answered. The VM is paused at the source and may run
+    /// at the destination.
     InDoubt,
-    /// It was started at the destination and does not run there any more; the
-    /// source has its copy, paused as it was at the switchover. An operator
-    /// decides whether it goes back to that.
+    /// It was started at the destination and no longer runs there. The source has its
+    /// copy, paused as it was at the switchover. An operator decides whether to resume
+    /// that copy.
     RanThenDied,
-    /// The guest ended by itself.
+    /// The guest has ended: it powered off or stopped.
     Gone,
 }
 
-/// A fault inside a session, before it is known where the VM ends up.
+/// A fault inside a session, before the final location of the VM is known.
 #[derive(Debug)]
 pub(crate) struct Fault {
     pub(crate) code: FaultCode,
     pub(crate) at_fault: AtFault,
     pub(crate) what: String,
     pub(crate) source: Option<Box<dyn StdError + Send + Sync>>,
-    /// Whether the peer has said so, by *cancel* or *refuse*.
-    pub(crate) told: bool,
+    /// Whether the peer reported it, with *cancel* or *refuse*.
+    pub(crate) from_peer: bool,
 }
 
 impl Fault {
@@ -46,7 +46,7 @@ impl Fault {
             at_fault: code.at_fault(),
             what: what.into(),
             source: None,
-            told: false,
+            from_peer: false,
         }
     }
 
@@ -55,29 +55,29 @@ impl Fault {
         self
     }
 
-    /// A fault that the peer has told us of.
-    pub(crate) fn told(code: FaultCode, text: String) -> Self {
+    /// A fault that the peer reports.
+    pub(crate) fn from_peer(code: FaultCode, text: String) -> Self {
         Self {
             code,
             at_fault: code.at_fault().seen_by_peer(),
             what: harmless(&text),
             source: None,
-            told: true,
+            from_peer: true,
         }
     }
 
-    /// What is said to people and to the peer. What a step failed for tells
-    /// more than the step: a lane that could not be opened for want of a
-    /// descriptor is no fault of the network's, though the session goes on as
-    /// if it were ([`Fault::code`]).
+    /// The code that is reported to people and to the peer. A cause says more than the
+    /// step that failed: a lane that could not be opened because no descriptor was left
+    /// is not the network's fault, although the session handles it as a lost lane
+    /// ([`Fault::code`]).
     pub(crate) fn kind(&self) -> FaultCode {
-        let cause = self.source.as_deref().filter(|_| !self.told);
+        let cause = self.source.as_deref().filter(|_| !self.from_peer);
         cause
             .and_then(|cause| fault_behind(cause))
             .unwrap_or(self.code)
     }
 
-    /// What the peer is told: the fault with its causes, within the limit.
+    /// The text for the peer: the fault with its causes, within the limit.
     pub(crate) fn for_peer(&self) -> String {
         let mut text = self.what.clone();
         let mut next: Option<&(dyn StdError + 'static)> = match &self.source {
@@ -86,7 +86,7 @@ impl Fault {
         };
         while let Some(cause) = next {
             let said = cause.to_string();
-            // Some errors have their cause in their own words.
+            // Some errors repeat their cause in their own text.
             if !text.contains(&said) {
                 text.push_str(": ");
                 text.push_str(&said);
@@ -102,7 +102,7 @@ impl Fault {
     }
 }
 
-/// Turns an error into a [`Fault`] that has it as its cause.
+/// Turns an error into a [`Fault`] with the error as its cause.
 pub(crate) trait OrFault<T> {
     /// The value, or a fault with this code and text.
     fn or_fault(self, code: FaultCode, what: &str) -> Result<T, Fault>;
@@ -114,9 +114,8 @@ impl<T, E: Into<Box<dyn StdError + Send + Sync>>> OrFault<T> for Result<T, E> {
     }
 }
 
-/// The fault that an error or one of its causes amounts to wherever it is met:
-/// no descriptor or no memory was left, or a certificate and a clock contradict
-/// each other.
+/// The fault code of an error or one of its causes, if it is the same in every context:
+/// no descriptor or memory was left, or a certificate's validity contradicts the clock.
 #[must_use]
 pub fn fault_behind(error: &(dyn StdError + 'static)) -> Option<FaultCode> {
     const ENOMEM: i32 = 12;
@@ -131,7 +130,7 @@ pub fn fault_behind(error: &(dyn StdError + 'static)) -> Option<FaultCode> {
                 Some(ENOMEM) => return Some(FaultCode::NoMemory),
                 _ => {}
             }
-            // One that wraps another passes it over in its own chain.
+            // An io::Error that wraps another skips it in its own chain.
             if let Some(inner) = error.get_ref() {
                 return fault_behind(inner);
             }

@@ -1,4 +1,4 @@
-//! What the engine asks of the process around it, and how it is stopped.
+//! Services that the engine takes from its process, and cancellation.
 
 use std::fmt;
 use std::io;
@@ -12,25 +12,24 @@ use dunlin_linux::poll::Wakeup;
 use super::sync::{Interrupt, Mutex, lock};
 use crate::lane::dial::{Connector, StandardConnector};
 
-/// Connections and threads, so that the engine fits a VMM that may open
-/// neither by itself.
+/// Opens connections and starts threads for the engine, so that it fits a VMM that must
+/// do neither by itself.
 pub trait Host: Send + Sync {
-    /// Opens a TCP connection to `endpoint`, a host and port, unless `stop`
-    /// becomes readable before: a descriptor ([`AsFd`](std::os::fd::AsFd))
-    /// that the migration makes readable when it is cancelled. Do not read
-    /// from it. A host that ignores it delays the cancellation until its
-    /// connection is there.
+    /// Opens a TCP connection to `endpoint`, a host and port. The migration makes the
+    /// descriptor `stop` ([`AsFd`](std::os::fd::AsFd)) readable to cancel the attempt;
+    /// do not read from it. A host that ignores `stop` delays the cancellation until it
+    /// has connected.
     ///
     /// # Errors
-    /// No connection by `deadline`, or `stop` became readable before.
+    /// No connection by `deadline`, or `stop` became readable first.
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
 
-    /// Opens a TCP connection to `remote` from a local address and port. Only
-    /// lanes over IPsec need it.
+    /// Opens a TCP connection to `remote` from a local address and port. Only lanes
+    /// over IPsec need it.
     ///
     /// # Errors
-    /// As [`Host::connect`]; `AddrInUse` where the local port is taken, and
-    /// `Unsupported` where this is not implemented.
+    /// As [`Host::connect`]; `AddrInUse` if the local port is in use, and `Unsupported`
+    /// if this method is not implemented.
     fn connect_from(
         &self,
         local: SocketAddr,
@@ -41,8 +40,8 @@ pub trait Host: Send + Sync {
         let _ = (local, remote, deadline, stop);
         Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "this VMM's Host cannot connect from a given port, which lanes over IPsec need: \
-             implement Host::connect_from",
+            "cannot connect from a given local port, which lanes over IPsec need: implement \
+             Host::connect_from",
         ))
     }
 
@@ -77,7 +76,7 @@ impl Host for StandardHost {
     }
 }
 
-/// What lanes' dialers get their connections from.
+/// Gives lane dialers connections from the VMM's [`Host`].
 pub(crate) struct FromHost(pub(crate) Arc<dyn Host>);
 
 impl Connector for FromHost {
@@ -98,7 +97,7 @@ impl Connector for FromHost {
 
 type Listener = Box<dyn Fn() + Send>;
 
-/// Cancels a session from another thread. Clones cancel the same one.
+/// Cancels a session from another thread. Clones cancel the same session.
 #[derive(Clone, Default)]
 pub struct Cancel(Arc<Mutex<CancelState>>);
 
@@ -119,14 +118,14 @@ impl fmt::Debug for Cancel {
 }
 
 impl Cancel {
-    /// A handle that has not been used.
+    /// A handle on which [`Cancel::cancel`] has not been called.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Asks the session to end. Before *commit* it does, and the VM goes on
-    /// at the source; after that it is too late and the session says so.
+    /// Asks the session to end. Before *commit* it ends, and the VM continues at the
+    /// source; after *commit* it reports that it is too late.
     pub fn cancel(&self) {
         let mut state = lock(&self.0);
         state.cancelled = true;
@@ -144,8 +143,8 @@ impl Cancel {
         lock(&self.0).cancelled
     }
 
-    /// Has `interrupt` called at the cancellation, at once if that was
-    /// before, until the result is dropped. It replaces an earlier one.
+    /// Calls `interrupt` on cancellation, or at once if already cancelled, until the
+    /// result is dropped. Replaces an earlier one.
     pub(in crate::engine) fn interrupts(&self, interrupt: Interrupt) -> Interrupting<'_> {
         let mut state = lock(&self.0);
         if state.cancelled {
@@ -155,7 +154,7 @@ impl Cancel {
         Interrupting(self)
     }
 
-    /// Calls `listener` at the cancellation, at once if it has been already.
+    /// Calls `listener` on cancellation, or at once if already cancelled.
     pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) {
         let mut state = lock(&self.0);
         if state.cancelled {
@@ -169,7 +168,7 @@ impl Cancel {
     }
 }
 
-/// A cancellation interrupts something until this is dropped.
+/// Removes the interrupt of a [`Cancel`] when dropped.
 pub(in crate::engine) struct Interrupting<'a>(&'a Cancel);
 
 impl Drop for Interrupting<'_> {

@@ -1,30 +1,28 @@
-//! The journal's files: what this host remembers of its migrations when a
-//! process or the host itself has died. docs/journal.md describes them;
-//! `dunlin_proto::switchover` says what is recorded when.
+//! The journal's files: this host's memory of its migrations after a process or the
+//! host itself has died. docs/journal.md describes the files;
+//! `dunlin_proto::switchover` decides when to write which record.
 //!
 //! ```text
 //!   Journal::open ─▶ create ─▶ SessionJournal: record, record … forget
 //!        │                          (locked while its process lives)
-//!        ├─▶ list: every session here, and whether its process lives
+//!        ├─▶ list: every session on this host, and whether its process lives
 //!        └─▶ take: the session of a process that has died
 //! ```
 //!
-//! A session's file is written full of zeros and synced, with its directory,
-//! when the session starts, and only overwritten in place afterwards: no
-//! record needs new room on the disk, and its sync writes no metadata.
-//! (Zeros, and not posix_fallocate(3): on ext4 and XFS the first write to
-//! space that was merely set aside changes metadata.)
+//! When a session starts, its file is filled with zeros and synced, with its directory.
+//! Later records overwrite it in place: they need no new space on the disk, and their
+//! syncs write no metadata. (Zeros instead of posix_fallocate(3): on ext4 and XFS the
+//! first write to preallocated space changes metadata.)
 //!
-//! [`Journal::none`] remembers in the process's memory. What is lost with it:
-//! if a process dies after *commit*, the other side gets *no record* for an
-//! answer, or none, and the VM stays in doubt until an operator has found out
-//! where it is; and a source that died does not know that it must not be
-//! started again.
+//! [`Journal::none`] keeps records in the process's memory. The cost: if a process dies
+//! after *commit*, the other side gets the answer *no record*, or no answer, and the VM
+//! stays in doubt until an operator has found where it runs. A source that is restarted
+//! after such a crash has no sign that it must not start the VM again.
 //!
-//! A session's record goes when nobody will ask about it any more. Where that
-//! was not heard of, it goes when the same VM is moved again: a source begins
-//! nothing while an earlier session of its VM is undecided, so that it asks
-//! about none of them.
+//! A session's record is removed when no side will ask about it again. A side that does
+//! not learn this removes the record when the same VM moves again: a source starts no
+//! session while an earlier session of its VM is undecided, so it will not ask about
+//! any of them.
 
 use std::fmt;
 use std::fs::{DirBuilder, OpenOptions};
@@ -56,17 +54,17 @@ use memory::{HeldInMemory, Memory};
 use crate::lane::peers::{PeerIdentity, Principal};
 use dunlin_proto::text::harmless;
 
-/// Where the records of this host's sessions lie.
+/// The records of this host's sessions.
 #[derive(Clone)]
-pub struct Journal(Shelf);
+pub struct Journal(Storage);
 
 #[derive(Clone)]
-enum Shelf {
+enum Storage {
     Directory(Directory),
     Memory(Memory),
 }
 
-/// One session's records, held by the process whose session it is.
+/// One session's records, locked by the session's process.
 pub struct SessionJournal {
     record: Record,
     peer: RecordedPeer,
@@ -79,8 +77,8 @@ enum Held {
 }
 
 impl Journal {
-    /// The journal in `directory`, which is made (mode 0700) if it is not
-    /// there.
+    /// Opens the journal in `directory`. Creates the directory (mode 0700) if it does
+    /// not exist.
     ///
     /// # Errors
     /// [`JournalError::Io`], or [`JournalError::Exposed`].
@@ -88,7 +86,8 @@ impl Journal {
         Self::open_on(directory, Arc::new(StandardDisk))
     }
 
-    /// The same, with every record's write and sync done by `disk`.
+    /// Opens the journal in `directory`; `disk` performs every write and sync of a
+    /// record.
     ///
     /// # Errors
     /// As [`Journal::open`].
@@ -106,20 +105,20 @@ impl Journal {
                 mode,
             });
         }
-        Ok(Self(Shelf::Directory(Directory {
-            directory: directory.into(),
+        Ok(Self(Storage::Directory(Directory {
+            path: directory.into(),
             disk,
         })))
     }
 
-    /// No journal: sessions are remembered as long as this process lives and
-    /// this, or a clone of it, is there.
+    /// No journal: sessions are remembered in this process while this value, or a clone
+    /// of it, exists.
     #[must_use]
     pub fn none() -> Self {
-        Self(Shelf::Memory(Memory::default()))
+        Self(Storage::Memory(Memory::default()))
     }
 
-    /// The record with which a session begins.
+    /// The first record of a session.
     pub(crate) fn first_record(
         state: State,
         session: SessionId,
@@ -141,24 +140,23 @@ impl Journal {
         }
     }
 
-    /// Makes the file of the session that `record` is about, for as many
-    /// records as will come, and takes it. Nothing is recorded yet;
-    /// `record.state` says only which side this is.
+    /// Creates and locks the file of the session in `record`, with space for all of its
+    /// later records. Nothing is recorded yet; of `record.state` only the role is used.
     ///
-    /// A session that is known here may be begun again if its last attempt is
-    /// over and this one's number is higher.
+    /// An existing session may be started again if its last attempt has ended and this
+    /// attempt has a higher number.
     ///
     /// # Errors
-    /// [`JournalError::Io`] where there is no room; [`JournalError::Held`],
-    /// [`JournalError::Undecided`], [`JournalError::Unreadable`] of a session
-    /// that is there already.
+    /// [`JournalError::Io`] if there is no space; [`JournalError::Held`],
+    /// [`JournalError::Undecided`] and [`JournalError::Unreadable`] for an existing
+    /// session.
     pub fn create(&self, record: Record) -> Result<SessionJournal, JournalError> {
         let role = Role::of(record.state);
-        let place = match &self.0 {
-            Shelf::Directory(place) => place,
-            Shelf::Memory(memory) => return memory.create(record, role),
+        let directory = match &self.0 {
+            Storage::Directory(directory) => directory,
+            Storage::Memory(memory) => return memory.create(record, role),
         };
-        let path = place.path(record.session, role);
+        let path = directory.path(record.session, role);
         let created = OpenOptions::new()
             .read(true)
             .write(true)
@@ -167,22 +165,22 @@ impl Journal {
             .open(&path);
         let held = match created {
             Ok(file) => {
-                let allocated = place.allocate(&file, &path);
+                let allocated = directory.allocate(&file, &path);
                 if allocated.is_err() {
-                    // Best effort: an empty file says nothing.
+                    // Best effort: an empty file has no meaning.
                     let _ = std::fs::remove_file(&path);
                 }
                 allocated?;
                 HeldFile {
                     file,
                     path,
-                    place: place.clone(),
+                    directory: directory.clone(),
                     generation: 0,
                     next_slot: 0,
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                let (held, before) = place.take(path)?;
+                let (held, before) = directory.take(path)?;
                 if let Some(before) = before
                     && !(is_over(before.state) && before.attempt < record.attempt)
                 {
@@ -203,11 +201,11 @@ impl Journal {
         })
     }
 
-    /// The same, for the first attempt of a session of a VM: removes what
-    /// sessions before it have left and nobody asks about any more. At the
-    /// destination these are the ones that `peer` began and that never ran
-    /// here; of those of its other VMs, the oldest goes beyond
-    /// [`MAX_RECORDS_OF_A_PEER`]. A source has connected to no peer yet.
+    /// Creates the file for the first attempt of a session of a VM, and removes
+    /// obsolete records of earlier sessions. At the destination these are the sessions
+    /// of the same VM that `peer` started and that never ran here; of `peer`'s other
+    /// VMs the oldest records beyond [`MAX_RECORDS_OF_A_PEER`]. A source has not
+    /// connected to a peer yet.
     ///
     /// # Errors
     /// As [`Journal::create`]; at the source also [`JournalError::Unresolved`].
@@ -217,7 +215,7 @@ impl Journal {
         peer: Option<&PeerIdentity>,
     ) -> Result<SessionJournal, JournalError> {
         let mut others = 0;
-        // The newest first.
+        // Newest first.
         for entry in self.list()?.iter().rev() {
             let Ok(Some(before)) = &entry.record else {
                 continue;
@@ -261,7 +259,7 @@ impl Journal {
         self.create(record)
     }
 
-    /// Left behind it does no harm, and the next session tries again.
+    /// Best effort: a record that stays does no harm, and the next session tries again.
     fn remove(&self, entry: &Entry) {
         let _ = self
             .take(entry.session, entry.role)
@@ -270,23 +268,23 @@ impl Journal {
 
     fn path(&self, session: SessionId, role: Role) -> PathBuf {
         match &self.0 {
-            Shelf::Directory(place) => place.path(session, role),
-            Shelf::Memory(_) => file_name(session, role).into(),
+            Storage::Directory(directory) => directory.path(session, role),
+            Storage::Memory(_) => file_name(session, role).into(),
         }
     }
 
-    /// Takes over the session of a process that has died.
+    /// Takes over the session of a dead process.
     ///
     /// # Errors
-    /// [`JournalError::Missing`], also where nothing was ever recorded;
+    /// [`JournalError::Missing`], also if nothing was ever recorded;
     /// [`JournalError::Held`] while the process lives;
     /// [`JournalError::Unreadable`]; [`JournalError::Io`].
     pub fn take(&self, session: SessionId, role: Role) -> Result<SessionJournal, JournalError> {
-        let place = match &self.0 {
-            Shelf::Directory(place) => place,
-            Shelf::Memory(memory) => return memory.take(session, role),
+        let directory = match &self.0 {
+            Storage::Directory(directory) => directory,
+            Storage::Memory(memory) => return memory.take(session, role),
         };
-        match place.take(place.path(session, role))? {
+        match directory.take(directory.path(session, role))? {
             (held, Some(record)) => Ok(SessionJournal {
                 peer: held.read_peer(record.session)?,
                 record,
@@ -296,14 +294,14 @@ impl Journal {
         }
     }
 
-    /// Every session in the journal, the oldest first.
+    /// Every session in the journal, oldest first.
     ///
     /// # Errors
     /// [`JournalError::Io`].
     pub fn list(&self) -> Result<Vec<Entry>, JournalError> {
         let mut entries = match &self.0 {
-            Shelf::Directory(place) => place.list()?,
-            Shelf::Memory(memory) => memory.list(),
+            Storage::Directory(directory) => directory.list()?,
+            Storage::Memory(memory) => memory.list(),
         };
         entries.sort_by_key(|entry| {
             let started = match &entry.record {
@@ -319,8 +317,8 @@ impl Journal {
 impl fmt::Debug for Journal {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let directory = match &self.0 {
-            Shelf::Directory(place) => Some(&place.directory),
-            Shelf::Memory(_) => None,
+            Storage::Directory(directory) => Some(&directory.path),
+            Storage::Memory(_) => None,
         };
         formatter.debug_tuple("Journal").field(&directory).finish()
     }
@@ -337,14 +335,15 @@ impl fmt::Debug for SessionJournal {
 }
 
 impl SessionJournal {
-    /// The newest record; before the first, what [`Journal::create`] was given.
+    /// The newest record; before the first write, the record passed to
+    /// [`Journal::create`].
     #[must_use]
     pub fn record(&self) -> &Record {
         &self.record
     }
 
-    /// Records who the session's peer is. To be called once the peer is
-    /// authenticated, and before the first record about which it may ask.
+    /// Records the session's peer. Call it once the peer is authenticated, and before
+    /// the first record about which the peer may ask.
     ///
     /// # Errors
     /// [`JournalError::Io`].
@@ -357,25 +356,25 @@ impl SessionJournal {
         Ok(())
     }
 
-    /// Who the session's peer is.
+    /// The session's peer.
     #[must_use]
     pub fn peer(&self) -> &RecordedPeer {
         &self.peer
     }
 
-    /// Whether `peer` is the session's own: the only one that may ask about it,
-    /// settle it or release it.
+    /// Whether `peer` is the session's peer, the only one that may ask about the
+    /// session, settle it or release it.
     #[must_use]
     pub fn is_with(&self, peer: &PeerIdentity) -> bool {
         is_with(&self.peer, &self.record, peer)
     }
 
-    /// Records where this side stands, and returns how long it took when that
-    /// is on the disk.
+    /// Records the state of this side. Returns how long it took until the record was on
+    /// the disk.
     ///
     /// # Errors
-    /// [`JournalError::Io`]: the disk then holds the record from before or
-    /// this one. It may be tried again.
+    /// [`JournalError::Io`]: the disk then holds the previous record or this one. The
+    /// caller may retry.
     pub fn write(&mut self, state: State) -> Result<Duration, JournalError> {
         let record = Record {
             state,
@@ -384,7 +383,7 @@ impl SessionJournal {
         self.overwrite(record)
     }
 
-    /// Records the epoch of a new control lane, and nothing else.
+    /// Records only the epoch of a new control lane.
     ///
     /// # Errors
     /// As [`SessionJournal::write`].
@@ -407,16 +406,16 @@ impl SessionJournal {
         Ok(began.elapsed())
     }
 
-    /// Removes the session: nobody will ask about it any more.
+    /// Removes the session; no side will ask about it again.
     ///
     /// # Errors
-    /// [`JournalError::Io`]: the record is still there, or comes back if the
-    /// host crashes now.
+    /// [`JournalError::Io`]: the record still exists, or reappears if the host crashes
+    /// now.
     pub fn forget(self) -> Result<(), JournalError> {
         match self.held {
             Held::File(held) => {
                 std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
-                held.place.sync_directory()
+                held.directory.sync()
             }
             Held::Memory(held) => {
                 held.forget();
@@ -425,8 +424,8 @@ impl SessionJournal {
         }
     }
 
-    /// The same, unless the record says that something is still to be decided
-    /// or done.
+    /// Removes the session, unless its record says that something is still to be
+    /// decided or done.
     pub(crate) fn forget_if_over(self) -> Result<(), JournalError> {
         let Record { state, attempt, .. } = self.record;
         match state {
@@ -454,12 +453,12 @@ impl Held {
     }
 }
 
-/// Whether the session of a record is one with `peer`.
+/// Whether `peer` is the peer of a recorded session.
 ///
-/// A file from before the peer block knows the source's peer by the names in
-/// its certificate, which have to be the same and vouched for by an authority;
-/// of the destination it knows the address alone, so any peer that the source
-/// admits is taken for it, as that release did.
+/// A file older than the peer block identifies a destination's peer by its certificate
+/// names, which must be equal and vouched for by an authority. At the source such a
+/// file has only the destination's address, so every peer that the source trusts
+/// matches, as in that release.
 fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
     match (recorded, record.state) {
         (RecordedPeer::Known(principal), _) => peer.is(principal),
@@ -469,21 +468,21 @@ fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> boo
             let names = names_of(peer);
             peer.authority.is_some()
                 && !names.is_empty()
-                // What was longer has been cut, and may have gone on otherwise.
+                // A longer text was truncated, so its end is unknown.
                 && names.len() < MAX_ENDPOINT_BYTES
                 && names == record.peer
         }
     }
 }
 
-/// The names in a peer's certificate, for people.
+/// The names in a peer's certificate, for display.
 pub(crate) fn names_of(peer: &PeerIdentity) -> String {
     let names: Vec<String> = peer.names.iter().map(ToString::to_string).collect();
-    // A certificate may bear anything.
+    // A certificate may contain any text.
     harmless(&names.join(", "))
 }
 
-/// What fits of a text that is for people.
+/// Truncates a text for display to at most `bytes` bytes.
 pub(crate) fn bounded(text: &str, bytes: usize) -> &str {
     let mut end = text.len().min(bytes);
     while !text.is_char_boundary(end) {
@@ -492,7 +491,7 @@ pub(crate) fn bounded(text: &str, bytes: usize) -> &str {
     &text[..end]
 }
 
-/// Milliseconds since 1970; 0 for a clock before that.
+/// Milliseconds since 1970; 0 if the clock is earlier.
 fn now_ms() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,5 +1,5 @@
-//! Guest memory over `vm_memory::GuestMemoryMmap`, the log of the VMM's own
-//! writes to it, and its digest.
+//! Guest memory over `vm_memory::GuestMemoryMmap`, a log of the VMM's own writes to it,
+//! and its digest.
 
 use std::io;
 use std::ops::Range;
@@ -18,8 +18,8 @@ use vm_memory::{
 
 use super::vmm::{DirtyLog, GuestMemory};
 
-/// A VM's memory as vm-memory maps it: every mapped region is a RAM region,
-/// numbered from 0 in the order of its guest-physical address.
+/// A VM's memory as mapped by vm-memory. Every mapped region is a RAM region; they are
+/// numbered from 0 in the order of guest-physical addresses.
 #[derive(Debug)]
 pub struct MappedMemory<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
@@ -27,8 +27,8 @@ pub struct MappedMemory<B = AtomicBitmap> {
 }
 
 impl<B: Bitmap> MappedMemory<B> {
-    /// Wraps `memory`, which is backed by pages of `backing_page_bytes` (a
-    /// hint for the destination).
+    /// Wraps `memory`, which is backed by pages of `backing_page_bytes` (a hint for the
+    /// destination).
     #[must_use]
     pub fn new(memory: Arc<GuestMemoryMmap<B>>, backing_page_bytes: u32) -> Self {
         let regions = (0_u16..)
@@ -80,33 +80,32 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
                 let length = usize::try_from(mapped.len()).map_err(io::Error::other)?;
                 pagemap::populated(&self.slice(index, 0, length)?, found)
             }
-            // What was written is in memory, and the rest in the file.
+            // Written pages are in memory, the others in the file.
             (true, Some(_)) => Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "it is a private mapping of a file",
+                "private mapping of a file",
             )),
-            // The page table has nothing of what is swapped out, or what another
-            // process has written.
+            // The page table has no entry for pages that are swapped out or that
+            // another process has written.
             (false, None) => Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "it is shared, and its file is not known",
+                "shared memory without a known file",
             )),
         }
     }
 }
 
-/// The VMM's own writes through vm-memory, as a [`DirtyLog`] beside the
+/// The VMM's own writes through vm-memory, as a [`DirtyLog`] in addition to the
 /// hypervisor's.
 ///
-/// vm-memory's bitmap always records; there is nothing to start or to stop.
+/// vm-memory's bitmap always records, so there is nothing to start or stop.
 #[derive(Debug)]
 pub struct OwnWrites {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
 }
 
 impl OwnWrites {
-    /// The log of writes to `memory`, whose bitmaps must have one bit for
-    /// each 4 KiB.
+    /// A log of writes to `memory`. Its bitmaps must have one bit per 4 KiB.
     #[must_use]
     pub fn new(memory: Arc<GuestMemoryMmap<AtomicBitmap>>) -> Self {
         Self { memory }
@@ -120,7 +119,7 @@ impl DirtyLog for OwnWrites {
 
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
         for (index, region) in self.memory.iter().enumerate() {
-            // The mapping's own bitmap, not the slice view that the trait gives.
+            // The mapping's own bitmap, not the slice view that the trait returns.
             let bitmap: &AtomicBitmap = std::ops::Deref::deref(region).bitmap();
             found(index, &bitmap.get_and_reset());
         }
@@ -132,17 +131,16 @@ impl DirtyLog for OwnWrites {
     }
 }
 
-/// Memory is hashed in pieces of this size, which threads take in turn.
+/// Memory is hashed in pieces of this size, which the threads take in turn.
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// A digest of all memory, the same on both sides when the memory is the same
-/// byte for byte. Pages that are all zero do not count, so that holes need
-/// not be read. XXH3 with 128 bits: against accidents, not against attackers,
-/// whom the lanes' authentication keeps out.
+/// A digest of all memory: equal on both sides if the memory is equal byte for byte.
+/// Zero pages are left out, so holes need not be read. It uses XXH3 with 128 bits,
+/// which detects accidents; the lanes' authentication keeps attackers out.
 ///
-/// Holes are found by [`Occupancy`] and not by [`GuestMemory::ranges_to_send`]:
-/// what the sender's scan forgets would be missing from both digests, which
-/// would agree. Where nothing is known of holes, everything is read.
+/// [`Occupancy`] finds the holes, not [`GuestMemory::ranges_to_send`]: pages that the
+/// sender's scan misses would be missing from both digests, and the digests would
+/// agree. If the holes are unknown, all memory is read.
 ///
 /// # Errors
 /// A region cannot be read.
@@ -200,7 +198,7 @@ pub fn digest(memory: &dyn GuestMemory, threads: usize) -> io::Result<[u8; DIGES
     Ok(whole.finish_128().to_le_bytes())
 }
 
-/// The digest of the pages in `ranges`, those of one piece, or none when all are
+/// The digest of the pages in `ranges`, which belong to one piece; `None` if all are
 /// zero.
 fn digest_piece(
     memory: &dyn GuestMemory,
@@ -247,7 +245,7 @@ mod tests {
             a.write_obj(7_u8, GuestAddress(address)).unwrap();
             b.write_obj(7_u8, GuestAddress(address)).unwrap();
         }
-        // A page that was touched and is zero equals one that never was.
+        // A page that was touched and is zero equals an untouched one.
         b.write_obj(0_u64, GuestAddress(40960)).unwrap();
         let of = |memory: &Arc<_>, threads| {
             digest(&MappedMemory::new(Arc::clone(memory), 4096), threads).unwrap()
@@ -258,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn i3_a_page_at_another_place_is_another_memory() {
+    fn i3_a_page_at_another_address_changes_the_digest() {
         let (a, b) = (memory(1 << 20), memory(1 << 20));
         a.write_obj(7_u8, GuestAddress(0)).unwrap();
         b.write_obj(7_u8, GuestAddress(4096)).unwrap();
@@ -267,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn i3_a_page_at_the_same_place_of_another_region_is_another_memory() {
+    fn i3_a_page_at_the_same_offset_of_another_region_changes_the_digest() {
         let regions = [(GuestAddress(0), 1 << 20), (GuestAddress(1 << 32), 1 << 20)];
         let with = |address| {
             let memory = GuestMemoryMmap::<AtomicBitmap>::from_ranges(&regions).unwrap();
@@ -278,9 +276,9 @@ mod tests {
         assert_ne!(with(4096), with((1 << 32) + 4096));
     }
 
-    /// As a VMM has it that keeps all of its memory in one file.
+    /// A VMM that keeps all of its memory in one file.
     #[test]
-    fn i3_a_region_is_searched_where_it_lies_in_its_file() {
+    fn i3_a_region_is_searched_at_its_offset_in_the_file() {
         const SECOND: u64 = 1 << 20;
         let file = {
             let whole = allocate(4 << 20, Backing::Memfd).unwrap();
@@ -301,11 +299,11 @@ mod tests {
             ranges
         };
         assert_eq!([ranges_to_send(0), ranges_to_send(1)], [[], []]);
-        // In the file the first is followed by the second at once.
+        // In the file, the second region directly follows the first.
         for address in [SECOND - 1, 1 << 32, (1 << 32) + (1 << 20)] {
             memory.write_obj(7_u8, GuestAddress(address)).unwrap();
         }
-        // Behind both regions the file goes on.
+        // The file continues after both regions.
         file.write_all_at(&[7], 3 << 20).unwrap();
         assert!(matches!(&ranges_to_send(0)[..], [range] if *range == (SECOND - 4096..SECOND)));
         assert_eq!(ranges_to_send(1), [0..4096, 1 << 20..(1 << 20) + 4096]);
@@ -315,12 +313,12 @@ mod tests {
         assert_ne!(digest(&mapped, 1).unwrap(), before);
     }
 
-    /// A VM restored from a snapshot, and one whose memory the VMM shares with its
+    /// A VM restored from a snapshot, and one with memory that the VMM shares with its
     /// children.
     #[test]
     fn i3_memory_whose_holes_cannot_be_found_is_sent_as_a_whole() {
         const BYTES: usize = 2 << 20;
-        // Of mmap(2), for reading and writing.
+        // Protection and flags of mmap(2).
         const READ_WRITE: i32 = 1 | 2;
         const SHARED: i32 = 1;
         const PRIVATE: i32 = 2;
@@ -375,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_engine_writes_is_not_the_vmms_own_write() {
+    fn writes_of_the_engine_are_not_in_the_log() {
         let memory = memory(1 << 20);
         let mapped = MappedMemory::new(Arc::clone(&memory), 4096);
         mapped.slice(0, 4096, 8).unwrap().copy_from(&[1_u8; 8]);

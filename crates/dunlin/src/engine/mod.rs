@@ -1,5 +1,5 @@
-//! The page engine: moves a VM's memory and state over lanes, and decides
-//! with the peer where it runs.
+//! The migration engine: moves a VM's memory and state over lanes, and agrees with the
+//! peer on which side runs the VM.
 //!
 //! ```text
 //!   source::migrate                             destination::receive
@@ -9,8 +9,8 @@
 //!   └ session (the caller's thread)     session, acceptor ─────┘
 //! ```
 //!
-//! The session threads decide, by dunlin-proto; the others move bytes. A VMM
-//! implements the traits of [`vmm`].
+//! The session threads execute the decisions of dunlin-proto; the other threads move
+//! bytes. A VMM implements the traits of [`vmm`].
 
 mod control;
 mod control_link;

@@ -1,18 +1,18 @@
-//! Options that cannot be.
+//! Errors in options.
 
 use std::time::Duration;
 
 use dunlin_proto::limits::MAX_SOCKET_PATH_BYTES;
 use thiserror::Error;
 
-/// An option that cannot be: the fault is in the configuration of this side.
+/// An invalid option. The configuration of this side is at fault.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("the option {option} cannot be {value} (at fault: the configuration here): {advice}")]
+#[error("option {option} has the invalid value {value} (at fault: configuration): {advice}")]
 #[non_exhaustive]
 pub struct OptionError {
-    /// The option, as its method is called.
+    /// The option, by the name of its method.
     pub option: &'static str,
-    /// What it was set to.
+    /// The rejected value.
     pub value: String,
     /// What to set instead.
     pub advice: &'static str,
@@ -35,9 +35,9 @@ pub(super) fn check(
     })
 }
 
-/// A limit that is over before anything can happen.
+/// Rejects a limit of zero, which would expire before anything can happen.
 pub(super) fn check_limit(option: &'static str, limit: Duration) -> Result<(), OptionError> {
-    let advice = "give it the longest time that you would wait";
+    let advice = "set the longest time to wait";
     check(!limit.is_zero(), option, limit, advice)
 }
 
@@ -46,7 +46,7 @@ pub(super) fn check_owner(owner: &str) -> Result<(), OptionError> {
         owner.len() <= MAX_SOCKET_PATH_BYTES,
         "owner",
         owner,
-        "a unix socket's path has at most 107 bytes; leave it empty for none",
+        "a Unix socket path has at most 107 bytes; leave it empty for none",
     )
 }
 
@@ -57,7 +57,7 @@ mod tests {
     use crate::engine::source::Options;
 
     #[test]
-    fn a_value_is_told_as_it_was_set() {
+    fn an_error_shows_the_value_as_it_was_set() {
         let error = Options::builder().rate(0).build().unwrap_err();
         assert_eq!((error.option, error.value.as_str()), ("rate", "0"));
     }

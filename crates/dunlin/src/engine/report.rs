@@ -1,4 +1,4 @@
-//! What a session tells while it runs and when it is over.
+//! What a session reports while it runs and when it has ended.
 
 use std::time::Duration;
 
@@ -9,18 +9,19 @@ use dunlin_proto::negotiate::LaneSecurity;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Guest pages that went out as they are.
+    /// Guest pages sent with their content.
     pub raw_pages: u64,
-    /// Guest pages that were all zero and went out as ranges.
+    /// Guest pages that were all zero and were sent as ranges.
     pub zero_pages: u64,
-    /// Headers and ranges of chunks, marks and ends.
+    /// Headers and ranges of chunks, marks and end frames.
     pub header_bytes: u64,
-    /// Everything that the data lanes put on their sockets, security included.
+    /// All bytes that the data lanes wrote to their sockets, including the overhead of
+    /// encryption.
     pub wire_bytes: u64,
 }
 
 impl Traffic {
-    /// Adds another lane's or iteration's share.
+    /// Adds the counts of another lane or iteration.
     pub fn add(&mut self, other: &Self) {
         self.raw_pages += other.raw_pages;
         self.zero_pages += other.zero_pages;
@@ -29,63 +30,63 @@ impl Traffic {
     }
 }
 
-/// One pass of pre-copy, or the last one.
+/// One pass of pre-copy, or the last pass.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Iteration {
     /// Counted from 1.
     pub number: u32,
-    /// How long its pages took to be cut.
+    /// Time until its last page was given to a lane.
     pub duration: Duration,
-    /// Pages that waited when it began.
+    /// Pages pending at its start.
     pub pages: u64,
-    /// Pages that were dirty when it ended: the next one's.
+    /// Pages dirtied during it: those of the next iteration.
     pub dirtied_pages: u64,
-    /// Bytes on the wire while it lasted.
+    /// Bytes on the wire during it.
     pub wire_bytes: u64,
-    /// Downtime to expect if the guest were paused at its end.
+    /// Expected downtime if the guest were paused at its end.
     pub predicted_downtime: Duration,
-    /// How much the guest was slowed down meanwhile, in percent.
+    /// How much the guest was throttled, in percent.
     pub throttle: u8,
 }
 
-/// Where the downtime went, as the source measured it.
+/// The parts of the downtime, measured at the source.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct Downtime {
-    /// From asking the VMM to pause until it had.
+    /// From the call to pause the VM until it returned.
     pub pause: Duration,
-    /// Until the last page had been handed to the kernel.
+    /// Until the last page was passed to the kernel.
     pub last_pages: Duration,
-    /// Saving the state and sending it; it overlaps with the last pages.
+    /// Saving and sending the state; overlaps with the last pages.
     pub state: Duration,
-    /// From *final* to *ready*: the destination takes in, joins its lanes,
-    /// loads, and compares digests where asked.
+    /// From *final* to *ready*: the destination receives the rest, joins its lanes,
+    /// loads the state and, with verification, compares digests.
     pub ready: Duration,
     /// From *commit* to *running*.
     pub resume: Duration,
-    /// From the pause to *running*: what somebody outside would see.
+    /// From the pause to *running*: the downtime as seen from outside.
     pub total: Duration,
-    /// As the guest saw it, where the destination could tell.
+    /// Downtime as the guest saw it, if the destination could measure it.
     pub guest: Option<Duration>,
 }
 
-/// A migration that went through, as the source saw it.
+/// A successful migration, as seen by the source.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// Every iteration, the last one with the guest paused.
+    /// Every iteration; the last one ran with the guest paused.
     pub iterations: Vec<Iteration>,
     /// Bytes by kind.
     pub traffic: Traffic,
-    /// Bytes of guest memory by lane number, zero pages left out. Numbers of
-    /// lanes that were lost or replaced are not used again.
+    /// Bytes of guest memory by lane number, without zero pages. The numbers of lost or
+    /// replaced lanes are not reused.
     pub lanes: Vec<(u16, u64)>,
-    /// Lanes that were lost on the way; others took over.
+    /// Lanes lost; others took over their work.
     pub lanes_lost: u32,
-    /// How often the control lane was lost and made anew.
+    /// How often the control lane was lost and replaced.
     pub control_resumed: u32,
-    /// Pages that lost lanes took along and that were sent again.
+    /// Pages sent again because their lane was lost.
     pub pages_again: u64,
     /// How the data lanes are secured.
     pub security: LaneSecurity,
@@ -95,97 +96,96 @@ pub struct Report {
     pub downtime: Downtime,
     /// CPU time of this session's threads at the source.
     pub source_cpu: Duration,
-    /// The same at the destination.
+    /// CPU time of this session's threads at the destination.
     pub destination_cpu: Duration,
-    /// Whether both memories' digests were compared and equal; `None` when
-    /// verification was not asked for.
+    /// Whether the digests of both memories were compared and are equal; `None` without
+    /// verification.
     pub digests_equal: Option<bool>,
-    /// Whether the guest runs at the destination, or is paused as it was.
+    /// Whether the guest runs at the destination. If not, it is paused there, as its
+    /// owner had paused it.
     pub runs: bool,
 }
 
-/// Something that happened during a session at the source.
+/// An event of a session at the source.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// The control lane stands and the destination has accepted the VM.
+    /// The control lane is established and the destination has accepted the VM.
     Accepted {
-        /// Who the destination is, by certificate.
+        /// The destination's names, from its certificate.
         peer: String,
     },
-    /// A data lane stands.
+    /// A data lane is established.
     LaneUp {
         /// Its number.
         lane: u16,
     },
-    /// A data lane is lost. What it took along goes out on the others, and
-    /// another is opened in its place.
+    /// A data lane is lost. Its unconfirmed pages are sent on the other lanes, and
+    /// another lane replaces it.
     LaneLost {
         /// Its number.
         lane: u16,
-        /// Why, as far as it is known.
+        /// Why, if known.
         why: String,
     },
-    /// The control lane is lost, and a new one is being made. Lanes and guest
-    /// go on.
+    /// The control lane is lost and is being replaced. Data lanes and guest continue.
     ControlLost {
         /// Why.
         why: String,
     },
-    /// A new control lane stands.
+    /// A new control lane is established.
     ControlResumed,
-    /// How it goes, some times a second.
+    /// Progress, several times a second.
     Progress(Progress),
     /// An iteration has ended.
     Iterated(Iteration),
-    /// The guest is slowed down, or let go again.
+    /// The throttle has changed.
     Throttled {
         /// Percent; 0 is full speed.
         percent: u8,
     },
-    /// The journal holds this, and it is on the disk. Where no journal was
-    /// given, nothing is; the session has come that far.
+    /// The journal has synced this record to disk. Without a journal it means only that
+    /// the session has reached this state.
     Recorded(SourceRecord),
     /// The guest is paused.
     Paused,
-    /// *commit* goes out: the point of no return.
+    /// *commit* is about to be sent: the point of no return.
     Committing,
-    /// *commit* has been handed to the kernel.
+    /// *commit* has been passed to the kernel.
     Committed,
-    /// *commit* was sent and there is no answer to build on: the guest stays
-    /// paused, and the destination is asked.
+    /// *commit* was sent and no usable answer has arrived. The guest stays paused, and
+    /// the source asks the destination.
     InDoubt {
         /// Why.
         why: String,
     },
     /// The destination runs the VM.
     Running,
-    /// Something that does no harm to the migration but should be known.
+    /// A problem that does not affect the migration but that an operator should see.
     Warning(String),
 }
 
-/// How a migration is going.
+/// Progress of a migration.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Progress {
-    /// The iteration under way.
+    /// The current iteration.
     pub iteration: u32,
-    /// Bytes of guest memory per second that the destination took in lately.
+    /// Bytes of guest memory per second that the destination received recently.
     pub bytes_per_s: u64,
-    /// Bytes that still have to go in this iteration.
+    /// Bytes still to send in this iteration.
     pub remaining_bytes: u64,
     /// Pages per second that the guest dirtied during the last iteration.
     pub dirty_pages_per_s: u64,
-    /// Downtime to expect if the guest were paused now.
+    /// Expected downtime if the guest were paused now.
     pub predicted_downtime: Duration,
     /// Bytes of guest memory by lane number so far.
     pub lanes: Vec<(u16, u64)>,
 }
 
-/// Takes a session's events. Called from the session's own threads: return
-/// quickly.
+/// Receives a session's events. The session's own threads call it: return quickly.
 pub trait Observer: Send + Sync {
-    /// Something happened.
+    /// Handles one event.
     fn event(&self, event: &Event);
 }
 

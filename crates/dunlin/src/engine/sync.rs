@@ -1,8 +1,9 @@
-//! Locks, and the waits on them.
+//! Locks, and waits on them.
 //!
-//! The engine's threads meet behind these, and in channels. The unit tests with
-//! the feature `shuttle` get a checker's in their place, which chooses at every
-//! step which thread goes on (`engine/interleavings`); nothing else is ever
+//! The engine's threads share state behind these locks and through channels. The unit
+//! tests with the feature `shuttle` replace them with a checker's, which chooses at
+//! every step the thread that runs next (`engine/interleavings`). No other build does
+//! this.
 //! built so.
 
 use std::sync::PoisonError;
@@ -13,13 +14,13 @@ use std::time::{Duration, Instant};
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use super::interleavings::sync::{Condvar, Mutex, MutexGuard};
 
-/// Ends what a thread waits in that is no [`Condvar`]: a connection, most of
-/// the time. It may be called from any thread and more than once.
+/// Ends a thread's wait in something other than a [`Condvar`], usually a connection. It
+/// may be called from any thread and more than once.
 pub(crate) type Interrupt = Box<dyn Fn() + Send>;
 
-/// A thread that panicked while it held one of the engine's locks has ended
-/// its session: the panic is reported when it is joined. What the lock guards
-/// stays readable for the threads that wind up.
+/// A thread that panics while it holds one of the engine's locks has ended its session;
+/// the join reports the panic. The guarded state stays readable for the threads that
+/// clean up.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -29,7 +30,7 @@ pub(crate) fn wait<'a, T>(changed: &Condvar, state: MutexGuard<'a, T>) -> MutexG
     changed.wait(state).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The same, for `time` at most.
+/// Waits until `changed` is notified, for at most `time`.
 pub(crate) fn wait_for<'a, T>(
     changed: &Condvar,
     state: MutexGuard<'a, T>,
@@ -41,14 +42,13 @@ pub(crate) fn wait_for<'a, T>(
         .0
 }
 
-/// How long ago `instant` was.
+/// The time since `instant`.
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) fn since(instant: Instant) -> Duration {
     instant.elapsed()
 }
 
-/// The same by the checker's clock: real time would make runs that cannot be
-/// repeated.
+/// The time by the checker's clock: real time would make runs unrepeatable.
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) fn since(_instant: Instant) -> Duration {
     super::interleavings::sync::now()

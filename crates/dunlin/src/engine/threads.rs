@@ -1,4 +1,4 @@
-//! Threads of a session, and the CPU time that they use.
+//! Threads of a session, and their CPU time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use dunlin_proto::fault::FaultCode;
 use super::fault::{Fault, OrFault};
 use super::host::Host;
 
-/// CPU time of threads that have ended; shared by all threads of a session.
+/// CPU time of ended threads, shared by all threads of a session.
 #[derive(Clone, Default)]
 pub(super) struct CpuTime(Arc<AtomicU64>);
 
@@ -35,7 +35,7 @@ pub(super) fn spawn(
         .or_fault(FaultCode::Kernel, "cannot start a thread")
 }
 
-/// Starts a thread whose CPU time counts when it ends.
+/// Starts a thread; adds its CPU time when it ends.
 pub(super) fn spawn_counted(
     host: &dyn Host,
     name: &str,

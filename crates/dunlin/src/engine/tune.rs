@@ -1,4 +1,4 @@
-//! Changing a migration while it runs.
+//! Changes to a migration while it runs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,17 +9,17 @@ use super::sync::Mutex;
 
 type Apply = Box<dyn Fn(Option<u64>) + Send>;
 
-/// Changes the rate cap of a migration from another thread. Clones change the
-/// same one; it serves one migration.
+/// Changes the rate cap of a migration from another thread. Clones change the same cap.
+/// A handle serves one migration.
 #[derive(Clone, Default)]
 pub struct Tune(Arc<Mutex<State>>);
 
 #[derive(Default)]
 enum State {
-    /// The lanes do not send yet; a cap that was set by then is kept for them.
+    /// The lanes do not send yet; a cap that is set now is kept for them.
     #[default]
     Early,
-    Asked(Option<u64>),
+    Pending(Option<u64>),
     Attached(Apply),
     Over,
 }
@@ -27,52 +27,50 @@ enum State {
 /// A rate that cannot be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum TuneError {
-    /// Nothing would ever arrive.
-    #[error("a rate of 0 would never end: ask for no cap instead")]
+    /// At this rate no data would ever arrive.
+    #[error("rate 0 would never finish: use no cap instead")]
     Zero,
-    /// The guest stands still for the last pass, which has a cap of its own,
-    /// or the migration has ended.
-    #[error("too late for another rate: pre-copy is over")]
+    /// The last pass, which has its own cap, has begun, or the migration has ended.
+    #[error("too late to change the rate: pre-copy has ended")]
     TooLate,
 }
 
 impl Tune {
-    /// A handle that has changed nothing.
+    /// A handle that changes nothing yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Caps all data lanes together at `bytes_per_s`, or lifts the cap, from
-    /// now on until the last pass. Called before the migration begins, it
-    /// takes the place of [`super::source::OptionsBuilder::rate`].
+    /// Caps the total rate of all data lanes at `bytes_per_s`, or removes the cap. It
+    /// applies from now until the last pass. If called before the migration starts, it
+    /// replaces [`super::source::OptionsBuilder::rate`].
     ///
     /// # Errors
-    /// [`TuneError`]; nothing has been changed then.
+    /// [`TuneError`]; nothing has changed.
     pub fn set_rate(&self, bytes_per_s: Option<u64>) -> Result<(), TuneError> {
         if bytes_per_s == Some(0) {
             return Err(TuneError::Zero);
         }
         let mut state = super::lock(&self.0);
         match &*state {
-            State::Early | State::Asked(_) => *state = State::Asked(bytes_per_s),
+            State::Early | State::Pending(_) => *state = State::Pending(bytes_per_s),
             State::Attached(apply) => apply(bytes_per_s),
             State::Over => return Err(TuneError::TooLate),
         }
         Ok(())
     }
 
-    /// From now on changes go to `apply`; one that was asked for before goes
-    /// there at once.
+    /// Passes later changes to `apply`, and an earlier one at once.
     pub(crate) fn attach(&self, apply: impl Fn(Option<u64>) + Send + 'static) {
         let mut state = super::lock(&self.0);
-        if let State::Asked(rate) = &*state {
+        if let State::Pending(rate) = &*state {
             apply(*rate);
         }
         *state = State::Attached(Box::new(apply));
     }
 
-    /// From now on it is too late.
+    /// Rejects later changes.
     pub(crate) fn detach(&self) {
         *super::lock(&self.0) = State::Over;
     }
@@ -82,7 +80,7 @@ impl fmt::Debug for Tune {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match &*super::lock(&self.0) {
             State::Early => "early",
-            State::Asked(_) => "asked",
+            State::Pending(_) => "pending",
             State::Attached(_) => "attached",
             State::Over => "over",
         };
@@ -98,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rate_reaches_the_lanes_whenever_it_is_set_until_it_is_too_late() {
+    fn a_rate_reaches_the_lanes_before_and_after_attach_but_not_after_detach() {
         let tune = Tune::new();
         assert_eq!(tune.set_rate(Some(0)), Err(TuneError::Zero));
         tune.set_rate(Some(1)).unwrap();
@@ -112,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_never_set_leaves_the_options_rate_alone() {
+    fn a_rate_that_was_never_set_keeps_the_options_rate() {
         let (sender, rates) = channel();
         Tune::new().attach(move |rate| sender.send(rate).unwrap());
         assert_eq!(rates.try_iter().count(), 0);

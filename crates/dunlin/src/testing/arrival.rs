@@ -1,4 +1,4 @@
-//! How a VM arrives, and what is left of it at the source.
+//! The arrival of a VM, and the copy left at the source.
 
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 
@@ -8,8 +8,8 @@ use super::state::{Moment, build, offer};
 use super::{Effort, Violation, Vmm, broken, failed};
 use crate::engine::vmm::RunState;
 
-/// Tests the way of a VM from its source to where it is built: refused, given
-/// up after its disks were taken, and arrived.
+/// Tests three ways of a VM to its destination: refused, given up after its disks were
+/// acquired, and arrived.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -18,7 +18,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     std::thread::sleep(effort.between * effort.fetches);
     check_refusal(vmm, &*source)?;
 
-    // Given up as late as can be: the source goes on.
+    // Given up at the last moment: the source continues.
     let moment = Moment::of(&*source, effort)?;
     source
         .deactivate()
@@ -36,7 +36,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
         .map_err(failed("SourceVm::reactivate"))?;
     runs(&*source, &*source.memory())?;
 
-    // Arrived: it runs there, and never again here.
+    // Arrived: the VM runs at the destination, and never again at the source.
     let moment = Moment::of(&*source, effort)?;
     source
         .deactivate()
@@ -51,7 +51,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     if state != RunState::Running || !is_written(&*there.memory())? {
         return Err(broken(
             "DestinationVm::resume",
-            "the guest runs where it has arrived",
+            "the guest runs at the destination",
             format!("it is {state:?}, or writes nothing"),
         ));
     }
@@ -59,7 +59,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     if let Some((region, page)) = before.difference(&*source.memory())? {
         return Err(broken(
             "DestinationVm::resume",
-            "the guest runs here alone",
+            "the guest runs only at the destination",
             format!("page {page} of region {region} changed at the source"),
         ));
     }
@@ -68,13 +68,13 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
         return Err(broken(
             "SourceVm::destroy",
             "the copy at the source never runs again",
-            "it says that it runs",
+            "it reports that it runs",
         ));
     }
     as_source.pause().map_err(failed("SourceVm::pause"))
 }
 
-/// A builder that refuses one VM still builds the next.
+/// A builder that has refused one VM still builds the next.
 fn check_refusal(
     vmm: &mut dyn Vmm,
     source: &dyn crate::engine::vmm::SourceVm,
@@ -85,12 +85,12 @@ fn check_refusal(
         region.length = 4096;
     }
     match vmm.builder().build(&impossible) {
-        // One that takes everything from the offer has nothing to refuse.
+        // A builder that takes everything from the offer has nothing to refuse.
         Ok(built) => built.discard(),
         Err(refusal) if refusal.text.is_empty() || refusal.text.len() > MAX_TEXT_BYTES => {
             return Err(broken(
                 "Builder::build",
-                "a refusal tells the source's operator why, in at most 1024 bytes",
+                "a refusal has a reason for the source's operator of at most 1024 bytes",
                 format!("it has {} bytes", refusal.text.len()),
             ));
         }

@@ -1,4 +1,4 @@
-//! What a source asks of its VM while it lives here.
+//! The methods that a source calls while the VM lives there.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use super::memory::{Copy, is_written, table_changes};
 use super::{Effort, Violation, broken, failed};
 use crate::engine::vmm::{GuestMemory, RunState, SourceVm, VmDescription};
 
-/// Tests how a VM is described, paused, resumed and throttled, its guest
-/// writing all the while. Needs as much memory again. The guest is paused
-/// afterwards. Returns whether the VMM throttles.
+/// Tests that a VM can be described, paused, resumed and throttled while its guest
+/// writes. Needs as much memory again as the VM has. The guest is paused afterwards.
+/// Returns whether the VMM supports throttling.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -20,24 +20,24 @@ pub fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violati
     runs(vm, &*memory)?;
     for _ in 0..effort.pauses {
         std::thread::sleep(effort.between);
-        stands_still(vm, &*memory, effort)?;
+        check_paused(vm, &*memory, effort)?;
         runs(vm, &*memory)?;
     }
     let throttles = throttles(vm, effort)?;
-    stands_still(vm, &*memory, effort)?;
+    check_paused(vm, &*memory, effort)?;
     let again = describe(vm)?;
     if (described.uuid, &described.name, &described.description)
         != (again.uuid, &again.name, &again.description)
     {
         return Err(broken(
             "SourceVm::describe",
-            "a VM is described in the same way while it is moved",
-            "after some pauses it says something else",
+            "a VM has the same description in every attempt",
+            "the description differs after some pauses",
         ));
     }
     if vm.memory().regions() != memory.regions() {
         return Err(table_changes(
-            "SourceVm::memory gives another one after some pauses",
+            "SourceVm::memory returns another one after some pauses",
         ));
     }
     let copy = Copy::of(&*memory)?;
@@ -45,13 +45,13 @@ pub fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violati
     if let Some((region, page)) = copy.difference(&*memory)? {
         return Err(broken(
             "SourceVm::deactivate",
-            "it writes no guest memory, which is being sent",
-            format!("page {page} of region {region} is another after it"),
+            "it does not write guest memory",
+            format!("page {page} of region {region} changed"),
         ));
     }
     vm.reactivate().map_err(failed("SourceVm::reactivate"))?;
     runs(vm, &*memory)?;
-    stands_still(vm, &*memory, effort)?;
+    check_paused(vm, &*memory, effort)?;
     Ok(throttles)
 }
 
@@ -61,7 +61,7 @@ fn describe(vm: &dyn SourceVm) -> Result<VmDescription, Violation> {
     if name > MAX_NAME_BYTES || bytes > MAX_DESCRIPTION_BYTES {
         return Err(broken(
             "SourceVm::describe",
-            "a name has at most 255 bytes and a description 256 KiB",
+            "a name has at most 255 bytes and a description at most 256 KiB",
             format!("they have {name} and {bytes} bytes"),
         ));
     }
@@ -75,14 +75,14 @@ fn is(vm: &dyn SourceVm, expected: &RunState, after: &str) -> Result<(), Violati
     }
     Err(broken(
         "SourceVm::run_state",
-        "it tells where the guest stands",
-        format!("after {after} it says {state:?}"),
+        "it returns the guest's run state",
+        format!("after {after} it returns {state:?}"),
     ))
 }
 
-/// Resumes the guest, twice, and sees it write.
+/// Resumes the guest, twice, and checks that it writes.
 pub(super) fn runs(vm: &dyn SourceVm, memory: &dyn GuestMemory) -> Result<(), Violation> {
-    for after in ["resume", "resuming a guest that runs"] {
+    for after in ["resume", "resuming a running guest"] {
         vm.resume().map_err(failed("SourceVm::resume"))?;
         is(vm, &RunState::Running, after)?;
     }
@@ -92,8 +92,8 @@ pub(super) fn runs(vm: &dyn SourceVm, memory: &dyn GuestMemory) -> Result<(), Vi
     Ok(())
 }
 
-/// Pauses the guest, twice, and sees that memory does not change any more.
-fn stands_still(
+/// Pauses the guest, twice, and checks that memory no longer changes.
+fn check_paused(
     vm: &dyn SourceVm,
     memory: &dyn GuestMemory,
     effort: &Effort,
@@ -115,8 +115,8 @@ fn stands_still(
     Ok(())
 }
 
-/// Whether the VMM throttles; it must then make a difference, in both
-/// directions.
+/// Whether the VMM supports throttling. If it does, throttling and unthrottling must
+/// each make a difference.
 fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     const ROUNDS: u32 = 6;
     let set = |percent| vm.throttle(percent).unwrap_or(false);
@@ -125,7 +125,7 @@ fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     }
     let (mut full, mut slow) = (0, 0);
     for round in 0..ROUNDS {
-        // The first shows nothing: the guest may come to full speed only now.
+        // The first round is not counted: the guest may still be speeding up.
         full = dirtied(vm, effort)?;
         set(99);
         slow = dirtied(vm, effort)?;
@@ -136,12 +136,12 @@ fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     }
     Err(broken(
         "SourceVm::throttle",
-        "a throttled guest writes less and comes to full speed again",
+        "a throttled guest writes less, and later runs at full speed again",
         format!("{full} pages were written at full speed and {slow} throttled by 99 %"),
     ))
 }
 
-/// Pages that the guest writes in some tenths of a second.
+/// Pages that the guest writes in a tenth of a second.
 fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     const WINDOW: Duration = Duration::from_millis(100);
     let log_failed = |step| move |source| Violation::Log { step, source };
@@ -149,7 +149,7 @@ fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     for log in &mut logs {
         log.start().map_err(log_failed("start"))?;
     }
-    // Short steps, or a page that is written often counts as one that is not.
+    // In short steps; otherwise a page that is written often would count once.
     let step = effort.between.max(Duration::from_millis(1)).min(WINDOW);
     let mut pages = 0;
     for _ in 0..WINDOW.as_millis() / step.as_millis() {

@@ -1,32 +1,32 @@
 //! Dirty logs.
 //!
-//! A page that a log forgets is a page that is stale at the destination, in one
-//! migration of many. The test does what a migration does: it copies all memory
-//! while the guest writes, then again and again the pages that the log reports;
-//! and whenever the guest stands still, memory must equal the copy.
+//! A page that a log misses is stale at the destination, in one migration of many. The
+//! test does what a migration does: it copies all memory while the guest writes, then
+//! repeatedly the pages that the log reports. Whenever the guest is paused, memory must
+//! equal the copy.
 
 use std::io;
 use std::ops::Range;
 
 use dunlin_proto::limits::PAGE_BYTES;
 
-use super::memory::worth_reading;
+use super::memory::ranges_to_read;
 use super::{Effort, Violation};
 use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
 
-/// What writes to guest memory: the guest, or anything else that the log under
-/// test is to see. Every [`SourceVm`] is one.
+/// A writer to guest memory: the guest, or anything else that the log under test must
+/// cover. Every [`SourceVm`] is a writer.
 ///
-/// It should write all over memory, to some pages often, and to pages that were
-/// never touched before.
+/// It should write all over memory, to some pages often, and to pages that were never
+/// touched before.
 pub trait Writer {
-    /// Lets it write until it is paused. It may run already.
+    /// Starts writing, until it is paused. It may already be running.
     ///
     /// # Errors
     /// It cannot run; the test ends.
     fn resume(&self) -> Result<(), VmmError>;
 
-    /// Stops it; on return it writes no more.
+    /// Stops it. After this returns, it does not write.
     ///
     /// # Errors
     /// It may still write; the test ends.
@@ -43,17 +43,17 @@ impl<V: SourceVm + ?Sized> Writer for V {
     }
 }
 
-/// What the test has seen of a log that keeps its promises.
+/// Figures of a log that keeps its contract.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Times that the log was read.
+    /// How often the log was fetched.
     pub fetches: u64,
-    /// Pages that it reported, each time that it did.
+    /// Reported pages; a page counts each time it is reported.
     pub pages: u64,
 }
 
-/// Tests the union of a VM's dirty logs, its guest being the writer. The guest
-/// is paused afterwards.
+/// Tests the union of a VM's dirty logs, with its guest as the writer. The guest is
+/// paused afterwards.
 ///
 /// # Errors
 /// See [`Violation`].
@@ -62,12 +62,12 @@ pub fn check_dirty_logs(vm: &dyn SourceVm, effort: &Effort) -> Result<Seen, Viol
     check_dirty_log(&*memory, &mut Union(vm.dirty_logs()), vm, effort)
 }
 
-/// Tests one log that sees everything that `writer` writes to `memory`. Needs
-/// as much memory again. The writer is paused afterwards, and the log stopped.
+/// Tests one log that must report everything `writer` writes to `memory`. Needs as much
+/// memory again. The writer is paused and the log stopped afterwards.
 ///
-/// Three recordings: the first and the last begin while nobody writes and must
-/// begin empty, whatever was written before; the second begins in the middle of
-/// it.
+/// There are three recordings. The first and the last start while the writer is paused
+/// and must start empty, whatever was written before; the second starts while it
+/// writes.
 ///
 /// # Errors
 /// See [`Violation`].
@@ -87,7 +87,7 @@ pub fn check_dirty_log<W: Writer + ?Sized>(
     };
     for running in [false, true, false] {
         if let Err(violation) = test.recording(running) {
-            // Whatever else fails now, the violation says more.
+            // The violation says more than a failure of the clean-up.
             let _ = test.writer.pause();
             let _ = test.log.stop();
             return Err(violation);
@@ -101,18 +101,18 @@ struct Test<'a, W: ?Sized> {
     log: &'a mut dyn DirtyLog,
     writer: &'a W,
     effort: &'a Effort,
-    /// What a destination would have, for each region.
+    /// The destination's copy of each region.
     shadow: Vec<Vec<u8>>,
     seen: Seen,
 }
 
-/// For each region the pages that one fetch reported.
+/// The pages that one fetch reported, by region.
 type Bitmaps = Vec<Vec<u64>>;
 
 impl<W: Writer + ?Sized> Test<'_, W> {
-    /// From start to stop.
+    /// One recording, from start to stop.
     fn recording(&mut self, running: bool) -> Result<(), Violation> {
-        // Written before the start: none of it belongs into the log.
+        // Written before the start, so not part of the log.
         self.writer.resume().map_err(Violation::Writer)?;
         std::thread::sleep(self.effort.between);
         if !running {
@@ -149,7 +149,7 @@ impl<W: Writer + ?Sized> Test<'_, W> {
         self.log.stop().map_err(failed("stop"))
     }
 
-    /// Reads the log, and checks that what it reports exists.
+    /// Fetches the log, and checks that the reported pages exist.
     fn fetch(&mut self) -> Result<Bitmaps, Violation> {
         let regions = self.memory.regions();
         let mut bitmaps: Bitmaps = regions
@@ -180,13 +180,13 @@ impl<W: Writer + ?Sized> Test<'_, W> {
         Ok(bitmaps)
     }
 
-    /// Copies everything, as the first pass of a migration does.
+    /// Copies all memory, like the first pass of a migration.
     fn copy_all(&mut self) -> Result<(), Violation> {
         self.shadow.clear();
         for (index, region) in self.memory.regions().iter().enumerate() {
             let length = usize::try_from(region.length).map_err(io::Error::other)?;
             self.shadow.push(vec![0; length]);
-            for range in worth_reading(self.memory, index) {
+            for range in ranges_to_read(self.memory, index) {
                 self.copy_range(index, range)?;
             }
         }
@@ -215,13 +215,13 @@ impl<W: Writer + ?Sized> Test<'_, W> {
         Ok(())
     }
 
-    /// Nobody writes: memory must equal the copy.
+    /// Compares memory with the copy while the writer is paused.
     fn compare(&self) -> Result<(), Violation> {
         let mut missed: Option<(usize, u64)> = None;
         let mut pages = 0;
         let mut page = [0; PAGE_BYTES as usize];
         for (index, shadow) in self.shadow.iter().enumerate() {
-            for range in worth_reading(self.memory, index) {
+            for range in ranges_to_read(self.memory, index) {
                 let range = range.start as usize..(range.end as usize).min(shadow.len());
                 for (number, copy) in (0_u64..).zip(shadow[range.clone()].chunks(page.len())) {
                     let offset = range.start as u64 + number * PAGE_BYTES;
@@ -245,7 +245,7 @@ impl<W: Writer + ?Sized> Test<'_, W> {
     }
 }
 
-/// The first page that is reported.
+/// The first reported page.
 fn first(reported: &Bitmaps) -> Option<(usize, u64)> {
     reported.iter().enumerate().find_map(|(region, words)| {
         let (word, bits) = (0_u64..).zip(words).find(|(_, bits)| **bits != 0)?;

@@ -1,4 +1,4 @@
-//! The process around the engine: sockets, threads, and the journal's disk.
+//! The engine's process: sockets, threads, and the journal's disk.
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};
@@ -15,12 +15,11 @@ use super::{Violation, broken};
 use crate::engine::Host;
 use crate::engine::journal::Disk;
 
-/// How late after its deadline a call may return.
+/// How long after its deadline a call may return.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Tests connections, by a listener on `127.0.0.1`, and threads. A host that
-/// reaches its peers in another way is given the name by which it reaches this
-/// listener: `endpoint` makes it from the port.
+/// Tests connections, with a listener on `127.0.0.1`, and threads. `endpoint` turns a
+/// port into the address by which the host reaches this listener.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -32,17 +31,17 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     let (waker, stop) = waker()?;
     let connected = host.connect(&endpoint(port), deadline, &stop);
     let mut near = connected.map_err(|error| {
-        let promise = "it connects to whoever listens";
-        broken(CONNECT, promise, format!("it does not: {error}"))
+        let promise = "it connects to a listener";
+        broken(CONNECT, promise, format!("it fails: {error}"))
     })?;
     let mut far = listener.accept()?.0;
     let (sender, receiver) = channel();
     let reader = thread::spawn(move || {
         let mut byte = [0];
-        // What comes of it is compared.
+        // The received value is compared below.
         let _ = sender.send(near.read_exact(&mut byte).map(|()| byte[0]));
     });
-    // Long enough that a socket that does not block fails meanwhile.
+    // Long enough for a read on a non-blocking socket to fail.
     thread::sleep(Duration::from_millis(20));
     far.write_all(&[7])?;
     let byte = receiver.recv_timeout(GRACE);
@@ -50,7 +49,7 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
         return Err(broken(
             CONNECT,
             "its sockets block until there is something to read",
-            format!("what was sent came as {byte:?}"),
+            format!("a sent byte was received as {byte:?}"),
         ));
     }
     drop(reader.join());
@@ -58,19 +57,19 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     drop(listener);
     let began = Instant::now();
     let limit = Duration::from_millis(200);
-    let nobody = host.connect(&endpoint(port), began + limit, &stop);
+    let refused = host.connect(&endpoint(port), began + limit, &stop);
     drop(waker);
-    if nobody.is_ok() || began.elapsed() > limit + GRACE {
+    if refused.is_ok() || began.elapsed() > limit + GRACE {
         return Err(broken(
             CONNECT,
-            "it fails by the deadline where nobody listens",
-            format!("it returned {nobody:?} after {:?}", began.elapsed()),
+            "it fails by the deadline if there is no listener",
+            format!("it returned {refused:?} after {:?}", began.elapsed()),
         ));
     }
 
     let (sender, receiver) = channel();
     let body = move || {
-        // The thread that waits is this one.
+        // This thread waits for the value.
         let _ = sender.send(thread::current().id());
     };
     let spawned = host.spawn("dunlin-testing".into(), Box::new(body))?;
@@ -78,16 +77,16 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     if ran.is_err() || ran == Ok(thread::current().id()) || spawned.join().is_err() {
         return Err(broken(
             "Host::spawn",
-            "the body runs on a thread of its own, which can be joined",
+            "the body runs on its own thread, which can be joined",
             format!("it ran on {ran:?}"),
         ));
     }
     Ok(())
 }
 
-/// Tests that a disk writes what it is told, where it is told, in a file that it
-/// makes in `directory` and removes again. Whether what was synced survives a
-/// loss of power only a test with a loss of power can tell.
+/// Tests that a disk writes the given bytes at the given offset, in a file that the
+/// test creates in `directory` and removes again. Whether synced bytes survive a power
+/// loss takes a test with a power loss.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -112,22 +111,22 @@ fn write_and_read(disk: &dyn Disk, path: &Path) -> Result<(), Violation> {
         disk.write(&file, &bytes, offset as u64)?;
         disk.sync(&file)?;
         expected[offset..offset + length].copy_from_slice(&bytes);
-        // By another descriptor: nothing may wait inside the process.
+        // Read through another descriptor: nothing may stay buffered in the process.
         if fs::read(path)? != expected {
             return Err(broken(
                 "Disk::write",
-                "when it and Disk::sync have returned, the file holds the bytes at their offset \
-                 and is otherwise as it was",
-                format!("it does not after {length} bytes at {offset}"),
+                "after it and Disk::sync have returned, the file holds the bytes at their offset and \
+                 is otherwise unchanged",
+                format!("it does not after writing {length} bytes at {offset}"),
             ));
         }
     }
-    // What cannot be written must not count as written.
+    // A write that cannot succeed must not be reported as a success.
     let read_only = fs::File::open(path)?;
     if disk.write(&read_only, &[9], 0).is_ok() && disk.sync(&read_only).is_ok() {
         return Err(broken(
             "Disk::write",
-            "it fails, or Disk::sync does, where nothing was written",
+            "it fails, or Disk::sync does, if nothing was written",
             "it succeeds on a file that cannot be written",
         ));
     }
@@ -147,11 +146,11 @@ mod tests {
     use crate::engine::journal::StandardDisk;
     use crate::engine::{StandardHost, Wakeup};
 
-    /// What a broken one does.
+    /// The defect of a broken host.
     enum Fault {
-        /// Sockets do not block.
+        /// Its sockets do not block.
         NonBlocking,
-        /// It runs the body at once, here.
+        /// It runs the body at once, on the calling thread.
         SameThread,
         /// It waits far beyond the deadline.
         Late,
@@ -193,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_told_apart() {
+    fn broken_hosts_are_found() {
         let endpoint = |port| format!("127.0.0.1:{port}");
         check_host(&StandardHost, &endpoint).unwrap();
         for (fault, sentence) in [
@@ -209,7 +208,7 @@ mod tests {
         }
     }
 
-    /// Writes everything at the beginning.
+    /// Writes everything at offset 0.
     struct Misplaced;
 
     impl Disk for Misplaced {
@@ -218,7 +217,7 @@ mod tests {
         }
     }
 
-    /// Forgets what it could not write.
+    /// Ignores errors.
     struct Careless;
 
     impl Disk for Careless {
@@ -229,11 +228,14 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_told_apart() {
+    fn broken_disks_are_found() {
         let directory = std::env::temp_dir();
         check_disk(&StandardDisk, &directory).unwrap();
         let text = check_disk(&Misplaced, &directory).unwrap_err().to_string();
-        assert!(text.starts_with("Disk::write promises that when"), "{text}");
+        assert!(
+            text.starts_with("Disk::write promises that after"),
+            "{text}"
+        );
         let text = check_disk(&Careless, &directory).unwrap_err().to_string();
         assert!(
             text.starts_with("Disk::write promises that it fails"),

@@ -1,4 +1,4 @@
-//! Guest memory: its table, its slices, what is worth sending.
+//! Guest memory: its table, its slices, its ranges to send.
 
 use std::io;
 use std::ops::Range;
@@ -11,8 +11,8 @@ use dunlin_proto::limits::PAGE_BYTES;
 use super::{Violation, broken};
 use crate::engine::vmm::GuestMemory;
 
-/// Tests memory that nobody writes to meanwhile. It is only read, all of it, so
-/// that holes in shared memory may be populated.
+/// Tests memory that nothing writes to meanwhile. It reads all of the memory, which may
+/// populate holes in shared memory.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -20,7 +20,7 @@ pub fn check_memory(memory: &dyn GuestMemory) -> Result<(), Violation> {
     check_table(memory)?;
     for (index, region) in memory.regions().iter().enumerate() {
         check_slices(memory, index, region.length)?;
-        check_worth(memory, index, region.length)?;
+        check_ranges(memory, index, region.length)?;
     }
     let beyond = memory.regions().len();
     if memory.slice(beyond, 0, 1).is_ok() {
@@ -33,18 +33,18 @@ fn check_table(memory: &dyn GuestMemory) -> Result<(), Violation> {
     const METHOD: &str = "GuestMemory::regions";
     let regions = memory.regions();
     RegionTable::new(regions.to_vec()).map_err(|error| {
-        let promise = "its table can be described";
+        let promise = "its table is valid";
         broken(METHOD, promise, error.to_string())
     })?;
     if let Some(pair) = regions.windows(2).find(|pair| pair[0].id >= pair[1].id) {
         return Err(broken(
             METHOD,
             "the identifiers of its regions ascend",
-            format!("{} comes before {}", pair[0].id, pair[1].id),
+            format!("{} precedes {}", pair[0].id, pair[1].id),
         ));
     }
     if memory.regions() != regions {
-        return Err(table_changes("a second call gives another one"));
+        return Err(table_changes("a second call returns another one"));
     }
     Ok(())
 }
@@ -57,7 +57,7 @@ fn no_such_bytes(index: usize, offset: u64, length: usize) -> Violation {
     broken(
         "GuestMemory::slice",
         "bytes outside a region are refused",
-        format!("{length} bytes at {offset} of region {index} were given out"),
+        format!("{length} bytes at {offset} of region {index} were returned"),
     )
 }
 
@@ -74,13 +74,13 @@ fn check_slices(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(
         let refused = |what: String| {
             broken(
                 METHOD,
-                "any bytes within a region are given out",
+                "any bytes within a region are returned",
                 format!("{length} bytes at {offset} of region {index} {what}"),
             )
         };
         match memory.slice(index, offset, length) {
             Ok(slice) if slice.len() == length => {}
-            Ok(slice) => return Err(refused(format!("came as {}", slice.len()))),
+            Ok(slice) => return Err(refused(format!("were returned as {}", slice.len()))),
             Err(error) => return Err(refused(format!("were refused: {error}"))),
         }
     }
@@ -98,14 +98,14 @@ fn check_slices(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(
     Ok(())
 }
 
-fn check_worth(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(), Violation> {
+fn check_ranges(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(), Violation> {
     const METHOD: &str = "GuestMemory::ranges_to_send";
     let mut ranges: Vec<Range<u64>> = Vec::new();
     if memory
         .ranges_to_send(index, &mut |range| ranges.push(range))
         .is_err()
     {
-        // Everything is sent then.
+        // The engine then sends everything.
         return Ok(());
     }
     let mut end = 0;
@@ -130,15 +130,15 @@ fn check_worth(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<()
         if let Some(page) = first_not_zero(memory, index, range)? {
             return Err(broken(
                 METHOD,
-                "what it leaves out reads as zeros",
-                format!("page {page} of region {index} is left out and is not zero"),
+                "omitted bytes read as zeros",
+                format!("page {page} of region {index} is omitted and not zero"),
             ));
         }
     }
     Ok(())
 }
 
-/// The first page in `range` of a region that holds anything.
+/// The first non-zero page in `range` of a region.
 fn first_not_zero(
     memory: &dyn GuestMemory,
     index: usize,
@@ -147,7 +147,7 @@ fn first_not_zero(
     let mut bytes = [0; PAGE_BYTES as usize];
     let mut at = range.start;
     while at < range.end {
-        // To the end of the page, so that what follows is aligned.
+        // Up to the end of the page, so that the next part is aligned.
         let to = (at / PAGE_BYTES * PAGE_BYTES + PAGE_BYTES).min(range.end);
         let now = &mut bytes[..(to - at) as usize];
         memory.slice(index, at, now.len())?.copy_to(now);
@@ -159,7 +159,7 @@ fn first_not_zero(
     Ok(None)
 }
 
-/// The first page of memory that holds anything: region and page.
+/// The first non-zero page of memory: region and page.
 pub(super) fn first_written(memory: &dyn GuestMemory) -> io::Result<Option<(usize, u64)>> {
     for (index, region) in memory.regions().iter().enumerate() {
         if let Some(page) = first_not_zero(memory, index, 0..region.length)? {
@@ -169,9 +169,9 @@ pub(super) fn first_written(memory: &dyn GuestMemory) -> io::Result<Option<(usiz
     Ok(None)
 }
 
-/// The ranges of a region that are not known to read as zeros; reading others
-/// might populate them.
-pub(super) fn worth_reading(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
+/// The ranges of a region that may not read as zeros. Reading the others might populate
+/// them.
+pub(super) fn ranges_to_read(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
     let mut ranges = Vec::new();
     match memory.ranges_to_send(index, &mut |range| ranges.push(range)) {
         Ok(()) => ranges,
@@ -179,7 +179,7 @@ pub(super) fn worth_reading(memory: &dyn GuestMemory, index: usize) -> Vec<Range
     }
 }
 
-/// What memory held at one moment.
+/// A copy of memory at one moment.
 pub(super) struct Copy(Vec<Vec<u8>>);
 
 impl Copy {
@@ -187,7 +187,7 @@ impl Copy {
         let mut regions = Vec::new();
         for (index, region) in memory.regions().iter().enumerate() {
             let mut bytes = vec![0; usize::try_from(region.length).map_err(io::Error::other)?];
-            for range in worth_reading(memory, index) {
+            for range in ranges_to_read(memory, index) {
                 let part = &mut bytes[range.start as usize..range.end as usize];
                 memory.slice(index, range.start, part.len())?.copy_to(part);
             }
@@ -196,11 +196,11 @@ impl Copy {
         Ok(Self(regions))
     }
 
-    /// The first page that is not what it was: region and page.
+    /// The first page that has changed: region and page.
     pub(super) fn difference(&self, memory: &dyn GuestMemory) -> io::Result<Option<(usize, u64)>> {
         let mut page = [0; PAGE_BYTES as usize];
         for (index, bytes) in self.0.iter().enumerate() {
-            for range in worth_reading(memory, index) {
+            for range in ranges_to_read(memory, index) {
                 let before = &bytes[range.start as usize..range.end as usize];
                 for (number, before) in (0_u64..).zip(before.chunks(page.len())) {
                     let offset = range.start + number * PAGE_BYTES;
@@ -215,7 +215,7 @@ impl Copy {
         Ok(None)
     }
 
-    /// Writes it into memory that reads as zeros.
+    /// Writes the copy into memory that reads as zeros.
     pub(super) fn write_to(&self, memory: &dyn GuestMemory) -> io::Result<()> {
         for (index, bytes) in self.0.iter().enumerate() {
             for (number, page) in (0_u64..).zip(bytes.chunks(PAGE_BYTES as usize)) {
@@ -257,7 +257,7 @@ mod tests {
     use crate::engine::memory::MappedMemory;
     use crate::engine::vmm::Region;
 
-    /// What a broken memory does otherwise.
+    /// The defect of a broken memory.
     #[derive(Clone, Copy, Debug)]
     enum Fault {
         None,
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_breaks_a_promise_is_found_out() {
+    fn broken_memory_is_found() {
         for (fault, method) in [
             (Fault::None, None),
             (Fault::Descends, Some("GuestMemory::regions promises")),
@@ -315,7 +315,7 @@ mod tests {
             (Fault::Short, Some("GuestMemory::slice promises")),
             (
                 Fault::LeavesOut,
-                Some("GuestMemory::ranges_to_send promises that what it leaves out"),
+                Some("GuestMemory::ranges_to_send promises that omitted"),
             ),
             (
                 Fault::Overlaps,
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_tells_the_page_that_changed_and_can_be_written_elsewhere() {
+    fn a_copy_finds_a_changed_page_and_can_be_written_to_other_memory() {
         let new = || {
             let ranges = [(GuestAddress(0), 64 << 10)];
             Arc::new(GuestMemoryMmap::<AtomicBitmap>::from_ranges(&ranges).unwrap())

@@ -1,4 +1,4 @@
-//! State of CPUs and devices, from *save* over *load* to *save* again.
+//! CPU and device state: saved, loaded and saved again.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,10 +9,9 @@ use super::memory::{Copy, first_written};
 use super::{Effort, Violation, Vmm, broken, failed};
 use crate::engine::vmm::{DestinationVm, Offered, Refusal, RunState, Section, SourceVm, VmmError};
 
-/// Tests that a VM's state is loaded as it was saved, and that sections which
-/// this VMM cannot know are refused where they are required. Returns the names
-/// of the sections that change by themselves, such as clocks: their bytes are not
-/// compared.
+/// Tests that a VM loads its state as it was saved, and that it refuses required
+/// sections that this VMM does not support. Returns the names of the sections that
+/// change by themselves, such as clocks; their bytes are not compared.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -21,8 +20,8 @@ pub fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Vi
     std::thread::sleep(effort.between * effort.fetches);
     let moment = Moment::of(&*source, effort)?;
 
-    // What is another after each load tells when that was, such as the start of
-    // a timer.
+    // A section that differs after each load depends on the time of the load, such as
+    // the start of a timer.
     let again = load_and_save(vmm, &*source, &moment)?;
     let once_more = load_and_save(vmm, &*source, &moment)?;
     let mut unsteady = moment.unsteady.clone();
@@ -32,11 +31,11 @@ pub fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Vi
         }
     }
     same_state(&moment.sections, &again, &unsteady)?;
-    refuses_what_it_does_not_know(vmm, &*source, &moment)?;
+    refuses_unsupported_sections(vmm, &*source, &moment)?;
     Ok(unsteady.into_iter().collect())
 }
 
-/// What a VM saves that has loaded this.
+/// The sections that a VM saves after it has loaded those of `moment`.
 fn load_and_save(
     vmm: &mut dyn Vmm,
     source: &dyn SourceVm,
@@ -50,8 +49,8 @@ fn load_and_save(
     if as_source.run_state() != RunState::Paused {
         return Err(broken(
             "DestinationVm::load",
-            "nothing runs yet",
-            format!("after it the guest is {:?}", as_source.run_state()),
+            "nothing runs after it",
+            format!("the guest is {:?}", as_source.run_state()),
         ));
     }
     let sections = as_source.save().map_err(failed("SourceVm::save"))?;
@@ -59,11 +58,11 @@ fn load_and_save(
     Ok(sections)
 }
 
-/// A paused VM.
+/// Memory and state of a paused VM.
 pub(super) struct Moment {
     pub(super) memory: Copy,
     pub(super) sections: Vec<Section>,
-    /// Names of sections that change all the while.
+    /// Names of sections that change while the VM is paused.
     unsteady: BTreeSet<String>,
 }
 
@@ -79,8 +78,8 @@ impl Moment {
         if let Some((region, page)) = memory.difference(&*vm.memory())? {
             return Err(broken(
                 METHOD,
-                "it writes no guest memory, which is being sent meanwhile",
-                format!("page {page} of region {region} is another after it"),
+                "it does not write guest memory",
+                format!("page {page} of region {region} changed"),
             ));
         }
         fits(&sections)?;
@@ -89,8 +88,8 @@ impl Moment {
             if !labels_equal(one, other) || first.len() != sections.len() {
                 return Err(broken(
                     METHOD,
-                    "a paused VM has the same sections each time",
-                    format!("first comes {}, then {}", label(one), label(other)),
+                    "a paused VM has the same sections every time",
+                    format!("{} was replaced by {}", label(one), label(other)),
                 ));
             }
             if one.bytes != other.bytes {
@@ -105,15 +104,15 @@ impl Moment {
     }
 }
 
-/// What the engine can move on the control lane.
+/// Checks the limits of the control lane.
 fn fits(sections: &[Section]) -> Result<(), Violation> {
     const METHOD: &str = "SourceVm::save";
     let bytes: usize = sections.iter().map(|section| section.bytes.len()).sum();
     if sections.len() > MAX_SECTIONS as usize || bytes > MAX_STATE_BYTES {
         return Err(broken(
             METHOD,
-            "there are at most 4096 sections of 32 MiB together",
-            format!("there are {} of {bytes} bytes", sections.len()),
+            "there are at most 4096 sections with a total of 32 MiB",
+            format!("there are {} sections with {bytes} bytes", sections.len()),
         ));
     }
     let mut names = BTreeSet::new();
@@ -121,22 +120,22 @@ fn fits(sections: &[Section]) -> Result<(), Violation> {
         if section.name.len() > MAX_NAME_BYTES || section.bytes.len() > MAX_SECTION_BYTES {
             return Err(broken(
                 METHOD,
-                "a section has a name of at most 255 bytes and somewhat less than 1 MiB",
+                "a section has a name of at most 255 bytes and just under 1 MiB of content",
                 format!("{} has {} bytes", label(section), section.bytes.len()),
             ));
         }
         if !names.insert((&section.name, section.instance)) {
             return Err(broken(
                 METHOD,
-                "a name and an instance are used once",
-                format!("{} comes twice", label(section)),
+                "each pair of name and instance is used once",
+                format!("{} appears twice", label(section)),
             ));
         }
     }
     Ok(())
 }
 
-/// Whether a VM saves again what it has loaded; the order may be another.
+/// Whether a VM saves again what it has loaded, in any order.
 fn same_state(
     before: &[Section],
     again: &[Section],
@@ -145,13 +144,13 @@ fn same_state(
     let not_equal = |what| {
         broken(
             "DestinationVm::load",
-            "a VM that has loaded a state saves the same again",
+            "a VM that has loaded a state saves the same state again",
             what,
         )
     };
     for before in before {
         let Some(after) = again.iter().find(|after| labels_equal(before, after)) else {
-            return Err(not_equal(format!("{} is gone", label(before))));
+            return Err(not_equal(format!("{} is missing", label(before))));
         };
         if unsteady.contains(&before.name) {
             continue;
@@ -160,7 +159,7 @@ fn same_state(
             let at = before.bytes.iter().zip(&after.bytes);
             let at = at.take_while(|(before, after)| before == after).count();
             return Err(not_equal(format!(
-                "{} is another from byte {at} of {} on",
+                "{} differs from byte {at} of {} on",
                 label(before),
                 before.bytes.len()
             )));
@@ -175,14 +174,13 @@ fn same_state(
     }
 }
 
-fn refuses_what_it_does_not_know(
+fn refuses_unsupported_sections(
     vmm: &mut dyn Vmm,
     source: &dyn SourceVm,
     moment: &Moment,
 ) -> Result<(), Violation> {
     const METHOD: &str = "DestinationVm::load";
-    const PROMISE: &str =
-        "a required section that it does not know, in name or version, is refused";
+    const PROMISE: &str = "a required section with an unsupported name or version is refused";
     let load = |vmm: &mut dyn Vmm, sections: &[Section]| -> Result<Result<(), VmmError>, _> {
         let (there, _) = build(vmm, source)?;
         moment.memory.write_to(&*there.memory())?;
@@ -199,7 +197,7 @@ fn refuses_what_it_does_not_know(
         newer[position].version = u32::MAX;
         if load(vmm, &newer)?.is_ok() {
             let label = label(&newer[position]);
-            return Err(broken(METHOD, PROMISE, format!("{label} was taken")));
+            return Err(broken(METHOD, PROMISE, format!("{label} was accepted")));
         }
     }
     let mut more = moment.sections.clone();
@@ -212,7 +210,7 @@ fn refuses_what_it_does_not_know(
     });
     if load(vmm, &more)?.is_ok() {
         let label = label(&more[more.len() - 1]);
-        return Err(broken(METHOD, PROMISE, format!("{label} was taken")));
+        return Err(broken(METHOD, PROMISE, format!("{label} was accepted")));
     }
     if let Some(last) = more.last_mut() {
         last.required = false;
@@ -220,16 +218,16 @@ fn refuses_what_it_does_not_know(
     load(vmm, &more)?.map_err(|error| {
         broken(
             METHOD,
-            "a section that is not required and not known is skipped",
+            "an unsupported section that is not required is skipped",
             error.to_string(),
         )
     })
 }
 
-/// A VM as the destination has it, and as the source that it will be.
+/// A VM as the destination has it, and the same VM as a source.
 type Built = (Arc<dyn DestinationVm>, Arc<dyn SourceVm>);
 
-/// Builds the VM that `source` describes, on either side of the traits.
+/// Builds the VM that `source` describes.
 pub(super) fn build(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<Built, Violation> {
     const METHOD: &str = "Builder::build";
     let offered = offer(source)?;
@@ -257,8 +255,8 @@ pub(super) fn build(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<Built, V
     let as_source = vmm.built().ok_or_else(|| {
         broken(
             "Vmm::built",
-            "it gives the VM that was built last",
-            "it gives none",
+            "it returns the VM that was built last",
+            "it returns none",
         )
     })?;
     if as_source.run_state() == RunState::Running {
@@ -267,7 +265,7 @@ pub(super) fn build(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<Built, V
     Ok((there, as_source))
 }
 
-/// What a migration would offer.
+/// The offer that a migration would make.
 pub(super) fn offer(source: &dyn SourceVm) -> Result<Offered, Violation> {
     Ok(Offered {
         vm: source.describe().map_err(failed("SourceVm::describe"))?,

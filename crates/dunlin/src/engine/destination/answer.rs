@@ -1,5 +1,5 @@
-//! Inquiries about sessions that are not under way: answered from the journal,
-//! or, for a VM that lives in this process, by who holds it.
+//! Answers inquiries about sessions that are not in progress: from the journal, or, if
+//! the VM lives in this process, from its held record.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -30,14 +30,14 @@ use crate::lane::control::ControlStream;
 use crate::lane::peers::PeerIdentity;
 use crate::lane::policy::ServerTls;
 
-/// Inquiries that are being answered at the same time. Each has a thread, and
-/// its peer is authenticated; the oldest goes when another comes (I7).
+/// Maximum number of inquiries answered at the same time. Each has a thread and an
+/// authenticated peer; a new one displaces the oldest (I7).
 const ANSWERS_LIMIT: usize = 8;
 
-const NOT_THE_PEER: &str = "it is not the peer of this session";
+const NOT_THE_PEER: &str = "not the peer of this session";
 
-/// What a control lane for an inquiry may ask for: anything, since no data lane
-/// follows.
+/// What the offer of an inquiry's control lane may ask for: anything, since no data
+/// lane follows.
 pub(super) const INQUIRIES: Supported = Supported {
     versions: VERSIONS,
     features: Features::VERIFY,
@@ -46,45 +46,44 @@ pub(super) const INQUIRIES: Supported = Supported {
     ipsec: true,
 };
 
-/// A VM that lives in this process, of whose session the source has not let
-/// go.
+/// A VM that lives in this process and that the source has not released yet.
 pub(super) struct Held {
     session: SessionId,
     /// The only peer that may ask.
     peer: RecordedPeer,
-    known: Known,
-    /// Woken when there is nothing left to answer.
+    outcome: Outcome,
+    /// Woken when nothing is left to answer.
     done: Arc<Waker>,
 }
 
-/// What is known of a session that is not under way.
-struct Known {
+/// The outcome of a session that is not in progress.
+struct Outcome {
     state: Destination,
-    /// Locked as long as the VM's process lives, so that no other takes the VM for dead. None: no
-    /// record of the session exists, or it was released or moved on since.
+    /// Locked while the VM's process lives, so that no other process considers the VM
+    /// dead. `None`: the session has no record, or it was released or moved on since.
     journal: Option<SessionJournal>,
 }
 
-/// Answers to inquiries, each on a thread of its own.
+/// Answers to inquiries, each on its own thread.
 #[derive(Default)]
 pub(super) struct Answers {
-    under_way: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
+    in_progress: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
 }
 
-/// Whether a control lane can only be about a session that began before.
+/// Whether a control lane can only be about an earlier session.
 pub(super) fn is_inquiry(offer: &Offer) -> bool {
     offer.epoch > 1
 }
 
 impl Held {
-    /// Whether `peer` is the session's own.
+    /// Whether `peer` is the session's peer.
     fn is_with(&self, peer: &PeerIdentity) -> bool {
         matches!(&self.peer, RecordedPeer::Known(principal) if peer.is(principal))
     }
 }
 
 impl Answers {
-    /// Answers on a control lane whose session is not under way here.
+    /// Answers on a control lane of a session that is not in progress here.
     pub(super) fn begin(
         &mut self,
         host: &Arc<dyn Host>,
@@ -112,12 +111,12 @@ impl Answers {
             }
         };
         if selection.encode(&mut bytes).is_err() || stream.send(&bytes).is_err() {
-            // It is gone, and asks again.
+            // The peer has disconnected and will ask again.
             return Ok(());
         }
-        self.under_way.retain(|(_, thread)| !thread.is_finished());
-        if self.under_way.len() >= ANSWERS_LIMIT
-            && let Some(oldest) = self.under_way.pop_front()
+        self.in_progress.retain(|(_, thread)| !thread.is_finished());
+        if self.in_progress.len() >= ANSWERS_LIMIT
+            && let Some(oldest) = self.in_progress.pop_front()
         {
             end(oldest);
         }
@@ -131,14 +130,15 @@ impl Answers {
         ));
         let (same, journal) = (Arc::clone(&lane), journal.clone());
         let body = move || answer_on(&same, &journal, held.as_deref(), &peer);
-        // Without a thread the lane is dropped; the source asks again.
+        // If no thread can be started, the lane is dropped and the source asks again.
         if let Ok(thread) = host.spawn("dunlin-answer".into(), Box::new(body)) {
-            self.under_way.push_back((lane, thread));
+            self.in_progress.push_back((lane, thread));
         }
         Ok(())
     }
 
-    /// Accepts until `stopped`. Gives inquiries to `begin`, and refuses new sessions with `busy`.
+    /// Accepts until `stopped`. Passes inquiries to `begin`, and refuses new sessions
+    /// with the text `busy`.
     fn serve(
         &mut self,
         listener: &TcpListener,
@@ -163,19 +163,19 @@ impl Answers {
         })
     }
 
-    /// Ends them all.
+    /// Ends all answers.
     pub(super) fn end(&mut self) {
-        self.under_way.drain(..).for_each(end);
+        self.in_progress.drain(..).for_each(end);
     }
 }
 
 fn end((lane, thread): (Arc<ControlLane>, JoinHandle<()>)) {
     lane.shutdown();
-    // Nothing is left to tell of a panic there.
+    // A panic there has no further effect.
     let _ = thread.join();
 }
 
-/// Answers what comes on one control lane, until the source closes it.
+/// Answers on one control lane until the source closes it.
 fn answer_on(
     lane: &ControlLane,
     journal: &Journal,
@@ -187,11 +187,11 @@ fn answer_on(
         |message| {
             let result = match (held, message) {
                 (Some(held), Message::Inquire { attempt }) => {
-                    answer_of(&mut lock(held).known, *attempt, lane)
+                    answer_of(&mut lock(held).outcome, *attempt, lane)
                 }
                 (Some(held), Message::Release) => {
                     let mut held = lock(held);
-                    on(&mut held.known, On::Release);
+                    on(&mut held.outcome, On::Release);
                     held.done.wake();
                     Ok(())
                 }
@@ -213,7 +213,7 @@ fn answer_on(
                 (_, message) => Err(Fault::new(
                     FaultCode::UnknownSession,
                     format!(
-                        "the session is over here, and takes no {}",
+                        "unexpected {}: the session has ended here",
                         message.kind().name()
                     ),
                 )),
@@ -221,7 +221,7 @@ fn answer_on(
             if let Err(fault) = &result
                 && fault.code == FaultCode::UnknownSession
             {
-                // A source that has not sent *commit* goes on by itself.
+                // A source that has not sent *commit* keeps the VM.
                 let _ = lane.send(&Message::Refuse {
                     fault: fault.code,
                     text: fault.for_peer(),
@@ -234,51 +234,54 @@ fn answer_on(
     lane.shutdown();
 }
 
-/// The session as a restarted destination knows it.
-fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Known, Fault> {
+/// The session's outcome as a restarted destination finds it.
+fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Outcome, Fault> {
     let (record, journal) = match journal.take(session, Role::Destination) {
         Ok(journal) => match journal.record().state {
             State::Destination(record) if journal.is_with(peer) => (Some(record), Some(journal)),
             _ => return Err(Fault::new(FaultCode::WrongIdentity, NOT_THE_PEER)),
         },
         Err(JournalError::Missing { .. }) => (None, None),
-        // Who holds the VM answers, or nobody does.
+        // Only the process that holds the VM can answer.
         Err(error) => {
-            let what = "the session's record cannot be had";
+            let what = "cannot take over the session's record";
             return Err(Fault::new(FaultCode::Journal, what).because(error));
         }
     };
     let (state, actions) = Destination::restarted(record);
-    let mut found = Known { state, journal };
+    let mut found = Outcome { state, journal };
     act(&mut found, actions);
     Ok(found)
 }
 
-fn answer_of(known: &mut Known, attempt: u32, lane: &ControlLane) -> Result<(), Fault> {
-    let ours = known
+fn answer_of(outcome: &mut Outcome, attempt: u32, lane: &ControlLane) -> Result<(), Fault> {
+    let ours = outcome
         .journal
         .as_ref()
         .map_or(attempt, |journal| journal.record().attempt);
-    match on(known, On::Inquired) {
+    match on(outcome, On::Inquired) {
         Some(verdict) if ours == attempt => lane.send(&Message::Answer { attempt, verdict }),
-        // *aborted* could not be recorded, and is told to nobody.
-        _ => Err(Fault::new(FaultCode::Journal, "there is no answer")),
+        // If *aborted* could not be recorded, no verdict may be sent.
+        _ => Err(Fault::new(
+            FaultCode::Journal,
+            "no verdict could be recorded",
+        )),
     }
 }
 
-/// Takes an event; returns what is to be told.
-fn on(known: &mut Known, event: On) -> Option<Verdict> {
-    let (state, actions) = known.state.on(event).ok()?;
-    known.state = state;
-    act(known, actions)
+/// Applies an event; returns the verdict to send, if any.
+fn on(outcome: &mut Outcome, event: On) -> Option<Verdict> {
+    let (state, actions) = outcome.state.on(event).ok()?;
+    outcome.state = state;
+    act(outcome, actions)
 }
 
-fn act(known: &mut Known, actions: &[Do]) -> Option<Verdict> {
-    let mut told = None;
+fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
+    let mut verdict = None;
     for action in actions {
         match action {
             Do::Record(record) => {
-                let written = known
+                let written = outcome
                     .journal
                     .as_mut()
                     .map(|journal| journal.write(State::Destination(*record)));
@@ -286,26 +289,26 @@ fn act(known: &mut Known, actions: &[Do]) -> Option<Verdict> {
                     Some(Ok(_)) => On::Recorded,
                     _ => On::RecordFailed,
                 };
-                told = on(known, event).or(told);
+                verdict = on(outcome, event).or(verdict);
             }
-            Do::Tell(verdict) => told = Some(*verdict),
+            Do::Tell(reached) => verdict = Some(*reached),
             Do::Forget => {
-                if let Some(journal) = known.journal.take() {
-                    // Left behind it says *running*, which is true.
+                if let Some(journal) = outcome.journal.take() {
+                    // A record that stays is *running*, which is true.
                     let _ = journal.forget();
                 }
             }
             _ => {}
         }
     }
-    told
+    verdict
 }
 
-/// Answers inquiries about a VM that has arrived and of which the source has
-/// not let go, on a thread of its own.
+/// Answers inquiries about a VM that has arrived here and that the source has not
+/// released yet, on its own thread.
 ///
-/// It ends by itself when the source lets go. Dropped it goes on answering as
-/// long as the process lives, as it should while the VM does.
+/// It ends when the source releases the VM. If this value is dropped, it keeps
+/// answering while the process lives, as it should while the VM does.
 pub struct Answering {
     stop: Arc<Waker>,
     thread: JoinHandle<()>,
@@ -319,7 +322,8 @@ impl fmt::Debug for Answering {
 }
 
 impl Answering {
-    /// Answers about the running VM that `record` is about; `journal` has the other sessions.
+    /// Answers inquiries about the running VM in `record`, and from `journal` about
+    /// other sessions.
     pub(super) fn start(
         listener: Arc<TcpListener>,
         tls: ServerTls,
@@ -332,7 +336,7 @@ impl Answering {
         let held = Arc::new(Mutex::new(Held {
             session: record.record().session,
             peer: record.peer().clone(),
-            known: Known {
+            outcome: Outcome {
                 state: Destination::Running,
                 journal: Some(record),
             },
@@ -341,17 +345,18 @@ impl Answering {
         let (same, host_there) = (Arc::clone(&held), Arc::clone(host));
         let body = move || {
             let mut answers = Answers::default();
-            let text = "this process has taken its VM in";
+            let text = "this process has already received a VM";
             let ended = answers.serve(&listener, &tls, &stopped, text, |answers, stream, offer| {
                 // The refusal has been sent.
                 let _ = answers.begin(&host_there, &journal, Some(&same), stream, offer);
             });
-            // A listener that fails answers nobody; the source stays in doubt.
+            // If the listener fails, inquiries stay unanswered and the source stays in
+            // doubt.
             drop(ended);
             answers.end();
-            // The record's lock says that the VM's process lives, so that it stays locked until the
-            // process ends, unless `moved_on` takes it first.
-            let is_recorded = lock(&same).known.journal.is_some();
+            // Leak the record: its lock shows that the VM's process lives, and `moved_on` may still
+            // write it.
+            let is_recorded = lock(&same).outcome.journal.is_some();
             if is_recorded {
                 std::mem::forget(same);
             }
@@ -360,21 +365,21 @@ impl Answering {
         Ok(Self { stop, thread, held })
     }
 
-    /// Whether the source has let go, or the listener has failed.
+    /// Whether the source has released the VM, or the listener has failed.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// To be called when the VM has been moved on from here, before its process
-    /// ends: answers no more, and leaves a record from which whoever listens
-    /// on this host later answers that the VM is not the old source's. With
-    /// *running* left instead, the VM would be taken for dead.
+    /// Call it after the VM has been moved away from this host, before its process
+    /// ends. Stops answering, and leaves a record from which a later listener on this
+    /// host answers that the VM is not the old source's. With the record *running*
+    /// instead, the VM would be considered dead.
     ///
     /// # Errors
-    /// The record cannot be written: *running* stays.
+    /// The record cannot be written; *running* stays.
     pub fn moved_on(self) -> Result<(), JournalError> {
-        let journal = lock(&self.held).known.journal.take();
+        let journal = lock(&self.held).outcome.journal.take();
         let written = journal.map(|mut journal| {
             journal.write(State::Destination(DestinationRecord::MovedOn))?;
             Ok(())
@@ -383,20 +388,20 @@ impl Answering {
         written.unwrap_or(Ok(()))
     }
 
-    /// Answers no more. A source that has not let go stays in doubt.
+    /// Stops answering. A source that has not released the VM stays in doubt.
     pub fn stop(self) {
         self.stop.wake();
-        // Nothing is left to tell of a panic there.
+        // A panic there has no further effect.
         let _ = self.thread.join();
     }
 }
 
-/// Answers inquiries from `journal` on `listener` until `stop` is cancelled:
-/// for a host that takes in no VM at the moment. [`super::receive`] does so
-/// too, while it waits and while it takes in another VM.
+/// Answers inquiries from `journal` on `listener` until `stop` is cancelled, for a host
+/// that is not receiving a VM. [`super::receive`] answers them too, while it waits and
+/// while it receives another VM.
 ///
 /// # Errors
-/// The listener or a descriptor cannot be had.
+/// The listener failed, or no descriptor was available.
 pub fn answer(
     listener: &TcpListener,
     tls: &ServerTls,
@@ -405,14 +410,14 @@ pub fn answer(
     stop: &Cancel,
 ) -> Result<(), MigrateError> {
     let failed = |error| {
-        Fault::new(FaultCode::Kernel, "inquiries cannot be answered")
+        Fault::new(FaultCode::Kernel, "cannot answer inquiries")
             .because(error)
             .into_error(VmIs::AtSource)
     };
     let (wake, stopped) = waker().map_err(failed)?;
     stop.listen(move || wake.wake());
     let mut answers = Answers::default();
-    let text = "no VM is taken in here at the moment";
+    let text = "this host is not receiving a VM";
     let result = answers.serve(listener, tls, &stopped, text, |answers, stream, offer| {
         // The refusal has been sent.
         let _ = answers.begin(host, journal, None, stream, offer);

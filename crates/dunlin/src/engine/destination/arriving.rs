@@ -1,4 +1,4 @@
-//! A VM that comes in, from its description on.
+//! An arriving VM, from its description on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,29 +19,29 @@ use super::received::DestinationEvent;
 use super::session::Session;
 use crate::lane::peers::PeerIdentity;
 
-/// What every phase from the first record on has.
+/// State common to all phases from the first record on.
 pub(super) struct Arriving<'a> {
     pub(super) session: Session<'a>,
     pub(super) control: ControlLink,
     pub(super) link: Link,
     pub(super) attempt: Attempt,
     pub(super) lanes: Lanes,
-    /// Whether an inquiry has come on the newest control lane.
+    /// Whether an inquiry has arrived on the newest control lane.
     pub(super) asked: bool,
-    /// What the reader of an older control lane had read.
+    /// Messages that the reader of an older control lane had read.
     pub(super) drained: Vec<FromPeer>,
-    /// When the source last did something for the migration.
+    /// When the source last made progress.
     pub(super) progressed: Instant,
 }
 
 /// The state of the newest control lane.
 pub(super) enum Link {
     Up,
-    /// The source may replace it until then; if not, the session ends with the fault.
+    /// The source may replace it until then; otherwise the session ends with the fault.
     Lost(Instant, Fault),
 }
 
-/// The VM and what has been decided about it.
+/// The VM and the decisions about it.
 pub(super) struct Attempt {
     pub(super) state: Destination,
     pub(super) journal: SessionJournal,
@@ -49,10 +49,10 @@ pub(super) struct Attempt {
     pub(super) offered: Offered,
     /// Whether the VM has been dropped.
     discarded: bool,
-    /// Why the session fails, as far as it is known.
+    /// Why the session fails, if known.
     pub(super) fault: Option<Fault>,
     pub(super) reached: Reached,
-    /// Whether the source has cancelled, and thus goes on by itself.
+    /// Whether the source has cancelled and therefore keeps the VM.
     pub(super) source_keeps: bool,
     pub(super) guest_downtime: Option<Duration>,
 }
@@ -65,9 +65,10 @@ pub(super) enum Reached {
     Accepted,
     /// *ready* is sent.
     Ready,
-    /// *commit* is taken.
+    /// *commit* has been applied.
     Committed {
-        /// Whether the guest runs here, or stays paused as its owner left it.
+        /// Whether the guest runs here. If not, it stays paused, as its owner had
+        /// paused it.
         run: bool,
     },
 }
@@ -91,14 +92,15 @@ impl Attempt {
         }
     }
 
-    /// Whether the source will never ask: it has cancelled and goes on, or it was never accepted
-    /// and has begun nothing. Any other may ask, even if it was never told *ready*: its process
-    /// may have died just before, with the VM paused elsewhere.
+    /// Whether the source will never ask about the session: it has cancelled and keeps
+    /// the VM, or it was never accepted and has started nothing. Any other source may
+    /// ask, even one that was not sent *ready*: its process may have died just before,
+    /// with the VM paused elsewhere.
     pub(super) fn is_never_asked_about(&self) -> bool {
         self.reached < Reached::Accepted || self.source_keeps
     }
 
-    /// Whether the guest runs here, once the VM lives here.
+    /// Whether the guest runs here; valid once the VM lives here.
     pub(super) fn runs(&self) -> bool {
         self.reached == Reached::Committed { run: true }
     }
@@ -130,14 +132,14 @@ impl<'a> Arriving<'a> {
         }
     }
 
-    /// Does an action that is the same in every phase; returns the event that it ends with, if it
-    /// is one that does.
+    /// Executes an action that all phases execute alike; returns the resulting event,
+    /// if any.
     pub(super) fn act(&mut self, action: Do) -> Option<On> {
         match action {
             Do::Record(record) => return Some(self.record(record)),
             Do::SendAccept => {
                 self.attempt.reached = Reached::Accepted;
-                self.control.tell(&Message::Accept(Accept {
+                self.control.send_or_end(&Message::Accept(Accept {
                     secret: self.lanes.secret.clone(),
                     lanes_max: self.session.options.lanes_max,
                     endpoints: self.session.options.endpoints.clone(),
@@ -145,17 +147,17 @@ impl<'a> Arriving<'a> {
             }
             Do::Refuse => {
                 let (fault, text) = self.attempt.reason();
-                self.control.tell(&Message::Refuse { fault, text });
+                self.control.send_or_end(&Message::Refuse { fault, text });
             }
-            Do::Tell(verdict) => self.tell_verdict(verdict),
+            Do::Tell(verdict) => self.send_verdict(verdict),
             Do::Close => self.control.lane.shutdown(),
             Do::Discard => self.discard(),
             Do::RefuseTooLate => {
                 self.session
                     .warn("too late to cancel: the VM lives here".into());
             }
-            // Old control lanes are closed when the newest is adopted (`resume_control`), `Settled`
-            // forgets a session that is *released*, and the others belong to a phase.
+            // `resume_control` closes old control lanes when it adopts a new one;
+            // `Settled` forgets a *released* session; the others belong to a phase.
             Do::CloseOld
             | Do::Forget
             | Do::Drain
@@ -174,17 +176,14 @@ impl<'a> Arriving<'a> {
                 On::Recorded
             }
             Err(error) => {
-                let fault = Fault::new(
-                    FaultCode::Journal,
-                    format!("{record} could not be recorded"),
-                );
+                let fault = Fault::new(FaultCode::Journal, format!("cannot record {record}"));
                 self.attempt.fault = Some(fault.because(error));
                 On::RecordFailed
             }
         }
     }
 
-    fn tell_verdict(&self, verdict: Verdict) {
+    fn send_verdict(&self, verdict: Verdict) {
         let attempt = self.control.offer.attempt;
         let message = match verdict {
             Verdict::Running if !self.asked => Message::Running {
@@ -198,10 +197,11 @@ impl<'a> Arriving<'a> {
             verdict => Message::Answer { attempt, verdict },
         };
         (self.session.observer)(&DestinationEvent::Told(verdict));
-        self.control.tell(&message);
+        self.control.send_or_end(&message);
     }
 
-    /// Drops the VM; no lane may write any more when its memory goes.
+    /// Drops the VM. Stops the lanes first, since none may write once its memory is
+    /// unmapped.
     fn discard(&mut self) {
         self.lanes.stop();
         if !std::mem::replace(&mut self.attempt.discarded, true) {
@@ -209,20 +209,20 @@ impl<'a> Arriving<'a> {
         }
     }
 
-    /// Whether `peer` is the one that the session began with.
+    /// Whether `peer` is the session's peer.
     pub(super) fn is_with(&self, peer: &PeerIdentity) -> bool {
         self.attempt.journal.is_with(peer)
     }
 
-    /// Whether a lost control lane is waited for: everything else is still under way, and nothing
-    /// was decided.
+    /// Whether to wait for a replacement of a lost control lane: only while memory and
+    /// state arrive, before anything is decided.
     pub(super) fn is_resumable(&self) -> bool {
         self.attempt.state == Destination::Receiving
     }
 
-    /// Sends a message that is repeated on a new control lane: a control lane that cannot take it
-    /// is lost, and the session goes on.
-    pub(super) fn say(&self, message: &Message) -> Result<(), Fault> {
+    /// Sends a message that would be repeated on a new control lane. If the control
+    /// lane fails, it counts as lost and the session continues.
+    pub(super) fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
         match self.control.lane.send(message) {
             Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
                 // The reader reports the loss.
@@ -233,7 +233,7 @@ impl<'a> Arriving<'a> {
         }
     }
 
-    /// Until when the source may do nothing but answer.
+    /// When a source that only answers pings is given up.
     pub(super) fn idle_until(&self) -> Instant {
         self.progressed + self.session.options.idle_limit
     }

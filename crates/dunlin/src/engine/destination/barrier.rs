@@ -1,10 +1,10 @@
-//! The barrier: where the destination's lanes wait for each other.
+//! The iteration barrier: where the destination's lanes wait for each other.
 //!
-//! What the session's thread and the lanes' threads know of the lanes stands
-//! behind its one lock: who is open, which marks are reached, what has to be
-//! acknowledged. A lane at a mark waits until every other has reached it, or is
-//! fenced, or everything ends. That no order of threads lets one through too
-//! early or loses its wake-up is checked (`engine/interleavings`).
+//! Its lock guards what the session's thread and the lane threads share about the
+//! lanes: which are open, which marks they have reached, what must be acknowledged. A
+//! lane at a mark waits until every other lane has reached it or is fenced, or until
+//! the session ends. `engine/interleavings` checks that no order of threads lets a lane
+//! through too early or loses its wake-up.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use dunlin_proto::lanes::{CourseError, LaneRefusal, Receiving};
 
 use super::super::sync::{Condvar, Interrupt, Mutex, lock, wait};
 
-/// What a session's thread and its lanes share.
+/// State shared by the session's thread and its lanes.
 pub(in crate::engine) struct IterationBarrier {
     state: Mutex<State>,
     changed: Condvar,
@@ -22,11 +22,11 @@ pub(in crate::engine) struct IterationBarrier {
 struct State {
     lanes: Receiving,
     stop: bool,
-    /// Ends what each lane's thread is blocked in.
+    /// Interrupts the blocking call of each lane's thread.
     interrupts: BTreeMap<u16, Interrupt>,
 }
 
-/// From the session's thread.
+/// Called by the session's thread.
 impl IterationBarrier {
     pub(in crate::engine) fn new(lanes_max: u16) -> Self {
         Self {
@@ -39,15 +39,14 @@ impl IterationBarrier {
         }
     }
 
-    /// What is known of the lanes; those that wait at a mark are woken
-    /// afterwards.
-    pub(in crate::engine) fn lanes<T>(&self, ask: impl FnOnce(&mut Receiving) -> T) -> T {
-        let answer = ask(&mut lock(&self.state).lanes);
+    /// Accesses the state of the lanes, and then wakes those that wait at a mark.
+    pub(in crate::engine) fn lanes<T>(&self, access: impl FnOnce(&mut Receiving) -> T) -> T {
+        let result = access(&mut lock(&self.state).lanes);
         self.changed.notify_all();
-        answer
+        result
     }
 
-    /// A lane takes part from now on, until `interrupt` ends it.
+    /// Admits a lane; `interrupt` ends its blocking calls.
     pub(in crate::engine) fn admit(
         &self,
         lane: u16,
@@ -59,16 +58,15 @@ impl IterationBarrier {
         Ok(())
     }
 
-    /// Ends one lane, whatever it waits for. It must be known as closing, so
-    /// that one that waits at a mark has been woken already.
+    /// Interrupts one lane in whatever call it blocks. The lane must already be
+    /// closing, so that a wait at a mark has been woken.
     pub(in crate::engine) fn cut(&self, lane: u16) {
         if let Some(interrupt) = lock(&self.state).interrupts.get(&lane) {
             interrupt();
         }
     }
 
-    /// Ends every lane: those that wait at a mark and those that wait for
-    /// bytes.
+    /// Ends every lane: those that wait at a mark and those that wait for bytes.
     pub(in crate::engine) fn stop(&self) {
         let mut state = lock(&self.state);
         state.stop = true;
@@ -80,10 +78,10 @@ impl IterationBarrier {
     }
 }
 
-/// From the lanes' threads. `tell` lets the session know that there is
-/// something to acknowledge, and is called for the first such thing only.
+/// Called by the lane threads. `notify` informs the session that something must be
+/// acknowledged; it is called only for the first such item.
 impl IterationBarrier {
-    /// A chunk's header has come on `lane`: whether it may be written.
+    /// Checks the header of a chunk on `lane`: whether the chunk may be written.
     pub(in crate::engine) fn check_chunk(
         &self,
         lane: u16,
@@ -93,32 +91,32 @@ impl IterationBarrier {
         lock(&self.state).lanes.check_chunk(lane, number, iteration)
     }
 
-    /// Notes something that has to be told to the source.
+    /// Notes something to report to the source.
     pub(in crate::engine) fn report<T>(
         &self,
         note: impl FnOnce(&mut Receiving) -> T,
-        tell: impl FnOnce(),
+        notify: impl FnOnce(),
     ) -> T {
         let mut state = lock(&self.state);
-        let told = state.lanes.has_reports();
+        let notified = state.lanes.has_reports();
         let noted = note(&mut state.lanes);
-        if !told && state.lanes.has_reports() {
-            tell();
+        if !notified && state.lanes.has_reports() {
+            notify();
         }
         drop(state);
         self.changed.notify_all();
         noted
     }
 
-    /// Waits at the mark of `iteration`, which has come on `lane`, for every
-    /// other lane. False if the lane is given up meanwhile.
+    /// Waits at the mark of `iteration`, received on `lane`, for every other lane.
+    /// Returns false if the lane is given up meanwhile.
     pub(in crate::engine) fn pass(
         &self,
         lane: u16,
         iteration: u32,
-        tell: impl FnOnce(),
+        notify: impl FnOnce(),
     ) -> Result<bool, CourseError> {
-        self.report(|lanes| lanes.mark(lane, iteration), tell)?;
+        self.report(|lanes| lanes.mark(lane, iteration), notify)?;
         let mut state = lock(&self.state);
         while !state.lanes.may_pass(iteration) {
             if !state.wants(lane) {
@@ -129,13 +127,13 @@ impl IterationBarrier {
         Ok(true)
     }
 
-    /// Whether `lane` shall go on.
+    /// Whether `lane` must continue.
     pub(in crate::engine) fn wants(&self, lane: u16) -> bool {
         lock(&self.state).wants(lane)
     }
 
-    /// The lane's connection goes with its thread: a source that opens and
-    /// ends lane after lane uses up no descriptors here (I7).
+    /// Drops the handle on the lane's connection with its thread: a source that opens
+    /// and ends lane after lane uses up no descriptors here (I7).
     pub(in crate::engine) fn forget(&self, lane: u16) {
         lock(&self.state).interrupts.remove(&lane);
     }

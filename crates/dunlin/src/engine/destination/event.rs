@@ -1,4 +1,4 @@
-//! What the session's thread waits for.
+//! Events of the session's thread.
 
 use std::io;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use super::super::control::FromPeer;
 use super::super::fault::Fault;
 use crate::lane::accept::Arrival;
 
-/// Sent to the session's thread by the acceptor, the readers of control lanes, the lanes' threads,
-/// and whoever cancels.
+/// Sent to the session's thread by the acceptor, the readers of control lanes, the lane
+/// threads, and the caller that cancels.
 pub(super) enum SessionEvent {
     Arrived(Box<Arrival>),
     /// The listener has failed.
@@ -22,9 +22,9 @@ pub(super) enum SessionEvent {
         wire_bytes: u64,
         cpu: Duration,
     },
-    /// Lanes, control lane or decision have changed; a caller that waits looks again.
+    /// Lanes, control lane or decision have changed; a waiting caller must check again.
     Tended,
-    /// There are chunks to acknowledge.
+    /// Chunks are waiting to be acknowledged.
     Acks,
     Cancelled,
 }

@@ -1,4 +1,4 @@
-//! Admitting lanes, acknowledging what they bring, and fencing them.
+//! Admits lanes, acknowledges what they carry, and fences them.
 
 use std::sync::Arc;
 
@@ -18,22 +18,22 @@ use crate::lane::peers::PeerIdentity;
 use crate::lane::proof::is_proved;
 
 impl Arriving<'_> {
-    /// Whether every lane is joined and everything has come (I4).
+    /// Whether every lane is joined and everything has arrived (I4).
     pub(super) fn is_complete(&self) -> Result<bool, Fault> {
         if !self.lanes.threads.is_empty() {
             return Ok(false);
         }
         let complete = self.lanes.barrier.lanes(Receiving::is_complete);
-        complete.or_fault(FaultCode::Malformed, "not everything has come")
+        complete.or_fault(FaultCode::Malformed, "memory or state is missing")
     }
 
-    /// Makes sure that a lane writes nothing more, as the source has asked.
+    /// Fences a lane at the source's request: it must not write any more.
     pub(super) fn fence(&mut self, lane: u16) -> Result<(), Fault> {
         let barrier = &self.lanes.barrier;
         match barrier.lanes(|lanes| lanes.fence(lane)) {
-            // The end of its thread brings the answer.
+            // The answer follows when its thread ends.
             Fence::Close => barrier.cut(lane),
-            Fence::Answer => self.tell_fenced(lane)?,
+            Fence::Answer => self.send_fenced(lane)?,
         }
         Ok(())
     }
@@ -43,7 +43,7 @@ impl Arriving<'_> {
         if let Some(thread) = self.lanes.threads.remove(&lane)
             && thread.join().is_err()
         {
-            return Err(Fault::new(FaultCode::Internal, "a lane's thread panicked"));
+            return Err(Fault::new(FaultCode::Internal, "a lane thread panicked"));
         }
         // A lost lane can be replaced; any other failure would repeat on its replacement.
         match result.err() {
@@ -52,23 +52,23 @@ impl Arriving<'_> {
                 if self.lanes.barrier.lanes(|lanes| lanes.gone(lane)) {
                     let why = fault.map_or_else(String::new, |fault| fault.for_peer());
                     (self.session.observer)(&DestinationEvent::LaneLost { lane, why });
-                    self.tell_fenced(lane)?;
+                    self.send_fenced(lane)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// The lane's last acknowledgements, and that nothing more will come.
-    fn tell_fenced(&mut self, lane: u16) -> Result<(), Fault> {
+    /// Sends the lane's last acknowledgements, and that it is fenced.
+    fn send_fenced(&mut self, lane: u16) -> Result<(), Fault> {
         self.acknowledge()?;
-        self.say(&Message::Fenced {
+        self.send_resumable(&Message::Fenced {
             lane,
             acks: Vec::new(),
         })
     }
 
-    /// Admits a lane that proves that it belongs here.
+    /// Admits a lane that proves that it belongs to the session.
     pub(super) fn admit(&mut self, socket: LaneSocket, opening: &Opening) -> Result<(), Fault> {
         let Opening::Lane(open) = opening else {
             return Ok(());
@@ -82,7 +82,7 @@ impl Arriving<'_> {
                     // Not the source of this session: close without an answer.
                     return Ok(());
                 }
-                return self.say(&Message::LaneRefused {
+                return self.send_resumable(&Message::LaneRefused {
                     lane: number,
                     fault,
                     text,
@@ -93,7 +93,7 @@ impl Arriving<'_> {
         let barrier = Arc::clone(&self.lanes.barrier);
         if let Err(refusal) = barrier.admit(number, Box::new(move || canceller.shutdown())) {
             self.session.reject(format!("lane {number}: {refusal}"));
-            return self.say(&Message::LaneRefused {
+            return self.send_resumable(&Message::LaneRefused {
                 lane: number,
                 fault: match refusal {
                     LaneRefusal::Limit { .. } => FaultCode::LaneLimit,
@@ -113,7 +113,7 @@ impl Arriving<'_> {
         let thread = spawn(&**self.session.host, name, move || lane.run())?;
         self.lanes.threads.insert(number, thread);
         (self.session.observer)(&DestinationEvent::LaneUp { lane: number });
-        self.say(&Message::LaneUp { lane: number })
+        self.send_resumable(&Message::LaneUp { lane: number })
     }
 
     fn check_lane(
@@ -123,24 +123,24 @@ impl Arriving<'_> {
     ) -> Result<DataReceiver, (FaultCode, String)> {
         let (offer, selection) = (&self.control.offer, &self.control.selection);
         if open.session != offer.session {
-            let text = "it is of another session".to_owned();
+            let text = "the lane belongs to another session".to_owned();
             return Err((FaultCode::UnknownSession, text));
         }
         if !is_proved(&self.lanes.secret, open) {
-            let text = "it does not know the session's secret".to_owned();
+            let text = "the lane's proof does not match the session's secret".to_owned();
             return Err((FaultCode::WrongSecret, text));
         }
         let is_peer = |peer: &PeerIdentity| self.is_with(peer);
         let admitted = self.lanes.acceptor.admit(socket, &is_peer);
         let receiver = admitted.map_err(|error| (error.fault(), error.to_string()))?;
         if open.version != selection.version {
-            let text = format!("it speaks version {}", open.version);
+            let text = format!("the lane has version {}", open.version);
             return Err((FaultCode::VersionMismatch, text));
         }
         Ok(receiver)
     }
 
-    /// Sends the acknowledgements that have gathered.
+    /// Sends the collected acknowledgements.
     pub(super) fn acknowledge(&mut self) -> Result<(), Fault> {
         self.lanes.acks_due = None;
         let (sets, reached) = self.lanes.barrier.lanes(Receiving::take_reports);

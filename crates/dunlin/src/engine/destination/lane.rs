@@ -1,5 +1,5 @@
-//! A lane's thread at the destination: reads chunks straight into guest
-//! memory, acknowledges them, and keeps iterations apart at the marks.
+//! A lane's thread at the destination: reads chunks directly into guest memory,
+//! acknowledges them, and waits at the marks between iterations.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -20,20 +20,19 @@ use super::barrier::IterationBarrier;
 use super::event::SessionEvent;
 use crate::lane::data::{DataReceiver, ReceiveError};
 
-/// How long the source may take from a lane's end to its close.
+/// How long the source may take from a lane's end frame to its close.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Pages cleared between two looks at whether the lane has to end: 16 MiB, some
-/// milliseconds. A range may span a whole region, and whoever cancels or fences
-/// waits for this thread.
+/// Pages cleared between checks whether the lane must end: 16 MiB, a few milliseconds.
+/// A range may span a whole region, and a cancellation or fence waits for this thread.
 const CLEARED_AT_ONCE: u64 = 4096;
 
-/// The guest memory into which a session's lanes write.
+/// The guest memory that a session's lanes write.
 pub(super) struct DestinationMemory {
     memory: Arc<dyn GuestMemory>,
     regions: RegionTable,
-    /// For each region of the memory, a bit for each page that a lane has
-    /// written: only those have to be cleared when zeros are sent.
+    /// One bit per page that a lane has written, by region: only those pages have to be
+    /// cleared when zero pages arrive.
     written: Vec<Box<[AtomicU64]>>,
 }
 
@@ -64,14 +63,14 @@ impl DestinationMemory {
             .unwrap_or(usize::MAX)
     }
 
-    /// Notes that pages hold something.
+    /// Marks pages as written.
     fn mark_written(&self, index: usize, first: u64, count: u64) {
         self.for_words(index, first, count, |word, mask| {
             word.fetch_or(mask, Ordering::Relaxed);
         });
     }
 
-    /// Clears those of the pages that an earlier chunk has written.
+    /// Clears the pages that earlier chunks have written.
     fn clear(&self, index: usize, first: u64, count: u64) -> std::io::Result<()> {
         const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
         let mut result = Ok(());
@@ -111,7 +110,7 @@ impl DestinationMemory {
     }
 }
 
-/// Everything that a lane's thread needs.
+/// The state of a lane's thread.
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) receiver: DataReceiver,
@@ -121,11 +120,10 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// The thread's body: reports its end to the session, and wakes the other
-    /// lanes when it fails.
+    /// The thread's body. Reports the end of the lane to the session.
     pub(super) fn run(mut self) {
-        // The VMM's memory is called in here; the session must hear of a
-        // panic in it, or it would wait for this lane for ever.
+        // This calls into the VMM's memory. Without a report of a panic there, the
+        // session would wait for this lane forever.
         let received = catch_unwind(AssertUnwindSafe(|| self.receive_all()));
         let wire_bytes = self.receiver.counters().wire_bytes;
         let result = received.unwrap_or_else(|_| {
@@ -143,12 +141,12 @@ impl Lane {
         if failed {
             drop(receiver);
         } else {
-            // The source has closed; it needs no answer to go on.
+            // The source has closed its side and needs no answer.
             let _ = receiver.close();
         }
         barrier.forget(number);
-        // Before the others are stopped: the session takes the first end that
-        // it hears of for the cause. One that is gone needs no report.
+        // Before the other lanes are stopped: the session takes the first end that is
+        // reported as the cause. Fails once the session has ended.
         let _ = events.send(SessionEvent::LaneEnded {
             lane: number,
             result,
@@ -169,7 +167,7 @@ impl Lane {
             {
                 return Err(Fault::new(
                     FaultCode::LaneLost,
-                    format!("lane {} was closed before its end", self.number),
+                    format!("lane {} closed before its end frame", self.number),
                 ));
             }
             match Frame::decode(&header).map_err(malformed)? {
@@ -181,14 +179,14 @@ impl Lane {
                     chunk
                         .decode_ranges(bytes, &self.memory.regions, &mut ranges)
                         .map_err(malformed)?;
-                    self.take_in(&chunk, &ranges)?;
+                    self.receive_chunk(&chunk, &ranges)?;
                 }
                 Frame::Mark { iteration } => self.pass(iteration)?,
                 Frame::End { chunks } => {
                     let lane = self.number;
                     self.barrier
-                        .report(|lanes| lanes.ended(lane, chunks), || self.tell())
-                        .map_err(out_of_course)?;
+                        .report(|lanes| lanes.ended(lane, chunks), || self.notify())
+                        .map_err(out_of_order)?;
                     return self.await_close();
                 }
             }
@@ -198,8 +196,8 @@ impl Lane {
     /// Waits at the mark of `iteration` for every other lane.
     fn pass(&self, iteration: u32) -> Result<(), Fault> {
         let lane = self.number;
-        let passed = self.barrier.pass(lane, iteration, || self.tell());
-        if passed.map_err(out_of_course)? {
+        let passed = self.barrier.pass(lane, iteration, || self.notify());
+        if passed.map_err(out_of_order)? {
             return Ok(());
         }
         Err(self.given_up())
@@ -210,27 +208,27 @@ impl Lane {
         Fault::new(FaultCode::LaneLost, what)
     }
 
-    /// The source closes right behind its end. Closing here before that has
-    /// come would reset the connection under its hands.
+    /// The source closes right after its end frame. Closing here before its close
+    /// arrives would reset the connection.
     fn await_close(&mut self) -> Result<(), Fault> {
         match self.receiver.next(&mut [0], Some(CLOSE_LIMIT)) {
             Ok(false) => Ok(()),
             Ok(true) => Err(Fault::new(
                 FaultCode::Malformed,
-                format!("something follows the end of lane {}", self.number),
+                format!("data after the end frame of lane {}", self.number),
             )),
             Err(error) => Err(self.failed(error)),
         }
     }
 
-    /// Writes a chunk's pages where they belong and acknowledges it.
-    fn take_in(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<(), Fault> {
+    /// Writes a chunk's pages to guest memory and acknowledges the chunk.
+    fn receive_chunk(&mut self, chunk: &ChunkHeader, ranges: &[Range]) -> Result<(), Fault> {
         let (lane, chunk_number) = (self.number, chunk.number());
         self.barrier
             .check_chunk(lane, chunk_number, chunk.iteration())
-            .map_err(out_of_course)?;
+            .map_err(out_of_order)?;
         let mut pages = 0;
-        let place = |range: &Range| {
+        let pages_of = |range: &Range| {
             (
                 self.memory.region_index(range.region),
                 range.offset / PAGE_BYTES,
@@ -238,7 +236,7 @@ impl Lane {
             )
         };
         for range in ranges {
-            let (index, first, count) = place(range);
+            let (index, first, count) = pages_of(range);
             pages += count;
             if range.encoding == Encoding::Zero {
                 let (mut first, end) = (first, first + count);
@@ -258,9 +256,9 @@ impl Lane {
                 .filter(|range| range.encoding == Encoding::Raw)
         };
         for range in raw() {
-            let (index, first, count) = place(range);
-            // Before the bytes: a lane that dies in between leaves pages that
-            // are noted as written, never the reverse.
+            let (index, first, count) = pages_of(range);
+            // Before the bytes: a lane that fails in between leaves pages marked as
+            // written, never written pages unmarked.
             self.memory.mark_written(index, first, count);
         }
         let mut refused = None;
@@ -281,13 +279,13 @@ impl Lane {
         }
         let written = |lanes: &mut Receiving| lanes.written(lane, chunk_number, pages);
         self.barrier
-            .report(written, || self.tell())
-            .map_err(out_of_course)
+            .report(written, || self.notify())
+            .map_err(out_of_order)
     }
 
-    /// Something has to be acknowledged.
-    fn tell(&self) {
-        // A session that is gone acknowledges nothing.
+    /// Informs the session that something must be acknowledged.
+    fn notify(&self) {
+        // Fails once the session has ended.
         let _ = self.events.send(SessionEvent::Acks);
     }
 
@@ -296,8 +294,8 @@ impl Lane {
     }
 }
 
-fn out_of_course(error: CourseError) -> Fault {
-    Fault::new(FaultCode::Malformed, "what came on a lane is out of order").because(error)
+fn out_of_order(error: CourseError) -> Fault {
+    Fault::new(FaultCode::Malformed, "frame out of order on a lane").because(error)
 }
 
 fn failed(lane: u16, error: ReceiveError) -> Fault {
@@ -305,9 +303,9 @@ fn failed(lane: u16, error: ReceiveError) -> Fault {
 }
 
 fn malformed(error: dunlin_proto::wire::DecodeError) -> Fault {
-    Fault::new(error.fault(), "what came on a lane makes no sense").because(error)
+    Fault::new(error.fault(), "malformed frame on a lane").because(error)
 }
 
 fn unwritable(error: std::io::Error) -> Fault {
-    Fault::new(FaultCode::LayoutChanged, "guest memory cannot be written").because(error)
+    Fault::new(FaultCode::LayoutChanged, "cannot write guest memory").because(error)
 }

@@ -12,15 +12,15 @@ use super::lane::DestinationMemory;
 use crate::lane::admit::LaneAcceptor;
 
 pub(super) struct Lanes {
-    /// A lane proves with it that it belongs to the session.
+    /// The secret with which a lane proves that it belongs to the session.
     pub(super) secret: SessionSecret,
-    /// For lanes of the security that was selected.
+    /// Admits lanes of the selected security.
     pub(super) acceptor: Arc<dyn LaneAcceptor>,
     pub(super) memory: Arc<DestinationMemory>,
     pub(super) barrier: Arc<IterationBarrier>,
     pub(super) threads: BTreeMap<u16, JoinHandle<()>>,
     pub(super) wire_bytes: u64,
-    /// When gathered acknowledgements are to be sent, if there are any.
+    /// When to send the collected acknowledgements, if any.
     pub(super) acks_due: Option<Instant>,
 }
 
@@ -42,16 +42,16 @@ impl Lanes {
         }
     }
 
-    /// Ends every lane and joins its thread, before memory goes (I4).
+    /// Ends every lane and joins its thread, before the memory is unmapped (I4).
     pub(super) fn stop(&mut self) {
         self.barrier.stop();
         for thread in std::mem::take(&mut self.threads).into_values() {
-            // A panic there is no reason to keep the memory.
+            // A panic there must not keep the memory.
             let _ = thread.join();
         }
     }
 
-    /// Whether no lane has come so far.
+    /// Whether no lane has arrived yet.
     pub(super) fn are_untouched(&self) -> bool {
         self.threads.is_empty() && self.wire_bytes == 0
     }

@@ -1,15 +1,15 @@
-//! The destination of a migration: takes one VM in.
+//! The destination of a migration: receives one VM.
 //!
-//! [`receive`] runs on the caller's thread until a VM has come, or one that
-//! tried has failed; call it again for the next. Each phase is a type that owns what the phase
-//! has, and that the next phase consumes:
+//! [`receive`] runs on the caller's thread until a VM has arrived or a session has
+//! failed; call it again for the next VM. Each phase is a type that owns its data and
+//! that the next phase consumes:
 //!
 //! ```text
 //!   Waiting ──▶ Describing ──▶ Receiving ──▶ Prepared ──▶ Running
 //!      └────────────┴──────────────┴────────────┴────────────┴──▶ Settled
 //! ```
-//! Until *commit* the VM lives at the source, and every way to *Settled* before it drops what was
-//! built here.
+//! Until *commit* the VM lives at the source. Every path to *Settled* before *commit*
+//! drops the copy built here.
 
 mod answer;
 mod arriving;
@@ -49,13 +49,13 @@ use super::host::{Cancel, Host};
 use super::vmm::Builder;
 use crate::lane::policy::ServerTls;
 
-/// Accepts on `listener` and takes in one VM, which `builder` builds. For the
-/// next one call it again: a listener that shall stay open meanwhile is cloned
-/// ([`TcpListener::try_clone`]). Strangers are turned away
-/// ([`DestinationEvent::Rejected`]) and waited past.
+/// Accepts on `listener` and receives one VM, which `builder` builds. Call it again for
+/// the next VM; to keep the listening socket open in between, clone the listener
+/// ([`TcpListener::try_clone`]). Connections from other peers are rejected
+/// ([`DestinationEvent::Rejected`]) and do not end the wait.
 ///
 /// # Errors
-/// [`MigrateError`] says what failed, whose fault it is, and where the VM is.
+/// [`MigrateError`]: what failed, who is at fault, and where the VM is.
 pub fn receive(
     listener: TcpListener,
     tls: &ServerTls,

@@ -1,4 +1,4 @@
-//! What an operator can choose at the destination.
+//! The options of a destination.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,9 +10,8 @@ use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
 use crate::lane::security::SealedLanes;
 
-/// What the operator can choose at the destination; made and checked by
-/// [`Options::builder`]. The default is what an operator has who chooses
-/// nothing.
+/// Options of a destination, built and checked by [`Options::builder`]. The default is
+/// a valid configuration.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -55,27 +54,27 @@ impl Options {
         OptionsBuilder(Self::default())
     }
 
-    /// Starts from these.
+    /// Starts from these options.
     pub fn to_builder(&self) -> OptionsBuilder {
         OptionsBuilder(self.clone())
     }
 }
 
-/// Chooses [`Options`]. What it is not told stays as it was.
+/// Builds [`Options`]. An option that is not set keeps its value.
 #[derive(Clone, Debug)]
-#[must_use = "nothing is chosen before `build`"]
+#[must_use = "a builder has no effect before `build`"]
 pub struct OptionsBuilder(Options);
 
 impl OptionsBuilder {
-    /// Checks what was chosen.
+    /// Checks the options.
     ///
     /// # Errors
-    /// The first option that cannot be.
+    /// The first invalid option.
     pub fn build(self) -> Result<Options, OptionError> {
         let options = self.0;
         let lanes = options.lanes_max;
         let possible = (1..=MAX_LANES).contains(&lanes);
-        check(possible, "lanes_max", lanes, "1 to 128 lanes are possible")?;
+        check(possible, "lanes_max", lanes, "use 1 to 128 lanes")?;
         let endpoints = &options.endpoints;
         check(
             endpoints.len() <= MAX_ENDPOINTS
@@ -84,7 +83,7 @@ impl OptionsBuilder {
                     .all(|one| (1..=MAX_ENDPOINT_BYTES).contains(&one.len())),
             "endpoints",
             endpoints,
-            "name at most 16 addresses, each with its port, or none for the control lane's",
+            "use at most 16 addresses with port, or none for the control lane's address",
         )?;
         check_limit("silence_limit", options.silence_limit)?;
         check_limit("control_limit", options.control_limit)?;
@@ -92,34 +91,34 @@ impl OptionsBuilder {
         Ok(options)
     }
 
-    /// Whether data lanes without security are allowed when the source asks
-    /// for them. The control lane is secured in any case.
+    /// Whether to allow plain data lanes if the source asks for them. The control lane
+    /// is always encrypted.
     pub fn allow_plain(mut self, allow_plain: bool) -> Self {
         self.0.allow_plain = allow_plain;
         self
     }
 
-    /// By what lanes come over IPsec where the source asks for that; without, such a source is
-    /// refused.
+    /// Admits lanes over IPsec if the source asks for them. Without it, such a source
+    /// is refused.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self
     }
 
-    /// Data lanes of one session, at most.
+    /// Maximum number of data lanes of one session.
     pub fn lanes_max(mut self, lanes_max: u16) -> Self {
         self.0.lanes_max = lanes_max;
         self
     }
 
-    /// Addresses for the data lanes; empty for the control lane's.
+    /// Addresses for the data lanes; empty for the control lane's address.
     pub fn endpoints(mut self, endpoints: Vec<String>) -> Self {
         self.0.endpoints = endpoints;
         self
     }
 
-    /// After this long without a message the control lane counts as lost; see
-    /// [its option].
+    /// The control lane counts as lost after this long without a message; see [its
+    /// option].
     ///
     /// [its option]: crate::engine::source::OptionsBuilder::silence_limit
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
@@ -127,9 +126,9 @@ impl OptionsBuilder {
         self
     }
 
-    /// How long a lost control lane is waited for before everything has come.
-    /// Longer than the source's [`control_limit`], which has to notice the
-    /// loss as well.
+    /// How long to wait for the source to replace a lost control lane while memory and
+    /// state arrive. Set it longer than the source's [`control_limit`], since the
+    /// source has to notice the loss too.
     ///
     /// [`control_limit`]: crate::engine::source::OptionsBuilder::control_limit
     pub fn control_limit(mut self, control_limit: Duration) -> Self {
@@ -137,19 +136,18 @@ impl OptionsBuilder {
         self
     }
 
-    /// After this long in which the source sent neither a chunk nor a mark nor a
-    /// control message, however well it answers, it is given up: nobody else can
-    /// move a VM here meanwhile. Longer than a chunk (256 KiB) takes at its rate
-    /// cap, and than it holds its VM before *commit*.
+    /// How long the source may send no chunk, mark or control message before the
+    /// session ends, even if it answers pings: no other source can move a VM here
+    /// meanwhile. Set it longer than a chunk (256 KiB) takes at the source's rate cap,
+    /// and longer than the source holds its VM before *commit*.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {
         self.0.idle_limit = idle_limit;
         self
     }
 
-    /// Where this host's sessions are remembered, and what inquiries are
-    /// answered from. Without, they are while this process lives, and an
-    /// operator has to find out what became of a VM if that dies after
-    /// *commit*.
+    /// Journal of this host's sessions, from which inquiries are answered. Without one,
+    /// this process keeps the records in memory; if the process dies after *commit*, an
+    /// operator has to find out where the VM runs.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;
         self

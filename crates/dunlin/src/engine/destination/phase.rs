@@ -1,8 +1,8 @@
-//! What the switchover's state machine decides is done here, and events that are the same in
-//! every phase are handled.
+//! Executes the decisions of the switchover's state machine, and handles the events
+//! that all phases treat alike.
 //!
-//! [`Destination`] says what follows from an event. A phase does what it can of that, in order,
-//! until nothing more follows by itself.
+//! [`Destination`] returns the actions that follow from an event. A phase executes them
+//! in order and feeds resulting events back, until none remains.
 
 use std::time::Instant;
 
@@ -18,23 +18,23 @@ use super::event::SessionEvent;
 use super::received::DestinationEvent;
 use crate::lane::accept::Arrival;
 
-/// A phase in which a VM comes in.
+/// A phase in which a VM arrives.
 pub(super) trait Phase<'a> {
     fn arriving(&mut self) -> &mut Arriving<'a>;
 
-    /// Does one action; returns the event that it ends with, if it is one that does.
+    /// Executes one action; returns the resulting event, if any.
     fn act(&mut self, action: Do) -> Option<On>;
 }
 
-/// Takes an event and does what follows.
+/// Applies an event and executes the actions that follow.
 ///
 /// # Errors
-/// The state cannot take the event: the peer broke the protocol.
+/// The state does not accept the event: the peer violated the protocol.
 pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<(), Fault> {
     let attempt = &mut phase.arriving().attempt;
     let (state, actions) = attempt.state.on(event).or_fault(
         FaultCode::Malformed,
-        "the peer broke the order of the switchover",
+        "the peer violated the order of the switchover",
     )?;
     attempt.state = state;
     if let Destination::Acquiring { run } = state {
@@ -59,7 +59,7 @@ fn perform<'a>(phase: &mut impl Phase<'a>, actions: &[Do]) -> Result<(), Fault> 
             }
             action => phase.act(*action),
         };
-        // The action is the last of its list, if an event follows it.
+        // An action with a resulting event is the last of its list.
         if let Some(event) = event {
             take(phase, event)?;
         }
@@ -67,41 +67,42 @@ fn perform<'a>(phase: &mut impl Phase<'a>, actions: &[Do]) -> Result<(), Fault> 
     Ok(())
 }
 
-/// Takes what the reader of the old control lane had read.
+/// Applies what the reader of the old control lane had read.
 fn drain<'a>(phase: &mut impl Phase<'a>) -> Result<(), Fault> {
     for message in std::mem::take(&mut phase.arriving().drained) {
         match message {
             FromPeer::Message(Message::Commit { run }) => take(phase, On::Commit { run })?,
             FromPeer::Message(Message::Cancel { .. }) => take(phase, On::PeerCancelled)?,
-            // Nothing else decides anything.
+            // No other message decides anything.
             FromPeer::Message(_) | FromPeer::Lost(_) => {}
         }
     }
     Ok(())
 }
 
-/// Something failed, here or at the peer: does what follows from that.
+/// Applies a failure here or at the peer, and executes the actions that follow.
 pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) {
     let attempt = &mut phase.arriving().attempt;
     let event = match fault.code {
-        _ if fault.told && attempt.state.may_cancel() => {
-            // It goes on there, and will not ask.
+        _ if fault.from_peer && attempt.state.may_cancel() => {
+            // The source keeps the VM and will not ask.
             attempt.source_keeps = true;
             On::PeerCancelled
         }
-        FaultCode::ControlLost if !fault.told => On::ControlLost,
+        FaultCode::ControlLost if !fault.from_peer => On::ControlLost,
         FaultCode::Cancelled if attempt.state.may_cancel() => On::Cancelled,
         _ => On::Failed,
     };
     attempt.fault = Some(fault);
     if let Err(impossible) = take(phase, event) {
-        // Every state that waits for something takes a failure.
-        let text = format!("a failure could not be taken: {}", impossible.for_peer());
+        // Every waiting state accepts a failure.
+        let text = format!("no state accepts this failure: {}", impossible.for_peer());
         phase.arriving().session.warn(text);
     }
 }
 
-/// Waits for an event, and handles what is the same in every phase. `None` at `until`.
+/// Waits for an event, and handles those that all phases treat alike. `None` at
+/// `until`.
 pub(super) fn next_event<'a>(
     phase: &mut impl Phase<'a>,
     until: Instant,
@@ -126,7 +127,7 @@ pub(super) fn next_event<'a>(
     match event {
         SessionEvent::Control(_, FromPeer::Lost(fault)) => arriving.control_lost(fault)?,
         SessionEvent::Control(_, FromPeer::Message(message)) => match message {
-            Message::Cancel { fault, text } => return Err(Fault::told(fault, text)),
+            Message::Cancel { fault, text } => return Err(Fault::from_peer(fault, text)),
             Message::Inquire { attempt } => inquired(phase, attempt)?,
             Message::Fence { lane } => arriving.fence(lane)?,
             message => {
@@ -150,7 +151,10 @@ pub(super) fn next_event<'a>(
             }
         },
         SessionEvent::Cancelled if arriving.attempt.state.may_cancel() => {
-            return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+            return Err(Fault::new(
+                FaultCode::Cancelled,
+                "cancelled by the operator",
+            ));
         }
         SessionEvent::LaneEnded {
             lane,
@@ -167,25 +171,25 @@ pub(super) fn next_event<'a>(
     Ok(Some(SessionEvent::Tended))
 }
 
-/// The source asks, on the newest control lane.
+/// Handles an inquiry on the newest control lane.
 fn inquired<'a>(phase: &mut impl Phase<'a>, attempt: u32) -> Result<(), Fault> {
     let arriving = phase.arriving();
     if arriving.control.offer.attempt != attempt {
-        let what = "the source asks about another attempt than it offered";
+        let what = "the source asked about a different attempt than it offered";
         return Err(Fault::new(FaultCode::Malformed, what));
     }
     arriving.asked = true;
     if arriving.attempt.state.may_cancel() {
-        let what = "the source lost the control lane and asks what became of its commit";
+        let what = "the source lost the control lane and asks for the outcome of its commit";
         arriving.attempt.fault = Some(Fault::new(FaultCode::ControlLost, what));
     }
     take(phase, On::Inquired)
 }
 
 impl Arriving<'_> {
-    /// Takes what came, or did not, for progress or a standstill.
-    pub(super) fn progress(&mut self, came: Option<&SessionEvent>) -> Result<(), Fault> {
-        match came {
+    /// Notes progress of the source, or fails at a standstill.
+    pub(super) fn progress(&mut self, event: Option<&SessionEvent>) -> Result<(), Fault> {
+        match event {
             Some(SessionEvent::Control(_, FromPeer::Message(_)) | SessionEvent::Acks) => {
                 self.progressed = Instant::now();
             }
@@ -193,7 +197,7 @@ impl Arriving<'_> {
                 return Err(Fault::new(
                     FaultCode::Standstill,
                     format!(
-                        "the source is there, and has sent neither pages nor anything else for {:?}",
+                        "the source answers pings but has sent no pages or messages for {:?}",
                         self.session.options.idle_limit
                     ),
                 ));

@@ -1,4 +1,4 @@
-//! The switchover at the destination: waiting for *commit*, and after it for *release*.
+//! The switchover at the destination: waits for *commit*, then for *release*.
 
 use std::time::{Duration, Instant};
 
@@ -15,13 +15,15 @@ use super::received::DestinationEvent;
 use super::refusal::unexpected;
 use super::settled::Settled;
 
-/// How long after *running* the source may take to destroy its copy, while its control lane is up.
+/// How long after *running* the source may take to destroy its copy, while its control
+/// lane is up.
 const RELEASE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Everything has come, and the state is loaded: *ready* is sent, and *commit* decides.
+/// Everything has arrived and the state is loaded: this side sends *ready*, and waits
+/// for *commit*.
 pub(super) struct Prepared<'a> {
     arriving: Arriving<'a>,
-    /// The digest of the memory, where verification was agreed.
+    /// The digest of the memory, if verification was negotiated.
     digest: Option<Digest>,
 }
 
@@ -38,14 +40,14 @@ impl<'a> Phase<'a> for Prepared<'a> {
                 let acquired = attempt
                     .vm
                     .acquire()
-                    .or_fault(FaultCode::Internal, "disks and devices cannot be taken");
+                    .or_fault(FaultCode::Internal, "cannot acquire disks and devices");
                 (On::Acquired, acquired)
             }
             Do::Resume => {
                 let resumed = attempt
                     .vm
                     .resume()
-                    .or_fault(FaultCode::Internal, "the guest cannot be started");
+                    .or_fault(FaultCode::Internal, "cannot start the guest");
                 (
                     On::Resumed,
                     resumed.map(|downtime| attempt.guest_downtime = downtime),
@@ -55,7 +57,9 @@ impl<'a> Phase<'a> for Prepared<'a> {
                 (self.arriving.session.observer)(&DestinationEvent::Ready);
                 attempt.reached = Reached::Ready;
                 let digest = self.digest;
-                self.arriving.control.tell(&Message::Ready { digest });
+                self.arriving
+                    .control
+                    .send_or_end(&Message::Ready { digest });
                 return None;
             }
             other => return self.arriving.act(other),
@@ -75,7 +79,7 @@ impl<'a> Prepared<'a> {
         Self { arriving, digest }
     }
 
-    /// Answers *ready*, and waits until it is decided where the VM lives.
+    /// Sends *ready*, and waits until it is decided which side has the VM.
     pub(super) fn decide(mut self) -> Result<Running<'a>, Settled> {
         if let Err(fault) = self.await_decision() {
             failed(&mut self, fault);
@@ -97,13 +101,13 @@ impl<'a> Prepared<'a> {
             match event {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Commit { run } => take(self, On::Commit { run })?,
-                    // It crossed a late fence: everything has come.
+                    // It crossed a late fence: everything has arrived.
                     Message::Final(_) => {}
                     other => return Err(unexpected(&other)),
                 },
                 Some(SessionEvent::Arrived(arrival)) => {
                     let session = &self.arriving.session;
-                    session.turn_away(*arrival, "a session is under way");
+                    session.turn_away(*arrival, "another session is in progress");
                 }
                 Some(_) | None => {}
             }
@@ -128,18 +132,18 @@ impl<'a> Phase<'a> for Running<'a> {
 }
 
 impl<'a> Running<'a> {
-    /// Waits for *release*. Without it the VM lives here all the same.
+    /// Waits for *release*. The VM lives here with or without it.
     pub(super) fn await_release(mut self) -> Settled {
         let attempt = &self.arriving.attempt;
         let runs = attempt.runs();
-        // From here on the source changes nothing any more: it may have died.
+        // From here on the source has no influence; it may have died.
         if runs {
             attempt.vm.announce();
         }
         (self.arriving.session.observer)(&DestinationEvent::Running { runs });
         if let Err(fault) = self.released() {
             self.arriving.session.warn(format!(
-                "the source did not confirm that it let go of the VM: {}",
+                "the source did not confirm that it released the VM: {}",
                 fault.for_peer()
             ));
         }
@@ -158,11 +162,16 @@ impl<'a> Running<'a> {
                 }
                 Some(SessionEvent::Arrived(arrival)) => {
                     let session = &self.arriving.session;
-                    session.turn_away(*arrival, "a session is under way");
+                    session.turn_away(*arrival, "another session is in progress");
                 }
                 Some(SessionEvent::Cancelled) => take(self, On::Cancelled)?,
                 Some(_) => {}
-                None => return Err(Fault::new(FaultCode::ControlLost, "no release came")),
+                None => {
+                    return Err(Fault::new(
+                        FaultCode::ControlLost,
+                        "no release from the source",
+                    ));
+                }
             }
         }
     }

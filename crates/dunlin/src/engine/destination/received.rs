@@ -1,4 +1,4 @@
-//! What a destination reports: events while a VM comes in, and the VM.
+//! What a destination reports: events while a VM arrives, and the VM.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,61 +10,61 @@ use dunlin_proto::journal::DestinationRecord;
 use super::super::vmm::{DestinationVm, Offered};
 use super::answer::Answering;
 
-/// Something that happened at the destination.
+/// An event at the destination.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum DestinationEvent {
-    /// A source has connected and agreed on version and features.
+    /// A source has connected and negotiated version and features.
     Connected {
-        /// Who it is, by certificate.
+        /// The source's names, from its certificate.
         peer: String,
     },
-    /// The VM that it wants to move here.
+    /// The VM that the source offers.
     Offered(Offered),
-    /// A data lane stands.
+    /// A data lane is established.
     LaneUp {
         /// Its number.
         lane: u16,
     },
-    /// A connection or lane was turned away.
+    /// A connection or lane was rejected.
     Rejected {
-        /// What came, and why it was turned away.
+        /// The connection or lane, and why it was rejected.
         reason: String,
     },
-    /// A data lane is lost; the source sends again what it took along.
+    /// A data lane is lost; the source sends its unconfirmed pages again.
     LaneLost {
         /// Its number.
         lane: u16,
-        /// Why, as far as it is known here.
+        /// Why, if known here.
         why: String,
     },
-    /// The control lane is lost, and the source has a while to make it anew.
+    /// The control lane is lost; the source may replace it for a while.
     ControlLost {
         /// Why.
         why: String,
     },
-    /// The source has made a new control lane.
+    /// The source has replaced the control lane.
     ControlResumed,
-    /// The journal holds this, and it is on the disk. Where no journal was
-    /// given, nothing is; the session has come that far.
+    /// The journal has synced this record to disk. Without a journal it means only that
+    /// the session has reached this state.
     Recorded(DestinationRecord),
-    /// Memory and state are here; *ready* goes out.
+    /// Memory and state have arrived; *ready* is about to be sent.
     Ready,
-    /// *commit* has come; disks and devices are being taken.
+    /// *commit* has arrived; disks and devices are being acquired.
     Committed,
-    /// The source is being told what became of its VM.
+    /// The source is being sent the outcome of the migration.
     Told(Verdict),
-    /// An inquiry about a session that is not under way is being answered.
+    /// An inquiry about a session that is not in progress is being answered.
     Inquired {
-        /// Who asks, by certificate.
+        /// The names of the asking peer, from its certificate.
         peer: String,
     },
-    /// The VM runs here, or stays paused as its owner left it.
+    /// The VM lives here.
     Running {
-        /// Whether it runs.
+        /// Whether it runs. If not, it is paused, as its owner had paused it.
         runs: bool,
     },
-    /// Something that does no harm but should be known.
+    /// A problem that does no harm but that an operator should see.
     Warning(String),
 }
 
@@ -73,25 +73,25 @@ pub enum DestinationEvent {
 pub struct Received {
     /// The VM.
     pub vm: Arc<dyn DestinationVm>,
-    /// What it is.
+    /// Its description.
     pub offered: Offered,
-    /// Whether it runs, or is paused as its owner left it.
+    /// Whether it runs. If not, it is paused, as its owner had paused it.
     pub runs: bool,
-    /// How long the guest stood still as it saw it itself, where known.
+    /// Downtime as the guest saw it, if known.
     pub guest_downtime: Option<Duration>,
-    /// Bytes that the data lanes brought, security included.
+    /// Bytes received on the data lanes, including the overhead of encryption.
     pub wire_bytes: u64,
-    /// Pages that came, zero pages and repetitions included.
+    /// Pages received, including zero pages and repetitions.
     pub pages: u64,
     /// CPU time of this session's threads here.
     pub cpu: Duration,
-    /// Where the source has not confirmed that it let go: who answers it, on
-    /// the listener, until it does.
+    /// Answers the source on the listener until it confirms that it has released the
+    /// VM; `None` if it has confirmed.
     pub answering: Option<Answering>,
 }
 
 impl fmt::Debug for Received {
-    /// Without the VM, which need not have it.
+    /// Omits the VM, which need not implement `Debug`.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Received")

@@ -1,4 +1,4 @@
-//! Memory and state come in.
+//! Receives memory and state.
 
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,11 @@ use super::refusal::{starved, unexpected};
 use super::settled::Settled;
 use crate::lane::accept::Arrival;
 
-/// Acknowledgements are collected for this long: some hundred messages a
-/// second at most, and far below a round trip's worth of delay.
+/// How long acknowledgements are collected before they are sent: at most a few hundred
+/// messages a second, and far below one round trip of delay.
 const ACK_DELAY: Duration = Duration::from_millis(3);
 
-/// The VM is accepted; lanes bring memory, the control lane brings state.
+/// The VM is accepted; memory arrives on data lanes, state on the control lane.
 pub(super) struct Receiving<'a> {
     arriving: Arriving<'a>,
     sections: Vec<Section>,
@@ -57,8 +57,8 @@ impl<'a> Receiving<'a> {
         Err(Settled::arriving(receiving.arriving))
     }
 
-    /// Takes in lanes, memory and state until everything that *final* counts has come, and loads
-    /// the state.
+    /// Receives lanes, memory and state until everything counted in *final* has
+    /// arrived, and loads the state.
     pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled> {
         let loaded = self.receive_all().and_then(|()| self.load());
         let digest = loaded.unwrap_or_else(|fault| {
@@ -81,14 +81,14 @@ impl<'a> Receiving<'a> {
             match event {
                 Some(SessionEvent::Arrived(arrival)) => match *arrival {
                     Arrival::Lane { socket, opening } => self.arriving.admit(socket, &opening)?,
-                    // Without a lane there will never be one, and the source has no way to know
-                    // why.
+                    // The destination is out of descriptors: no lane will arrive, and
+                    // the source cannot find out why.
                     Arrival::Starved(error) if self.arriving.lanes.are_untouched() => {
                         return Err(starved(error));
                     }
                     other => {
                         let session = &self.arriving.session;
-                        session.turn_away(other, "a session is under way");
+                        session.turn_away(other, "another session is in progress");
                     }
                 },
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
@@ -114,26 +114,26 @@ impl<'a> Receiving<'a> {
         self.arriving.acknowledge()
     }
 
-    /// Loads the state. Returns the digest that the memory had before, where verification was
-    /// agreed.
+    /// Loads the state. Returns the digest of the memory before that, if verification
+    /// was negotiated.
     fn load(&mut self) -> Result<Option<Digest>, Fault> {
         take(self, On::Complete)?;
         let Arriving {
             control, attempt, ..
         } = &self.arriving;
         if attempt.state != Destination::Loading {
-            // The source has inquired in the meantime and was answered *aborted*.
+            // The source has inquired meanwhile, and the answer was *aborted*.
             return Ok(None);
         }
         let digest = control
             .verifies()
             .then(|| digest(&*attempt.vm.memory(), 1))
             .transpose()
-            .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?;
+            .or_fault(FaultCode::VerificationFailed, "cannot read guest memory")?;
         attempt
             .vm
             .load(&self.sections)
-            .or_fault(FaultCode::StateLoadFailed, "the state cannot be loaded")?;
+            .or_fault(FaultCode::StateLoadFailed, "cannot load the state")?;
         Ok(digest)
     }
 
@@ -143,7 +143,9 @@ impl<'a> Receiving<'a> {
         if self.state_bytes > MAX_STATE_BYTES || count > MAX_SECTIONS as usize {
             return Err(Fault::new(
                 FaultCode::Malformed,
-                format!("the source sent more state than {MAX_STATE_BYTES} bytes"),
+                format!(
+                    "state over the limit of {MAX_SECTIONS} sections and {MAX_STATE_BYTES} bytes"
+                ),
             ));
         }
         self.sections.push(Section {
@@ -157,12 +159,12 @@ impl<'a> Receiving<'a> {
     }
 
     fn finish(&mut self, last: Final) -> Result<(), Fault> {
-        let came = self.sections.len();
-        if last.sections as usize != came {
+        let received = self.sections.len();
+        if last.sections as usize != received {
             return Err(Fault::new(
                 FaultCode::Malformed,
                 format!(
-                    "{came} sections came where the source counts {}",
+                    "received {received} sections, but the source counts {}",
                     last.sections
                 ),
             ));

@@ -1,4 +1,4 @@
-//! Refusing what cannot be taken in.
+//! Refuses offers and connections.
 
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
@@ -8,20 +8,20 @@ use super::super::fault::Fault;
 use super::super::journal::names_of;
 use crate::lane::control::ControlStream;
 
-/// Answers an offer that cannot be met, and closes. It is the first thing on
-/// its connection, so that it fits the socket's buffer and nothing waits.
+/// Answers an unacceptable offer, and closes. The refusal is the first message on its
+/// connection, so it fits the socket buffer and the send does not block.
 pub(super) fn refuse(stream: &ControlStream, refusal: &Refusal) {
     let mut bytes = Vec::new();
     if refusal.encode(VERSIONS, &mut bytes).is_ok() {
-        // A peer that has gone needs no refusal.
+        // A peer that has disconnected needs no refusal.
         let _ = stream.send(&bytes).and_then(|()| stream.close());
     }
 }
 
-/// A connection waits to be accepted and cannot be.
+/// A connection waits but cannot be accepted.
 pub(super) fn starved(error: std::io::Error) -> Fault {
-    let what = "a connection waits here and cannot be accepted: raise this process's limit of \
-                open files (`ulimit -n`)";
+    let what = "a connection is waiting but cannot be accepted: raise this process's limit of open \
+     files (`ulimit -n`)";
     Fault::new(FaultCode::Kernel, what).because(error)
 }
 
@@ -32,6 +32,6 @@ pub(super) fn peer_of(stream: &ControlStream) -> String {
 pub(super) fn unexpected(message: &Message) -> Fault {
     Fault::new(
         FaultCode::Malformed,
-        format!("the source sent {} out of turn", message.kind().name()),
+        format!("unexpected {} from the source", message.kind().name()),
     )
 }

@@ -1,8 +1,7 @@
-//! A control lane that is lost before everything has come is waited for.
+//! Replacement of a control lane that is lost while memory and state arrive.
 //!
-//! The source opens a new one with a higher epoch. Over it everything is
-//! repeated that the old one may not have brought: what is acknowledged, and
-//! which lanes are up.
+//! The source opens a new one with a higher epoch. Both sides repeat on it what the old
+//! one may not have delivered: acknowledgements, and which lanes are up.
 
 use std::sync::Arc;
 
@@ -20,9 +19,9 @@ use crate::lane::accept::Arrival;
 use crate::lane::control::ControlStream;
 
 impl Arriving<'_> {
-    /// A source that comes anew while its old control lane is waited for has
-    /// given the old session up: so does this side, and the next try finds
-    /// room.
+    /// If the source starts a new session while this side waits for its old control
+    /// lane, it has given the old session up: end it here too, so that the next attempt
+    /// succeeds.
     pub(super) fn give_way(&mut self, arrival: &Arrival) -> Result<(), Fault> {
         let Arrival::Control { stream, .. } = arrival else {
             return Ok(());
@@ -54,7 +53,7 @@ impl Arriving<'_> {
             }
         };
         self.control.end();
-        // One that asks for other terms is not the process that began.
+        // An offer with other terms comes from another process.
         let resumes = self.is_resumable() && self.control.selection == selection;
         if !resumes {
             self.drained.extend(self.session.set_aside());
@@ -62,11 +61,11 @@ impl Arriving<'_> {
         let mut bytes = Vec::new();
         selection
             .encode(&mut bytes)
-            .or_fault(FaultCode::Internal, "the selection cannot be sent")?;
-        // A lane that fails already is reported by its reader.
+            .or_fault(FaultCode::Internal, "cannot encode the selection")?;
+        // If the send fails, the lane's reader reports it.
         let _ = stream.send(&bytes);
         let sequences = Arc::clone(&self.control.sequences);
-        // The terms of the session stay those that it began with.
+        // The session keeps its original terms.
         let selection = self.control.selection.clone();
         self.control = self
             .session
@@ -74,7 +73,7 @@ impl Arriving<'_> {
         self.link = Link::Up;
         self.asked = false;
         if !resumes {
-            // It is for an inquiry, which comes next.
+            // The lane is for an inquiry, which follows.
             return Ok(());
         }
         (self.session.observer)(&DestinationEvent::ControlResumed);
@@ -88,19 +87,19 @@ impl Arriving<'_> {
         };
         let ours = &self.control.offer;
         if !self.is_with(stream.peer()) {
-            let text = "it is not the peer of this session";
+            let text = "not the peer of this session";
             return Err(refusal(FaultCode::WrongIdentity, text));
         }
         if offer.attempt != ours.attempt || offer.epoch <= ours.epoch {
-            let text = "it is about another attempt, or has been replaced itself";
+            let text = "another attempt, or an epoch that is not newer";
             return Err(refusal(FaultCode::Malformed, text));
         }
-        // The source's process may have died and left to the one that asks
-        // now nothing but its record, which does not hold what was agreed.
+        // The source's process may have died and left only its record to the process
+        // that asks now; the record does not contain the negotiated terms.
         select(offer, &INQUIRIES)
     }
 
-    /// Says again what the old control lane may not have brought.
+    /// Repeats what the old control lane may not have delivered.
     fn repeat(&mut self) -> Result<(), Fault> {
         let (open, (sets, reached)) = self
             .lanes
@@ -108,12 +107,12 @@ impl Arriving<'_> {
             .lanes(|lanes| (lanes.open().collect::<Vec<_>>(), lanes.repeat()));
         self.lanes.acks_due = None;
         for lane in open {
-            self.say(&Message::LaneUp { lane })?;
+            self.send_resumable(&Message::LaneUp { lane })?;
         }
         self.send_acks(&sets, &reached)
     }
 
-    /// Sends acknowledgements, in as many messages as it takes.
+    /// Sends acknowledgements, in as many messages as necessary.
     pub(super) fn send_acks(&self, sets: &[ChunkSet], reached: &[Reached]) -> Result<(), Fault> {
         let mut sets = sets.chunks(MAX_ACK_SETS);
         let mut reached = reached.chunks(usize::from(MAX_LANES));
@@ -122,7 +121,7 @@ impl Arriving<'_> {
             if sets.is_none() && reached.is_none() {
                 return Ok(());
             }
-            self.say(&Message::Ack {
+            self.send_resumable(&Message::Ack {
                 sets: sets.unwrap_or_default().to_vec(),
                 reached: reached.unwrap_or_default().to_vec(),
             })?;

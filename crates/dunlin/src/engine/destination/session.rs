@@ -1,4 +1,4 @@
-//! What every phase has at the destination, on the thread that called
+//! State common to all phases at the destination, on the thread that called
 //! [`receive`](super::receive).
 
 use std::collections::VecDeque;
@@ -29,13 +29,13 @@ use crate::lane::accept::{Arrival, accept};
 use crate::lane::control::ControlStream;
 use crate::lane::policy::ServerTls;
 
-/// Connections that may wait while the session's thread is busy, in the VMM
-/// for example; those beyond are dropped. Plain lanes are not authenticated
-/// by then, so that anybody can make them (I7).
+/// Connections that may wait while the session's thread is busy, for example in the
+/// VMM; more are dropped. Plain lanes are not authenticated at this point, so any host
+/// can open them (I7).
 const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
 
-/// What every phase has. The phases own it in turn:
-/// *Waiting → Describing → Receiving → Prepared → Running*.
+/// State common to all phases, which own it in turn: *Waiting → Describing → Receiving
+/// → Prepared → Running*.
 pub(super) struct Session<'a> {
     pub(super) options: &'a Options,
     pub(super) host: &'a Arc<dyn Host>,
@@ -49,11 +49,11 @@ pub(super) struct Session<'a> {
     /// Connections that wait for the session's thread.
     arrivals: Arc<AtomicUsize>,
     answers: Answers,
-    /// Events that were passed over while draining.
-    passed_over: VecDeque<SessionEvent>,
-    /// CPU time that the session's threads used.
+    /// Events set aside while draining.
+    deferred: VecDeque<SessionEvent>,
+    /// CPU time of the session's threads.
     pub(super) cpu: CpuTime,
-    /// CPU time that the calling thread had used before.
+    /// CPU time of the calling thread before the session.
     cpu_before: Duration,
 }
 
@@ -79,7 +79,7 @@ impl<'a> Session<'a> {
             let sealed = options.ipsec.clone();
             let body = move || {
                 let ended = accept(&listener, &tls, &stop, |arrival| {
-                    // IPsec sessions have connections of their own.
+                    // IPsec sessions use connections of their own.
                     let Some(arrival) = (match &sealed {
                         Some(lanes) => lanes.take(arrival),
                         None => Some(arrival),
@@ -111,20 +111,20 @@ impl<'a> Session<'a> {
             acceptor_thread,
             arrivals,
             answers: Answers::default(),
-            passed_over: VecDeque::new(),
+            deferred: VecDeque::new(),
             cpu: CpuTime::default(),
             cpu_before,
         })
     }
 
-    /// The next event, or `None` at `until`. Messages of earlier control lanes are dropped; a
-    /// listener that has failed ends the session.
+    /// The next event, or `None` at `until`. Drops messages of earlier control lanes. A
+    /// failed listener ends the session.
     pub(super) fn receive(
         &mut self,
         control: Option<&ControlLink>,
         until: Option<Instant>,
     ) -> Result<Option<SessionEvent>, Fault> {
-        let event = match (self.passed_over.pop_front(), until) {
+        let event = match (self.deferred.pop_front(), until) {
             (Some(event), _) => Ok(event),
             (None, None) => self.events.recv().map_err(Into::into),
             (None, Some(until)) => {
@@ -169,41 +169,41 @@ impl<'a> Session<'a> {
         let journal = &self.options.journal;
         let begun = self.answers.begin(self.host, journal, None, stream, &offer);
         if let Err(refusal) = begun {
-            self.reject(format!("an inquiry of {peer}: {refusal}"));
+            self.reject(format!("inquiry of {peer}: {refusal}"));
         }
         None
     }
 
-    /// Takes what the reader of an older control lane had read out of the events. The reader has
-    /// been joined: nothing more comes from it.
+    /// Takes out of the event queue what the reader of an older control lane had read.
+    /// The reader has been joined, so nothing more arrives from it.
     pub(super) fn set_aside(&mut self) -> Vec<FromPeer> {
         let mut read = Vec::new();
-        let passed_over = std::mem::take(&mut self.passed_over);
-        for event in passed_over.into_iter().chain(self.events.try_iter()) {
+        let deferred = std::mem::take(&mut self.deferred);
+        for event in deferred.into_iter().chain(self.events.try_iter()) {
             match event {
                 SessionEvent::Control(_, from_peer) => read.push(from_peer),
-                event => self.passed_over.push_back(event),
+                event => self.deferred.push_back(event),
             }
         }
         read
     }
 
-    /// Closes an arrival that is not wanted now; `why` is for the log.
+    /// Closes an arrival that is not accepted now; `why` is for the log.
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
         self.reject(match arrival {
             Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
             Arrival::Control { stream, .. } => {
-                let reason = format!("a control lane of {}: {why}", peer_of(&stream));
+                let reason = format!("control lane of {}: {why}", peer_of(&stream));
                 refuse(
                     &stream,
                     &Refusal {
                         fault: FaultCode::Busy,
-                        text: "another VM is being taken in here".into(),
+                        text: "another VM is arriving here".into(),
                     },
                 );
                 reason
             }
-            Arrival::Lane { .. } => format!("a data lane: {why}"),
+            Arrival::Lane { .. } => format!("data lane: {why}"),
             Arrival::Starved(error) => starved(error).for_peer(),
         });
     }
@@ -216,8 +216,8 @@ impl<'a> Session<'a> {
         (self.observer)(&DestinationEvent::Warning(text));
     }
 
-    /// Ends the listener, the control lane and every thread: `lanes`, the reader and the acceptor.
-    /// Returns the CPU time of the session.
+    /// Ends the listener, the control lane and every thread: `lanes`, the reader and
+    /// the acceptor. Returns the CPU time of the session.
     pub(super) fn close(
         mut self,
         control: Option<ControlLink>,
@@ -242,10 +242,10 @@ impl<'a> Session<'a> {
         used(&self.cpu, self.cpu_before)
     }
 
-    /// Waits for the peer's close, within a bound.
+    /// Waits for the peer's close, up to [`CLOSE_LIMIT`].
     fn await_end_of_control(&mut self, control: &ControlLink) {
         let until = Instant::now() + CLOSE_LIMIT;
-        // A peer that goes on sending gets no more than its time.
+        // The limit also holds for a peer that keeps sending.
         while !control.has_ended() && Instant::now() < until {
             match self.receive(Some(control), Some(until)) {
                 Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
@@ -255,7 +255,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// A control lane on `stream`, which is read from now on.
+    /// A control lane on `stream`, with a thread that reads it.
     pub(super) fn open_control(
         &self,
         stream: ControlStream,

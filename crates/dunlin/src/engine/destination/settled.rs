@@ -1,4 +1,4 @@
-//! How taking a VM in has ended.
+//! The end of a session at the destination.
 
 use std::sync::Arc;
 
@@ -12,17 +12,18 @@ use super::answer::Answering;
 use super::arriving::{Arriving, Reached};
 use super::received::{DestinationEvent, Received};
 
-/// A session that has ended: no thread or lane of it is left.
+/// A session that has ended: no thread or lane of it remains.
 pub(super) enum Settled {
     /// The VM lives here.
     Arrived(Box<Received>),
-    /// It does not, or not any more.
+    /// The VM does not live here, or no longer does.
     Failed(Fault, VmIs),
 }
 
 impl Settled {
-    /// Ends lanes, control lane and threads of a VM that was coming in. Removes the record once
-    /// the source will never ask; while it may, a VM that lives here comes with the answers.
+    /// Ends the lanes, control lane and threads of an arriving VM. Removes the record
+    /// if the source will never ask about it; while it may ask, a VM that lives here
+    /// comes with an [`Answering`].
     pub(super) fn arriving(arriving: Arriving<'_>) -> Self {
         let Arriving {
             session,
@@ -39,7 +40,7 @@ impl Settled {
                 warn(error.to_string());
             }
         };
-        // The source has let go.
+        // The source has released the VM.
         let journal = match attempt.state {
             Destination::Released => {
                 forget(attempt.journal);
@@ -56,9 +57,7 @@ impl Settled {
                 let answering = journal.and_then(|journal| {
                     Answering::start(listener, tls, host, journals, journal)
                         .inspect_err(|error| {
-                            warn(format!(
-                                "inquiries about the VM cannot be answered: {error}"
-                            ));
+                            warn(format!("cannot answer inquiries about the VM: {error}"));
                         })
                         .ok()
                 });
@@ -75,12 +74,12 @@ impl Settled {
                 }));
             }
             Destination::Died => VmIs::RanThenDied,
-            // The source was told nothing, and may be waiting.
+            // The source was sent no verdict and may be waiting.
             Destination::Unrecorded if attempt.reached >= Reached::Ready => VmIs::InDoubt,
             _ => VmIs::AtSource,
         };
         let fault = attempt.fault.unwrap_or_else(|| {
-            let what = "the session has ended without a reason";
+            let what = "the session ended without a reason";
             Fault::new(FaultCode::Internal, what)
         });
         let over = matches!(

@@ -1,4 +1,5 @@
-//! The first phases: a source whose offer can be met, and the VM that it describes.
+//! The first phases: waiting for a source with an acceptable offer, and for the
+//! description of its VM.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,7 +33,7 @@ use crate::lane::security::acceptor;
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
 
-/// No source has come whose offer can be met.
+/// No source with an acceptable offer has connected yet.
 pub(super) struct Waiting<'a> {
     session: Session<'a>,
 }
@@ -42,7 +43,7 @@ impl<'a> Waiting<'a> {
         Self { session }
     }
 
-    /// Waits for a control lane whose offer can be met.
+    /// Waits for a control lane with an acceptable offer.
     pub(super) fn await_source(mut self) -> Result<Describing<'a>, Settled> {
         match self.next_source() {
             Ok((control, secret)) => Ok(Describing {
@@ -70,7 +71,7 @@ impl<'a> Waiting<'a> {
                         return Ok(agreed);
                     }
                 }
-                Some(other) => self.session.turn_away(other, "no session has begun"),
+                Some(other) => self.session.turn_away(other, "no session is in progress"),
                 None => {}
             }
         }
@@ -95,13 +96,13 @@ impl<'a> Waiting<'a> {
             }
             _ => Err(Refusal {
                 fault: FaultCode::Malformed,
-                text: "an offer comes first on a control lane".into(),
+                text: "expected an offer as the first message of a control lane".into(),
             }),
         };
         let (offer, selection) = match answer {
             Ok(agreed) => agreed,
             Err(refusal) => {
-                session.reject(format!("the offer of {}: {refusal}", peer_of(&stream)));
+                session.reject(format!("offer of {}: {refusal}", peer_of(&stream)));
                 refuse(&stream, &refusal);
                 return Ok(None);
             }
@@ -109,9 +110,9 @@ impl<'a> Waiting<'a> {
         let mut bytes = Vec::new();
         selection
             .encode(&mut bytes)
-            .or_fault(FaultCode::Internal, "the selection cannot be sent")?;
+            .or_fault(FaultCode::Internal, "cannot encode the selection")?;
         if let Err(error) = stream.send(&bytes) {
-            session.reject(format!("the control lane of {}: {error}", peer_of(&stream)));
+            session.reject(format!("control lane of {}: {error}", peer_of(&stream)));
             return Ok(None);
         }
         session.tls.keep(&stream);
@@ -127,7 +128,7 @@ impl<'a> Waiting<'a> {
     }
 }
 
-/// The offer is met; the VM is not accepted yet. Nothing has been promised.
+/// The offer is accepted; the VM is not. This side has committed to nothing.
 pub(super) struct Describing<'a> {
     session: Session<'a>,
     control: ControlLink,
@@ -156,7 +157,7 @@ impl<'a> Describing<'a> {
         if u64::from(page_bytes) != PAGE_BYTES {
             return Err(Fault::new(
                 FaultCode::DescriptionRefused,
-                format!("pages of {page_bytes} bytes are not supported: only {PAGE_BYTES}"),
+                format!("page size {page_bytes} not supported (only {PAGE_BYTES})"),
             ));
         }
         let (security, options) = (self.control.selection.security, self.session.options);
@@ -164,7 +165,7 @@ impl<'a> Describing<'a> {
         let acceptor = acceptor.ok_or_else(|| {
             Fault::new(
                 FaultCode::Internal,
-                "lanes were selected that cannot be admitted",
+                "no acceptor for the selected lane security",
             )
         })?;
         let offered = Offered {
@@ -196,7 +197,7 @@ impl<'a> Describing<'a> {
             self.forget(journal);
             return Err(Fault::new(
                 FaultCode::DescriptionRefused,
-                "the VM that was built here has other memory regions than the source's",
+                "the VM built here has different memory regions than the source's",
             ));
         }
         let memory = DestinationMemory::new(memory, regions);
@@ -211,14 +212,14 @@ impl<'a> Describing<'a> {
             match self.session.receive(Some(&self.control), Some(until))? {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Describe(described) => return Ok(described),
-                    Message::Cancel { fault, text } => return Err(Fault::told(fault, text)),
+                    Message::Cancel { fault, text } => return Err(Fault::from_peer(fault, text)),
                     other => return Err(unexpected(&other)),
                 },
                 Some(SessionEvent::Control(_, FromPeer::Lost(fault))) => return Err(fault),
                 Some(SessionEvent::Arrived(arrival)) => {
                     if let Some(arrival) = self.session.answer_inquiry(*arrival) {
                         self.session
-                            .turn_away(arrival, "the VM is not described yet");
+                            .turn_away(arrival, "the VM has not been described yet");
                     }
                 }
                 Some(SessionEvent::Cancelled) => return Err(cancelled()),
@@ -226,14 +227,15 @@ impl<'a> Describing<'a> {
                 None => {
                     return Err(Fault::new(
                         FaultCode::ControlLost,
-                        "the source does not describe its VM",
+                        "the source did not describe its VM in time",
                     ));
                 }
             }
         }
     }
 
-    /// Makes room for the session's records: a full disk is found here, before anything is moved.
+    /// Allocates the session's journal file: a full disk fails the migration here,
+    /// before anything is moved.
     fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
         let stream = self.control.lane.stream();
         let record = Journal::first_record(
@@ -254,7 +256,7 @@ impl<'a> Describing<'a> {
             }
         });
         recorded.map_err(|error| {
-            let what = "the session cannot be recorded at the destination";
+            let what = "cannot record the session at the destination";
             Fault::new(FaultCode::Journal, what).because(error)
         })
     }
@@ -279,5 +281,5 @@ impl<'a> Describing<'a> {
 }
 
 pub(super) fn cancelled() -> Fault {
-    Fault::new(FaultCode::Cancelled, "the operator cancelled")
+    Fault::new(FaultCode::Cancelled, "cancelled by the operator")
 }

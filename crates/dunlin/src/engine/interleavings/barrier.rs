@@ -1,5 +1,5 @@
-//! The destination's barrier: lanes at marks, that end, are fenced or stopped, and
-//! what they tell the session.
+//! The destination's barrier: lanes that wait at marks, end, are fenced or stopped, and
+//! their reports to the session.
 
 use std::sync::{Arc, Mutex as Plain};
 
@@ -13,7 +13,7 @@ use super::line::Line;
 /// The last mark that each lane has reached.
 type Reached = Arc<Plain<[u32; 3]>>;
 
-/// A barrier, and lanes 1 to 3 that can be cut.
+/// A barrier with lanes 1 to 3, which can be cut.
 fn barrier() -> (Arc<IterationBarrier>, [Arc<Line>; 3], Reached) {
     let barrier = IterationBarrier::new(3);
     let lines = [1, 2, 3].map(|lane| {
@@ -24,7 +24,7 @@ fn barrier() -> (Arc<IterationBarrier>, [Arc<Line>; 3], Reached) {
     (Arc::new(barrier), lines, Reached::default())
 }
 
-/// A lane that reads marks 1 to `last`; false if it was given up at one.
+/// A lane that reads marks 1 to `last`; false if it was given up at a mark.
 fn lane(
     barrier: &Arc<IterationBarrier>,
     lane: u16,
@@ -48,7 +48,7 @@ fn lane(
     })
 }
 
-/// No lane passes a mark before every other has reached it, and all pass.
+/// No lane passes a mark before every other has reached it, and every lane passes.
 pub(super) fn marks() {
     let (barrier, _, reached) = barrier();
     for lane in [1, 2, 3].map(|number| lane(&barrier, number, 3, &reached)) {
@@ -56,7 +56,7 @@ pub(super) fn marks() {
     }
 }
 
-/// Nobody waits for a lane that has ended.
+/// No lane waits for one that has ended.
 pub(super) fn ends() {
     let (barrier, _, reached) = barrier();
     for lane in [1, 2, 3].map(|number| lane(&barrier, number, 4 - u32::from(number), &reached)) {
@@ -64,8 +64,8 @@ pub(super) fn ends() {
     }
 }
 
-/// A fence ends a lane that waits at a mark and one that waits for bytes;
-/// then, and not before, the others go on.
+/// A fence ends a lane that waits at a mark and one that waits for bytes. The others
+/// continue then, and not before.
 pub(super) fn fences() {
     let (barrier, lines, reached) = barrier();
     let waits = lane(&barrier, 1, 1, &reached);
@@ -88,7 +88,7 @@ pub(super) fn fences() {
     assert!(passes.join().unwrap());
 }
 
-/// Every lane ends when the session does, whatever it waits for.
+/// Every lane ends with the session, in whatever it waits.
 pub(super) fn stop() {
     let (barrier, lines, reached) = barrier();
     let waits = [1, 2].map(|number| lane(&barrier, number, 1, &reached));
@@ -103,12 +103,12 @@ pub(super) fn stop() {
     }
 }
 
-/// The session hears of everything that has to be acknowledged, however it
-/// is gathered.
+/// The session is notified of everything to acknowledge, however the reports are
+/// collected.
 pub(super) fn acknowledgements() {
     const CHUNKS: u64 = 3;
     let (barrier, ..) = barrier();
-    let (events, heard) = channel();
+    let (events, notified) = channel();
     let lanes = [1, 2].map(|lane| {
         let (barrier, events) = (Arc::clone(&barrier), events.clone());
         spawn(move || {
@@ -126,7 +126,7 @@ pub(super) fn acknowledgements() {
     drop(events);
     let mut acknowledged = 0;
     while acknowledged < 2 * CHUNKS {
-        heard.recv().expect("what is not acknowledged was told");
+        notified.recv().expect("every report causes a notification");
         let (sets, _) = barrier.lanes(Receiving::take_reports);
         acknowledged += sets.iter().map(|set| u64::from(set.count)).sum::<u64>();
     }

@@ -10,8 +10,8 @@ use super::super::control::{Backlog, QUEUED_MESSAGES};
 use super::super::host::Cancel;
 use super::line::Line;
 
-/// A cancellation ends the session whenever it comes: while it connects, while
-/// it waits for events, and in between.
+/// A cancellation ends the session at any time: while it connects, while it waits for
+/// events, and in between.
 pub(super) fn cancellation() {
     let cancel = Cancel::new();
     let operator = {
@@ -25,16 +25,16 @@ pub(super) fn cancellation() {
         line.await_end();
     } else {
         drop(interrupting);
-        let (events, heard) = channel();
+        let (events, cancelled) = channel();
         cancel.listen(move || events.send(()).unwrap());
-        heard.recv().expect("the listener lives");
+        cancelled.recv().expect("the listener lives");
         cancel.unlisten();
     }
     assert!(cancel.is_cancelled());
     operator.join().unwrap();
 }
 
-/// A reader waits while too much is queued, and goes on when it is taken.
+/// A reader waits while too many messages are queued, and continues when one is taken.
 pub(super) fn backlog() {
     const MESSAGES: usize = QUEUED_MESSAGES + 4;
     let backlog = Arc::new(Backlog::default());
@@ -55,8 +55,8 @@ pub(super) fn backlog() {
     reader.join().unwrap();
 }
 
-/// A reader that waits for room ends with its lane, and has never queued more
-/// than may be.
+/// A reader that waits for room ends with its lane, and has never queued more than the
+/// limit.
 pub(super) fn backlog_closes() {
     let backlog = Arc::new(Backlog::default());
     let (messages, read) = channel();
@@ -74,6 +74,6 @@ pub(super) fn backlog_closes() {
     read.recv().expect("the reader lives");
     backlog.close();
     reader.join().unwrap();
-    // One that was waiting is let go without room.
+    // A waiting reader is released without room.
     assert!(read.iter().count() <= QUEUED_MESSAGES + 1);
 }

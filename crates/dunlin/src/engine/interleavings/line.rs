@@ -1,5 +1,4 @@
-//! A connection without a socket. It has no part in the mistakes that are
-//! planted in the engine's locks.
+//! A connection without a socket. Planted mistakes do not affect its own locks.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,12 +7,12 @@ use shuttle::sync::{Condvar, Mutex};
 
 use super::super::sync::Interrupt;
 
-/// What a data lane carries.
+/// A frame of a data lane.
 pub(super) enum Frame {
     /// A chunk: its number, its iteration, and pages with their versions.
     Chunk(u64, u32, Vec<(usize, u32)>),
     Mark(u32),
-    /// The end, and how many chunks there were.
+    /// The end, with the number of chunks.
     End(u64),
 }
 
@@ -25,10 +24,10 @@ pub(super) struct Line {
 
 #[derive(Default)]
 struct State {
-    under_way: VecDeque<Frame>,
-    /// Nothing more comes; what is under way still arrives.
+    in_flight: VecDeque<Frame>,
+    /// The sender sends no more; frames in flight still arrive.
     closed: bool,
-    /// Nothing arrives any more.
+    /// The receiver gets no more frames.
     ended: bool,
 }
 
@@ -37,26 +36,26 @@ impl Line {
         Arc::default()
     }
 
-    /// False where the connection is gone.
+    /// Returns false if the connection has ended.
     pub(super) fn send(&self, frame: Frame) -> bool {
         let mut state = self.state.lock().unwrap();
-        let stands = !state.closed && !state.ended;
-        if stands {
-            state.under_way.push_back(frame);
+        let open = !state.closed && !state.ended;
+        if open {
+            state.in_flight.push_back(frame);
         }
         drop(state);
         self.changed.notify_all();
-        stands
+        open
     }
 
-    /// The next frame; `None` where none can come.
+    /// The next frame; `None` once no frame can arrive.
     pub(super) fn receive(&self) -> Option<Frame> {
         let mut state = self.state.lock().unwrap();
         loop {
             if state.ended {
                 return None;
             }
-            if let Some(frame) = state.under_way.pop_front() {
+            if let Some(frame) = state.in_flight.pop_front() {
                 return Some(frame);
             }
             if state.closed {
@@ -66,18 +65,18 @@ impl Line {
         }
     }
 
-    /// Waits for bytes that never come.
+    /// Waits for the end of a connection that carries no frames.
     pub(super) fn await_end(&self) {
         assert!(self.receive().is_none());
     }
 
-    /// The sender is gone, or the network between the two.
+    /// Ends the sender's side, or the network.
     pub(super) fn close(&self) {
         self.state.lock().unwrap().closed = true;
         self.changed.notify_all();
     }
 
-    /// Closes the receiver's end, with whatever has not been read.
+    /// Ends the receiver's side; unread frames are lost.
     pub(super) fn interrupt(self: &Arc<Self>) -> Interrupt {
         let line = Arc::clone(self);
         Box::new(move || {

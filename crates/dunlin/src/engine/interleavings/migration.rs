@@ -1,6 +1,6 @@
-//! Whole migrations of a small memory: the engine's work queue and barrier with their
-//! lanes on both sides, over [`Line`]s, and sessions that do what the engine's
-//! do between an event and the next.
+//! Whole migrations of a small memory: the engine's work queue and barrier with lanes
+//! on both sides, over [`Line`]s, and sessions that act between events as the engine's
+//! do.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use super::super::source::event::SessionEvent;
 use super::super::source::work_queue::WorkQueue;
 use super::super::sync::lock;
 use super::line::{Frame, Line};
-use super::work_queue::PATIENCE;
+use super::work_queue::TIMEOUTS;
 
 const PAGES: usize = CHUNK_PAGES as usize + 2;
 const LANES: u16 = 2;
@@ -32,25 +32,25 @@ const ITERATIONS: u32 = 2;
 /// How often the guest writes.
 const WRITES: usize = 3;
 
-/// The guest's memory, as the version of each page, and its dirty log.
+/// The guest's memory, as one version per page, and its dirty log.
 struct Guest {
     versions: Vec<u32>,
     dirty: BTreeSet<usize>,
 }
 
-/// What the source's session waits for.
+/// Events of the source's session.
 enum AtSource {
-    Said(Message),
+    Received(Message),
     Cut(u32),
     LaneEnded(u16, bool),
     Cancelled,
-    /// The destination has everything.
+    /// The destination has received everything.
     Complete,
 }
 
-/// What the destination's session waits for.
+/// Events of the destination's session.
 enum AtDestination {
-    Said(Message),
+    Received(Message),
     Arrived(u16, Arc<Line>),
     Acks,
     LaneEnded(u16),
@@ -59,7 +59,7 @@ enum AtDestination {
 struct Source {
     work_queue: Arc<WorkQueue>,
     guest: Arc<Mutex<Guest>>,
-    /// The lines of the lanes, for whoever cuts them.
+    /// The lanes' lines, so that a scenario can cut them.
     lines: Arc<Mutex<BTreeMap<u16, Arc<Line>>>>,
     events: Receiver<AtSource>,
     sender: Sender<AtSource>,
@@ -67,12 +67,12 @@ struct Source {
     threads: BTreeMap<u16, JoinHandle<()>>,
 }
 
-/// Nothing fails.
+/// A migration without failures.
 pub(super) fn moves() {
     run(|_, _| None);
 }
 
-/// A lane's connection ends, at any time.
+/// A lane's connection ends at any time.
 pub(super) fn loses() {
     run(|source, _| {
         let lines = Arc::clone(&source.lines);
@@ -88,7 +88,7 @@ pub(super) fn loses() {
     });
 }
 
-/// The operator cancels, at any time.
+/// The operator cancels at any time.
 pub(super) fn cancelled() {
     run(|_, cancel| {
         let cancel = cancel.clone();
@@ -96,15 +96,16 @@ pub(super) fn cancelled() {
     });
 }
 
-/// A migration while `trouble` goes on; what has moved must be the same.
+/// Runs a migration with a concurrent `trouble`. The moved memory must equal the
+/// source's.
 fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     let (sender, events) = channel();
     let (peer, at_destination) = channel();
-    let (control, said) = channel();
+    let (control, messages) = channel();
     let schedule = Schedule::new([(0, PAGES as u64)]);
     let mut source = Source {
         work_queue: Arc::new(WorkQueue::new(
-            Sending::new(schedule, PATIENCE),
+            Sending::new(schedule, TIMEOUTS),
             Pace::new(None),
         )),
         guest: Arc::new(Mutex::new(Guest {
@@ -128,13 +129,13 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     let reader = {
         let (work_queue, events) = (Arc::clone(&source.work_queue), source.sender.clone());
         spawn(move || {
-            for message in said.iter() {
+            for message in messages.iter() {
                 let event = match message {
                     Some(message) if work_queue.acknowledge(&message).unwrap() => continue,
-                    Some(message) => AtSource::Said(message),
+                    Some(message) => AtSource::Received(message),
                     None => AtSource::Complete,
                 };
-                // A session that is gone hears no more.
+                // Fails once the session has ended.
                 let _ = events.send(event);
             }
         })
@@ -147,7 +148,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
         thread.join().unwrap();
     }
     if !moved {
-        let _ = source.peer.send(AtDestination::Said(Message::Cancel {
+        let _ = source.peer.send(AtDestination::Received(Message::Cancel {
             fault: FaultCode::Cancelled,
             text: String::new(),
         }));
@@ -157,7 +158,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     if let Some(trouble) = trouble {
         trouble.join().unwrap();
     }
-    // A cancellation may come when all has arrived.
+    // A cancellation may arrive after everything else.
     assert!(memory.is_some() || !moved);
     if let Some(memory) = memory {
         assert_eq!(memory, source.guest.lock().unwrap().versions);
@@ -195,9 +196,9 @@ impl Source {
         let mut on_time = true;
         for _ in 0..ITERATIONS {
             let (iteration, _) = self.work_queue.begin_iteration(false);
-            // At a time limit nothing is waited for.
-            let patient = thread_rng().gen_range(0..4) > 0;
-            on_time = on_time && (!patient || self.until_cut(iteration));
+            // At a time limit the source waits for nothing.
+            let in_time = thread_rng().gen_range(0..4) > 0;
+            on_time = on_time && (!in_time || self.until_cut(iteration));
             self.fetch();
         }
         // The guest is paused.
@@ -216,7 +217,7 @@ impl Source {
                 let (chunks, pages) = state.lanes.schedule().kept();
                 let iteration = state.lanes.schedule().iteration();
                 drop(state);
-                self.say(Message::Final(Final {
+                self.tell_peer(Message::Final(Final {
                     chunks,
                     iteration,
                     sections: 0,
@@ -245,7 +246,7 @@ impl Source {
         }
     }
 
-    /// Reads the dirty log, which clears it.
+    /// Fetches the dirty log, which clears it.
     fn fetch(&self) {
         let dirty = std::mem::take(&mut self.guest.lock().unwrap().dirty);
         let mut words = vec![0_u64; PAGES.div_ceil(64)];
@@ -256,12 +257,12 @@ impl Source {
         state.lanes.schedule_mut().mark_dirty(0, &words);
     }
 
-    fn say(&self, message: Message) {
-        // One that has everything hears no more.
-        let _ = self.peer.send(AtDestination::Said(message));
+    fn tell_peer(&self, message: Message) {
+        // Fails if the destination has everything and has ended.
+        let _ = self.peer.send(AtDestination::Received(message));
     }
 
-    /// Looks after the lanes and waits for an event; `None` for a cancellation.
+    /// Executes the lane actions and waits for an event; `None` on a cancellation.
     fn next(&mut self) -> Option<AtSource> {
         loop {
             let action = lock(&self.work_queue.state).lanes.poll(0);
@@ -269,25 +270,25 @@ impl Source {
                 None => break,
                 Some(Action::Open(lane)) => self.open(lane),
                 Some(Action::Cut(lane)) => self.work_queue.cut(lane),
-                Some(Action::Fence(lane)) => self.say(Message::Fence { lane }),
-                Some(Action::GiveUp) => panic!("nothing takes that long"),
+                Some(Action::Fence(lane)) => self.tell_peer(Message::Fence { lane }),
+                Some(Action::GiveUp) => panic!("no limit expires in this test"),
             }
         }
         let event = self.events.recv().unwrap();
         match &event {
-            AtSource::Said(Message::LaneUp { lane }) => {
+            AtSource::Received(Message::LaneUp { lane }) => {
                 let news = self
                     .work_queue
                     .change(|state| state.lanes.lane_up(*lane, 0));
                 assert!(news.is_ok());
             }
-            AtSource::Said(Message::Fenced { lane, acks }) => {
+            AtSource::Received(Message::Fenced { lane, acks }) => {
                 let pages = self
                     .work_queue
                     .change(|state| state.lanes.fenced(*lane, acks, 0));
                 assert!(pages.is_ok(), "{pages:?}");
             }
-            AtSource::Said(message) => panic!("{message:?} came out of turn"),
+            AtSource::Received(message) => panic!("unexpected {message:?}"),
             AtSource::LaneEnded(lane, in_order) => {
                 let thread = self.threads.remove(lane).expect("it ends once");
                 thread.join().unwrap();
@@ -315,7 +316,7 @@ impl Source {
     }
 }
 
-/// A lane's thread at the source; whether it ended in order.
+/// A lane's thread at the source; returns whether it ended in order.
 fn send_all(
     number: u16,
     work_queue: &WorkQueue,
@@ -339,12 +340,12 @@ fn send_all(
     }
     let mut plan = ChunkPlan::default();
     loop {
-        let tell = |event| {
+        let report = |event| {
             if let SessionEvent::Cut { iteration } = event {
                 let _ = events.send(AtSource::Cut(iteration));
             }
         };
-        let work = work_queue.next(number, KeyUsage::Fresh, &mut plan, tell, || false);
+        let work = work_queue.next(number, KeyUsage::Fresh, &mut plan, report, || false);
         let frame = match work {
             Ok(Work::Chunk) => {
                 let mut pages = Vec::new();
@@ -371,28 +372,28 @@ fn send_all(
     }
 }
 
-/// The destination's session; the memory that has come, unless the source
-/// has cancelled.
+/// The destination's session; returns the received memory, or `None` if the source has
+/// cancelled.
 fn receive(
     sender: &Sender<AtDestination>,
     events: &Receiver<AtDestination>,
     control: &Sender<Option<Message>>,
 ) -> Option<Vec<u32>> {
     let barrier = Arc::new(IterationBarrier::new(2 * LANES));
-    // Which iteration has brought each page, and which version.
+    // The iteration and version of each received page.
     let memory = Arc::new(Mutex::new(vec![(0, 0); PAGES]));
     let mut threads: BTreeMap<u16, JoinHandle<()>> = BTreeMap::new();
-    let say = |message| control.send(Some(message)).unwrap();
+    let send = |message| control.send(Some(message)).unwrap();
     let acknowledge = || {
         let (sets, reached) = barrier.lanes(Receiving::take_reports);
         if !sets.is_empty() || !reached.is_empty() {
-            say(Message::Ack { sets, reached });
+            send(Message::Ack { sets, reached });
         }
     };
     let fenced = |lane| {
         acknowledge();
         let acks = Vec::new();
-        say(Message::Fenced { lane, acks });
+        send(Message::Fenced { lane, acks });
     };
     loop {
         if threads.is_empty() && barrier.lanes(Receiving::is_complete).unwrap() {
@@ -417,7 +418,7 @@ fn receive(
                     let _ = events.send(AtDestination::LaneEnded(lane));
                 });
                 threads.insert(lane, thread);
-                say(Message::LaneUp { lane });
+                send(Message::LaneUp { lane });
             }
             AtDestination::Acks => acknowledge(),
             AtDestination::LaneEnded(lane) => {
@@ -427,28 +428,28 @@ fn receive(
                     fenced(lane);
                 }
             }
-            AtDestination::Said(Message::Fence { lane }) => {
+            AtDestination::Received(Message::Fence { lane }) => {
                 match barrier.lanes(|lanes| lanes.fence(lane)) {
                     Fence::Close => barrier.cut(lane),
                     Fence::Answer => fenced(lane),
                 }
             }
-            AtDestination::Said(Message::Final(last)) => {
+            AtDestination::Received(Message::Final(last)) => {
                 barrier.lanes(|lanes| lanes.finish(last));
             }
-            AtDestination::Said(Message::Cancel { .. }) => {
+            AtDestination::Received(Message::Cancel { .. }) => {
                 barrier.stop();
                 for thread in threads.into_values() {
                     thread.join().unwrap();
                 }
                 return None;
             }
-            AtDestination::Said(message) => panic!("{message:?} came out of turn"),
+            AtDestination::Received(message) => panic!("unexpected {message:?}"),
         }
     }
 }
 
-/// A lane's thread at the destination; whether it ended in order.
+/// A lane's thread at the destination; returns whether it ended in order.
 fn receive_all(
     lane: u16,
     barrier: &IterationBarrier,
@@ -456,8 +457,8 @@ fn receive_all(
     line: &Line,
     events: &Sender<AtDestination>,
 ) -> bool {
-    // A session that is gone acknowledges nothing.
-    let tell = || drop(events.send(AtDestination::Acks));
+    // Fails once the session has ended.
+    let notify = || drop(events.send(AtDestination::Acks));
     loop {
         match line.receive() {
             None => return false,
@@ -467,28 +468,29 @@ fn receive_all(
                 for half in pages.chunks(pages.len().div_ceil(2)) {
                     let mut memory = memory.lock().unwrap();
                     for &(page, version) in half {
-                        // An iteration's page may be read behind the next one's, which then
-                        // brings an older version; but that has been written to since.
+                        // A page may be read for one iteration after it was read for
+                        // the next, which then carries an older version; but that page
+                        // has been written since and is sent again.
                         let (last, was) = memory[page];
                         assert!(
                             last < iteration || last == iteration && was <= version,
-                            "page {page} goes back from {was} of iteration {last} to {version} of \
+                            "page {page} reverts from {was} of iteration {last} to {version} of \
                              iteration {iteration}"
                         );
                         memory[page] = (iteration, version);
                     }
                 }
                 let count = pages.len() as u64;
-                let written = barrier.report(|lanes| lanes.written(lane, number, count), tell);
+                let written = barrier.report(|lanes| lanes.written(lane, number, count), notify);
                 assert_eq!(written, Ok(()));
             }
-            Some(Frame::Mark(iteration)) => match barrier.pass(lane, iteration, tell) {
+            Some(Frame::Mark(iteration)) => match barrier.pass(lane, iteration, notify) {
                 Ok(true) => {}
                 Ok(false) => return false,
                 Err(error) => panic!("{error}"),
             },
             Some(Frame::End(chunks)) => {
-                let ended = barrier.report(|lanes| lanes.ended(lane, chunks), tell);
+                let ended = barrier.report(|lanes| lanes.ended(lane, chunks), notify);
                 assert_eq!(ended, Ok(()));
                 return true;
             }

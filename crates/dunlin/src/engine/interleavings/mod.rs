@@ -1,20 +1,19 @@
-//! The places where the engine's threads meet, under a checker that chooses
-//! at every step which thread goes on.
+//! The shared state of the engine's threads, under a checker that chooses at every step
+//! the thread that runs next.
 //!
-//! The code is the engine's own: [`super::source::work_queue`],
-//! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and
-//! `Tune`. What is around them there, sockets and guest memory, is replaced
-//! ([`migration`]). Half of the schedules are random, half give each thread a
-//! priority and change it a few times, which finds what needs a thread to stand
-//! still for long. A deadlock, a lost wake-up included, ends a run as a panic
-//! does.
+//! The code under test is the engine's own: [`super::source::work_queue`],
+//! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and `Tune`.
+//! Sockets and guest memory are replaced ([`migration`]). Half of the schedules are
+//! random. The other half give each thread a priority and change it a few times, which
+//! finds errors that need a thread to pause for long. A run ends with a panic at a
+//! deadlock, which includes a lost wake-up.
 //!
-//! Each run prints how many schedules it has tried. A failure prints its seed:
-//! `DUNLIN_SEED=…` repeats it. `DUNLIN_SOAK=1` tries fifty times as many.
+//! Each run prints the number of schedules. A failure prints its seed: `DUNLIN_SEED=…`
+//! repeats it. `DUNLIN_SOAK=1` tries fifty times as many.
 //!
-//! That the checks find something is shown by mistakes: in the locks
-//! ([`sync::Mistake`]), where each single notification of the engine is left
-//! out once, and in the decisions ([`dunlin_proto::mistake`]).
+//! Planted mistakes show that the checks find errors: in the locks ([`sync::Mistake`]),
+//! where each notification of the engine is omitted once, and in the decisions
+//! ([`dunlin_proto::mistake`]).
 #![allow(clippy::unwrap_used)]
 
 mod barrier;
@@ -34,11 +33,10 @@ use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 
 use sync::{Mistake, Site, Timeouts, take_sites};
 
-/// What happens, on threads of the checker; it panics if something is amiss.
+/// A scenario on threads of the checker; panics on an error.
 type Scenario = fn();
 
-/// Everything that is checked: how it is called, whether waits reach their
-/// limits in it, and how many schedules are tried.
+/// All scenarios: the name, whether timed waits expire, and the number of schedules.
 const SCENARIOS: &[(&str, Timeouts, usize, Scenario)] = &[
     (
         "lanes share the work",
@@ -55,10 +53,10 @@ const SCENARIOS: &[(&str, Timeouts, usize, Scenario)] = &[
     ("lanes are cut", Timeouts::Never, 2000, work_queue::cut),
     ("lanes are stopped", Timeouts::Never, 2000, work_queue::stop),
     (
-        "lanes that are not let in",
+        "lanes that are not admitted",
         Timeouts::Sometimes,
         1000,
-        work_queue::not_let_in,
+        work_queue::not_admitted,
     ),
     (
         "the rate changes",
@@ -130,7 +128,7 @@ fn soaks() -> bool {
     std::env::var_os("DUNLIN_SOAK").is_some()
 }
 
-/// Tries `count` schedules from `seed`; says whether all of them held.
+/// Tries `count` schedules from `seed`; returns whether the scenario held in all.
 fn holds(timeouts: Timeouts, seed: u64, count: usize, scenario: Scenario) -> bool {
     let mut config = Config::new();
     config.failure_persistence = FailurePersistence::None;
@@ -148,12 +146,12 @@ fn holds(timeouts: Timeouts, seed: u64, count: usize, scenario: Scenario) -> boo
     .is_ok()
 }
 
-/// How many schedules of `count` show whether a mistake is found.
+/// The number of schedules out of `count` that must suffice to find a mistake.
 fn few(count: usize) -> usize {
     (count / 20).max(20)
 }
 
-/// Whether some scenario fails with `mistake` in the locks, and in which.
+/// The scenario that fails with `mistake` in the locks, if any.
 fn found(mistake: Mistake) -> Option<&'static str> {
     sync::plant(Some(mistake));
     let failed = SCENARIOS
@@ -192,14 +190,14 @@ fn i4_no_order_of_threads_loses_a_wake_up_or_passes_a_mark() {
 }
 
 #[test]
-fn every_notification_that_is_left_out_is_found() {
+fn every_omitted_notification_is_found() {
     let _none = plant(None);
     take_sites();
     for &(_, timeouts, count, scenario) in SCENARIOS {
         assert!(holds(timeouts, 1, few(count), scenario));
     }
     let mut sites: BTreeSet<Site> = take_sites();
-    // The scenarios' own.
+    // Not the notifications of the scenarios themselves.
     sites.retain(|(file, _)| !file.contains("interleavings"));
     let missed: Vec<Site> = sites
         .iter()

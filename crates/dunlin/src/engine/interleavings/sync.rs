@@ -1,8 +1,8 @@
 //! The checker's locks under the engine's names, a clock that only the checker
-//! turns, and mistakes that a check must find.
+//! advances, and mistakes that a check must find.
 //!
-//! All of a run's threads are coroutines of one thread, so that what belongs to
-//! the run is kept by that thread.
+//! All threads of a run are coroutines of one thread, so thread-local state belongs to
+//! the run.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -14,27 +14,27 @@ use std::time::Duration;
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread::yield_now;
 
-/// The place of a notification in the engine: file and line.
+/// The source location of a notification in the engine: file and line.
 pub(super) type Site = (&'static str, u32);
 
-/// What is wrong with the locks.
+/// An error in the locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mistake {
-    /// This notification is not made.
+    /// This notification is omitted.
     Silent(Site),
-    /// Every notification wakes one of those that wait.
+    /// Every notification wakes only one waiting thread.
     NotifyOne,
-    /// Whoever begins to wait has let the lock go since it looked.
+    /// A thread releases the lock between its check and its wait.
     LateWait,
 }
 
-/// Whether waits with a time limit reach it.
+/// Whether timed waits expire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Timeouts {
-    /// Never: what ends by its limit alone is then found as a deadlock.
+    /// Never. A wait that only its limit would end is then found as a deadlock.
     #[default]
     Never,
-    /// Whenever the checker likes.
+    /// At the checker's choice.
     Sometimes,
 }
 
@@ -45,28 +45,28 @@ thread_local! {
     static SITES: RefCell<BTreeSet<Site>> = const { RefCell::new(BTreeSet::new()) };
 }
 
-/// The time since the run began.
+/// The time since the start of the run.
 pub(crate) fn now() -> Duration {
     NOW.get()
 }
 
-/// Time passes.
+/// Advances the clock.
 pub(super) fn pass(time: Duration) {
     NOW.set(NOW.get() + time);
 }
 
-/// A run begins.
+/// Starts a run.
 pub(super) fn begin(timeouts: Timeouts) {
     NOW.set(Duration::ZERO);
     TIMEOUTS.set(timeouts);
 }
 
-/// Makes a mistake in all runs to come, or none.
+/// Plants a mistake in all later runs, or removes it.
 pub(super) fn plant(mistake: Option<Mistake>) {
     MISTAKE.set(mistake);
 }
 
-/// Where the engine has notified somebody since the last call.
+/// The locations of the engine's notifications since the last call.
 pub(super) fn take_sites() -> BTreeSet<Site> {
     SITES.take()
 }
@@ -75,7 +75,7 @@ pub(super) fn take_sites() -> BTreeSet<Site> {
 #[derive(Default)]
 pub(crate) struct Mutex<T>(shuttle::sync::Mutex<T>);
 
-/// A lock that is held, which knows which one it is.
+/// A held lock, with a reference to its mutex.
 pub(crate) struct MutexGuard<'a, T> {
     held: shuttle::sync::MutexGuard<'a, T>,
     mutex: &'a Mutex<T>,
@@ -93,7 +93,7 @@ impl<T> Mutex<T> {
 }
 
 impl<'a, T> MutexGuard<'a, T> {
-    /// Lets others have the lock before going on with it.
+    /// Releases the lock, lets other threads run, and takes it again.
     fn relock(self) -> Self {
         let mutex = self.mutex;
         drop(self);
@@ -138,7 +138,7 @@ impl Condvar {
         Ok(guard.wait(&self.0))
     }
 
-    /// Says besides whether the time was up, as the standard library does.
+    /// Also returns whether the time expired, like the standard library.
     pub(crate) fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
@@ -147,7 +147,7 @@ impl Condvar {
         if TIMEOUTS.get() == Timeouts::Never {
             return Ok((guard.wait(&self.0), false));
         }
-        // Woken for no reason, or after the whole time.
+        // A spurious wake-up, or one after the full time.
         let guard = guard.relock();
         let over = thread_rng().r#gen();
         if over {
@@ -156,7 +156,7 @@ impl Condvar {
         Ok((guard, over))
     }
 
-    /// Wakes everybody who waits.
+    /// Wakes every waiting thread.
     #[track_caller]
     pub(crate) fn notify_all(&self) {
         let site = Location::caller();

@@ -1,5 +1,5 @@
-//! The source's work queue: lanes that share work, wait for it, are held back by a
-//! rate, and end.
+//! The source's work queue: lanes that share work, wait for it, are held back by a rate
+//! cap, and end.
 
 use std::sync::{Arc, Mutex as Plain};
 
@@ -19,8 +19,8 @@ use super::super::tune::{Tune, TuneError};
 use super::line::Line;
 use super::sync;
 
-/// Never at an end, and no time between two attempts: the clock stands still.
-pub(super) const PATIENCE: Timeouts = Timeouts {
+/// Limits that never expire, and no delay between attempts: the clock does not advance.
+pub(super) const TIMEOUTS: Timeouts = Timeouts {
     progress_ns: 1 << 60,
     open_ns: 1 << 60,
     retry_first_ns: 0,
@@ -28,10 +28,10 @@ pub(super) const PATIENCE: Timeouts = Timeouts {
     alone_ns: 1 << 60,
 };
 
-/// A work_queue over one region, and lanes 1 to `lanes`, of which none is let in.
+/// A work queue over one region with lanes 1 to `lanes`, none of them admitted.
 fn work_queue(pages: u64, lanes: u16, rate: Option<u64>) -> Arc<WorkQueue> {
     let schedule = Schedule::new([(0, pages)]);
-    let work_queue = WorkQueue::new(Sending::new(schedule, PATIENCE), Pace::new(rate));
+    let work_queue = WorkQueue::new(Sending::new(schedule, TIMEOUTS), Pace::new(rate));
     work_queue.change(|state| {
         state.lanes.want(lanes);
         for lane in 1..=lanes {
@@ -45,13 +45,13 @@ fn work_queue(pages: u64, lanes: u16, rate: Option<u64>) -> Arc<WorkQueue> {
     Arc::new(work_queue)
 }
 
-fn let_in(work_queue: &WorkQueue, lane: u16) {
+fn admit(work_queue: &WorkQueue, lane: u16) {
     let news = work_queue.change(|state| state.lanes.lane_up(lane, 0));
     assert_eq!(news, Ok(true));
 }
 
-/// A lane's thread without a connection: tells the iteration and pages of
-/// each chunk, and whether it ended as it was told.
+/// A lane's thread without a connection: reports the iteration and pages of each chunk,
+/// and whether the lane ended in order.
 fn lane(
     work_queue: &Arc<WorkQueue>,
     number: u16,
@@ -62,8 +62,8 @@ fn lane(
     spawn(move || {
         let mut plan = ChunkPlan::default();
         loop {
-            let tell = |event| events.send(event).unwrap();
-            match work_queue.next(number, KeyUsage::Fresh, &mut plan, tell, || false) {
+            let report = |event| events.send(event).unwrap();
+            match work_queue.next(number, KeyUsage::Fresh, &mut plan, report, || false) {
                 Ok(Work::Chunk) => chunks.send((plan.iteration, plan.pages)).unwrap(),
                 Ok(Work::Wait | Work::Mark(_)) => {}
                 Ok(Work::End { .. }) => return true,
@@ -74,16 +74,16 @@ fn lane(
     })
 }
 
-/// Every page of every iteration goes out once, the session hears of each
-/// iteration's last chunk, and the lanes end with the last.
+/// Every page of every iteration is sent once, each iteration's last chunk is reported
+/// to the session, and the lanes end after the last one.
 pub(super) fn share() {
     const PAGES: u64 = 2 * CHUNK_PAGES + 1;
     let work_queue = work_queue(PAGES, 2, None);
-    let (events, heard) = channel();
+    let (events, reported) = channel();
     let (chunks, sent) = channel();
     let lanes = [1, 2].map(|number| lane(&work_queue, number, &events, &chunks));
     drop((events, chunks));
-    let_in(&work_queue, 1);
+    admit(&work_queue, 1);
     for iteration in 1..=3 {
         work_queue.change(|state| {
             let run = Run {
@@ -97,32 +97,31 @@ pub(super) fn share() {
             (iteration, PAGES)
         );
         if iteration == 1 {
-            let_in(&work_queue, 2);
+            admit(&work_queue, 2);
         }
-        match heard.recv() {
+        match reported.recv() {
             Ok(SessionEvent::Cut { iteration: cut }) => assert_eq!(cut, iteration),
-            _ => panic!("no lane told of the last chunk of iteration {iteration}"),
+            _ => panic!("no lane reported the last chunk of iteration {iteration}"),
         }
     }
     for lane in lanes {
-        assert!(lane.join().unwrap(), "a lane was not told to end");
+        assert!(lane.join().unwrap(), "a lane did not end in order");
     }
     let mut pages = [0; 3];
     for (iteration, count) in sent.iter() {
         pages[iteration as usize - 1] += count;
     }
     assert_eq!(pages, [PAGES; 3]);
-    assert!(heard.recv().is_err(), "one iteration was cut twice");
+    assert!(reported.recv().is_err(), "one iteration was cut twice");
 }
 
-/// Lanes that may have no more under way go on when some of it is
-/// acknowledged.
+/// Lanes at the limit of chunks in flight continue once some are acknowledged.
 pub(super) fn acknowledged() {
     // Each page is a range of its own.
     const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
     let work_queue = work_queue(WORDS as u64 * 64, 2, None);
-    let_in(&work_queue, 1);
-    let_in(&work_queue, 2);
+    admit(&work_queue, 1);
+    admit(&work_queue, 2);
     work_queue.change(|state| {
         let log = vec![0x5555_5555_5555_5555; WORDS];
         state.lanes.schedule_mut().mark_dirty(0, &log);
@@ -136,7 +135,7 @@ pub(super) fn acknowledged() {
         }
         given
     });
-    let (events, _heard) = channel();
+    let (events, _reported) = channel();
     let (chunks, _sent) = channel();
     let lanes = [1, 2].map(|number| lane(&work_queue, number, &events, &chunks));
     let all = ChunkSet {
@@ -149,11 +148,11 @@ pub(super) fn acknowledged() {
     };
     assert!(work_queue.acknowledge(&message).unwrap());
     for lane in lanes {
-        assert!(lane.join().unwrap(), "a lane was not told to end");
+        assert!(lane.join().unwrap(), "a lane did not end in order");
     }
 }
 
-/// Lanes of which one waits for work and one is blocked in a call.
+/// Two lanes: one waits for work, one is blocked in a call.
 fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     let (events, _) = channel();
     let (chunks, _) = channel();
@@ -171,10 +170,10 @@ fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     [lane(work_queue, 1, &events, &chunks), blocked]
 }
 
-/// Each lane ends when it is cut, whatever it waits for.
+/// Each lane ends when it is cut, in whatever it waits.
 pub(super) fn cut() {
     let work_queue = work_queue(1, 2, None);
-    let_in(&work_queue, 1);
+    admit(&work_queue, 1);
     let lanes = busy(&work_queue);
     for (index, lane) in lanes.into_iter().enumerate() {
         work_queue.cut(index as u16 + 1);
@@ -182,10 +181,10 @@ pub(super) fn cut() {
     }
 }
 
-/// Every lane ends when the session does.
+/// Every lane ends with the session.
 pub(super) fn stop() {
     let work_queue = work_queue(1, 2, None);
-    let_in(&work_queue, 1);
+    admit(&work_queue, 1);
     let lanes = busy(&work_queue);
     work_queue.stop();
     for lane in lanes {
@@ -193,8 +192,8 @@ pub(super) fn stop() {
     }
 }
 
-/// A lane whose connection ends before it is let in ends too.
-pub(super) fn not_let_in() {
+/// A lane ends when its connection ends before it is admitted.
+pub(super) fn not_admitted() {
     let work_queue = work_queue(1, 1, None);
     let ended = Arc::new(Mutex::new(false));
     let lane = {
@@ -209,7 +208,7 @@ pub(super) fn not_let_in() {
     assert!(lane.join().unwrap().is_err());
 }
 
-/// Two lanes that send two pieces each, of which only the first may go at once.
+/// Two lanes that send two pieces each; only the first piece may be sent at once.
 fn held_back(work_queue: &Arc<WorkQueue>) -> [JoinHandle<()>; 2] {
     [1, 2].map(|lane| {
         let work_queue = Arc::clone(work_queue);
@@ -221,7 +220,7 @@ fn held_back(work_queue: &Arc<WorkQueue>) -> [JoinHandle<()>; 2] {
     })
 }
 
-/// A lane that is held back goes on when the cap is lifted.
+/// A lane that is held back continues when the cap is removed.
 pub(super) fn rate_changes() {
     let work_queue = work_queue(1, 2, Some(1));
     let lanes = held_back(&work_queue);
@@ -232,22 +231,22 @@ pub(super) fn rate_changes() {
     }
 }
 
-/// No more than the cap allows goes out, whoever is woken when.
+/// The rate cap holds, whichever thread is woken when.
 pub(super) fn rate_holds() {
     const PIECE: u64 = 100_000;
     const PIECE_NS: u64 = 100_000_000;
     let work_queue = work_queue(1, 2, Some(1_000_000));
-    let gone = Arc::new(Plain::new(0));
+    let sent = Arc::new(Plain::new(0));
     let lanes = [1, 2].map(|lane| {
-        let (work_queue, gone) = (Arc::clone(&work_queue), Arc::clone(&gone));
+        let (work_queue, sent) = (Arc::clone(&work_queue), Arc::clone(&sent));
         spawn(move || {
             for _ in 0..3 {
                 work_queue.await_rate(lane, PIECE).unwrap();
-                let mut gone = gone.lock().unwrap();
-                *gone += 1;
+                let mut sent = sent.lock().unwrap();
+                *sent += 1;
                 let now_ns = sync::now().as_nanos() as u64;
                 let allowed = now_ns + PIECE_NS + dunlin_proto::pace::BURST_NS;
-                assert!(*gone * PIECE_NS <= allowed, "{gone} went by {now_ns}");
+                assert!(*sent * PIECE_NS <= allowed, "{sent} sent by {now_ns}");
             }
         })
     });
@@ -256,8 +255,7 @@ pub(super) fn rate_holds() {
     }
 }
 
-/// What the operator sets reaches the lanes whenever it is set, in order, and
-/// nothing does when it is too late.
+/// The operator's rates reach the lanes in order at any time, until it is too late.
 pub(super) fn tuned() {
     let work_queue = work_queue(1, 2, Some(1));
     let tune = Tune::new();
@@ -275,7 +273,7 @@ pub(super) fn tuned() {
         let (work_queue, rates) = (Arc::clone(&work_queue), Arc::clone(&rates));
         tune.attach(move |rate| {
             rates.lock().unwrap().push(rate);
-            // The lanes must not be held back by what comes last.
+            // The last rate must not hold the lanes back.
             work_queue.set_rate(rate.filter(|rate| *rate == 3));
         });
     }

@@ -1,4 +1,4 @@
-//! What a journal lists, and the disk that it is on.
+//! Entries of a journal, and the disk under it.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,7 @@ use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
 use dunlin_proto::negotiate::SessionId;
 
-/// The operations that a full or failing disk fails; tests put their own in.
+/// Disk operations that can fail for lack of space or by a defect. Tests replace them.
 pub trait Disk: Send + Sync {
     /// Writes all of `bytes` at `offset`.
     ///
@@ -18,16 +18,16 @@ pub trait Disk: Send + Sync {
         file.write_all_at(bytes, offset)
     }
 
-    /// Returns when what was written is on the disk.
+    /// Returns when the written bytes are on the disk.
     ///
     /// # Errors
-    /// Any of fdatasync(2). What was written may be there nevertheless.
+    /// Any of fdatasync(2). The bytes may be on the disk even so.
     fn sync(&self, file: &File) -> io::Result<()> {
         file.sync_data()
     }
 
-    /// Returns when the entries of a directory are on the disk: a file that was
-    /// made in it is there after a crash, and one that was removed is not.
+    /// Returns when the entries of a directory are on the disk: after a crash, a
+    /// created file exists and a removed file does not.
     ///
     /// # Errors
     /// Any of fsync(2).
@@ -36,18 +36,18 @@ pub trait Disk: Send + Sync {
     }
 }
 
-/// The disk as it is.
+/// The real disk.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardDisk;
 
 impl Disk for StandardDisk {}
 
-/// Which side of a session a file belongs to.
+/// The side of a session to which a file belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
     /// The VM leaves this host.
     Source,
-    /// The VM comes to this host.
+    /// The VM arrives on this host.
     Destination,
 }
 
@@ -59,7 +59,7 @@ impl Role {
         }
     }
 
-    /// The role's name, which ends its files' names.
+    /// The role's name, which is the extension of its file names.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -76,17 +76,16 @@ pub struct Entry {
     pub session: SessionId,
     /// This host's side of it.
     pub role: Role,
-    /// What it remembers; none where the session ended before its first
-    /// record.
+    /// Its newest record; `None` if the session ended before the first record.
     pub record: Result<Option<Record>, Unreadable>,
-    /// What it remembers of the session's peer.
+    /// The record of the session's peer.
     pub peer: RecordedPeer,
-    /// Whether the process lives that has the session; then it is the one to
-    /// ask, and no other may act on the record.
+    /// Whether the session's process lives. If so, only that process may act on the
+    /// record; ask it.
     pub lives: bool,
 }
 
-/// Whether an attempt with this record is over, with the VM at the source.
+/// Whether the attempt has ended with the VM at the source.
 pub(super) fn is_over(state: State) -> bool {
     matches!(
         state,

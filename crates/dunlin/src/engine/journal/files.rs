@@ -1,4 +1,4 @@
-//! Records of sessions in files, each locked by the process whose session it is.
+//! Records of sessions in files. Each file is locked by the session's process.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read};
@@ -16,15 +16,15 @@ use dunlin_proto::negotiate::SessionId;
 use super::entry::{Disk, Entry, Role};
 use super::error::{JournalError, io_error};
 
-/// How long a lock is waited for. A listing holds it for microseconds, an
-/// owner for the length of a migration or of the VM's life.
+/// How long to wait for a lock. A listing holds it for microseconds, an owner for the
+/// length of the migration or of the VM's life.
 const LOCK_LIMIT: Duration = Duration::from_millis(200);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
-/// The directory, and how its disk is written to.
+/// The journal's directory, and its disk.
 #[derive(Clone)]
 pub(super) struct Directory {
-    pub(super) directory: PathBuf,
+    pub(super) path: PathBuf,
     pub(super) disk: Arc<dyn Disk>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Directory {
 pub(super) struct HeldFile {
     pub(super) file: File,
     pub(super) path: PathBuf,
-    pub(super) place: Directory,
+    pub(super) directory: Directory,
     pub(super) generation: u64,
     pub(super) next_slot: usize,
 }
@@ -41,33 +41,33 @@ impl HeldFile {
     pub(super) fn write(&mut self, record: &Record) -> Result<(), JournalError> {
         let bytes = record.encode(self.generation + 1)?;
         let offset = (self.next_slot * SLOT_BYTES) as u64;
-        let disk = &self.place.disk;
+        let disk = &self.directory.disk;
         disk.write(&self.file, &bytes, offset)
             .map_err(io_error("written", &self.path))?;
         disk.sync(&self.file)
             .map_err(io_error("synced", &self.path))?;
-        // Only now: until the sync succeeds, the other slot holds the only
-        // record that is known to be on the disk.
+        // Only now: until the sync succeeds, the other slot is the only record known to
+        // be on the disk.
         self.generation += 1;
         self.next_slot = 1 - self.next_slot;
         Ok(())
     }
 
-    /// Writes the peer block and makes it last.
+    /// Writes and syncs the peer block.
     pub(super) fn write_peer(
         &self,
         peer: &Principal,
         session: SessionId,
     ) -> Result<(), JournalError> {
         let bytes = peer.encode(session)?;
-        let disk = &self.place.disk;
+        let disk = &self.directory.disk;
         disk.write(&self.file, &bytes, PEER_BLOCK_AT as u64)
             .map_err(io_error("written", &self.path))?;
         disk.sync(&self.file)
             .map_err(io_error("synced", &self.path))
     }
 
-    /// What the file says about the session's peer.
+    /// The session's peer, from the file.
     pub(super) fn read_peer(&self, session: SessionId) -> Result<RecordedPeer, JournalError> {
         read_peer(&self.file, session).map_err(io_error("read", &self.path))
     }
@@ -75,10 +75,10 @@ impl HeldFile {
 
 impl Directory {
     pub(super) fn path(&self, session: SessionId, role: Role) -> PathBuf {
-        self.directory.join(file_name(session, role))
+        self.path.join(file_name(session, role))
     }
 
-    /// Takes a new file, fills it with zeros and makes it last.
+    /// Locks a new file, fills it with zeros and syncs it.
     pub(super) fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
         lock(file, path)?;
         self.disk
@@ -86,32 +86,32 @@ impl Directory {
             .map_err(io_error("allocated", path))?;
         self.disk.sync(file).map_err(io_error("synced", path))?;
         file.sync_all().map_err(io_error("synced", path))?;
-        self.sync_directory()
+        self.sync()
     }
 
-    pub(super) fn sync_directory(&self) -> Result<(), JournalError> {
-        File::open(&self.directory)
+    pub(super) fn sync(&self) -> Result<(), JournalError> {
+        File::open(&self.path)
             .and_then(|directory| self.disk.sync_directory(&directory))
-            .map_err(io_error("synced", &self.directory))
+            .map_err(io_error("synced", &self.path))
     }
 
-    /// Every session in the directory, in no order.
+    /// Every session in the directory, in any order.
     pub(super) fn list(&self) -> Result<Vec<Entry>, JournalError> {
-        let failed = |what| io_error(what, &self.directory);
+        let failed = |what| io_error(what, &self.path);
         let mut entries = Vec::new();
-        for file in std::fs::read_dir(&self.directory).map_err(failed("read"))? {
+        for file in std::fs::read_dir(&self.path).map_err(failed("read"))? {
             let name = file.map_err(failed("read"))?.file_name();
             let Some((session, role)) = name.to_str().and_then(parse_name) else {
                 continue;
             };
-            let path = self.directory.join(&name);
+            let path = self.path.join(&name);
             let file = match File::open(&path) {
                 Ok(file) => file,
-                // Forgotten in this moment.
+                // Removed since the directory was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(source) => return Err(io_error("read", &path)(source)),
             };
-            // Shared, so that two listings do not take each other for owners.
+            // Shared, so that two concurrent listings do not see each other as owners.
             let lives = match file.try_lock_shared() {
                 Ok(()) => false,
                 Err(TryLockError::WouldBlock) => true,
@@ -134,7 +134,7 @@ impl Directory {
         Ok(entries)
     }
 
-    /// Opens and takes a file that is there, with its newest record.
+    /// Opens and locks an existing file; returns it with its newest record.
     pub(super) fn take(&self, path: PathBuf) -> Result<(HeldFile, Option<Record>), JournalError> {
         let file = match OpenOptions::new().read(true).write(true).open(&path) {
             Ok(file) => file,
@@ -144,7 +144,7 @@ impl Directory {
             Err(source) => return Err(io_error("opened", &path)(source)),
         };
         lock(&file, &path)?;
-        // Whoever had it may have forgotten it before letting go.
+        // The previous owner may have removed the file before it unlocked it.
         let ours = file.metadata().map_err(io_error("read", &path))?;
         match std::fs::symlink_metadata(&path) {
             Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
@@ -156,7 +156,7 @@ impl Directory {
         }
         let newest = read(&file, &path)?;
         if ours.len() < SLOTS_BYTES as u64 {
-            // A crash came before it was allocated.
+            // The process crashed before it had allocated the file.
             self.disk
                 .write(&file, &[0; JOURNAL_BYTES], 0)
                 .map_err(io_error("allocated", &path))?;
@@ -165,7 +165,7 @@ impl Directory {
         let held = HeldFile {
             file,
             path,
-            place: self.clone(),
+            directory: self.clone(),
             generation: newest.generation,
             next_slot: newest.next_slot,
         };
@@ -173,15 +173,15 @@ impl Directory {
     }
 }
 
-/// Takes a file for as long as it is open. The kernel gives it back when the
-/// process dies (flock(2)).
+/// Locks a file while it is open. The kernel releases the lock when the process dies
+/// (flock(2)).
 fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     let until = Instant::now() + LOCK_LIMIT;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
-            // Perhaps a listing looks at it; a lock cannot be waited for with
-            // a deadline.
+            // A listing may hold it. The kernel has no lock call with a deadline, so
+            // poll.
             Err(TryLockError::WouldBlock) if Instant::now() < until => {
                 std::thread::sleep(LOCK_PAUSE);
             }
@@ -191,7 +191,8 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Reads the peer block; a file that ends before it is of a release that wrote none.
+/// Reads the peer block. A file that ends before it was written by a release without
+/// peer blocks.
 fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     if file.metadata()?.len() <= SLOTS_BYTES as u64 {
         return Ok(RecordedPeer::BeforeBlocks);
@@ -204,7 +205,7 @@ fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     }
 }
 
-/// Reads both slots; what a short file lacks is zero.
+/// Reads both slots; the missing part of a short file counts as zeros.
 fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
     let mut bytes = Vec::with_capacity(SLOTS_BYTES);
     let mut whole = file.take(SLOTS_BYTES as u64);
@@ -245,8 +246,8 @@ fn parse_name(name: &str) -> Option<(SessionId, Role)> {
         return None;
     }
     let mut session = SessionId::default();
-    for (place, byte) in session.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&digits[2 * place..2 * place + 2], 16).ok()?;
+    for (index, byte) in session.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).ok()?;
     }
     Some((session, role))
 }

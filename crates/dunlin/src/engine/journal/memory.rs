@@ -1,4 +1,4 @@
-//! Records of sessions in the memory of the process whose sessions they are.
+//! Records of sessions in the memory of their process.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,8 +15,8 @@ use super::files::file_name;
 use super::{Held, SessionJournal};
 use crate::lane::peers::Principal;
 
-/// Sessions at most. A peer that begins more of them in vain than any host has
-/// VMs loses the answers to its oldest ones (I8).
+/// Maximum number of sessions. A peer that starts more failing sessions than any host
+/// has VMs loses the answers to its oldest ones (I8).
 const SESSIONS_LIMIT: usize = 4096;
 
 type Name = (SessionId, Role);
@@ -29,11 +29,11 @@ pub(super) struct Memory(Arc<Mutex<BTreeMap<Name, Remembered>>>);
 struct Remembered {
     record: Option<Record>,
     peer: Option<Principal>,
-    /// Whether somebody in this process has the session.
+    /// Whether a thread of this process holds the session.
     held: bool,
 }
 
-/// A session that somebody has.
+/// A session that is held.
 pub(super) struct HeldInMemory {
     name: Name,
     memory: Memory,
@@ -147,7 +147,7 @@ impl Drop for HeldInMemory {
     fn drop(&mut self) {
         let mut sessions = lock(&self.memory.0);
         match sessions.get_mut(&self.name) {
-            // A session that has recorded nothing leaves nothing.
+            // A session without a record leaves nothing.
             Some(session) if session.record.is_none() => drop(sessions.remove(&self.name)),
             Some(session) => session.held = false,
             None => {}

@@ -14,8 +14,8 @@ const PREPARED: State = State::Destination(DestinationRecord::Prepared);
 const RUNNING: State = State::Destination(DestinationRecord::Running);
 const ABORTED: State = State::Destination(DestinationRecord::Aborted);
 
-/// Fails the operations whose numbers it is given, counted from 0; a failed
-/// sync comes after the write.
+/// Fails the operations with the given numbers, counted from 0. A failed sync follows a
+/// successful write.
 #[derive(Default)]
 struct FailingDisk {
     writes: AtomicUsize,
@@ -30,7 +30,7 @@ impl Disk for FailingDisk {
             .fail_writes
             .contains(&self.writes.fetch_add(1, Ordering::Relaxed))
         {
-            // As a full disk does: a part of it is there.
+            // Like a full disk: part of the data is written.
             file.write_all_at(&bytes[..bytes.len() / 2], offset)?;
             return Err(io::ErrorKind::StorageFull.into());
         }
@@ -63,7 +63,7 @@ fn record(state: State) -> Record {
     }
 }
 
-/// A peer that any certificate of an authority admits, with this name.
+/// A peer with this name, authorised by any certificate of an authority.
 fn peer(name: &str) -> PeerIdentity {
     PeerIdentity::test(AuthorisedBy::Authority, 1, &[name])
 }
@@ -74,7 +74,7 @@ fn state_of(journal: &Journal) -> State {
 }
 
 #[test]
-fn i2_a_record_outlives_the_process_that_wrote_it() {
+fn i2_a_record_survives_the_process_that_wrote_it() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
@@ -93,7 +93,7 @@ fn i2_a_record_outlives_the_process_that_wrote_it() {
 }
 
 #[test]
-fn i1_a_session_whose_process_lives_can_be_seen_and_not_taken() {
+fn i1_a_session_of_a_living_process_can_be_listed_but_not_taken() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
@@ -104,7 +104,7 @@ fn i1_a_session_whose_process_lives_can_be_seen_and_not_taken() {
     assert_eq!(listed[0].record.clone().unwrap().unwrap().state, PREPARED);
     let taken = journal.take([0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Held { .. })));
-    // A second session of the same name from a lying peer.
+    // A malicious peer starts a second session of the same identifier.
     let again = journal.create(record(PREPARED));
     assert!(matches!(again, Err(JournalError::Held { .. })));
     drop(session);
@@ -113,7 +113,7 @@ fn i1_a_session_whose_process_lives_can_be_seen_and_not_taken() {
 }
 
 #[test]
-fn i1_a_record_that_was_not_written_leaves_the_one_from_before() {
+fn i1_a_failed_write_keeps_the_previous_record() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     // Write 0 allocates, 1 is *prepared*.
@@ -137,7 +137,7 @@ fn i1_a_record_that_was_not_written_leaves_the_one_from_before() {
     assert_eq!(state_of(&journal), ABORTED);
 }
 
-/// A failed sync may have written; the retry must not touch the other slot.
+/// A failed sync may have written; the retry must not use the other slot.
 #[test]
 fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
     let scratch = Scratch::new();
@@ -178,7 +178,7 @@ fn a_full_disk_is_found_when_the_session_starts_and_leaves_nothing() {
 }
 
 #[test]
-fn no_record_needs_new_room() {
+fn no_record_needs_more_space() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
@@ -197,7 +197,7 @@ fn no_record_needs_new_room() {
 }
 
 #[test]
-fn i2_a_session_begins_again_only_when_its_last_attempt_is_over() {
+fn i2_a_session_starts_again_only_after_its_last_attempt_has_ended() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
@@ -207,7 +207,7 @@ fn i2_a_session_begins_again_only_when_its_last_attempt_is_over() {
             ..record(PREPARED)
         })
     };
-    // Nothing was recorded: it never began.
+    // Without a record it never started.
     drop(begin(1).unwrap());
     let mut session = begin(1).unwrap();
     for state in [PREPARED, RUNNING] {
@@ -233,7 +233,7 @@ fn i2_a_session_begins_again_only_when_its_last_attempt_is_over() {
 }
 
 #[test]
-fn i7_whatever_lies_in_the_directory_is_bounded_and_named() {
+fn i7_foreign_files_in_the_directory_are_skipped_or_reported_as_unreadable() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
@@ -242,12 +242,12 @@ fn i7_whatever_lies_in_the_directory_is_bounded_and_named() {
         std::fs::write(directory.join(other), b"x").unwrap();
     }
     assert!(journal.list().unwrap().is_empty());
-    // Shorter than a journal: the crash came first.
+    // Shorter than a journal: the process crashed before it allocated the file.
     std::fs::write(directory.join(&name), []).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Ok(None));
     let missing = journal.take([0xa5; 16], Role::Destination);
     assert!(matches!(missing, Err(JournalError::Missing { .. })));
-    // Larger, and of something else.
+    // Larger, and with foreign content.
     std::fs::write(directory.join(&name), vec![0x5a; 1 << 20]).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Err(Unreadable::BothTorn));
     let error = journal.take([0xa5; 16], Role::Destination).err().unwrap();
@@ -255,7 +255,7 @@ fn i7_whatever_lies_in_the_directory_is_bounded_and_named() {
 }
 
 #[test]
-fn a_directory_that_others_can_read_is_refused() {
+fn a_directory_readable_by_others_is_refused() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     DirBuilder::new().mode(0o755).create(&directory).unwrap();
@@ -264,7 +264,7 @@ fn a_directory_that_others_can_read_is_refused() {
 }
 
 #[test]
-fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
+fn i2_without_a_journal_a_session_is_remembered_while_the_process_lives() {
     let journal = Journal::none();
     let mut session = journal.create(record(PREPARED)).unwrap();
     session.write(RUNNING).unwrap();
@@ -280,8 +280,8 @@ fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
     session.forget().unwrap();
     let taken = journal.take([0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Missing { .. })));
-    // One that has recorded nothing leaves nothing, and another journal knows
-    // nothing of this one.
+    // A session without a record leaves nothing, and another journal has none of these
+    // sessions.
     drop(journal.create(record(PREPARED)).unwrap());
     assert!(journal.list().unwrap().is_empty());
     let mut session = journal.create(record(PREPARED)).unwrap();
@@ -289,7 +289,7 @@ fn i2_without_a_journal_a_session_is_remembered_as_long_as_the_process_lives() {
     assert!(Journal::none().list().unwrap().is_empty());
 }
 
-/// Leaves a record of the same VM behind, of a session of this number with this peer.
+/// Leaves a record of the same VM, in a session of this number with this peer.
 fn leave(journal: &Journal, number: u8, state: State, peer: &PeerIdentity) {
     let made = Record {
         session: [number; 16],
@@ -300,28 +300,28 @@ fn leave(journal: &Journal, number: u8, state: State, peer: &PeerIdentity) {
     session.write(state).unwrap();
 }
 
-/// The numbers of the sessions that are there.
+/// The numbers of the remaining sessions.
 fn left(journal: &Journal) -> Vec<u8> {
     let entries = journal.list().unwrap().into_iter();
     entries.map(|entry| entry.session[0]).collect()
 }
 
 #[test]
-fn what_nobody_asks_about_goes_when_the_vm_is_moved_again() {
+fn obsolete_records_are_removed_when_the_vm_moves_again() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
         let ours = peer("host-a.example");
         leave(&journal, 1, PREPARED, &ours);
         leave(&journal, 2, ABORTED, &ours);
-        // The VM ran here: the source may never have heard of it.
+        // The VM ran here; the source may not have learnt it.
         leave(&journal, 3, RUNNING, &ours);
-        // Another peer's VM, and one of a peer of the same name that another authority issued;
-        // the records' texts are all the same.
+        // Another peer's VM, and one of a peer of the same name with a certificate of
+        // another authority. The texts in the records are equal.
         leave(&journal, 4, ABORTED, &peer("host-c.example"));
         let twin = PeerIdentity::test(AuthorisedBy::Authority, 2, &["host-a.example"]);
         leave(&journal, 8, ABORTED, &twin);
-        // The other side, and a process that lives.
+        // The other role, and a living process.
         leave(&journal, 5, State::Source(SourceRecord::Kept), &ours);
         let mut other = journal
             .create(Record {
@@ -359,7 +359,7 @@ fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
             session.write_peer(&peer.principal()).unwrap();
             session.write(state).unwrap();
         };
-        // What ran here stays, and so does what another peer has left.
+        // A record of a VM that ran here stays, and so do another peer's records.
         begin(1_000_000, "host-a", RUNNING);
         begin(1_000_001, "host-c", ABORTED);
         for number in 0..MAX_RECORDS_OF_A_PEER + 10 {
@@ -377,7 +377,7 @@ fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
 }
 
 #[test]
-fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
+fn i1_a_vm_with_an_undecided_session_starts_no_other() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
@@ -409,8 +409,8 @@ fn i1_a_vm_of_which_a_session_is_undecided_begins_no_other() {
     }
 }
 
-/// What is done to the disk, in order; a directory's sync says whether the session's file was in
-/// it.
+/// Records the disk operations in order. For the sync of a directory it notes whether
+/// the session's file was in it.
 #[derive(Clone, Default)]
 struct WatchedDisk(Arc<std::sync::Mutex<Vec<&'static str>>>, PathBuf);
 
@@ -438,7 +438,7 @@ impl Disk for WatchedDisk {
 }
 
 #[test]
-fn i1_a_record_is_there_after_a_power_loss_once_it_was_made_and_gone_once_it_was_forgotten() {
+fn i1_creating_and_forgetting_a_record_survive_a_power_loss() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let disk = WatchedDisk(Arc::default(), directory.clone());
@@ -455,7 +455,7 @@ fn i1_a_record_is_there_after_a_power_loss_once_it_was_made_and_gone_once_it_was
 }
 
 #[test]
-fn i1_the_peer_of_a_session_outlives_its_process_and_a_bad_write_names_none() {
+fn i1_the_peer_of_a_session_survives_its_process() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let (ours, other) = (peer("host-a.example"), peer("host-c.example"));
@@ -464,7 +464,7 @@ fn i1_the_peer_of_a_session_outlives_its_process_and_a_bad_write_names_none() {
         let session = journal.take([1; 16], Role::Destination).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::Known(ours.principal()));
         assert!(session.is_with(&ours) && !session.is_with(&other));
-        // Before the peer is known there is none.
+        // Before the peer is recorded it is unknown.
         let made = Record {
             session: [2; 16],
             ..record(RUNNING)
@@ -479,9 +479,9 @@ fn i1_the_peer_of_a_session_outlives_its_process_and_a_bad_write_names_none() {
     }
 }
 
-/// A file as ca8670a wrote it: two slots and nothing behind them.
+/// A file as written by release ca8670a: two slots without a peer block.
 #[test]
-fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vouches_for() {
+fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
@@ -521,14 +521,17 @@ fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vo
     assert!(!is_with(1, &peer("host-c.example")));
     let mut pinned = ours.clone();
     pinned.authority = None;
-    assert!(!is_with(1, &pinned), "its names are its own invention");
+    assert!(!is_with(1, &pinned), "no authority vouches for its names");
     let nameless = PeerIdentity::test(AuthorisedBy::Authority, 1, &[]);
-    assert!(!is_with(2, &nameless), "two such peers look the same");
+    assert!(
+        !is_with(2, &nameless),
+        "two peers without names cannot be distinguished"
+    );
     let cut = peer(&long[4..]);
-    assert!(!is_with(3, &cut), "the text may have been cut");
-    // The source's record never named its peer.
+    assert!(!is_with(3, &cut), "the text may have been truncated");
+    // The source's old record never named its peer.
     assert!(is_with(4, &ours));
-    // A file that ends within the block is no file from before it.
+    // A file that ends within the block is not an old file.
     for length in [8193, 9215] {
         let path = directory.join(file_name([4; 16], Role::Source));
         let file = File::options().write(true).open(path).unwrap();
@@ -537,7 +540,7 @@ fn i1_a_record_from_before_the_peer_block_is_known_by_names_that_an_authority_vo
         assert_eq!(*session.peer(), RecordedPeer::Unknown, "{length}");
         assert!(!session.is_with(&ours));
     }
-    // Listing and writing leave such a file readable, and what it lacks is not made up.
+    // Listing and writing keep such a file readable, and do not add the missing block.
     assert_eq!(journal.list().unwrap().len(), 4);
     let mut session = journal.take([1; 16], Role::Destination).unwrap();
     session.write(ABORTED).unwrap();

@@ -1,5 +1,5 @@
-//! A record that is all that a source's process has left behind: what it asks
-//! for is done, the destination's answer included.
+//! Settles a session of which only the record is left after the source's process has
+//! died: executes what the record requires, and asks the destination if necessary.
 //!
 //! ```text
 //!   Doubt::taken_over ─▶ ask ─▶ AtSource, AtDestination ─▶ forget
@@ -7,7 +7,7 @@
 //!                         ▼│ InDoubt: ask again
 //!                     RanThenDied, InDoubt ─▶ resolve (the operator)
 //! ```
-//! A process that lives and holds a VM in doubt asks again in the same way.
+//! A living process that holds a VM in doubt asks again in the same way.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -30,25 +30,24 @@ use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERD
 use super::options::Options;
 use crate::lane::policy::ClientTls;
 
-/// How long the destination may take to close the lane after the last word.
-const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
+/// How long the destination may take to close the lane after the last message.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Where the VM of a session is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmLocation {
-    /// It is the source's: it goes on there, unless it has died with the
-    /// process that it lived in.
+    /// At the source, where it continues, unless it died with its process.
     AtSource,
-    /// It is the destination's, and the copy at the source is destroyed.
+    /// At the destination; the copy at the source is destroyed.
     AtDestination,
-    /// It ran at the destination and does not any more. Whether the paused
-    /// copy goes on, from the moment of the pause, an operator decides.
+    /// It ran at the destination and no longer does. An operator decides whether the
+    /// paused copy is resumed from the moment of the pause.
     RanThenDied,
-    /// Nobody knows; for this reason.
+    /// Unknown, for this reason.
     InDoubt(String),
 }
 
-/// The lane on which the answer came, for the last word.
+/// The lane on which the answer arrived, for the last message.
 struct Asked {
     lane: Arc<ControlLane>,
     reader: JoinHandle<()>,
@@ -56,10 +55,9 @@ struct Asked {
 }
 
 impl Doubt {
-    /// Takes over the record of a source whose process has died, or which has
-    /// been told to let it go. `paused_by_owner` says whether the VM's owner
-    /// had paused it before the migration, which the record does not hold: it
-    /// is not resumed then.
+    /// Takes over the record of a source after its process has died or released the
+    /// record. `paused_by_owner`, which the record does not contain, is whether the
+    /// VM's owner had paused it before the migration: then it is not resumed.
     ///
     /// # Errors
     /// [`JournalError::Held`] while the process lives; otherwise as
@@ -83,16 +81,15 @@ impl Doubt {
         })
     }
 
-    /// Does what the record asks for. Where that is a question, the
-    /// destination is asked on control lanes of their own until it answers,
-    /// or `options.doubt_limit` is up; of the other options, those for
-    /// connections count. Nothing cancels it before: this blocks for at most
-    /// `options.doubt_limit`, the resolution of names and a second for the
-    /// destination to close the lane. `vm` is the VM where it lives outside the process
-    /// that has died; none if it died with that process.
+    /// Executes what the record requires. If the outcome is unknown, asks the
+    /// destination on separate control lanes until it answers or `options.doubt_limit`
+    /// expires; of the other options, those for connections apply. It cannot be
+    /// cancelled: it blocks for at most `options.doubt_limit`, plus name resolution,
+    /// plus one second for the destination to close the lane. `vm` is the VM if it
+    /// lives outside the dead process; `None` if it died with that process.
     ///
     /// # Errors
-    /// [`ResolveError`]: what follows from the answer could not be done.
+    /// [`ResolveError`]: an action that follows from the answer failed.
     pub fn ask(
         &mut self,
         vm: Option<&dyn SourceVm>,
@@ -105,11 +102,11 @@ impl Doubt {
         }
         if let State::Source(record) = self.journal.record().state {
             for action in Source::restarted(record).1 {
-                // None of them ends with an event.
+                // None of these actions results in an event.
                 self.act(*action, vm, None)?;
             }
         }
-        Ok(self.standing())
+        Ok(self.location())
     }
 
     fn inquire(
@@ -128,12 +125,13 @@ impl Doubt {
                     let taken = self.take(asked.answer, vm, Some(&asked.lane));
                     end(asked.lane, asked.reader, true);
                     taken?;
-                    return Ok(self.standing());
+                    return Ok(self.location());
                 }
                 Err(fault) => fault,
             };
             let left = until.saturating_duration_since(Instant::now());
-            // The last attempt often ends by this limit; those before say more.
+            // The last attempt is often cut short by this limit; the fault of an
+            // earlier one says more.
             if left.is_zero() {
                 let fault = why.unwrap_or(fault);
                 return Ok(VmLocation::InDoubt(fault.for_peer()));
@@ -144,7 +142,7 @@ impl Doubt {
         }
     }
 
-    fn standing(&self) -> VmLocation {
+    fn location(&self) -> VmLocation {
         match self.state {
             Source::Released => VmLocation::AtDestination,
             Source::RanThenDied => VmLocation::RanThenDied,
@@ -153,7 +151,7 @@ impl Doubt {
         }
     }
 
-    /// One question, on a control lane with a higher epoch than any before.
+    /// Asks once, on a control lane with a higher epoch than any before.
     fn inquire_once(
         &mut self,
         tls: &ClientTls,
@@ -164,11 +162,10 @@ impl Doubt {
         let record = self.journal.record();
         let (session, attempt, to) = (record.session, record.attempt, record.peer.clone());
         let epoch = record.epoch.saturating_add(1);
-        // Recorded first: the process after this one counts its messages from
-        // the epoch on.
+        // Recorded first: a later process numbers its messages from this epoch.
         self.journal
             .write_epoch(epoch)
-            .or_fault(FaultCode::Journal, "the inquiry cannot be recorded")?;
+            .or_fault(FaultCode::Journal, "cannot record the inquiry")?;
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,
@@ -193,7 +190,7 @@ impl Doubt {
         let (sender, messages) = channel();
         let same = Arc::clone(&lane);
         let body = move || {
-            // Whoever has the answer listens no more.
+            // Fails once the answer has been received.
             same.read(|_| Ok(false), |message| drop(sender.send(message)));
         };
         let reader = host
@@ -207,7 +204,7 @@ impl Doubt {
                     Ok(FromPeer::Message(message)) => message,
                     Ok(FromPeer::Lost(fault)) => return Err(fault),
                     Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                        let what = "the destination does not answer the inquiry";
+                        let what = "the destination did not answer the inquiry";
                         return Err(Fault::new(FaultCode::ControlLost, what));
                     }
                 };
@@ -219,14 +216,14 @@ impl Doubt {
                     } if theirs == attempt => {
                         return Ok(On::answer(attempt, theirs, verdict));
                     }
-                    // It was said before the question was read.
+                    // Sent before the inquiry was read.
                     Message::Running { .. } => return Ok(On::Running),
                     Message::Cancel { .. } => {
                         return Ok(On::PeerCancelled);
                     }
-                    Message::Refuse { fault, text } => return Err(Fault::told(fault, text)),
-                    // What it repeats for a source that goes on, or says of
-                    // another attempt.
+                    Message::Refuse { fault, text } => return Err(Fault::from_peer(fault, text)),
+                    // A repeated message for a source that continues, or an answer
+                    // about another attempt.
                     _ => {}
                 }
             }
@@ -245,15 +242,15 @@ impl Doubt {
     }
 }
 
-/// Ends a lane, where all was said after the peer has had its time to read it.
-fn end(lane: Arc<ControlLane>, reader: JoinHandle<()>, said: bool) {
-    if said && lane.stream().close().is_ok() {
-        let until = Instant::now() + GOODBYE_LIMIT;
+/// Ends a lane. If `drain`, first gives the peer time to read the last message.
+fn end(lane: Arc<ControlLane>, reader: JoinHandle<()>, drain: bool) {
+    if drain && lane.stream().close().is_ok() {
+        let until = Instant::now() + CLOSE_LIMIT;
         while !reader.is_finished() && Instant::now() < until {
             thread::sleep(Duration::from_millis(2));
         }
     }
     lane.shutdown();
-    // Nothing is left to tell of a panic there.
+    // A panic there has no further effect.
     let _ = reader.join();
 }

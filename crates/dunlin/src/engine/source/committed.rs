@@ -1,4 +1,4 @@
-//! After *commit*: the destination says what became of the VM, or is asked.
+//! After *commit*: the destination reports the outcome, or the source asks for it.
 
 use std::sync::Arc;
 use std::thread;
@@ -20,21 +20,21 @@ use super::phase::{Done, Phase, Rest, failed, perform, take};
 use super::session::{Session, unexpected};
 use super::settled::{Figures, Settled};
 
-/// How long the destination may take from *final* to *ready*, and from *commit* to *running*. The
-/// guest is paused meanwhile, but giving up sooner would not make it run sooner: the destination
-/// may be loading.
+/// How long the destination may take from *final* to *ready*, and from *commit* to
+/// *running*. The guest is paused meanwhile, but a shorter limit would not make it run
+/// sooner: the destination may be loading the state.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// *commit* is sent; the destination's answer is awaited.
+/// *commit* is sent; the source waits for the destination's answer.
 pub(super) struct Committed<'a> {
     transfer: Transfer<'a>,
     guest: PausedGuest,
     figures: Figures,
     /// When the guest was paused.
     paused: Instant,
-    /// When everything was there for *commit*, which follows at once.
+    /// When all conditions of *commit* were met; *commit* follows at once.
     agreed: Instant,
-    /// What the switchover has left to do.
+    /// Remaining actions of the switchover.
     rest: Rest,
 }
 
@@ -73,7 +73,8 @@ impl<'a> Committed<'a> {
         }
     }
 
-    /// Sends *commit*, and waits until it is decided where the VM lives, as far as it can be.
+    /// Sends *commit*, and waits until it is decided which side has the VM, as far as
+    /// it can be.
     pub(super) fn settle(mut self) -> Settled<'a> {
         let rest = self.rest;
         let mut done = perform(&mut self, rest);
@@ -101,7 +102,7 @@ impl<'a> Committed<'a> {
             run: !session.paused_by_owner,
         };
         if session.control.lane.send(&commit).is_err() {
-            // A part of it may have been sent. The reader reports the loss.
+            // Part of it may have been sent. The reader reports the loss.
             session.control.lane.shutdown();
         }
         session.observer.event(&Event::Committed);
@@ -112,7 +113,7 @@ impl<'a> Committed<'a> {
         self.verdict(message)
     }
 
-    /// What the destination says after *commit*, as an event.
+    /// Turns the destination's message after *commit* into an event.
     fn verdict(&mut self, message: Message) -> Result<On, Fault> {
         let session = &mut self.transfer.session;
         let event = match message {
@@ -127,12 +128,12 @@ impl<'a> Committed<'a> {
             }
             Message::Answer { attempt, verdict } => {
                 if verdict != Verdict::Aborted {
-                    // The loss that led here no longer says where the VM is.
+                    // The loss that led here no longer describes where the VM is.
                     session.fault = None;
                 }
                 On::answer(session.control.offer.attempt, attempt, verdict)
             }
-            // It crossed the inquiry, and has no meaning any more.
+            // It crossed the inquiry and no longer has a meaning.
             Message::Ready { .. } if session.state == Source::InDoubt => {
                 On::Ready { same_memory: true }
             }
@@ -145,15 +146,16 @@ impl<'a> Committed<'a> {
     }
 }
 
-/// No answer came after *commit*: the guest stays paused, and the destination is asked.
+/// No answer arrived after *commit*: the guest stays paused, and the source asks the
+/// destination.
 struct InDoubt<'a> {
     committed: Committed<'a>,
-    /// Until when it is asked.
+    /// When to stop asking.
     until: Instant,
     inquiries: u32,
     /// Whether to stop asking.
     gave_up: bool,
-    /// What is left to do from the event that led here.
+    /// Remaining actions of the event that led here.
     rest: Rest,
 }
 
@@ -197,7 +199,7 @@ impl<'a> InDoubt<'a> {
             done = self.await_answer().and_then(|event| {
                 let answered = matches!(event, On::Answer { .. });
                 let done = take(&mut self, event);
-                // Asked again, the destination would answer the same.
+                // The destination would give the same answer again.
                 self.gave_up |= answered && self.session().state == Source::InDoubt;
                 done
             });
@@ -221,7 +223,7 @@ impl<'a> InDoubt<'a> {
         self.committed.verdict(message)
     }
 
-    /// Opens a new control lane and asks over it, until the limit is up.
+    /// Opens a new control lane and asks on it, until the limit.
     fn inquire(&mut self) {
         self.session().control.end();
         let Transfer { session, lanes } = &mut self.committed.transfer;
@@ -235,16 +237,13 @@ impl<'a> InDoubt<'a> {
             }
             if Instant::now() >= self.until {
                 if let Some(fault) = last {
-                    session.warn(format!(
-                        "the destination could not be asked: {}",
-                        fault.for_peer()
-                    ));
+                    session.warn(format!("cannot ask the destination: {}", fault.for_peer()));
                 }
                 self.gave_up = true;
                 return;
             }
             self.inquiries += 1;
-            // The attempt before may have reached the destination.
+            // The previous attempt may have reached the destination.
             session.raise_epoch();
             let deadline = self
                 .until
@@ -259,7 +258,7 @@ impl<'a> InDoubt<'a> {
                     match session.adopt_control(stream) {
                         Ok(()) => {
                             let attempt = session.control.offer.attempt;
-                            session.control.tell(&Message::Inquire { attempt });
+                            session.control.send_or_end(&Message::Inquire { attempt });
                             return;
                         }
                         Err(fault) => fault,
@@ -267,13 +266,13 @@ impl<'a> InDoubt<'a> {
                 }
                 Err(fault) => fault,
             };
-            // Whatever failed, only an answer ends the doubt.
+            // Whatever failed, only an answer resolves the doubt.
             last = Some(fault);
         }
     }
 }
 
-/// The next message of the destination, as the answer to `what`.
+/// The destination's next message, as the answer to `what`.
 fn await_message(
     transfer: &mut Transfer<'_>,
     what: &str,

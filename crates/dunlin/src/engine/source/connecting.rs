@@ -1,4 +1,4 @@
-//! The first phase: who is there, what is agreed on, and what is moved.
+//! The first phase: connects, negotiates, and describes the VM.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -33,7 +33,7 @@ use super::work_queue::WorkQueue;
 use crate::lane::policy::ClientTls;
 use crate::lane::security::dialer;
 
-/// The control lane is there; the destination has not accepted the VM.
+/// The control lane is established; the destination has not accepted the VM yet.
 pub(super) struct Connecting<'a> {
     session: Session<'a>,
     described: VmDescription,
@@ -52,7 +52,7 @@ impl<'a> Phase<'a> for Connecting<'a> {
 }
 
 impl<'a> Connecting<'a> {
-    /// Connects the control lane and agrees on version, features and security.
+    /// Connects the control lane and negotiates version, features and security.
     pub(super) fn new(
         vm: &'a Arc<dyn SourceVm>,
         to: &'a str,
@@ -82,7 +82,7 @@ impl<'a> Connecting<'a> {
         };
         let described = vm
             .describe()
-            .or_fault(FaultCode::Internal, "the VM cannot be described")?;
+            .or_fault(FaultCode::Internal, "cannot describe the VM")?;
         let mut session: SessionId = [0; 16];
         random::fill(&mut session).map_err(|error| {
             Fault::new(FaultCode::Internal, "the random number source failed").because(error)
@@ -110,12 +110,15 @@ impl<'a> Connecting<'a> {
         let (stream, selection) = match opened {
             Ok(opened) => opened,
             Err(fault) => {
-                // The destination promises nothing before it accepts the VM.
+                // The destination keeps nothing before it accepts the VM.
                 if let Err(error) = journal.forget() {
                     observer.event(&Event::Warning(error.to_string()));
                 }
                 if cancel.is_cancelled() {
-                    return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+                    return Err(Fault::new(
+                        FaultCode::Cancelled,
+                        "cancelled by the operator",
+                    ));
                 }
                 return Err(fault);
             }
@@ -166,7 +169,7 @@ impl<'a> Connecting<'a> {
         &self.session
     }
 
-    /// Describes the VM, and waits until the destination accepts it.
+    /// Describes the VM and waits until the destination accepts it.
     pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled<'a>> {
         match self.await_accept() {
             Ok(terms) => Ok(PreCopy::new(Transfer {
@@ -184,9 +187,9 @@ impl<'a> Connecting<'a> {
         let session = &mut self.session;
         let deadline = session.started + session.options.connect_limit;
         session.read_control()?;
-        session.control.lane.ask()?;
+        session.control.lane.ping()?;
         let regions = RegionTable::new(session.memory.regions().to_vec())
-            .or_fault(FaultCode::Internal, "the VM's memory cannot be described")?;
+            .or_fault(FaultCode::Internal, "cannot describe the VM's memory")?;
         let described = &mut self.described;
         session.control.lane.send(&Message::Describe(Describe {
             vm_uuid: described.uuid,
@@ -202,7 +205,7 @@ impl<'a> Connecting<'a> {
             None => {
                 return Err(Fault::new(
                     FaultCode::ControlLost,
-                    "the destination kept us waiting for an answer to the VM's description",
+                    "the destination did not answer the VM's description in time",
                 ));
             }
         };
@@ -215,7 +218,7 @@ impl<'a> Connecting<'a> {
             return Err(Fault::new(
                 FaultCode::LaneLimit,
                 format!(
-                    "{} lanes were asked for and the destination takes {}",
+                    "lane count {} over the destination's limit of {}",
                     session.options.lanes, accept.lanes_max
                 ),
             ));
@@ -223,7 +226,7 @@ impl<'a> Connecting<'a> {
         let peer = session.control.lane.stream().peer();
         let names = peer.names.iter().map(ToString::to_string);
         session.observer.event(&Event::Accepted {
-            // A certificate may hold any text.
+            // A certificate may contain any text.
             peer: harmless(&names.collect::<Vec<_>>().join(", ")),
         });
         let security = session.control.selection.security;
@@ -240,8 +243,8 @@ impl<'a> Connecting<'a> {
     }
 }
 
-/// Makes room for the session's records and writes the first: a full disk is found here, while
-/// the guest runs.
+/// Allocates the session's journal file and writes the first record: a full disk fails
+/// the migration here, while the guest runs.
 fn begin_record(
     session: SessionId,
     described: &VmDescription,
@@ -267,19 +270,20 @@ fn begin_record(
 }
 
 fn unrecorded(error: JournalError) -> Fault {
-    let what = "the migration cannot be recorded, and does not begin";
+    let what = "the migration cannot be recorded and does not start";
     Fault::new(FaultCode::Journal, what).because(error)
 }
 
-/// Before the first attempt to replace a lost lane.
+/// Delay before the first attempt to replace a lost lane.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
-/// Between attempts, at most.
+/// Longest delay between attempts.
 const RETRY_LAST: Duration = Duration::from_secs(2);
 
 fn timeouts(options: &Options) -> Timeouts {
     Timeouts {
         progress_ns: nanos(options.lane_stall_limit),
-        // The thread that connects has the same limit, and its failure says more.
+        // The connecting thread has a limit of its own and reports a more precise
+        // failure.
         open_ns: nanos(options.connect_limit * 2),
         retry_first_ns: nanos(RETRY_FIRST),
         retry_last_ns: nanos(RETRY_LAST),

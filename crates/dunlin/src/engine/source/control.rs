@@ -1,4 +1,4 @@
-//! Opening a control lane: the first one, one that replaces a lost one, and one for an inquiry.
+//! Opens a control lane: the first one, a replacement, or one for an inquiry.
 
 use std::io;
 use std::sync::Arc;
@@ -17,7 +17,8 @@ use crate::lane::dial::DialCancel;
 use crate::lane::peers::PeerIdentity;
 use crate::lane::policy::ClientTls;
 
-/// Connects a control lane and agrees on what `offer` says. `cancel` ends it at any point.
+/// Connects a control lane and negotiates the terms of `offer`. `cancel` aborts it at
+/// any point.
 pub(super) fn open_control(
     host: &Arc<dyn Host>,
     cancel: Option<&Cancel>,
@@ -33,60 +34,60 @@ pub(super) fn open_control(
         .connect(to, deadline, dial.wakeup())
         .and_then(|stream| dial.covers(&stream).map(|()| stream));
     let stream = connected.map_err(|error| {
-        let mut fault = Fault::new(FaultCode::ControlLost, format!("{to} cannot be reached"));
-        // No network was asked; EINVAL of a socket would have its number.
+        let mut fault = Fault::new(FaultCode::ControlLost, format!("cannot reach {to}"));
+        // Not an error of the network; EINVAL from a socket call would carry an errno.
         if error.kind() == io::ErrorKind::InvalidInput && error.raw_os_error().is_none() {
             fault.at_fault = AtFault::Configuration;
         }
         fault.because(error)
     })?;
     let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
-        let what = format!("no secure control lane to {to}");
+        let what = format!("cannot secure the control lane to {to}");
         Fault::new(error.of_control_lane(), what).because(error)
     })?;
     let mut bytes = Vec::new();
     offer
         .encode(&mut bytes)
-        .or_fault(FaultCode::Internal, "the offer cannot be sent")?;
+        .or_fault(FaultCode::Internal, "cannot encode the offer")?;
     stream
         .send(&bytes)
         .or_fault(FaultCode::ControlLost, "the control lane was lost")?;
     let selection = match read_opening(&stream, deadline)? {
         Opening::Select(selection) => selection,
-        Opening::Refuse(_, refusal) => return Err(Fault::told(refusal.fault, refusal.text)),
+        Opening::Refuse(_, refusal) => return Err(Fault::from_peer(refusal.fault, refusal.text)),
         _ => {
             return Err(Fault::new(
                 FaultCode::Malformed,
-                "the destination answered the offer with something else",
+                "unexpected answer to the offer from the destination",
             ));
         }
     };
     selection.confirm(offer).or_fault(
         FaultCode::SecurityNotAgreed,
-        "the destination's selection is not ours",
+        "the destination's selection does not match the offer",
     )?;
     Ok((stream, selection))
 }
 
-/// Another host than the session's destination, which is `peer`, answers; it is trusted too.
+/// The fault if a trusted host answers that is not the session's destination `peer`.
 pub(super) fn another_peer(answers: &PeerIdentity, peer: &RecordedPeer) -> Fault {
     let RecordedPeer::Known(peer) = peer else {
-        let what = "the session's record does not say which host its destination is";
+        let what = "the session's record does not name its destination";
         return Fault::new(FaultCode::Journal, what);
     };
     Fault::new(
         FaultCode::WrongIdentity,
         format!(
-            "another host answers at the destination's address: {}; the destination is {}",
+            "a different host answers at the destination's address: {}; the destination is {}",
             harmless(&answers.to_string()),
             harmless(&peer.to_string())
         ),
     )
 }
 
-/// The fault after the last attempt to replace the control lane.
+/// The fault after the last attempt to replace the control lane failed.
 pub(super) fn given_up(last: Fault, limit: Duration) -> Fault {
-    let what = format!("the control lane was lost and could not be made anew for {limit:?}");
+    let what = format!("the control lane was lost and could not be replaced within {limit:?}");
     let cause = last.source.as_ref();
     let refused = cause
         .and_then(|cause| cause.downcast_ref::<io::Error>())
@@ -96,8 +97,8 @@ pub(super) fn given_up(last: Fault, limit: Duration) -> Fault {
     }
     Fault {
         what: format!(
-            "{what}; nobody listens there any more: the destination's process has ended, or its \
-             kernel has killed it for want of memory"
+            "{what}; nothing listens there: the destination's process has ended, or its kernel \
+             has killed it for lack of memory"
         ),
         at_fault: AtFault::Peer,
         ..last

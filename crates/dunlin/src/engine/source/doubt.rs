@@ -1,5 +1,5 @@
-//! After *commit*, without an answer: the source asks, and what cannot be
-//! answered is left to an operator.
+//! After *commit* without an answer: the source asks the destination, and leaves what
+//! stays unanswered to an operator.
 
 use std::time::Duration;
 
@@ -12,17 +12,17 @@ use super::super::control::ControlLane;
 use super::super::journal::{JournalError, SessionJournal};
 use super::super::vmm::{SourceVm, VmmError};
 
-/// Before the second inquiry.
+/// Delay before the second inquiry.
 pub(super) const RETRY_FIRST: Duration = Duration::from_millis(100);
-/// Between inquiries, at most.
+/// Longest delay between inquiries.
 pub(super) const RETRY_LAST: Duration = Duration::from_secs(2);
-/// How long the destination may take to answer an inquiry: the answer is known there.
+/// How long the destination may take to answer an inquiry. It has the answer at hand.
 pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) const NO_RECORD: &str = "the destination has no record of the session";
 
-/// A VM that the source holds paused until an operator decides. It keeps the
-/// record locked, so that others see that the VM's process lives.
+/// A VM that the source holds paused until an operator decides. It keeps the record
+/// locked, which shows other processes that the VM's process lives.
 #[derive(Debug)]
 pub struct Doubt {
     pub(super) journal: SessionJournal,
@@ -33,31 +33,31 @@ pub struct Doubt {
 /// A resolution that could not be carried out.
 #[derive(Debug, Error)]
 pub enum ResolveError {
-    /// It could not be recorded; nothing has been changed.
-    #[error("the resolution cannot be recorded, and the VM stays in doubt")]
+    /// The resolution could not be recorded. Nothing has changed.
+    #[error("cannot record the resolution; the VM stays in doubt")]
     Journal(#[source] JournalError),
-    /// It is recorded that the VM goes on here, and it could not be let go on.
-    #[error("the VM is the source's again, and stays paused: {what}")]
+    /// The record gives the VM to the source, but it could not be resumed.
+    #[error("the source has the VM again, but it stays paused: {what}")]
     Resume {
         /// What failed.
         what: &'static str,
-        /// What the VMM said.
+        /// The VMM's error.
         source: VmmError,
     },
 }
 
 impl Doubt {
-    /// What the journal says.
+    /// The newest record in the journal.
     #[must_use]
     pub fn record(&self) -> &Record {
         self.journal.record()
     }
 
-    /// The operator has decided; see [`Resolution`] for what that vouches for.
-    /// Records it, and lets `vm` go on or destroys it.
+    /// Applies the operator's decision; see [`Resolution`] for what the operator
+    /// vouches for. Records it, and resumes or destroys `vm`.
     ///
     /// # Errors
-    /// [`ResolveError`]; with `Journal` it may be tried again.
+    /// [`ResolveError`]; after `Journal` the caller may retry.
     pub fn resolve(
         &mut self,
         vm: &dyn SourceVm,
@@ -66,8 +66,8 @@ impl Doubt {
         self.take(On::Resolve(resolution), Some(vm), None)
     }
 
-    /// Removes the record, if nothing is in doubt any more: nobody asks a
-    /// source about a session that is over.
+    /// Removes the record if nothing is in doubt any more: no side asks a source about
+    /// a session that has ended.
     ///
     /// # Errors
     /// [`JournalError::Undecided`], and the record stays; [`JournalError::Io`].
@@ -75,8 +75,8 @@ impl Doubt {
         self.journal.forget_if_over()
     }
 
-    /// Takes an event and does what follows, until nothing more follows by
-    /// itself. Without `vm` there is nothing left to resume or to destroy.
+    /// Applies an event and executes the actions that follow, until none remains.
+    /// Without `vm` there is nothing to resume or destroy.
     pub(super) fn take(
         &mut self,
         event: On,
@@ -86,8 +86,7 @@ impl Doubt {
         let mut next = Some(event);
         let mut unrecorded = None;
         while let Some(event) = next.take() {
-            // What is over takes no answer and no resolution: no action
-            // follows.
+            // A session that has ended accepts no answer and no resolution.
             let Ok((state, actions)) = self.state.on(event) else {
                 return Ok(());
             };
@@ -101,7 +100,7 @@ impl Doubt {
                     }
                     Ok(None) => {}
                     Err(error) => {
-                        // The same answer may be had again.
+                        // Stay in the state that accepts the same answer again.
                         if before.may_resolve() {
                             self.state = before;
                         }
@@ -111,14 +110,13 @@ impl Doubt {
             }
         }
         match (unrecorded, self.state) {
-            // The destination has it, whatever could be recorded here.
+            // The destination has the VM, whether or not it could be recorded here.
             (None, _) | (_, Source::Released) => Ok(()),
             (Some(error), _) => Err(ResolveError::Journal(error)),
         }
     }
 
-    /// Does one thing; returns the event that it ends with, if it is one that
-    /// does.
+    /// Executes one action; returns the resulting event, if any.
     pub(super) fn act(
         &mut self,
         action: Do,
@@ -130,14 +128,14 @@ impl Doubt {
                 let written = self.journal.write(State::Source(record));
                 return Ok(Some(written.map(|_| On::Recorded)));
             }
-            // A record that says less is as safe.
+            // Best effort: the older record is as safe.
             (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),
             (Do::ResumeGuest, Some(vm)) => self.resume(vm)?,
             (Do::DestroyCopy, Some(vm)) => vm.destroy(),
             (Do::SendRelease, _) => {
                 if let Some(lane) = lane {
-                    // The destination runs; if it does not hear of our end, it
-                    // keeps its record.
+                    // The destination runs the VM. Without this message it keeps its
+                    // record.
                     let _ = lane.send(&Message::Release);
                 }
             }
@@ -149,10 +147,10 @@ impl Doubt {
     fn resume(&self, vm: &dyn SourceVm) -> Result<(), ResolveError> {
         let failed = |what| move |source| ResolveError::Resume { what, source };
         vm.reactivate()
-            .map_err(failed("disks and devices cannot be taken back"))?;
+            .map_err(failed("cannot take back disks and devices"))?;
         if self.paused_by_owner {
             return Ok(());
         }
-        vm.resume().map_err(failed("the guest cannot be resumed"))
+        vm.resume().map_err(failed("cannot resume the guest"))
     }
 }

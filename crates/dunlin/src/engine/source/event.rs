@@ -1,12 +1,12 @@
-//! What the session's thread waits for.
+//! Events of the session's thread.
 
 use std::time::Duration;
 
 use super::super::control::FromPeer;
 use super::super::fault::Fault;
 
-/// Sent to the session's thread by the readers of control lanes, by the lanes' threads, and by
-/// whoever cancels.
+/// Sent to the session's thread by the readers of control lanes, by the lane threads,
+/// and by the caller that cancels.
 pub(in crate::engine) enum SessionEvent {
     /// From the control lane of this epoch.
     Control(u32, FromPeer),
@@ -16,9 +16,10 @@ pub(in crate::engine) enum SessionEvent {
         result: Result<(), Fault>,
         cpu: Duration,
     },
-    /// A lane is near the limit of its key.
-    LaneWorn,
-    /// The lanes or the control lane have changed; a caller that waits for lanes looks again.
+    /// A lane's key is near its limit.
+    LaneKeyUsed,
+    /// The lanes or the control lane have changed; a caller that waits for lanes must
+    /// check again.
     Tended,
     /// The last chunk of an iteration has been given to a lane.
     Cut {

@@ -1,4 +1,4 @@
-//! The guest at the source: its dirty logs and its throttle, and later its pause.
+//! The guest at the source: its dirty logs, its throttle and its pause.
 
 use dunlin_proto::fault::FaultCode;
 
@@ -8,7 +8,7 @@ use super::super::report::Event;
 use super::super::vmm::DirtyLog;
 use super::session::Session;
 
-/// A guest whose writes are logged, and which may be throttled.
+/// A guest with dirty logs and a throttle.
 #[derive(Default)]
 pub(super) struct LoggedGuest {
     logs: Vec<Box<dyn DirtyLog>>,
@@ -20,13 +20,13 @@ impl LoggedGuest {
         self.logs = session.vm.dirty_logs();
         for log in &mut self.logs {
             log.start()
-                .or_fault(FaultCode::Kernel, "a dirty log cannot be started")?;
+                .or_fault(FaultCode::Kernel, "cannot start a dirty log")?;
         }
         Ok(())
     }
 
-    /// Adds the pages dirtied since the last call to those that wait; returns how many the logs
-    /// named.
+    /// Adds the pages dirtied since the last call to the pending pages; returns how
+    /// many the logs reported.
     pub(super) fn fetch(&mut self, session: &Session<'_>) -> Result<u64, Fault> {
         let mut named = 0;
         for log in &mut self.logs {
@@ -34,12 +34,12 @@ impl LoggedGuest {
                 let mut state = lock(&session.work_queue.state);
                 named += state.lanes.schedule_mut().mark_dirty(index, words);
             })
-            .or_fault(FaultCode::Kernel, "a dirty log cannot be read")?;
+            .or_fault(FaultCode::Kernel, "cannot read a dirty log")?;
         }
         Ok(named)
     }
 
-    /// Percent by which the guest is slowed down.
+    /// How much the guest is throttled, in percent.
     pub(super) fn throttled(&self) -> u8 {
         self.throttle
     }
@@ -54,22 +54,22 @@ impl LoggedGuest {
                 session.observer.event(&Event::Throttled { percent });
             }
             Ok(false) => {}
-            Err(error) => session.warn(format!("the guest cannot be slowed down: {error}")),
+            Err(error) => session.warn(format!("cannot throttle the guest: {error}")),
         }
     }
 
-    /// Stops the dirty logs and lifts the throttle; doing it twice does no harm.
+    /// Stops the dirty logs and removes the throttle. Calling it again has no effect.
     pub(super) fn release(&mut self, session: &Session<'_>) {
         for mut log in self.logs.drain(..) {
             if let Err(error) = log.stop() {
-                session.warn(format!("a dirty log cannot be stopped: {error}"));
+                session.warn(format!("cannot stop a dirty log: {error}"));
             }
         }
         self.throttle(session, 0);
     }
 }
 
-/// A guest from its pause for the switchover on.
+/// A guest that is paused for the switchover.
 pub(super) struct PausedGuest {
     pub(super) logged: LoggedGuest,
     /// Whether [`SourceVm::deactivate`](super::super::vmm::SourceVm::deactivate) has been called.
@@ -77,9 +77,9 @@ pub(super) struct PausedGuest {
 }
 
 impl PausedGuest {
-    /// The guest goes on at the source, unless it has ended.
+    /// Resumes the guest at the source, unless it has ended.
     pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
-        // The guest itself is asked: a fault that the peer sent may name any reason.
+        // Asks the VMM, because a fault that the peer sent may name any reason.
         let ended = session.guest_has_ended();
         let reactivated = !self.deactivated || self.reactivate(session);
         if ended {
@@ -94,17 +94,17 @@ impl PausedGuest {
         match session.vm.resume() {
             Ok(()) => VmIs::AtSource,
             Err(error) => {
-                session.warn(format!("the guest cannot be resumed: {error}"));
+                session.warn(format!("cannot resume the guest: {error}"));
                 VmIs::StuckAtSource
             }
         }
     }
 
-    /// Takes disks and devices back; returns whether the VM has them.
+    /// Takes back disks and devices; returns whether that succeeded.
     fn reactivate(&self, session: &Session<'_>) -> bool {
         let result = session.vm.reactivate();
         if let Err(error) = &result {
-            session.warn(format!("disks and devices cannot be taken back: {error}"));
+            session.warn(format!("cannot take back disks and devices: {error}"));
         }
         result.is_ok()
     }

@@ -1,5 +1,5 @@
-//! A lane's thread at the source: connects, proves that it belongs to the
-//! session, and then sends what the schedule gives it.
+//! A lane's thread at the source: connects, proves that the lane belongs to the
+//! session, and sends the work that the schedule gives it.
 
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,21 +26,22 @@ use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneReques
 use crate::lane::peers::Principal;
 use crate::lane::policy::ClientTls;
 
-/// Pages for which there must be room in a chunk before more are asked for: a lock is taken for it.
+/// Minimum room in a chunk for which the lane asks for more pages, because each request
+/// takes a lock.
 const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
 
-/// How long a lane looks for pages that are not zero before it sends its chunk. Pages that are
-/// swapped out take a fault each, and the destination hears nothing meanwhile.
+/// How long a lane looks for non-zero pages before it sends its chunk. Pages in swap
+/// take a fault each, and the destination receives nothing meanwhile.
 const LOOK_LIMIT: Duration = Duration::from_millis(10);
 
-/// Everything that a lane's thread needs.
+/// The state of a lane's thread.
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) endpoint: String,
     pub(super) tls: ClientTls,
     pub(super) dialer: Arc<dyn LaneDialer>,
     pub(super) connector: Arc<dyn Connector>,
-    /// Whether others have stood before.
+    /// Whether lanes have been established before.
     pub(super) is_replacement: bool,
     pub(super) version: u16,
     pub(super) session: SessionId,
@@ -56,20 +57,19 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// The thread's body: reports its end to the session, with the CPU time
-    /// that it used.
+    /// The thread's body. Reports the end of the lane and its CPU time to the session.
     pub(super) fn run(self) {
         let body = || {
             let sender = self.connect()?;
             self.send_all(sender)
         };
-        // The VMM's memory is called in here; the session must hear of a
-        // panic in it, or it would wait for this lane for ever.
+        // This calls into the VMM's memory. Without a report of a panic there, the
+        // session would wait for this lane forever.
         let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
             let what = format!("the thread of lane {} panicked", self.number);
             Err(Fault::new(FaultCode::Internal, what))
         });
-        // A session that is gone needs no report.
+        // Fails once the session has ended.
         let _ = self.events.send(SessionEvent::LaneEnded {
             lane: self.number,
             result,
@@ -98,7 +98,7 @@ impl Lane {
         self.interrupted_by(move || canceller.shutdown())?;
         sender
             .set_rate(self.rate)
-            .map_err(|error| self.lost("the lane's rate cannot be set").because(error))?;
+            .map_err(|error| self.lost("cannot set the lane's rate").because(error))?;
         let ticket = LaneTicket {
             version: self.version,
             session: self.session,
@@ -111,10 +111,10 @@ impl Lane {
     }
 
     fn not_opened(&self, error: DialError) -> Fault {
-        let is_worth_another_try =
-            self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
-        // What hinders the first lanes hinders all; later ones can be tried again.
-        let code = error.permanent().filter(|_| !is_worth_another_try);
+        let may_retry = self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
+        // A permanent error of the first lanes applies to all; later lanes may be
+        // retried.
+        let code = error.permanent().filter(|_| !may_retry);
         let number = self.number;
         let fault = |what: String| Fault::new(code.unwrap_or(FaultCode::LaneLost), what);
         match error {
@@ -122,12 +122,12 @@ impl Lane {
                 fault(format!("lane {number} cannot reach {endpoint}")).because(source)
             }
             DialError::Handshake { source, .. } => {
-                fault(format!("lane {number} cannot be secured")).because(source)
+                fault(format!("cannot secure lane {number}")).because(source)
             }
             DialError::OtherPeer { .. } => fault(format!(
-                "lane {number} reached another peer than the control lane"
+                "lane {number} reached a different peer than the control lane"
             )),
-            other => fault(format!("lane {number} cannot be opened")).because(other),
+            other => fault(format!("cannot open lane {number}")).because(other),
         }
     }
 
@@ -140,16 +140,16 @@ impl Lane {
         let mut frames = Frames::default();
         let opened_bytes = sender.counters().wire_bytes;
         loop {
-            let wear = sender.key_usage(self.records);
+            let key_usage = sender.key_usage(self.records);
             let work = self.work_queue.next(
                 self.number,
-                wear,
+                key_usage,
                 &mut frames.plan,
-                // A session that is gone has stopped the lanes.
+                // Fails once the session has ended.
                 |event| drop(self.events.send(event)),
                 || has_ended(sender.socket()),
             )?;
-            // The lane's opening is no part of the migration's traffic.
+            // The opening of the lane does not count as traffic of the migration.
             let sent = |bytes: u64| bytes.saturating_sub(opened_bytes);
             match work {
                 Work::Stop => return Err(given_up(self.number)),
@@ -192,19 +192,20 @@ impl Lane {
             let slice = self
                 .memory
                 .slice(index, planned.run.first * PAGE_BYTES, length)
-                .or_fault(FaultCode::LayoutChanged, "guest memory cannot be read")?;
+                .or_fault(FaultCode::LayoutChanged, "cannot read guest memory")?;
             for page in 0..planned.run.count {
                 let at = usize::try_from(page * PAGE_BYTES).unwrap_or(usize::MAX);
                 let source = slice
                     .subslice(at, PAGE_BYTES as usize)
-                    .or_fault(FaultCode::LayoutChanged, "guest memory cannot be read")?;
+                    .or_fault(FaultCode::LayoutChanged, "cannot read guest memory")?;
                 let raw = frame
                     .guest_page(&source)
                     .or_fault(FaultCode::Internal, "a chunk does not fit its frame")?;
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
             }
-            // Zero pages have left room for others. Each may need a range of its own.
+            // Zero pages have left room for more pages. Each may need a range of its
+            // own.
             let raw_pages = frame.payload_bytes() as u64 / PAGE_BYTES;
             let ranges_left = MAX_RANGES_PER_CHUNK - ranges.len();
             let room = (CHUNK_PAGES - raw_pages).min(ranges_left as u64);
@@ -219,7 +220,7 @@ impl Lane {
         }
         header.clear();
         ChunkHeader::encode(plan.number, plan.iteration, ranges, header)
-            .or_fault(FaultCode::Internal, "a chunk's header cannot be made")?;
+            .or_fault(FaultCode::Internal, "cannot encode a chunk header")?;
         let bytes = (header.len() + frame.payload_bytes()) as u64;
         self.work_queue.await_rate(self.number, bytes)?;
         frame.finish(header).map_err(|error| self.failed(error))?;
@@ -254,7 +255,7 @@ impl Lane {
             .regions()
             .iter()
             .position(|region| region.id == id)
-            .ok_or_else(|| Fault::new(FaultCode::LayoutChanged, "a region has gone"))
+            .ok_or_else(|| Fault::new(FaultCode::LayoutChanged, "a region has disappeared"))
     }
 
     fn lost(&self, what: impl Into<String>) -> Fault {
@@ -267,7 +268,7 @@ impl Lane {
     }
 }
 
-/// What a lane's thread keeps from chunk to chunk, so that none allocates.
+/// Buffers that a lane's thread reuses for every chunk, to avoid allocations.
 struct Frames {
     plan: ChunkPlan,
     ranges: Vec<Range>,
@@ -284,7 +285,7 @@ impl Default for Frames {
     }
 }
 
-/// Adds one page to the ranges, to the last one where it fits.
+/// Adds one page to the last range if it continues that range, or else as a new range.
 fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
     if let Some(last) = ranges.last_mut()
         && last.region == region
@@ -302,7 +303,7 @@ fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
     });
 }
 
-/// Whether the peer has closed the connection or it has failed.
+/// Whether the peer has closed the connection, or it has failed.
 fn has_ended(socket: &TcpStream) -> bool {
     match wait_readable(socket, Instant::now()) {
         Ok(true) => !matches!(socket.peek(&mut [0]), Ok(1..)),
@@ -316,12 +317,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i3_a_range_goes_on_with_the_next_page_of_its_region_and_encoding_alone() {
+    fn i3_a_range_is_extended_only_by_the_next_page_of_its_region_and_encoding() {
         let mut ranges = Vec::new();
         for (region, page, encoding) in [
             (0, 3, Encoding::Raw),
             (0, 4, Encoding::Raw),
-            // Their numbers follow each other, and they lie in two regions.
+            // Consecutive page numbers, but in two regions.
             (1, 5, Encoding::Raw),
             (1, 6, Encoding::Zero),
             (1, 8, Encoding::Zero),

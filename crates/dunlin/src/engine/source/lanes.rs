@@ -1,8 +1,8 @@
-//! A session with its data lanes: opening them, replacing those that are lost or whose key is used
-//! up, and having lost ones fenced.
+//! A session with its data lanes: opens them, replaces lost and used-up lanes, and has
+//! lost lanes fenced.
 //!
-//! [`Sending`](dunlin_proto::lanes::Sending) decides; this acts. All of it happens on the
-//! session's thread, before each event.
+//! [`Sending`](dunlin_proto::lanes::Sending) decides; this module acts on the
+//! decisions, on the session's thread, before each event.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,16 +27,16 @@ use crate::lane::dial::{Connector, LaneDialer};
 use crate::lane::peers::Principal;
 use crate::lane::policy::ClientTls;
 
-/// Between two attempts to replace a lost control lane.
+/// Delay between attempts to replace a lost control lane.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// What every lane of the session is opened with.
+/// Parameters common to all lanes of the session.
 pub(super) struct LaneTerms {
     pub(super) tls: ClientTls,
     pub(super) dialer: Arc<dyn LaneDialer>,
     pub(super) connector: Arc<dyn Connector>,
     pub(super) accept: Accept,
-    /// Where the control lane went, for a destination that names no endpoints.
+    /// The address of the control lane, used if the destination names no endpoints.
     pub(super) to: String,
     pub(super) peer: Principal,
 }
@@ -52,8 +52,8 @@ pub(super) struct Lanes {
     pub(super) lost: u32,
     /// Pages that were sent again because their lane was lost.
     pub(super) pages_again: u64,
-    /// Whether lanes opened from now on replace others: then a failure to open one is no reason
-    /// to give up.
+    /// Whether lanes opened from now on replace others. Then a failure to open one does
+    /// not end the migration.
     pub(super) established: bool,
 }
 
@@ -78,8 +78,9 @@ pub(super) struct Transfer<'a> {
 }
 
 impl<'a> Transfer<'a> {
-    /// Waits for an event and handles what is the same in every phase: the end of the control
-    /// lane, whatever concerns lanes, a cancellation, the peer's refusal. `None` after `wait`.
+    /// Waits for an event and handles those that all phases treat alike: the end of the
+    /// control lane, lane events, a cancellation, the peer's refusal. `None` after
+    /// `wait`.
     pub(super) fn next_event(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
         let until = Instant::now() + wait;
         loop {
@@ -108,14 +109,14 @@ impl<'a> Transfer<'a> {
                     self.session.cpu.add(cpu);
                     self.lane_ended(lane, result)?;
                 }
-                SessionEvent::LaneWorn => {}
+                SessionEvent::LaneKeyUsed => {}
                 event => return Ok(Some(event)),
             }
             return Ok(Some(SessionEvent::Tended));
         }
     }
 
-    /// The same where no message is expected: one is a fault.
+    /// Waits for an event; a message from the peer is a fault.
     pub(super) fn next_silent(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
         match self.next_event(wait)? {
             Some(SessionEvent::Control(_, FromPeer::Message(message))) => Err(unexpected(&message)),
@@ -125,20 +126,21 @@ impl<'a> Transfer<'a> {
 
     /// Ends the session's threads; returns the session without lanes.
     ///
-    /// An IPsec session of the lanes ends when none is left.
+    /// The lanes' IPsec session ends with the last lane.
     pub(super) fn close(self) -> Session<'a> {
         let Self { mut session, lanes } = self;
         session.close(lanes.threads.into_values());
         session
     }
 
-    /// Does what is due for the lanes now.
+    /// Executes the lane actions that are due.
     fn tend(&mut self) -> Result<(), Fault> {
         loop {
             let action = {
                 let mut state = lock(&self.session.work_queue.state);
                 let now_ns = self.session.work_queue.now_ns();
-                // While the control lane is silent, missing acknowledgements are not the lanes' fault.
+                // While the control lane is silent, missing acknowledgements are not
+                // the lanes' fault.
                 if self.session.control.lane.is_silent() {
                     state.lanes.unheard(now_ns);
                 }
@@ -148,14 +150,14 @@ impl<'a> Transfer<'a> {
                 None => return Ok(()),
                 Some(Action::Open(lane)) => self.open_lane(lane)?,
                 Some(Action::Cut(lane)) => self.session.work_queue.cut(lane),
-                Some(Action::Fence(lane)) => self.say(&Message::Fence { lane })?,
+                Some(Action::Fence(lane)) => self.send_resumable(&Message::Fence { lane })?,
                 Some(Action::GiveUp) => {
                     let fault = self.lanes.first_fault.take();
                     return Err(fault.unwrap_or_else(|| {
                         Fault::new(
                             FaultCode::LaneLost,
                             format!(
-                                "every lane was lost, and none could be opened for {:?}",
+                                "every lane was lost, and no lane could be opened for {:?}",
                                 self.session.options.no_lane_limit
                             ),
                         )
@@ -165,7 +167,7 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// When [`Transfer::tend`] is to be called next, if nothing happens.
+    /// When to call [`Transfer::tend`] next if no event arrives.
     fn tend_at(&self) -> Option<Instant> {
         let due_ns = lock(&self.session.work_queue.state).lanes.due_ns()?;
         Some(self.session.work_queue.instant(due_ns))
@@ -208,7 +210,7 @@ impl<'a> Transfer<'a> {
         if let Some(thread) = self.lanes.threads.remove(&lane)
             && thread.join().is_err()
         {
-            return Err(Fault::new(FaultCode::Internal, "a lane's thread panicked"));
+            return Err(Fault::new(FaultCode::Internal, "a lane thread panicked"));
         }
         let in_order = result.is_ok();
         if let Err(fault) = result {
@@ -226,7 +228,7 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Takes a message about lanes. False for any other message.
+    /// Handles a message about lanes. Returns false for any other message.
     fn lane_message(&mut self, message: &Message) -> Result<bool, Fault> {
         let now_ns = self.session.work_queue.now_ns();
         match message {
@@ -235,7 +237,7 @@ impl<'a> Transfer<'a> {
                     .session
                     .work_queue
                     .change(|state| state.lanes.lane_up(*lane, now_ns));
-                if news.map_err(lie)? {
+                if news.map_err(wrong_report)? {
                     self.session.observer.event(&Event::LaneUp { lane: *lane });
                 }
             }
@@ -244,12 +246,12 @@ impl<'a> Transfer<'a> {
                     .session
                     .work_queue
                     .change(|state| state.lanes.refused(*lane, now_ns));
-                if !refused.map_err(lie)? {
+                if !refused.map_err(wrong_report)? {
                     return Ok(true);
                 }
-                let fault = Fault::told(*fault, format!("lane {lane} was refused: {text}"));
-                // A destination that refuses the first lane would refuse the next one too,
-                // unless it merely has no room.
+                let fault = Fault::from_peer(*fault, format!("lane {lane} was refused: {text}"));
+                // A destination that refuses the first lane would refuse the next one
+                // too, unless it is only at its lane limit.
                 if !self.lanes.established && fault.code != FaultCode::LaneLimit {
                     return Err(fault);
                 }
@@ -274,7 +276,7 @@ impl<'a> Transfer<'a> {
                 let pages = state.lanes.fenced(lane, acks, now_ns)?;
                 Ok((pages, state.lanes.lost_count()))
             })
-            .map_err(lie)?;
+            .map_err(wrong_report)?;
         self.lanes.lost = lost;
         self.lanes.pages_again += pages;
         let why = self.lanes.faults.remove(&lane);
@@ -286,15 +288,15 @@ impl<'a> Transfer<'a> {
         Ok(())
     }
 
-    /// Whether a lost control lane can be replaced: not once the guest is paused for the
-    /// switchover.
+    /// Whether a lost control lane can be replaced: only before the guest is paused for
+    /// the switchover.
     fn is_resumable(&self) -> bool {
         self.session.state == Source::Live
     }
 
-    /// Sends a message that is repeated on a new control lane: a control lane that cannot take it
-    /// is lost, and the migration goes on.
-    fn say(&self, message: &Message) -> Result<(), Fault> {
+    /// Sends a message that would be repeated on a new control lane. If the control
+    /// lane fails, it counts as lost and the migration continues.
+    fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
         match self.session.control.lane.send(message) {
             Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
                 // The reader reports the loss.
@@ -305,9 +307,9 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Asks for the round trip, unless the last question is not answered yet.
-    pub(super) fn ask_anew(&self) -> Result<(), Fault> {
-        match self.session.control.lane.ask_anew() {
+    /// Sends a ping to measure the round trip, unless one is outstanding.
+    pub(super) fn ping_again(&self) -> Result<(), Fault> {
+        match self.session.control.lane.ping_again() {
             Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
                 self.session.control.lane.shutdown();
                 Ok(())
@@ -316,7 +318,7 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// Replaces the control lane, or ends the migration.
+    /// Replaces the control lane, or fails.
     fn resume_control(&mut self, lost: Fault) -> Result<(), Fault> {
         let session = &mut self.session;
         session.observer.event(&Event::ControlLost {
@@ -328,12 +330,15 @@ impl<'a> Transfer<'a> {
         let mut last = lost;
         let stream = loop {
             if session.cancel.is_cancelled() {
-                return Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"));
+                return Err(Fault::new(
+                    FaultCode::Cancelled,
+                    "cancelled by the operator",
+                ));
             }
             if Instant::now() >= until {
                 return Err(given_up(last, session.options.control_limit));
             }
-            // The attempt before may have reached the destination.
+            // The previous attempt may have reached the destination.
             session.raise_epoch();
             let deadline = until.min(Instant::now() + session.options.connect_limit);
             let cancel = Some(session.cancel);
@@ -346,7 +351,7 @@ impl<'a> Transfer<'a> {
                 Ok(_) => {
                     return Err(Fault::new(
                         FaultCode::SecurityNotAgreed,
-                        "the destination selects otherwise than at the beginning",
+                        "the destination's selection differs from the first one",
                     ));
                 }
                 Err(fault) if fault.code == FaultCode::ControlLost => last = fault,
@@ -365,11 +370,11 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// The destination's report cannot be true.
-fn lie(error: ReportError) -> Fault {
+/// The destination's report contradicts the state of the lane.
+fn wrong_report(error: ReportError) -> Fault {
     Fault::new(
         FaultCode::Malformed,
-        "the destination's report about a lane is wrong",
+        "invalid report about a lane from the destination",
     )
     .because(error)
 }

@@ -1,25 +1,24 @@
-//! The source of a migration: from a running VM here to a running VM there.
+//! The source of a migration.
 //!
 //! ```text
 //!   connect ▶ offer, select ▶ describe, accept ▶ lanes up ▶ pre-copy ▶ switchover
 //!                                                           (iterations)
 //! ```
-//! [`migrate`] runs on the caller's thread. Each phase is a type that owns what the phase has, and
+//! [`migrate`] runs on the caller's thread. Each phase is a type that owns its data and
 //! that the next phase consumes:
 //!
 //! ```text
 //!   Connecting ──▶ PreCopy ──▶ Switchover ──▶ Committed ──▶ InDoubt
 //!       └────────────┴─────────────┴──────────────┴────────────┴──▶ Settled
 //! ```
-//! Every way to *Settled* joins every thread, stops the dirty logs, lifts the throttle and leaves
-//! the guest as it was, unless the destination has it, or may have it: then it stays paused
-//! ([`Doubt`]).
+//! Every path to *Settled* joins every thread, stops the dirty logs and lifts the
+//! throttle. It leaves the guest as it was, unless the destination has it or may have
+//! it: then the guest stays paused ([`Doubt`]).
 //!
-//! Around *commit* the events come in this order, for whoever hooks in:
-//! `Recorded(Committing)`, `Paused`, `Committing`, `Committed`, then `Running`
-//! after `Recorded(Released)`, or `InDoubt` any number of times before it. At
-//! the destination: `Recorded(Prepared)`, `Ready`, `Committed`,
-//! `Recorded(Running)`, `Told(Running)`, `Running`.
+//! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`,
+//! `Committing`, `Committed`, then `Running` after `Recorded(Released)`, or `InDoubt`
+//! any number of times before it. At the destination: `Recorded(Prepared)`, `Ready`,
+//! `Committed`, `Recorded(Running)`, `Told(Running)`, `Running`.
 
 mod ask;
 mod committed;
@@ -62,11 +61,11 @@ use super::report::{Observer, Report};
 use super::vmm::SourceVm;
 use crate::lane::policy::ClientTls;
 
-/// Moves `vm` to the destination that listens at `to`, a host and port, such
-/// as `host-b.example:4444`.
+/// Moves `vm` to the destination listening at `to`, a host and port such as
+/// `host-b.example:4444`.
 ///
 /// # Errors
-/// [`MigrateError`] says what failed, whose fault it is, and where the VM is.
+/// [`MigrateError`]: what failed, who is at fault, and where the VM is.
 pub fn migrate(
     vm: &Arc<dyn SourceVm>,
     to: &str,

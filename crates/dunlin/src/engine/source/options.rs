@@ -1,4 +1,4 @@
-//! What an operator can choose at the source.
+//! The options of a migration at the source.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,9 +14,8 @@ use super::super::tune::Tune;
 use crate::lane::record::RECORD_LIMIT;
 use crate::lane::security::SealedLanes;
 
-/// What the operator can choose at the source; made and checked by
-/// [`Options::builder`]. The default is what an operator has who chooses
-/// nothing.
+/// Options of a migration at the source, built and checked by [`Options::builder`]. The
+/// default is a valid configuration.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -89,7 +88,7 @@ impl Options {
         OptionsBuilder(Self::default())
     }
 
-    /// Starts from these.
+    /// Starts from these options.
     pub fn to_builder(&self) -> OptionsBuilder {
         OptionsBuilder(self.clone())
     }
@@ -113,40 +112,40 @@ impl Options {
     }
 }
 
-/// Chooses [`Options`]. What it is not told stays as it was.
+/// Builds [`Options`]. An option that is not set keeps its value.
 #[derive(Clone, Debug)]
-#[must_use = "nothing is chosen before `build`"]
+#[must_use = "a builder has no effect before `build`"]
 pub struct OptionsBuilder(Options);
 
 impl OptionsBuilder {
-    /// Checks what was chosen.
+    /// Checks the options.
     ///
     /// # Errors
-    /// The first option that cannot be.
+    /// The first invalid option.
     pub fn build(self) -> Result<Options, OptionError> {
         let options = self.0;
         let lanes = options.lanes;
         let possible = (1..=MAX_LANES).contains(&lanes);
-        check(possible, "lanes", lanes, "1 to 128 lanes are possible")?;
+        check(possible, "lanes", lanes, "use 1 to 128 lanes")?;
         check(
             options.security != LaneSecurity::Ipsec || options.ipsec.is_some(),
             "security",
             options.security,
-            "lanes over IPsec take what `ipsec` names",
+            "lanes over IPsec also need the option `ipsec`",
         )?;
         for (option, rate) in [
             ("rate", options.rate),
             ("last_pass_rate", options.last_pass_rate),
             ("lane_rate", options.lane_rate),
         ] {
-            let advice = "nothing would ever arrive; leave it out for no cap";
+            let advice = "rate 0 would never finish; leave it unset for no cap";
             check(rate != Some(0), option, rate.unwrap_or(0), advice)?;
         }
         check(
             (512..=RECORD_LIMIT).contains(&options.records_per_lane),
             "records_per_lane",
             options.records_per_lane,
-            "a lane is replaced after 512 to 2^24 records",
+            "use 512 to 2^24 records",
         )?;
         check_limit("connect_limit", options.connect_limit)?;
         check_limit("lane_stall_limit", options.lane_stall_limit)?;
@@ -155,21 +154,21 @@ impl OptionsBuilder {
         Ok(options)
     }
 
-    /// Data lanes, 1 to 128.
+    /// Number of data lanes, 1 to 128.
     pub fn lanes(mut self, lanes: u16) -> Self {
         self.0.lanes = lanes;
         self
     }
 
-    /// How the data lanes are secured; plain needs the destination's consent, IPsec also
-    /// [`OptionsBuilder::ipsec`] on both sides.
+    /// How the data lanes are secured. Plain lanes need the destination's consent;
+    /// lanes over IPsec need [`OptionsBuilder::ipsec`] on both sides.
     pub fn security(mut self, security: LaneSecurity) -> Self {
         self.0.security = security;
         self
     }
 
-    /// By what lanes go over IPsec, where [`LaneSecurity::Ipsec`] is chosen. They are connected
-    /// by it and not by the [`Host`](crate::engine::Host), and their threads kept on its CPUs.
+    /// Opens the lanes if [`LaneSecurity::Ipsec`] is chosen. It binds their connections
+    /// to the session's ports and keeps their threads on its CPUs.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self
@@ -181,116 +180,116 @@ impl OptionsBuilder {
         self
     }
 
-    /// Longest time for the whole migration.
+    /// Longest time for the whole migration; `None` for no limit.
     pub fn time_limit(mut self, time_limit: impl Into<Option<Duration>>) -> Self {
         self.0.time_limit = time_limit.into();
         self
     }
 
-    /// What happens at the time limit.
+    /// What to do at the time limit.
     pub fn at_time_limit(mut self, at_time_limit: AtTimeLimit) -> Self {
         self.0.at_time_limit = at_time_limit;
         self
     }
 
-    /// Whether a guest that outruns the link may be slowed down.
+    /// Whether to throttle a guest that dirties memory faster than the link can carry
+    /// it.
     pub fn throttle(mut self, throttle: bool) -> Self {
         self.0.throttle = throttle;
         self
     }
 
-    /// Cap over all data lanes, in bytes per second.
+    /// Rate cap over all data lanes together, in bytes per second.
     pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
         self.0.rate = rate.into();
         self
     }
 
-    /// Changes that cap while the migration runs.
+    /// Changes the rate cap while the migration runs.
     pub fn tune(mut self, tune: Tune) -> Self {
         self.0.tune = tune;
         self
     }
 
-    /// The same for the last pass, when the guest stands still.
+    /// Rate cap over all data lanes during the last pass, while the guest is paused, in
+    /// bytes per second.
     pub fn last_pass_rate(mut self, last_pass_rate: impl Into<Option<u64>>) -> Self {
         self.0.last_pass_rate = last_pass_rate.into();
         self
     }
 
-    /// Cap for each data lane, kept by the kernel, in bytes per second.
+    /// Rate cap of each data lane, enforced by the kernel, in bytes per second.
     pub fn lane_rate(mut self, lane_rate: impl Into<Option<u64>>) -> Self {
         self.0.lane_rate = lane_rate.into();
         self
     }
 
-    /// Compare both memories by digest before *commit*. It costs downtime in
+    /// Compares digests of both memories before *commit*. This adds downtime in
     /// proportion to the memory that is not zero.
     pub fn verify(mut self, verify: bool) -> Self {
         self.0.verify = verify;
         self
     }
 
-    /// For connecting, handshakes and the destination's answer to *describe*.
+    /// Limit for connecting, handshakes and the destination's answer to *describe*.
     pub fn connect_limit(mut self, connect_limit: Duration) -> Self {
         self.0.connect_limit = connect_limit;
         self
     }
 
-    /// After this long without any confirmation of what it carries a lane
-    /// counts as lost.
+    /// A lane counts as lost after this long without an acknowledgement of data that it
+    /// carries.
     pub fn lane_stall_limit(mut self, lane_stall_limit: Duration) -> Self {
         self.0.lane_stall_limit = lane_stall_limit;
         self
     }
 
-    /// For how long a migration without any lane tries to get one.
+    /// How long a migration without any lane tries to open one.
     pub fn no_lane_limit(mut self, no_lane_limit: Duration) -> Self {
         self.0.no_lane_limit = no_lane_limit;
         self
     }
 
-    /// After this long without a message the control lane counts as lost. The
-    /// peer is asked for one five times as often; both sides shall have about
-    /// the same limit.
+    /// The control lane counts as lost after this long without a message. The source
+    /// pings the peer five times as often. Set about the same limit on both sides.
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;
         self
     }
 
-    /// For how long a lost control lane is tried to be made anew while the
-    /// guest runs.
+    /// How long to try to replace a lost control lane while the guest runs.
     pub fn control_limit(mut self, control_limit: Duration) -> Self {
         self.0.control_limit = control_limit;
         self
     }
 
-    /// Records after which a lane is replaced by a fresh one; at most, and by
-    /// default, what its cipher allows. At least 512.
+    /// Records after which a lane is replaced by a new one: at least 512; the maximum
+    /// and default is the limit of the cipher.
     pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
         self.0.records_per_lane = records_per_lane;
         self
     }
 
-    /// For how long the destination is asked what became of a *commit* that it
-    /// has not answered, before the VM is left in doubt. A cancellation does not
-    /// end the inquiries, since only an answer ends the doubt: each attempt to
-    /// connect ends at [`OptionsBuilder::connect_limit`], and the last at this
-    /// limit. Only the resolution of a name has none.
+    /// How long to ask the destination for the outcome of an unanswered *commit* before
+    /// the VM is left in doubt. Cancelling does not end the inquiries, because only an
+    /// answer resolves the doubt: each attempt to connect ends at
+    /// [`OptionsBuilder::connect_limit`], and the last one at this limit. Only name
+    /// resolution has no limit.
     pub fn doubt_limit(mut self, doubt_limit: Duration) -> Self {
         self.0.doubt_limit = doubt_limit;
         self
     }
 
-    /// Where this migration is remembered. Without, it is remembered while this
-    /// process lives, and an operator has to find out what became of the VM if
-    /// that dies after *commit*.
+    /// Journal of this migration. Without one, this process keeps the record in memory;
+    /// if the process dies after *commit*, an operator has to find out where the VM
+    /// runs.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;
         self
     }
 
-    /// The control socket of this process, for the journal: where somebody who
-    /// finds the record can ask. At most 107 bytes; empty for none.
+    /// Path of this process's control socket, stored in the journal: an operator who
+    /// finds the record can ask there. At most 107 bytes; empty for none.
     pub fn owner(mut self, owner: impl Into<String>) -> Self {
         self.0.owner = owner.into();
         self

@@ -1,7 +1,8 @@
-//! What the switchover's state machine decides is done here.
+//! Executes the decisions of the switchover's state machine.
 //!
-//! [`Source`] says what follows from an event. A phase does what it can of that, in order, until
-//! nothing more follows by itself; what it leaves is for the next phase.
+//! [`Source`] returns the actions that follow from an event. A phase executes them in
+//! order and feeds resulting events back, until none remains. It leaves actions that it
+//! cannot execute to the next phase.
 
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
@@ -16,38 +17,39 @@ use super::session::Session;
 pub(super) trait Phase<'a> {
     fn session(&mut self) -> &mut Session<'a>;
 
-    /// Does one action. What the phase does not know, [`Session::act`] does or leaves.
+    /// Executes one action. [`Session::act`] executes or leaves the actions that the
+    /// phase does not handle.
     fn act(&mut self, action: Do) -> Done;
 }
 
-/// What became of an action.
+/// Result of an action.
 pub(super) enum Done {
-    /// It is done.
+    /// Done.
     Yes,
-    /// It is done, and ended with this event.
+    /// Done, with this event as its result.
     With(On),
-    /// It belongs to the next phase, with those that follow it.
+    /// Belongs to the next phase, with the actions after it.
     Left,
 }
 
-/// Actions that a phase has left to the next one.
+/// Actions left to the next phase.
 pub(super) type Rest = &'static [Do];
 
-/// Takes an event and does what follows.
+/// Applies an event and executes the actions that follow.
 ///
 /// # Errors
-/// The state cannot take the event: the peer broke the protocol.
+/// The state does not accept the event: the peer violated the protocol.
 pub(super) fn take<'a>(phase: &mut impl Phase<'a>, event: On) -> Result<Rest, Fault> {
     let session = phase.session();
     let (state, actions) = session.state.on(event).or_fault(
         FaultCode::Malformed,
-        "the peer broke the order of the switchover",
+        "the peer violated the order of the switchover",
     )?;
     session.state = state;
     perform(phase, actions)
 }
 
-/// Does `actions`, and what follows from them.
+/// Executes `actions`, and those that follow from them.
 pub(super) fn perform<'a>(phase: &mut impl Phase<'a>, actions: Rest) -> Result<Rest, Fault> {
     let mut next = None;
     for (index, action) in actions.iter().enumerate() {
@@ -63,17 +65,17 @@ pub(super) fn perform<'a>(phase: &mut impl Phase<'a>, actions: Rest) -> Result<R
     }
 }
 
-/// Something failed, here or at the peer: does what follows from that.
+/// Applies a failure here or at the peer, and executes the actions that follow.
 pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) -> Rest {
     let session = phase.session();
     let event = session.event_of(&fault);
-    // The cause of the doubt says more than the failure of an inquiry.
+    // The cause of the doubt says more than a failed inquiry.
     if session.state != Source::InDoubt || session.fault.is_none() {
         session.fault = Some(fault);
     }
     take(phase, event).unwrap_or_else(|impossible| {
-        // Every state that waits for something takes a failure.
-        let text = format!("a failure could not be taken: {}", impossible.for_peer());
+        // Every waiting state accepts a failure.
+        let text = format!("no state accepts this failure: {}", impossible.for_peer());
         phase.session().warn(text);
         &[]
     })
@@ -82,20 +84,20 @@ pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) -> Rest {
 impl Session<'_> {
     pub(super) fn event_of(&self, fault: &Fault) -> On {
         match fault.code {
-            _ if fault.told => On::PeerCancelled,
+            _ if fault.from_peer => On::PeerCancelled,
             FaultCode::ControlLost => On::ControlLost,
             FaultCode::Cancelled if self.state.may_cancel() => On::Cancelled,
             _ => On::Failed,
         }
     }
 
-    /// Does an action that is the same in every phase.
+    /// Executes an action that all phases execute alike.
     pub(super) fn act(&mut self, action: Do) -> Done {
         match action {
             Do::Record(record) => return Done::With(self.record(record)),
             Do::Note(record) => {
                 if let Err(error) = self.journal.write(State::Source(record)) {
-                    self.warn(format!("{record} could not be recorded: {error}"));
+                    self.warn(format!("cannot record {record}: {error}"));
                 } else {
                     self.observer.event(&Event::Recorded(record));
                 }
@@ -108,14 +110,14 @@ impl Session<'_> {
                     Some(fault) => (fault.kind(), fault.for_peer()),
                     None => (FaultCode::Internal, String::new()),
                 };
-                // A peer that is gone drops its copy too.
+                // If the peer is unreachable, it drops its copy by itself.
                 let _ = self.control.lane.send(&Message::Cancel { fault, text });
             }
             Do::AskOperator => self.vm_is = VmIs::RanThenDied,
-            // The destination runs; nothing here depends on whether this arrives.
+            // The destination runs the VM; nothing here depends on the delivery.
             Do::SendRelease => drop(self.control.lane.send(&Message::Release)),
             Do::RefuseTooLate => {
-                self.warn("too late to cancel: the VM is the destination's".into());
+                self.warn("too late to cancel: the destination owns the VM".into());
             }
             Do::PauseGuest
             | Do::SendCommit
@@ -134,13 +136,10 @@ impl Session<'_> {
                 On::Recorded
             }
             Err(error) => {
-                let fault = Fault::new(
-                    FaultCode::Journal,
-                    format!("{record} could not be recorded"),
-                )
-                .because(error);
+                let fault = Fault::new(FaultCode::Journal, format!("cannot record {record}"))
+                    .because(error);
                 if self.state == Source::Releasing {
-                    // The migration has succeeded all the same.
+                    // The migration has succeeded even so.
                     self.warn(fault.for_peer());
                 } else {
                     self.fault = Some(fault);

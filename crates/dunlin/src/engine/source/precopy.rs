@@ -1,4 +1,4 @@
-//! Pre-copy: iterations over what is dirty while the guest runs.
+//! Pre-copy: iterations over dirty pages while the guest runs.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,34 +23,33 @@ use super::settled::Settled;
 use super::switchover::Switchover;
 use super::window::{Window, per_second};
 
-/// Between two progress events.
+/// Interval between progress events.
 const PROGRESS_EVERY: Duration = Duration::from_millis(250);
-/// What the switchover costs besides the last pages and round trips: pausing,
-/// saving and loading the state, starting the guest. `dunlin demo` shows them:
-/// about 0.1, up to 3 and 0.7 ms with the reference VMM; the rest is room for
-/// a VMM with devices.
+/// Cost of the switchover besides the last pages and round trips: pausing, saving and
+/// loading state, starting the guest. `dunlin demo` measures about 0.1, up to 3 and 0.7
+/// ms with the reference VMM; the rest is reserve for a VMM with devices.
 const STATE_COST: Duration = Duration::from_millis(6);
-/// Bytes per second at which digests are made, for the prediction alone.
+/// Rate of hashing memory, in bytes per second; used only for the prediction.
 const DIGEST_BYTES_PER_S: u64 = 3 << 30;
-/// A pass shorter than this says nothing about the bandwidth.
+/// A shorter pass is not used to measure the bandwidth.
 const MEASURABLE: Duration = Duration::from_millis(20);
-/// A pass lasts at least this long, so that a guest whose few dirty pages go
-/// by in no time is not asked for its dirty log thousands of times a second.
+/// Shortest duration of a pass. Without it, a guest with few dirty pages would have its
+/// dirty log fetched thousands of times a second.
 const SHORTEST_PASS: Duration = Duration::from_millis(5);
-/// What is still under way when a pass ends, as time on the link: enough that
-/// the link never falls idle between two passes, and no more. What is asked of
-/// the dirty log later is less, and what lies in the buffers of many lanes on a
-/// slow link would count as a remainder that no pass makes smaller.
+/// Data still in flight when a pass ends, as time on the link. It keeps the link busy
+/// between two passes. More would be worse: fetching the dirty log later finds fewer
+/// repeated writes, and data in the socket buffers of many lanes on a slow link would
+/// count as a remainder that no pass reduces.
 const KEPT_UNDER_WAY: Duration = Duration::from_millis(10);
-/// How often it is looked at whether that much has been acknowledged.
+/// Interval between checks whether enough has been acknowledged.
 const DRAIN_EVERY: Duration = Duration::from_millis(2);
 
-/// Iterations over what is dirty while the guest runs.
+/// Iterations over dirty pages while the guest runs.
 pub(super) struct PreCopy<'a> {
     transfer: Transfer<'a>,
     guest: LoggedGuest,
     iterations: Vec<Iteration>,
-    /// Bandwidth; 0 before it has been measured.
+    /// Bandwidth; 0 before the first measurement.
     bytes_per_s: u64,
     window: Window,
     dirty_pages_per_s: u64,
@@ -78,7 +77,7 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Iterates until the switchover is due, and has it recorded.
+    /// Iterates until the switchover is due, and records it.
     pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled<'a>> {
         let converged = self
             .open_lanes()
@@ -98,8 +97,8 @@ impl<'a> PreCopy<'a> {
         Ok(Switchover::new(transfer, guest, iterations))
     }
 
-    /// Opens the lanes side by side and waits until all are up. One that cannot be opened now is
-    /// tried again later, as long as another is up.
+    /// Opens the lanes concurrently and waits until all are up. If at least one is up,
+    /// a lane that fails to open is retried later.
     fn open_lanes(&mut self) -> Result<(), Fault> {
         let transfer = &mut self.transfer;
         let options = transfer.session.options;
@@ -121,7 +120,7 @@ impl<'a> PreCopy<'a> {
                 return Err(fault.or(lanes.first_fault.take()).unwrap_or_else(|| {
                     Fault::new(
                         FaultCode::LaneLost,
-                        "no lane was up within the limit for connecting",
+                        "no lane was established within the connect limit",
                     )
                 }));
             }
@@ -143,7 +142,7 @@ impl<'a> PreCopy<'a> {
             PAGE_BYTES,
         );
         loop {
-            self.transfer.ask_anew()?;
+            self.transfer.ping_again()?;
             let (iteration, waiting) = self.transfer.session.work_queue.begin_iteration(false);
             let began = Instant::now();
             let bytes_before = lock(&self.transfer.session.work_queue.state)
@@ -187,14 +186,14 @@ impl<'a> PreCopy<'a> {
                 Decision::GiveUp => {
                     return Err(Fault::new(
                         FaultCode::TimeLimit,
-                        "the migration did not converge within its time limit",
+                        "no convergence within the time limit",
                     ));
                 }
                 Decision::OutOfReach => {
                     return Err(Fault::new(
                         FaultCode::NotConverging,
                         format!(
-                            "nothing is left to send, and the switchover alone takes {:?}: more \
+                            "all pages are sent, but the switchover alone takes {:?}, more \
                              than the downtime limit of {:?}",
                             self.fixed_cost(),
                             self.transfer.session.options.downtime_limit
@@ -227,7 +226,7 @@ impl<'a> PreCopy<'a> {
                     .session
                     .observer
                     .event(&Event::Warning(format!(
-                        "holes in guest memory cannot be found ({error}): all of {} is read",
+                        "cannot find holes in guest memory ({error}): reading all of {}",
                         region.name
                     )));
                 let count = region.pages();
@@ -238,10 +237,9 @@ impl<'a> PreCopy<'a> {
         Ok(())
     }
 
-    /// Waits until the last chunk of `iteration` has been given to a lane and
-    /// most of what was given has arrived, or the time limit has come. A pass
-    /// that is over in no time is stretched: the guest gets the processor for
-    /// longer than the engine does.
+    /// Waits until the last chunk of `iteration` has been given to a lane and most of
+    /// the data in flight has arrived, or until the time limit. A very short pass is
+    /// stretched, so that the guest gets more of the processor than the engine.
     fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
         let mut cut_yet = false;
         let mut progress_at = Instant::now() + PROGRESS_EVERY;
@@ -277,7 +275,7 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Whether little enough is under way to ask the dirty logs again.
+    /// Whether little enough is in flight to fetch the dirty logs again.
     fn is_drained(&self) -> bool {
         let state = lock(&self.transfer.session.work_queue.state);
         let under_way = state.lanes.schedule().in_flight_pages();
@@ -292,9 +290,8 @@ impl<'a> PreCopy<'a> {
         u128::from(under_way * PAGE_BYTES) <= kept_bytes
     }
 
-    /// The bandwidth is what the destination has acknowledged: what stands in
-    /// the sockets' buffers still has to travel. Passes too short to tell are
-    /// taken together.
+    /// Measures the bandwidth from acknowledgements, because data in socket buffers
+    /// still has to travel. Passes too short to measure are combined.
     fn measure(&mut self, now: &Traffic, dirtied: u64, duration: Duration) {
         self.dirty_pages_per_s = per_second(dirtied, duration);
         let acked_pages = lock(&self.transfer.session.work_queue.state).acked_pages;
@@ -307,8 +304,8 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// The switchover's cost besides the last pages. The digests are no part
-    /// of it: they are asked for by hand, and no further pass shortens them.
+    /// The switchover's cost besides the last pages. It excludes digests: they are an
+    /// explicit option, and no further pass shortens them.
     fn fixed_cost(&self) -> Duration {
         STATE_COST + self.transfer.session.control.lane.round_trip() * 3 / 2
     }
@@ -353,8 +350,7 @@ impl<'a> PreCopy<'a> {
     }
 }
 
-/// What a switchover now would have to wait for: the pages that are dirty, and
-/// those that were given to a lane and have not arrived.
+/// Bytes that a switchover now would wait for: dirty pages, and pages in flight.
 fn remaining_bytes(schedule: &Schedule) -> u64 {
     schedule.remaining_pages() * PAGE_BYTES
 }
@@ -368,12 +364,12 @@ mod tests {
 
     use super::*;
 
-    /// A link of 100 MiB/s carries one chunk of 256 KiB in 2.5 ms. With 10 ms of
-    /// them under way and nothing dirty, the last byte arrives too late for a
-    /// limit of 15 ms, of which the rest of the switchover takes 6 ms; once half
-    /// of it has been acknowledged, in time.
+    /// A link of 100 MiB/s carries a chunk of 256 KiB in 2.5 ms. With 10 ms of chunks
+    /// in flight and nothing dirty, the last byte arrives too late for a limit of 15
+    /// ms, since the rest of the switchover takes 6 ms. Once half of them have been
+    /// acknowledged, it arrives in time.
     #[test]
-    fn what_is_under_way_counts_against_the_downtime_limit() {
+    fn data_in_flight_counts_against_the_downtime_limit() {
         const BYTES_PER_S: u64 = 100 << 20;
         let chunks = 4;
         let mut schedule = Schedule::new([(0, chunks * CHUNK_PAGES)]);

@@ -1,4 +1,4 @@
-//! What every phase of a migration has, on the thread that called
+//! State common to all phases of a migration, on the thread that called
 //! [`migrate`](super::migrate).
 
 use std::sync::Arc;
@@ -23,11 +23,11 @@ use super::options::Options;
 use super::work_queue::WorkQueue;
 use crate::lane::control::ControlStream;
 
-/// How long to wait for the reason why the destination gave a lane up.
+/// How long to wait for the destination's reason after it closed a lane.
 const REASON_LIMIT: Duration = Duration::from_millis(300);
 
-/// What every phase has. The phases own it in turn:
-/// *Connecting → PreCopy → Switchover → Committed → InDoubt*.
+/// State common to all phases, which own it in turn: *Connecting → PreCopy → Switchover
+/// → Committed → InDoubt*.
 pub(super) struct Session<'a> {
     pub(super) vm: &'a Arc<dyn SourceVm>,
     pub(super) memory: Arc<dyn GuestMemory>,
@@ -43,11 +43,11 @@ pub(super) struct Session<'a> {
     pub(super) work_queue: Arc<WorkQueue>,
     pub(super) state: Source,
     pub(super) journal: SessionJournal,
-    /// Why the migration fails, as far as it is known.
+    /// Why the migration fails, if known.
     pub(super) fault: Option<Fault>,
-    /// Where the VM is, if the session ends now.
+    /// Where the VM is if the session ends now.
     pub(super) vm_is: VmIs,
-    /// Whether the guest was paused by its owner, not by the migration.
+    /// Whether the owner paused the guest, rather than the migration.
     pub(super) paused_by_owner: bool,
     /// Joined at the end.
     pub(super) threads: Vec<JoinHandle<()>>,
@@ -56,7 +56,7 @@ pub(super) struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// The next message while nothing but messages is expected; `None` at the deadline.
+    /// The next message, when only messages are expected; `None` at the deadline.
     pub(super) fn next_message(&self, deadline: Instant) -> Result<Option<Message>, Fault> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -73,27 +73,28 @@ impl Session<'_> {
         }
     }
 
-    /// Handles what is the same in every phase, and returns any other event: messages of earlier
-    /// control lanes are dropped; a refusal or a cancellation ends the migration.
+    /// Handles the events that all phases treat alike, and returns any other: drops
+    /// messages of earlier control lanes; a refusal or cancellation ends the migration.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {
             SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch() => Ok(None),
             SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
-                Err(Fault::told(fault, text))
+                Err(Fault::from_peer(fault, text))
             }
             // Nothing is left to refuse after *commit*.
             SessionEvent::Control(_, FromPeer::Message(Message::Refuse { fault, text }))
                 if self.state.may_cancel() =>
             {
-                Err(Fault::told(fault, text))
+                Err(Fault::from_peer(fault, text))
             }
             SessionEvent::Cancelled if !self.state.may_cancel() => {
-                self.warn("too late to cancel: the VM is the destination's".into());
+                self.warn("too late to cancel: the destination owns the VM".into());
                 Ok(None)
             }
-            SessionEvent::Cancelled => {
-                Err(Fault::new(FaultCode::Cancelled, "the operator cancelled"))
-            }
+            SessionEvent::Cancelled => Err(Fault::new(
+                FaultCode::Cancelled,
+                "cancelled by the operator",
+            )),
             event => Ok(Some(event)),
         }
     }
@@ -115,7 +116,8 @@ impl Session<'_> {
         Ok(Some(event))
     }
 
-    /// Why the destination gave a lane up, if it says so within a moment.
+    /// The destination's reason for closing a lane, if it arrives within
+    /// [`REASON_LIMIT`].
     pub(super) fn reason_of_peer(&self) -> Option<Fault> {
         let until = Instant::now() + REASON_LIMIT;
         loop {
@@ -126,26 +128,26 @@ impl Session<'_> {
                     FromPeer::Message(
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
-                ) => return Some(Fault::told(fault, text)),
+                ) => return Some(Fault::from_peer(fault, text)),
                 SessionEvent::LaneEnded { cpu, .. } => self.cpu.add(cpu),
-                // A reason would have come before the end of the control lane.
+                // The peer sends a reason before it closes the control lane.
                 SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
                 _ => {}
             }
         }
     }
 
-    /// Fails when the guest has ended.
+    /// Fails if the guest has ended.
     pub(super) fn check_guest(&self) -> Result<(), Fault> {
         match self.vm.run_state() {
             RunState::Running | RunState::Paused => Ok(()),
             RunState::PoweredOff => Err(Fault::new(
                 FaultCode::GuestPoweredOff,
-                "the guest powered itself off while it was being migrated",
+                "the guest powered itself off during the migration",
             )),
             RunState::Stopped(why) => Err(Fault::new(
                 FaultCode::GuestStopped,
-                format!("the guest stopped while it was being migrated: {why}"),
+                format!("the guest stopped during the migration: {why}"),
             )),
         }
     }
@@ -157,7 +159,8 @@ impl Session<'_> {
         )
     }
 
-    /// Ends the control lane, and joins every thread: `lanes`, the reader and the others.
+    /// Ends the control lane and joins every thread: `lanes`, the reader and the
+    /// others.
     pub(super) fn close(&mut self, lanes: impl Iterator<Item = JoinHandle<()>>) {
         self.work_queue.stop();
         // Best effort: the peer may be gone.
@@ -180,10 +183,10 @@ impl Session<'_> {
         }
     }
 
-    /// Waits for the peer's last messages and its close, within a bound.
+    /// Waits for the peer's last messages and its close, up to [`CLOSE_LIMIT`].
     fn await_end_of_control(&self) {
         let until = Instant::now() + CLOSE_LIMIT;
-        // A peer that goes on sending gets no more than its time.
+        // The limit also holds for a peer that keeps sending.
         while !self.control.has_ended() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
@@ -214,17 +217,15 @@ impl Session<'_> {
         )
     }
 
-    /// The next control lane has a higher epoch than any before, in the journal too.
+    /// Raises the epoch for the next control lane, and records it.
     pub(super) fn raise_epoch(&mut self) {
         self.control.offer.epoch += 1;
         if let Err(error) = self.journal.write_epoch(self.control.offer.epoch) {
-            self.warn(format!(
-                "the control lane's epoch could not be recorded: {error}"
-            ));
+            self.warn(format!("cannot record the control lane's epoch: {error}"));
         }
     }
 
-    /// A control lane that was opened under the offer's epoch becomes the session's.
+    /// Makes `stream`, opened under the offer's epoch, the session's control lane.
     pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
         self.control = ControlLink::new(
             stream,
@@ -244,6 +245,6 @@ impl Session<'_> {
 pub(super) fn unexpected(message: &Message) -> Fault {
     Fault::new(
         FaultCode::Malformed,
-        format!("the destination sent {} out of turn", message.kind().name()),
+        format!("unexpected {} from the destination", message.kind().name()),
     )
 }

@@ -1,4 +1,4 @@
-//! How a migration has ended.
+//! The end of a migration.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::guest::LoggedGuest;
 use super::lanes::Transfer;
 use super::session::Session;
 
-/// What a report says of the switchover and the iterations before it.
+/// Figures of the report about the iterations and the switchover.
 #[derive(Default)]
 pub(super) struct Figures {
     pub(super) iterations: Vec<Iteration>,
@@ -26,27 +26,27 @@ pub(super) struct Figures {
     pub(super) total: Duration,
 }
 
-/// A migration that has ended: no thread, lane or dirty log is left.
+/// A migration that has ended: no thread, lane or dirty log remains.
 pub(super) enum Settled<'a> {
     /// The destination has the VM.
     Moved(Box<Session<'a>>, Box<Report>),
-    /// It has not, or may not.
+    /// The destination does not have the VM, or may not have it.
     NotMoved(Box<Session<'a>>),
 }
 
 impl<'a> Settled<'a> {
-    /// Before the destination accepted the VM.
+    /// Ended before the destination accepted the VM.
     pub(super) fn unaccepted(mut session: Session<'a>) -> Self {
         session.close(std::iter::empty());
         Self::NotMoved(Box::new(session))
     }
 
-    /// Before *commit*.
+    /// Ended before *commit*.
     pub(super) fn kept(transfer: Transfer<'a>, guest: LoggedGuest) -> Self {
         Self::NotMoved(Box::new(end(transfer, guest)))
     }
 
-    /// After *commit*.
+    /// Ended after *commit*.
     pub(super) fn committed(transfer: Transfer<'a>, guest: LoggedGuest, figures: Figures) -> Self {
         let (lanes_lost, pages_again) = (transfer.lanes.lost, transfer.lanes.pages_again);
         let session = end(transfer, guest);
@@ -73,7 +73,7 @@ impl<'a> Settled<'a> {
         Self::Moved(Box::new(session), Box::new(report))
     }
 
-    /// The result; `own_cpu` is what the calling thread has used.
+    /// The result; `own_cpu` is the CPU time of the calling thread.
     pub(super) fn into_result(
         self,
         own_cpu: impl FnOnce() -> Duration,
@@ -82,8 +82,8 @@ impl<'a> Settled<'a> {
             Self::NotMoved(session) => Err(error(*session)),
             Self::Moved(session, mut report) => {
                 report.source_cpu += own_cpu();
-                // If *released* could not be recorded, the destination has not been told to forget
-                // either, and the record may still be needed.
+                // If *released* could not be recorded, the destination was not asked to
+                // forget the session either, and the record may still be needed.
                 if session.journal.record().state == State::Source(SourceRecord::Released) {
                     let Session {
                         journal, observer, ..
@@ -117,13 +117,10 @@ fn error(session: Session<'_>) -> MigrateError {
     let fault = fault.unwrap_or_else(|| match state {
         Source::RanThenDied => Fault {
             at_fault: AtFault::Peer,
-            ..Fault::new(FaultCode::Internal, "the VM has died at the destination")
+            ..Fault::new(FaultCode::Internal, "the VM died at the destination")
         },
         Source::InDoubt => Fault::new(FaultCode::ControlLost, NO_RECORD),
-        _ => Fault::new(
-            FaultCode::Internal,
-            "the migration has ended without a reason",
-        ),
+        _ => Fault::new(FaultCode::Internal, "the migration ended without a reason"),
     });
     let mut error = fault.into_error(vm_is);
     if state.may_resolve() {
@@ -133,7 +130,8 @@ fn error(session: Session<'_>) -> MigrateError {
             paused_by_owner,
         }));
     } else if state == Source::Kept {
-        // If it stays it says *kept*, or leads a restarted process there.
+        // Best effort: a record that stays is *kept*, or leads a restarted process to
+        // *kept*.
         let _ = journal.forget();
     }
     error

@@ -1,4 +1,4 @@
-//! The switchover at the source: pause, last pages and state, up to *commit*.
+//! The switchover at the source: pause, last pages and state, until *commit*.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -24,20 +24,20 @@ use super::phase::{Done, Phase, failed, take};
 use super::session::{Session, unexpected};
 use super::settled::{Figures, Settled};
 
-/// The guest is paused, and the last pages and its state go out.
+/// The guest is paused; the source sends the last pages and the state.
 pub(super) struct Switchover<'a> {
     transfer: Transfer<'a>,
     guest: PausedGuest,
     figures: Figures,
 }
 
-/// What the source has sent since the pause.
+/// Data of the switchover that has been sent.
 struct Sent {
     /// When the guest was paused.
     paused: Instant,
-    /// Our digest, where verification was agreed.
+    /// The source's digest, if verification was negotiated.
     digest: Option<Receiver<std::io::Result<Digest>>>,
-    /// The *final* that was sent last.
+    /// The most recent *final*.
     last: Final,
 }
 
@@ -77,13 +77,13 @@ impl<'a> Switchover<'a> {
         }
     }
 
-    /// Pauses the guest, and sends all that *commit* needs.
+    /// Pauses the guest and sends everything that *commit* requires.
     pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled<'a>> {
         let agreed = self.pause_and_finish().and_then(|sent| {
             take(&mut self, SourceEvent::FinalSent)?;
             let paused = sent.paused;
             self.await_ready(sent)?;
-            // From here on the VM is the destination's.
+            // From here on the destination owns the VM.
             let rest = take(&mut self, SourceEvent::Ready { same_memory: true })?;
             Ok((paused, rest))
         });
@@ -108,7 +108,7 @@ impl<'a> Switchover<'a> {
         session
             .vm
             .pause()
-            .or_fault(FaultCode::Internal, "the guest cannot be paused")?;
+            .or_fault(FaultCode::Internal, "cannot pause the guest")?;
         self.figures.downtime.pause = paused.elapsed();
         session.observer.event(&Event::Paused);
         session.check_guest()?;
@@ -118,7 +118,8 @@ impl<'a> Switchover<'a> {
         Ok(sent)
     }
 
-    /// Sends what is dirty and the state at the same time, and waits for the lanes' ends.
+    /// Sends the dirty pages and the state concurrently, and waits for the lanes to
+    /// end.
     fn last_pages(&mut self, paused: Instant) -> Result<Sent, Fault> {
         let session = &self.transfer.session;
         session.options.tune.detach();
@@ -136,13 +137,16 @@ impl<'a> Switchover<'a> {
         session
             .vm
             .deactivate()
-            .or_fault(FaultCode::Internal, "disks and devices cannot be released")?;
+            .or_fault(FaultCode::Internal, "cannot release disks and devices")?;
         let sections = self.send_state()?;
         self.figures.downtime.state = state_began.elapsed();
 
         while !lock(&work_queue.state).lanes.complete() {
             if self.transfer.next_silent(ANSWER_LIMIT)?.is_none() {
-                return Err(Fault::new(FaultCode::LaneLost, "the lanes do not end"));
+                return Err(Fault::new(
+                    FaultCode::LaneLost,
+                    "the lanes did not end in time",
+                ));
             }
         }
         let duration = paused.elapsed();
@@ -168,7 +172,7 @@ impl<'a> Switchover<'a> {
         })
     }
 
-    /// What the destination must have received.
+    /// The totals that the destination must have received.
     fn count(&self, iteration: u32, sections: u32) -> Final {
         let state = lock(&self.transfer.session.work_queue.state);
         let (chunks, pages) = state.lanes.schedule().kept();
@@ -182,7 +186,7 @@ impl<'a> Switchover<'a> {
         }
     }
 
-    /// Hashes the memory of the paused guest on a thread of its own.
+    /// Hashes the memory of the paused guest on its own thread.
     fn start_digest(&mut self) -> Result<Receiver<std::io::Result<Digest>>, Fault> {
         let (sender, receiver) = channel();
         let session = &mut self.transfer.session;
@@ -196,7 +200,7 @@ impl<'a> Switchover<'a> {
         Ok(receiver)
     }
 
-    /// Waits for *ready*, and for everything else that must be so before *commit*.
+    /// Waits for *ready* and for the other conditions of *commit*.
     fn await_ready(&mut self, mut sent: Sent) -> Result<(), Fault> {
         let finalised = Instant::now();
         let until = finalised + ANSWER_LIMIT;
@@ -218,15 +222,15 @@ impl<'a> Switchover<'a> {
         let session = &self.transfer.session;
         session.vm.hold().or_fault(
             FaultCode::Cancelled,
-            "the migration was held and then refused",
+            "the VMM refused the migration after holding it",
         )?;
-        // A cancellation that came while the VMM was busy, on either side, is still in time.
+        // A cancellation that arrived while either VMM was busy is still in time.
         while self.transfer.next_silent(Duration::ZERO)?.is_some() {}
         self.transfer.session.check_guest()
     }
 
-    /// Counts anew if a lane was lost after *final* had counted its chunks: they have gone out
-    /// again.
+    /// Sends *final* again if a lane was lost after the last one: the lane's chunks
+    /// have been sent again, which changes the totals.
     fn repeat_final(&self, last: &mut Final) -> Result<(), Fault> {
         let state = lock(&self.transfer.session.work_queue.state);
         let overtaken = state.lanes.fenced_count() != last.fenced && state.lanes.complete();
@@ -245,15 +249,16 @@ impl<'a> Switchover<'a> {
             .session
             .vm
             .save()
-            .or_fault(FaultCode::Internal, "the state cannot be saved")?;
+            .or_fault(FaultCode::Internal, "cannot save the state")?;
         let bytes: usize = sections.iter().map(|section| section.bytes.len()).sum();
         let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
         if count > MAX_SECTIONS || bytes > MAX_STATE_BYTES {
             return Err(Fault::new(
                 FaultCode::Internal,
                 format!(
-                    "the state has {count} sections of {bytes} bytes: more than {MAX_SECTIONS} or \
-                     {MAX_STATE_BYTES}; put large state into a state-stream region"
+                    "state of {count} sections and {bytes} bytes over the limit of {MAX_SECTIONS} \
+                     sections and {MAX_STATE_BYTES} bytes; put large state into a state-stream \
+                     region"
                 ),
             ));
         }
@@ -274,7 +279,7 @@ impl<'a> Switchover<'a> {
     }
 }
 
-/// Compares the digests (I3); a difference ends the migration before *commit*.
+/// Compares the digests (I3). A difference ends the migration before *commit*.
 fn compare(
     ours: Option<Receiver<std::io::Result<Digest>>>,
     theirs: Option<Digest>,
@@ -284,18 +289,18 @@ fn compare(
     };
     let ours = ours
         .recv()
-        .map_err(|_| Fault::new(FaultCode::Internal, "the digest's thread panicked"))?
-        .or_fault(FaultCode::VerificationFailed, "guest memory cannot be read")?;
+        .map_err(|_| Fault::new(FaultCode::Internal, "the digest thread panicked"))?
+        .or_fault(FaultCode::VerificationFailed, "cannot read guest memory")?;
     let theirs = theirs.ok_or_else(|| {
         Fault::new(
             FaultCode::Malformed,
-            "the destination sent no digest although verification was agreed",
+            "the destination sent no digest although verification was negotiated",
         )
     })?;
     if ours != theirs {
         return Err(Fault::new(
             FaultCode::VerificationFailed,
-            "the memories differ at switchover",
+            "memory digests differ at switchover",
         ));
     }
     Ok(Some(true))

@@ -1,4 +1,4 @@
-//! The bandwidth of a migration, as pre-copy measures it.
+//! Measures the bandwidth of a migration for pre-copy.
 
 use std::time::{Duration, Instant};
 
@@ -6,18 +6,18 @@ use dunlin_proto::limits::PAGE_BYTES;
 
 use super::super::report::Traffic;
 
-/// From so many zero pages to one that is not, a pass says nothing about the
-/// bandwidth, unless the one before was like that too.
+/// From this ratio of zero pages to other pages on, a pass says nothing about the
+/// bandwidth, unless the previous pass was like that too.
 const MOSTLY_ZERO: u64 = 4;
 
-/// What the bandwidth is being measured over: one pass, or several that are too short to tell.
+/// A measurement of the bandwidth, over one pass or over several short ones.
 pub(super) struct Window {
     pub(super) since: Instant,
-    /// Acknowledged pages beyond so many are this window's; and pages that had gone out by then.
+    /// The acknowledged pages at the start of the window, and the pages sent by then.
     acked_pages: u64,
     raw_pages: u64,
     zero_pages: u64,
-    /// Whether the window before was mostly of zero pages.
+    /// Whether the previous window had mostly zero pages.
     mostly_zero: bool,
 }
 
@@ -32,18 +32,20 @@ impl Window {
         }
     }
 
-    /// Pages that count for this window. What a lost lane had sent goes out twice, so that there may
-    /// be fewer than it began with.
+    /// Pages acknowledged in this window. Pages of a lost lane are sent twice, so the
+    /// count may be smaller than at the start; then this is 0.
     pub(super) fn acked_since(&self, acked_pages: u64) -> u64 {
         acked_pages.saturating_sub(self.acked_pages)
     }
 
-    /// Ends after `measured`, with so many pages acknowledged and `traffic` gone out; the next
-    /// begins. Returns bytes per second, or none if this says nothing.
+    /// Ends the window after `measured`, given the acknowledged pages and the traffic
+    /// sent so far, and begins the next. Returns bytes per second, or `None` if the
+    /// window says nothing about the bandwidth.
     ///
-    /// Zero pages go by much faster than those that a guest works on, and would promise a
-    /// bandwidth that is not there: in untouched memory, in huge pages that were touched once,
-    /// in what a guest clears before it uses it. A guest that goes on like that is believed.
+    /// Zero pages are sent much faster than the pages a guest works on, and would
+    /// suggest a bandwidth that does not exist: in untouched memory, in huge pages that
+    /// were touched once, in pages that a guest clears before use. If the next window
+    /// is like that too, its result counts.
     pub(super) fn end(
         &mut self,
         measured: Duration,
@@ -57,7 +59,7 @@ impl Window {
         let tells = acked > 0 && (!mostly_zero || self.mostly_zero);
         *self = Self {
             since: Instant::now(),
-            // Zero pages that are still under way are not the next window's.
+            // Zero pages still in flight do not count for the next window.
             acked_pages: if mostly_zero {
                 traffic.raw_pages + traffic.zero_pages
             } else {
@@ -81,10 +83,10 @@ pub(super) fn per_second(amount: u64, duration: Duration) -> u64 {
 mod tests {
     use super::*;
 
-    /// Passes of 100 ms over a link of 100 MiB/s, which zero pages do not load: 2560 pages that
-    /// are not zero go by in each, or forty times as many that are.
+    /// Passes of 100 ms over a link of 100 MiB/s, which zero pages do not load: each
+    /// sends 2560 non-zero pages, or forty times as many zero pages.
     #[test]
-    fn a_pass_mostly_of_zeros_is_believed_only_after_another() {
+    fn a_pass_of_mostly_zero_pages_counts_only_after_another() {
         const BYTES_PER_S: u64 = 100 << 20;
         const RAW: u64 = 2560;
         const ZERO: u64 = 40 * RAW;
@@ -96,19 +98,20 @@ mod tests {
             let acked = traffic.raw_pages + traffic.zero_pages;
             window.end(Duration::from_millis(100), acked, &traffic)
         };
-        // Untouched memory first; and a guest of which all is like that must come to an end.
+        // Untouched memory first. A guest with nothing else must finish too.
         assert_eq!(pass(0, ZERO), None);
         assert_eq!(pass(0, ZERO), Some(40 * BYTES_PER_S));
-        // What the guest works on, and in between what it has only touched.
+        // Pages that the guest works on, with a pass of pages that it has only touched
+        // in between.
         assert_eq!(pass(RAW, 0), Some(BYTES_PER_S));
         assert_eq!(pass(RAW / 100, ZERO), None);
         assert_eq!(pass(RAW, RAW), Some(2 * BYTES_PER_S));
         assert_eq!(pass(0, 0), None);
     }
 
-    /// The end of a pass of zero pages is acknowledged in the next one.
+    /// The last zero pages of a pass are acknowledged in the next pass.
     #[test]
-    fn zero_pages_under_way_are_not_the_next_passs() {
+    fn zero_pages_in_flight_do_not_count_for_the_next_pass() {
         const RAW: u64 = 2560;
         const ZERO: u64 = 40 * RAW;
         const LATE: u64 = RAW;
@@ -119,7 +122,7 @@ mod tests {
             ..Traffic::default()
         };
         assert_eq!(window.end(tenth, ZERO - LATE, &traffic), None);
-        // A lost lane's pages are acknowledged once and go out twice.
+        // Pages of a lost lane are acknowledged once and sent twice.
         assert_eq!(window.acked_since(ZERO - 1), 0);
         traffic.raw_pages += RAW;
         let bytes_per_s = window.end(tenth, ZERO + RAW, &traffic);

@@ -1,11 +1,10 @@
-//! The work queue: where the source's lanes ask for work, and where they wait.
+//! The work queue: the source's lanes take work from it, and wait in it.
 //!
-//! Everything that the session's thread, the control lane's reader and the
-//! lanes' threads share stands behind its one lock. A wait ends when something
-//! has changed that may concern it: a [`WorkQueue::change`] for whatever brings work,
-//! [`WorkQueue::set_rate`] for one that is held back, [`WorkQueue::cut`] and
-//! [`WorkQueue::stop`] for all. That no order of threads loses such a wake-up is
-//! checked (`engine/interleavings`).
+//! Its lock guards everything that the session's thread, the control lane's reader and
+//! the lane threads share. A wait ends when something that it waits for may have
+//! changed: [`WorkQueue::change`] signals new work, [`WorkQueue::set_rate`] wakes lanes
+//! held back by the rate cap, [`WorkQueue::cut`] and [`WorkQueue::stop`] wake all.
+//! `engine/interleavings` checks that no order of threads loses a wake-up.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -22,13 +21,14 @@ use super::super::report::Traffic;
 use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait, wait_for};
 use super::event::SessionEvent;
 
-/// Between two looks at the connection of a lane that is not let in yet.
+/// Interval between checks of the connection of a lane that the destination has not
+/// admitted yet.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// What the session's thread and its lanes share.
+/// State shared by the session's thread and its lanes.
 pub(in crate::engine) struct WorkQueue {
     pub(in crate::engine) state: Mutex<State>,
-    /// Something has changed for a lane that waits.
+    /// Notified when something changes that a lane may wait for.
     changed: Condvar,
     started: Instant,
 }
@@ -39,11 +39,11 @@ pub(in crate::engine) struct State {
     pace: Pace,
     /// How often the cap has been changed.
     rate_changes: u64,
-    /// Every lane ends at once, whatever it does.
+    /// Whether every lane must end at once.
     stop: bool,
-    /// The iteration whose last chunk has been reported as cut.
+    /// The newest iteration that has been reported as cut.
     reported: u32,
-    /// What each lane has sent so far, by its number.
+    /// Traffic and status of each lane, by its number.
     shares: BTreeMap<u16, LaneShare>,
     /// Pages that the destination has acknowledged.
     pub(super) acked_pages: u64,
@@ -53,11 +53,11 @@ pub(in crate::engine) struct State {
 #[derive(Default)]
 struct LaneShare {
     traffic: Traffic,
-    /// Ends what its thread is blocked in, other than a wait at the work queue.
+    /// Interrupts the thread's blocking calls, except a wait in the work queue.
     interrupt: Option<Interrupt>,
-    /// Its thread shall end.
+    /// Whether the thread must end.
     cut: bool,
-    worn: bool,
+    key_used: bool,
 }
 
 impl LaneShare {
@@ -69,7 +69,7 @@ impl LaneShare {
     }
 }
 
-/// From the session's thread, and the one that reads the control lane.
+/// Called by the session's thread and by the thread that reads the control lane.
 impl WorkQueue {
     pub(in crate::engine) fn new(lanes: Sending, pace: Pace) -> Self {
         Self {
@@ -87,8 +87,8 @@ impl WorkQueue {
         }
     }
 
-    /// Changes what a lane may be waiting for.
-    // Its callers' notifications are left out one by one in the tests.
+    /// Changes state that a lane may wait for.
+    // The tests omit the notifications of its callers one at a time.
     #[cfg_attr(all(test, feature = "shuttle"), track_caller)]
     pub(in crate::engine) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut lock(&self.state));
@@ -96,13 +96,13 @@ impl WorkQueue {
         changed
     }
 
-    /// A thread for `lane` is about to begin.
+    /// Registers `lane` before its thread starts.
     pub(in crate::engine) fn expect(&self, lane: u16) {
         lock(&self.state).shares.insert(lane, LaneShare::default());
     }
 
-    /// Begins an iteration with the pages that wait; returns its number and
-    /// how many pages those are.
+    /// Begins an iteration over the pending pages; returns its number and the number of
+    /// these pages.
     pub(in crate::engine) fn begin_iteration(&self, last: bool) -> (u32, u64) {
         let now_ns = self.now_ns();
         self.change(|state| {
@@ -115,7 +115,7 @@ impl WorkQueue {
         })
     }
 
-    /// Ends every lane: those that wait and those that are blocked in a call.
+    /// Ends every lane: those that wait and those blocked in a call.
     pub(in crate::engine) fn stop(&self) {
         self.change(|state| {
             state.stop = true;
@@ -134,9 +134,9 @@ impl WorkQueue {
         });
     }
 
-    /// Changes the cap over all lanes. A lane that waits for its turn under the
-    /// old cap asks again under the new one: it may have been told to wait for
-    /// long, and in the last pass the guest would wait with it.
+    /// Changes the cap over all lanes. A lane that waits under the old cap reserves
+    /// again under the new one: its wait may be long, and in the last pass the guest
+    /// would wait with it.
     pub(in crate::engine) fn set_rate(&self, bytes_per_s: Option<u64>) {
         self.change(|state| {
             state.pace = Pace::new(bytes_per_s);
@@ -144,9 +144,9 @@ impl WorkQueue {
         });
     }
 
-    /// Takes an acknowledgement, on the thread that reads the control lane:
-    /// so that none waits in a queue while the session's thread is busy.
-    /// Returns whether `message` was one.
+    /// Handles an acknowledgement on the thread that reads the control lane, so that it
+    /// need not wait while the session's thread is busy. Returns whether `message` was
+    /// one.
     pub(in crate::engine) fn acknowledge(&self, message: &Message) -> Result<bool, Fault> {
         let Message::Ack { sets, reached } = message else {
             return Ok(false);
@@ -156,29 +156,29 @@ impl WorkQueue {
             state.acked_pages += state
                 .lanes
                 .acknowledge(sets, reached, now_ns)
-                .or_fault(FaultCode::Malformed, "an acknowledgement is wrong")?;
+                .or_fault(FaultCode::Malformed, "invalid acknowledgement")?;
             Ok(true)
         })
     }
 
-    /// When `at_ns` is, of the time by which lanes and rates are measured.
+    /// Converts a time of the clock of lanes and rates.
     pub(super) fn instant(&self, at_ns: u64) -> Instant {
         self.started + Duration::from_nanos(at_ns)
     }
 
-    /// The time by which lanes and rates are measured.
+    /// The clock of lanes and rates.
     pub(in crate::engine) fn now_ns(&self) -> u64 {
         u64::try_from(since(self.started).as_nanos()).unwrap_or(u64::MAX)
     }
 }
 
-/// From the lanes' threads.
+/// Called by the lane threads.
 impl WorkQueue {
-    /// Lets [`WorkQueue::cut`] and [`WorkQueue::stop`] end what `lane` does from now on,
-    /// by `interrupt` alone.
+    /// Sets the function by which [`WorkQueue::cut`] and [`WorkQueue::stop`] interrupt
+    /// `lane`, instead of any earlier one.
     ///
     /// # Errors
-    /// The lane was given up already.
+    /// The lane has already been given up.
     pub(in crate::engine) fn interrupted_by(
         &self,
         lane: u16,
@@ -193,17 +193,17 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Waits for work for `lane`; [`Work::Stop`] when it has been cut. `tell`
-    /// reaches the session, `has_ended` looks at the lane's connection.
+    /// Waits for work for `lane`; returns [`Work::Stop`] once it has been cut. `report`
+    /// sends an event to the session, `has_ended` checks the lane's connection.
     ///
     /// # Errors
-    /// The connection has ended before the destination let the lane in.
+    /// The connection ended before the destination admitted the lane.
     pub(in crate::engine) fn next(
         &self,
         lane: u16,
-        wear: KeyUsage,
+        key_usage: KeyUsage,
         plan: &mut ChunkPlan,
-        tell: impl Fn(SessionEvent),
+        report: impl Fn(SessionEvent),
         has_ended: impl Fn() -> bool,
     ) -> Result<Work, Fault> {
         let mut state = lock(&self.state);
@@ -212,19 +212,20 @@ impl WorkQueue {
             let Some(share) = state.shares.get_mut(&lane) else {
                 return Ok(Work::Stop);
             };
-            let wears = wear != KeyUsage::Fresh && !std::mem::replace(&mut share.worn, true);
+            let newly_used =
+                key_usage != KeyUsage::Fresh && !std::mem::replace(&mut share.key_used, true);
             if share.cut || state.stop {
                 return Ok(Work::Stop);
             }
-            let work = state.lanes.next(lane, wear, now_ns, plan);
-            if wears {
-                tell(SessionEvent::LaneWorn);
+            let work = state.lanes.next(lane, key_usage, now_ns, plan);
+            if newly_used {
+                report(SessionEvent::LaneKeyUsed);
             }
             let schedule = state.lanes.schedule();
             let iteration = schedule.iteration();
             if state.reported < iteration && schedule.pending_pages() == 0 {
                 state.reported = iteration;
-                tell(SessionEvent::Cut { iteration });
+                report(SessionEvent::Cut { iteration });
             }
             if work != Work::Wait {
                 return Ok(work);
@@ -233,17 +234,18 @@ impl WorkQueue {
                 state = wait(&self.changed, state);
                 continue;
             }
-            // The destination has not let it in yet. If the connection ends
-            // before, nobody there knows which lane it was.
+            // The destination has not admitted the lane yet. If the connection ends
+            // before, the destination cannot report which lane it was.
             state = wait_for(&self.changed, state, LOOK_EVERY);
             if state.lanes.schedule().course(lane).is_none() && has_ended() {
-                let what = format!("lane {lane} ended before it was let in");
+                let what = format!("lane {lane} ended before it was admitted");
                 return Err(Fault::new(FaultCode::LaneLost, what));
             }
         }
     }
 
-    /// Adds waiting pages to the chunk that `lane` was given last, as the schedule's `extend` does.
+    /// Adds pending pages to the last chunk given to `lane`, as the schedule's `extend`
+    /// does.
     pub(in crate::engine) fn extend(&self, lane: u16, plan: &mut ChunkPlan, room: u64) -> bool {
         let mut state = lock(&self.state);
         if state.stop || state.shares.get(&lane).is_none_or(|share| share.cut) {
@@ -252,7 +254,7 @@ impl WorkQueue {
         state.lanes.schedule_mut().extend(plan, room)
     }
 
-    /// Waits until the session's rate cap lets `bytes` go on `lane`.
+    /// Waits until the session's rate cap allows `bytes` on `lane`.
     ///
     /// # Errors
     /// The lane was given up.
@@ -279,7 +281,7 @@ impl WorkQueue {
         }
     }
 
-    /// Adds to what `lane` has sent.
+    /// Updates the traffic of `lane`.
     pub(super) fn account(&self, lane: u16, update: impl FnOnce(&mut Traffic)) {
         if let Some(share) = lock(&self.state).shares.get_mut(&lane) {
             update(&mut share.traffic);
@@ -288,7 +290,7 @@ impl WorkQueue {
 }
 
 impl State {
-    /// All lanes' traffic together.
+    /// The traffic of all lanes.
     pub(super) fn traffic(&self) -> Traffic {
         let mut sum = Traffic::default();
         for share in self.shares.values() {
@@ -307,7 +309,7 @@ impl State {
     }
 }
 
-/// The lane's thread shall end.
+/// The fault that ends a lane's thread.
 pub(super) fn given_up(lane: u16) -> Fault {
     Fault::new(FaultCode::LaneLost, format!("lane {lane} was given up"))
 }
