@@ -1,4 +1,4 @@
-//! Assembles the guest to a flat binary, which the crate takes in.
+//! Assembles the guest to a flat binary, which the crate includes.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ fn main() {
     println!("cargo::rerun-if-changed={}", source.display());
     println!("cargo::rerun-if-changed=build.rs");
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
-        // The crate is empty there.
+        // The crate is empty on other architectures.
         return;
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

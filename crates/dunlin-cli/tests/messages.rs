@@ -117,7 +117,7 @@ fn nobody_listens_there() {
         .arg(&source.control);
     let failed = finish(migrate).expect(1).last();
     let parts = [
-        "cannot be reached",
+        "cannot reach",
         "refused",
         "at fault: network",
         "goes on at the source",

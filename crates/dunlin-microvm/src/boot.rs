@@ -1,4 +1,5 @@
-//! What the guest finds at its first instruction: page tables, program, parameter blocks, registers.
+//! Guest state at its first instruction: page tables, program, parameter blocks,
+//! registers.
 
 use std::io;
 
@@ -12,16 +13,16 @@ use crate::layout::{self, CODE, TABLES, block, block_start};
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/workload.bin"));
 
-/// Present, writable, for level 3, and marked accessed, so that the CPU need not mark it.
+/// Present, writable, for level 3, and already marked accessed.
 const TABLE: u64 = 0b10_0111;
-/// The same for a page of 2 MiB, marked dirty too.
+/// Like [`TABLE`], for a page of 2 MiB, and already marked dirty.
 const LARGE_PAGE: u64 = TABLE | 0b1100_0000;
 
-/// Bytes that one page directory maps.
+/// Memory mapped by one page directory.
 const DIRECTORY_BYTES: u64 = 1 << 30;
 
-/// Writes page tables, program and parameter blocks. Only the machine that starts the guest needs
-/// them: elsewhere they arrive with its memory.
+/// Writes page tables, program and parameter blocks. Only the machine that starts the
+/// guest needs this: elsewhere they arrive with its memory.
 pub(crate) fn write_memory(
     memory: &TrackedMemory,
     config: &Config,
@@ -134,7 +135,7 @@ pub(crate) fn set_registers(vcpu: &Vcpu, index: u8, seed: u64, has_avx: bool) ->
     registers.r12 = seed ^ (u64::from(index) << 56);
     vcpu.set_regs(&registers)?;
 
-    // All but the first wait for a start-up interrupt otherwise.
+    // By default all vCPUs but the first wait for a start-up interrupt.
     vcpu.set_mp_state(kvm_mp_state {
         mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE,
     })?;

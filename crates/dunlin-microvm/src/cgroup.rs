@@ -1,21 +1,21 @@
-//! What memory this process may have at most: the limits of its control groups
+//! The memory limits of this process's control groups
 //! (Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A limit of a control group's.
+/// A memory limit of a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryLimit {
-    /// Bytes that all processes in the group may have together.
+    /// Bytes for all processes in the group together.
     pub bytes: u64,
-    /// The file in which it is set.
+    /// The file that sets it.
     pub file: PathBuf,
 }
 
-/// The lowest memory limit that holds for this process, whichever group above it
-/// sets it; none where none does, or where no control groups can be seen.
+/// The lowest memory limit of this process, set by its group or one above it; `None`
+/// without a limit or without visible control groups.
 ///
 /// # Errors
 /// /proc cannot be read.
@@ -37,7 +37,7 @@ pub(crate) fn memory_limit() -> io::Result<Option<MemoryLimit>> {
         .min_by_key(|limit| limit.bytes))
 }
 
-/// Bytes of swap that this host has.
+/// Bytes of swap on this host.
 ///
 /// # Errors
 /// /proc cannot be read.
@@ -50,9 +50,9 @@ pub(crate) fn swap_bytes() -> io::Result<u64> {
     Ok(kibibytes.unwrap_or(0) << 10)
 }
 
-/// For each hierarchy that can limit memory: where it is mounted, this process's
-/// group in it, and the file that has its limit. From /proc/self/cgroup
-/// (cgroups(7)) and /proc/self/mountinfo (proc_pid_mountinfo(5)).
+/// For each hierarchy that can limit memory: its mount point, this process's group in
+/// it, and the name of the limit's file. From /proc/self/cgroup (cgroups(7)) and
+/// /proc/self/mountinfo (proc_pid_mountinfo(5)).
 fn directories(groups: &str, mounts: &str) -> Vec<(PathBuf, PathBuf, &'static str)> {
     let mut found = Vec::new();
     for mount in mounts.lines() {
@@ -77,8 +77,8 @@ fn directories(groups: &str, mounts: &str) -> Vec<(PathBuf, PathBuf, &'static st
             let named = fields.next()?.split(',').any(|one| one == controllers);
             fields.next().filter(|_| named)
         });
-        // What is mounted may be a part of the hierarchy; a group outside it
-        // cannot be seen.
+        // The mount may show only part of the hierarchy; a group outside it is not
+        // visible.
         let below = group.and_then(|group| Path::new(group).strip_prefix(root).ok());
         if let Some(below) = below {
             found.push((point.into(), Path::new(point).join(below), file));
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_can_be_asked_about() {
+    fn the_limits_of_this_process_can_be_read() {
         let limit = memory_limit();
         assert!(
             limit

@@ -1,4 +1,4 @@
-//! What both kinds of guest have in common: their memory, who may run, their beats and their pace.
+//! State that both kinds of guest share: memory, control, beats and pace.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,13 @@ use crate::control::Control;
 use crate::heart::Heart;
 use crate::pace::{Pace, Pacer};
 
-/// What the threads of a guest share with the rest of the machine.
+/// State shared by the threads of a guest and the rest of the machine.
 #[derive(Debug)]
 pub(crate) struct Common {
     pub(crate) memory: Arc<TrackedMemory>,
     pub(crate) control: Control,
     pub(crate) heart: Heart,
-    /// The guest is told to power off once all its vCPUs together have made so many visits.
+    /// Number of visits of all vCPUs after which the guest must power off.
     pub(crate) power_off_at: AtomicU64,
     pub(crate) pace: Pace,
 }
@@ -33,8 +33,9 @@ impl Common {
         }
     }
 
-    /// Notes a beat of a vCPU at `tsc` by the guest's clock, and returns the visits that it may
-    /// make, when it may make them; none if it is to power off. `visits` counts those of all vCPUs.
+    /// Notes a beat of a vCPU at `tsc` on the guest's clock. Waits until its next
+    /// visits are due and returns their number, or `None` if it must power off.
+    /// `visits` counts those of all vCPUs.
     pub(crate) fn beat(
         &self,
         vcpu: u8,

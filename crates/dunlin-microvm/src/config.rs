@@ -1,4 +1,4 @@
-//! What a machine is like.
+//! The configuration of a machine.
 
 use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES};
 use thiserror::Error;
@@ -6,46 +6,49 @@ use thiserror::Error;
 /// Guest-physical address of the workload's first page.
 pub const WORKLOAD_START: u64 = 0x40_0000;
 
-/// The most memory a machine can have: what its page tables have room for, without the hole.
+/// Maximum memory of a machine: what its page tables can map, without the hole.
 pub(crate) const MEMORY_LIMIT_BYTES: u64 = 63 << 30;
-/// The most vCPUs.
+/// Maximum number of vCPUs.
 pub(crate) const VCPU_LIMIT: u8 = 4;
-/// The longest name, in bytes.
+/// Maximum length of a name, in bytes.
 pub(crate) const NAME_LIMIT_BYTES: usize = 255;
 
-/// What a machine is like. Every field travels to the destination.
+/// The configuration of a machine. Every field is sent to the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// For people and logs; at most 255 bytes.
+    /// Name for display and logs; at most 255 bytes.
     pub name: String,
     /// The machine's identity.
     pub uuid: [u8; 16],
-    /// What runs in it.
+    /// The kind of guest.
     pub guest: GuestKind,
-    /// A multiple of 2 MiB, more than 4 MiB, at most 63 GiB.
+    /// Size of the memory: a multiple of 2 MiB, more than 4 MiB, at most 63 GiB.
     pub memory_bytes: u64,
-    /// 1 to 4. Each owns an equal share of the working set.
+    /// Number of vCPUs, 1 to 4. Each owns an equal share of the working set.
     pub vcpus: u8,
-    /// What stands behind the memory.
+    /// The backing of the memory.
     pub backing: Backing,
-    /// What the first pages of the workload hold at first.
+    /// Initial content of the workload's pages.
     pub fill: Fill,
-    /// How far `fill` reaches; the pages behind are zero and unpopulated. None: to the end.
+    /// How far `fill` reaches from the start; later pages are zero and unpopulated.
+    /// `None`: to the end.
     pub fill_bytes: Option<u64>,
-    /// How the guest goes about its pages.
+    /// The order in which the guest visits its pages.
     pub workload: Workload,
-    /// The bytes that the guest visits, counted from the start of the workload's pages. None: all.
+    /// Bytes that the guest visits, counted from the start of the workload's pages.
+    /// `None`: all.
     pub working_set_bytes: Option<u64>,
-    /// Page visits a second of the whole machine; 0: as fast as it can.
+    /// Page visits per second of the whole machine; 0 for no limit.
     pub dirty_rate: u64,
-    /// Makes the content of one machine differ from another's.
+    /// Seed of the memory content.
     pub seed: u64,
-    /// The guest powers itself off once it has made so many visits.
+    /// Number of visits after which the guest powers itself off.
     pub power_off_after: Option<u64>,
 }
 
 impl Default for Config {
-    /// A KVM guest: one vCPU, 64 MiB of private memory, filled, visited in order as fast as it goes.
+    /// A KVM guest with one vCPU and 64 MiB of private, filled memory, visited in order
+    /// at full speed.
     fn default() -> Self {
         Self {
             name: "microvm".into(),
@@ -65,26 +68,27 @@ impl Default for Config {
     }
 }
 
-/// What a host decides for itself about a machine. It does not travel.
+/// Options that each host sets for itself. They are not sent to the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostOptions {
     pub(crate) huge_pages: bool,
 }
 
 impl Default for HostOptions {
-    /// Transparent huge pages are advised for private memory.
+    /// Uses transparent huge pages for private memory.
     fn default() -> Self {
         Self { huge_pages: true }
     }
 }
 
 impl HostOptions {
-    /// Whether transparent huge pages are advised for the guest's memory, if that is private
-    /// ([`Backing::Private`]). Best effort: a kernel without them changes nothing.
+    /// Whether to advise transparent huge pages for the guest's memory, if it is
+    /// private ([`Backing::Private`]). Best effort: a kernel without them changes
+    /// nothing.
     ///
-    /// Drawback: a page that is touched populates the 2 MiB around it, so that a guest of scattered
-    /// content takes up to 512 times the memory of its pages. Alternative: none, at twice the CPU
-    /// time for populating and moving memory that is dense.
+    /// Drawback: touching a page populates the 2 MiB around it, so a guest with
+    /// scattered content takes up to 512 times the memory of its pages. Alternative: no
+    /// huge pages, at twice the CPU time for populating and moving dense memory.
     #[must_use]
     pub fn huge_pages(mut self, advised: bool) -> Self {
         self.huge_pages = advised;
@@ -92,86 +96,85 @@ impl HostOptions {
     }
 }
 
-/// What runs in a machine.
+/// The kind of guest of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestKind {
     /// A guest on KVM.
     Kvm,
-    /// No guest of a hypervisor, but threads of this process, one for each vCPU, that go over the
-    /// memory in the same way: for hosts without /dev/kvm.
+    /// Threads of this process, one per vCPU, that visit the memory in the same way:
+    /// for hosts without /dev/kvm.
     Process,
 }
 
-/// What a page holds before its first visit. The guest and descriptions have it by its number.
+/// Content of a page before its first visit. The guest and descriptions use its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// Nothing but zeros, and never populated.
+    /// Zeros; never populated.
     Zero = 0,
     /// Words that do not compress.
     Random = 1,
-    /// About half the pages like `Random`, the others like `Zero`, in irregular runs.
+    /// About half the pages as in `Random`, the others as in `Zero`, in irregular runs.
     Mixed = 2,
-    /// One page like `Random` in the middle of each 2 MiB, the others like `Zero`: what costs most
-    /// on huge pages.
+    /// One page as in `Random` in the middle of each 2 MiB, the others as in `Zero`:
+    /// the worst case for huge pages.
     Sparse = 3,
 }
 
-/// How each vCPU goes about its pages.
+/// The order in which each vCPU visits its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Workload {
-    /// Visits none: beats only.
+    /// No visits, only beats.
     Idle,
     /// In order.
     Sequential,
-    /// In a scattered order that visits each page once in every pass.
+    /// In a scattered order that visits each page once per pass.
     Random,
-    /// The first eighth of the pages gets a share of the visits, the others get the rest.
+    /// The first eighth of the pages gets a share of the visits, the other pages get
+    /// the rest.
     HotSet {
-        /// Visits in a hundred that go to the first eighth: 0 to 100.
+        /// Percentage of the visits that go to the first eighth: 0 to 100.
         share_percent: u8,
     },
 }
 
 impl Workload {
-    /// Nine visits in ten to the first eighth.
+    /// Nine of ten visits go to the first eighth.
     pub const HOT_SET: Self = Self::HotSet { share_percent: 90 };
 }
 
-/// What is wrong with a [`Config`].
+/// An invalid [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// `name` is too long.
-    #[error("the name is longer than {NAME_LIMIT_BYTES} bytes")]
+    #[error("name longer than {NAME_LIMIT_BYTES} bytes")]
     Name,
-    /// `memory_bytes` is out of bounds.
-    #[error(
-        "memory must be a multiple of 2 MiB, more than 4 MiB and at most 63 GiB, not {0} bytes"
-    )]
+    /// `memory_bytes` is out of range.
+    #[error("memory size {0} bytes invalid (a multiple of 2 MiB, more than 4 MiB, at most 63 GiB)")]
     Memory(u64),
-    /// `vcpus` is out of bounds.
-    #[error("a machine has 1 to {VCPU_LIMIT} vCPUs, not {0}")]
+    /// `vcpus` is out of range.
+    #[error("vCPU count {0} out of range (1–{VCPU_LIMIT})")]
     Vcpus(u8),
-    /// The working set is larger than the memory behind the first 4 MiB.
-    #[error("a working set of {set} bytes does not fit into the {room} that the workload has")]
+    /// The working set is larger than the memory after the first 4 MiB.
+    #[error("working set of {set} bytes exceeds the workload's {room} bytes")]
     WorkingSet {
-        /// What was asked for, in bytes.
+        /// The configured size, in bytes.
         set: u64,
-        /// What there is, in bytes.
+        /// The available size, in bytes.
         room: u64,
     },
-    /// Each vCPU needs pages of its own, and eight of them to have a hot eighth.
-    #[error("a working set of {0} bytes is less than eight pages for each vCPU")]
+    /// Each vCPU needs at least eight pages of its own, so that it has a hot eighth.
+    #[error("working set of {0} bytes below the minimum of eight pages per vCPU")]
     SmallWorkingSet(u64),
-    /// A percentage above a hundred.
-    #[error("a share of {0} visits in a hundred is impossible")]
+    /// The share is above 100 %.
+    #[error("hot-set share {0} % out of range (0–100)")]
     Share(u8),
 }
 
 impl Config {
-    /// Whether a machine can be like this.
+    /// Checks the configuration.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The first invalid value.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if self.name.len() > NAME_LIMIT_BYTES {
             return Err(ConfigError::Name);
@@ -208,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_bound_refuses_what_lies_beyond_it() {
+    fn values_out_of_range_are_rejected() {
         let good = Config::default();
         assert_eq!(good.validate(), Ok(()));
         let bad = |change: fn(&mut Config)| {

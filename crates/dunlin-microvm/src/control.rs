@@ -1,4 +1,5 @@
-//! Who runs and who is parked: one lock between the vCPU threads and everybody who commands them.
+//! Running and parking vCPUs: one lock between the vCPU threads and the callers that
+//! control them.
 
 use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,26 +8,27 @@ use std::time::Instant;
 use dunlin_linux::mapping::PAGE_BYTES;
 use thiserror::Error;
 
-/// What a machine is doing.
+/// The state of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmState {
     /// Built, or loading; it has never run here.
     Created,
     /// The guest runs.
     Running,
-    /// The guest stands still.
+    /// The guest is paused.
     Paused,
     /// The guest has powered itself off.
     PoweredOff,
-    /// The guest's own check found something wrong.
+    /// The guest's own check failed.
     Stopped(Stop),
-    /// KVM or the VMM failed; the reason, for people.
+    /// KVM or the VMM failed; the reason, for display.
     Failed(String),
-    /// The guest runs on another host, or is paused there: this copy must never run again (I1).
+    /// The guest runs, or is paused, on another host: this copy must never run again
+    /// (I1).
     Moved,
 }
 
-/// For people and logs.
+/// For display and logs.
 impl fmt::Display for VmState {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -42,7 +44,7 @@ impl fmt::Display for VmState {
 }
 
 impl VmState {
-    /// Whether the machine was built and never started.
+    /// Fails unless the machine was built and never started.
     pub(crate) fn must_be_created(&self) -> Result<(), ControlError> {
         match self {
             Self::Created => Ok(()),
@@ -51,7 +53,7 @@ impl VmState {
         }
     }
 
-    /// Whether the machine will never run again.
+    /// Whether the machine can never run again.
     pub fn has_ended(&self) -> bool {
         match self {
             Self::Created | Self::Running | Self::Paused => false,
@@ -60,22 +62,22 @@ impl VmState {
     }
 }
 
-/// What the guest's check found.
+/// The result of a failed check of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stop {
-    /// The vCPU that found it.
+    /// The vCPU that failed.
     pub vcpu: u8,
-    /// What kind of thing.
+    /// The kind of error.
     pub code: StopCode,
-    /// The page's frame number (address / 4096); 0 where no page is concerned.
+    /// The page's frame number (address / 4096); 0 if no page is involved.
     pub frame: u64,
-    /// What should have been there.
+    /// The expected value.
     pub expected: u64,
-    /// What was there.
+    /// The value found.
     pub found: u64,
 }
 
-/// For people and logs: what was found, where, and the guest's code for it.
+/// For display and logs: the error, its location, and the guest's code.
 impl fmt::Display for Stop {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -108,20 +110,20 @@ impl fmt::Display for Stop {
     }
 }
 
-/// What kind of thing the guest's check found.
+/// The kind of error found by the guest's check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopCode {
-    /// 1: a page was not visited as often as it should have been. It is stale, or from the future.
+    /// 1: a page has the wrong number of visits. It is stale, or newer than expected.
     WrongPass,
-    /// 2: a page's words do not add up to its signature.
+    /// 2: a page's words do not match its signature.
     WrongContent,
     /// 3: an SSE register lost its value.
     LostSse,
     /// 4: the upper half of an AVX register lost its value.
     LostAvx,
-    /// 5: the TSC went back.
+    /// 5: the TSC went backwards.
     TscWentBack,
-    /// A code that this VMM does not know.
+    /// A code unknown to this VMM.
     Unknown(u64),
 }
 
@@ -138,23 +140,23 @@ impl From<u64> for StopCode {
     }
 }
 
-/// Why a command could not be obeyed.
+/// Why a command failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ControlError {
-    /// The machine has ended by itself, and stays so.
+    /// The machine has ended.
     #[error("the machine has ended: {0}")]
     Ended(VmState),
     /// Only a machine that was never started can be filled, started or loaded.
-    #[error("the machine was started before")]
+    #[error("the machine has already been started")]
     Started,
-    /// A machine built from a description has neither program nor registers.
-    #[error("the machine was built to be loaded, not to be started")]
+    /// A machine built from a description has no program and no registers.
+    #[error("the machine was built for loading and cannot be started")]
     Empty,
-    /// Resume is for a machine that is paused.
-    #[error("the machine was never started")]
+    /// Only a paused machine can be resumed.
+    #[error("the machine has not been started")]
     NotStarted,
-    /// A percentage beyond what leaves the guest any time.
-    #[error("cannot throttle by {0} %: 0 to 99 is possible")]
+    /// The throttle would leave the guest no time.
+    #[error("throttle {0} % out of range (0–99)")]
     Throttle(u8),
 }
 
@@ -168,13 +170,13 @@ enum Want {
 #[derive(Debug)]
 struct Inner {
     want: Want,
-    /// vCPU threads that are outside KVM_RUN, have let go of their vCPU, and wait.
+    /// vCPU threads that are outside KVM_RUN, have unlocked their vCPU, and wait.
     parked: u8,
     state: VmState,
     throttle_percent: u8,
 }
 
-/// The lock, and the condition that every change of it signals.
+/// The lock, and the condition variable that every change signals.
 #[derive(Debug)]
 pub(crate) struct Control {
     inner: Mutex<Inner>,
@@ -223,7 +225,7 @@ impl Control {
         self.lock().state.clone()
     }
 
-    /// Lets a machine run that is in `from`: created or paused.
+    /// Runs a machine that is in the state `from`, which is created or paused.
     pub(crate) fn run(&self, from: VmState) -> Result<(), ControlError> {
         let mut inner = self.lock();
         match &inner.state {
@@ -239,8 +241,8 @@ impl Control {
         Ok(())
     }
 
-    /// Asks every vCPU to park; `wake` gets those out that are in the guest. Returns once all are
-    /// parked.
+    /// Makes every vCPU park; `wake` makes those in the guest leave it. Returns once
+    /// all are parked.
     pub(crate) fn pause(&self, wake: impl Fn()) -> Result<(), ControlError> {
         let mut inner = self.lock();
         if inner.state == VmState::Running {
@@ -251,7 +253,7 @@ impl Control {
             wake();
             inner = self.lock();
         }
-        // Somebody else may have resumed it by now: waiting on would wait for the next pause.
+        // Another thread may have resumed the machine meanwhile; then stop waiting.
         while inner.parked < self.vcpus && inner.want != Want::Run {
             inner = self.wait(inner);
         }
@@ -261,8 +263,8 @@ impl Control {
         }
     }
 
-    /// A machine that was never started takes over a paused one's state by `load`; if that fails it
-    /// is of no further use.
+    /// Loads a source's state with `load` into a machine that was never started. If
+    /// that fails, the machine has failed.
     pub(crate) fn load<T, E: std::error::Error>(
         &self,
         load: impl FnOnce() -> Result<T, E>,
@@ -272,12 +274,13 @@ impl Control {
         let result = load();
         inner.state = match &result {
             Ok(_) => VmState::Paused,
-            Err(error) => VmState::Failed(format!("its state could not be loaded: {error}")),
+            Err(error) => VmState::Failed(format!("cannot load its state: {error}")),
         };
         Ok(result)
     }
 
-    /// The machine ends in `state`, unless it already has; `wake` gets the other vCPUs out.
+    /// Ends the machine in `state`, unless it has ended; `wake` makes the other vCPUs
+    /// leave the guest.
     pub(crate) fn end(&self, state: VmState, wake: impl Fn()) {
         let mut inner = self.lock();
         if inner.state.has_ended() {
@@ -292,19 +295,19 @@ impl Control {
         wake();
     }
 
-    /// Waits until the machine is not running any more, or until `deadline`.
+    /// Waits until the machine no longer runs, or until `deadline`.
     pub(crate) fn wait_while_running(&self, deadline: Instant) -> VmState {
         let inner = self.wait_while(deadline, |inner| inner.state == VmState::Running);
         inner.state.clone()
     }
 
-    /// Waits until the machine has ended for good, or until `deadline`.
+    /// Waits until the machine has ended, or until `deadline`.
     pub(crate) fn wait_until_ended(&self, deadline: Instant) -> VmState {
         let inner = self.wait_while(deadline, |inner| !inner.state.has_ended());
         inner.state.clone()
     }
 
-    /// Every vCPU thread is to return.
+    /// Makes every vCPU thread return.
     pub(crate) fn exit(&self, wake: impl Fn()) {
         self.lock().want = Want::Exit;
         self.changed.notify_all();
@@ -320,7 +323,7 @@ impl Control {
         self.lock().throttle_percent
     }
 
-    /// A vCPU thread waits to be let run; false means that it is to return.
+    /// Waits until the vCPU may run; returns false if its thread must return.
     pub(crate) fn wait_to_run(&self) -> bool {
         let mut inner = self.lock();
         loop {
@@ -335,18 +338,18 @@ impl Control {
         }
     }
 
-    /// A vCPU thread has let go of its vCPU.
+    /// Notes that a vCPU thread has unlocked its vCPU.
     pub(crate) fn park(&self) {
         self.lock().parked += 1;
         self.changed.notify_all();
     }
 
-    /// Whether a vCPU may enter the guest (again).
+    /// Whether a vCPU may enter the guest.
     pub(crate) fn may_run(&self) -> bool {
         self.lock().want == Want::Run
     }
 
-    /// Waits until `due`; false if the vCPU is to leave the guest before that.
+    /// Waits until `due`; returns false if the vCPU must leave the guest before that.
     pub(crate) fn wait_until(&self, due: Instant) -> bool {
         let inner = self.wait_while(due, |inner| inner.want == Want::Run);
         inner.want == Want::Run

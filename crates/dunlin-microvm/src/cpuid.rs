@@ -1,4 +1,4 @@
-//! The CPUID table that a guest is given, and whether this host can keep what it promises.
+//! The CPUID table of a guest, and whether this host can provide its features.
 
 use std::io;
 
@@ -10,7 +10,7 @@ use crate::wire::{DecodeError, Reader, Writer};
 /// Bytes of an entry in a description.
 const ENTRY_BYTES: usize = 28;
 
-/// One line of the table.
+/// One entry of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     function: u32,
@@ -20,17 +20,17 @@ pub(crate) struct Entry {
     registers: [u32; 4],
 }
 
-/// What a guest is told about its CPU.
+/// The CPUID table that a guest sees.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Table(Vec<Entry>);
 
-/// A word of feature bits: a guest that was promised one needs it everywhere.
+/// A register with feature bits: a guest that has seen one needs it on every host.
 struct Word {
     function: u32,
     index: u32,
     register: usize,
-    /// Bits that report what the guest itself switched on, or what only its host shows.
-    not_promises: u32,
+    /// Bits that depend on the guest's own settings or differ by host without harm.
+    ignored: u32,
 }
 
 const EAX: usize = 0;
@@ -38,16 +38,17 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-const fn word(function: u32, index: u32, register: usize, not_promises: u32) -> Word {
+const fn word(function: u32, index: u32, register: usize, ignored: u32) -> Word {
     Word {
         function,
         index,
         register,
-        not_promises,
+        ignored,
     }
 }
 
-/// Where feature bits stand (Intel SDM volume 2, CPUID; AMD APM volume 3, appendix E).
+/// Location of the feature bits (Intel SDM volume 2, CPUID; AMD APM volume 3, appendix
+/// E).
 const WORDS: [Word; 16] = [
     word(1, 0, ECX, 1 << 27),
     word(1, 0, EDX, 0),
@@ -57,7 +58,7 @@ const WORDS: [Word; 16] = [
     word(7, 1, EAX, 0),
     word(7, 1, EDX, 0),
     word(7, 2, EDX, 0),
-    // The components that XCR0 can hold, and the ways to save them.
+    // The components that XCR0 can hold, and the instructions to save them.
     word(0xd, 0, EAX, 0),
     word(0xd, 0, EDX, 0),
     word(0xd, 1, EAX, 0),
@@ -93,13 +94,14 @@ impl Table {
             .map_or(0, |entry| entry.registers[register])
     }
 
-    /// Whether the guest can use AVX: it sees XSAVE and AVX.
+    /// Whether the guest can use AVX, that is, sees XSAVE and AVX.
     pub(crate) fn has_avx(&self) -> bool {
         const XSAVE_AND_AVX: u32 = 1 << 26 | 1 << 28;
         self.register(1, 0, ECX) & XSAVE_AND_AVX == XSAVE_AND_AVX
     }
 
-    /// What this table promises and `host` lacks, for people; none if a guest can move there.
+    /// Features of this table that `host` lacks, for display; `None` if the guest can
+    /// run there.
     pub(crate) fn missing_on(&self, host: &Self) -> Option<String> {
         let vendor = |table: &Self| [EBX, EDX, ECX].map(|register| table.register(0, 0, register));
         if vendor(self) != vendor(host) {
@@ -107,13 +109,17 @@ impl Table {
                 let bytes = vendor(table).map(u32::to_le_bytes).concat();
                 String::from_utf8_lossy(&bytes).into_owned()
             };
-            return Some(format!("the CPU is by {}, not {}", name(host), name(self)));
+            return Some(format!(
+                "the CPU vendor is {}, not {}",
+                name(host),
+                name(self)
+            ));
         }
         let missing: Vec<String> = WORDS
             .iter()
             .filter_map(|word| {
                 let of = |table: &Self| table.register(word.function, word.index, word.register);
-                let bits = of(self) & !of(host) & !word.not_promises;
+                let bits = of(self) & !of(host) & !word.ignored;
                 (bits != 0).then(|| {
                     format!(
                         "CPUID {:#x}.{} {} {bits:#010x}",
@@ -127,7 +133,7 @@ impl Table {
         (!missing.is_empty()).then(|| missing.join(", "))
     }
 
-    /// Shows the table to one vCPU, with its own number where the table tells it.
+    /// Sets the table on one vCPU, with the vCPU's number where the table contains it.
     pub(crate) fn show(&self, vcpu: &VcpuFd, index: u8) -> io::Result<()> {
         let entries: Vec<kvm_cpuid_entry2> = self
             .0
@@ -202,11 +208,11 @@ mod tests {
     }
 
     #[test]
-    fn a_host_must_have_what_was_promised_and_may_have_more() {
+    fn a_host_must_have_the_guests_features_and_may_have_more() {
         let guest = table(1, 0b0110);
         assert_eq!(guest.missing_on(&guest), None);
         assert_eq!(guest.missing_on(&table(1, 0b1110)), None);
-        // Whether the guest uses XSAVE is its own affair.
+        // Whether the guest enables XSAVE does not depend on the host.
         assert_eq!(table(1, 1 << 27).missing_on(&table(1, 0)), None);
         let missing = guest.missing_on(&table(1, 0b0100)).unwrap();
         assert_eq!(missing, "CPUID 0x1.0 ECX 0x00000002");

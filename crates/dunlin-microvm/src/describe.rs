@@ -1,4 +1,4 @@
-//! What a destination needs to build the machine, or to refuse it.
+//! The description from which a destination builds or refuses a machine.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
@@ -15,42 +15,42 @@ use crate::config::{Config, ConfigError, Fill, GuestKind, NAME_LIMIT_BYTES, Work
 use crate::cpuid::Table;
 use crate::wire::{DecodeError, Reader, Writer, bad_value, optional_u64};
 
-/// The first field of every description: what kind of guest it is of, and the layout of the rest. A
-/// reader that does not know it stops there.
+/// The first field of every description: the kind of guest and the layout of the rest.
+/// A reader stops at an unknown value.
 const KVM: u16 = 1;
 /// Like [`KVM`], but without TSC rate and CPUID table.
 const PROCESS: u16 = 2;
 
-/// The rate of a process guest's clock, in kHz: it counts nanoseconds since 1970.
+/// Frequency of a process guest's clock, in kHz: it counts nanoseconds since 1970.
 const PROCESS_TSC_KHZ: u32 = 1_000_000;
 
-/// How far two TSC rates may be apart and still count as one: what the kernel tolerates by default
+/// Difference up to which two TSC rates count as equal: the kernel's default tolerance
 /// (`tsc_tolerance_ppm` of arch/x86/kvm/x86.c).
 const TSC_TOLERANCE_PPM: u64 = 250;
 
-/// What a destination needs to build the machine.
+/// The description from which a destination builds a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmDescription {
-    /// What the machine is like.
+    /// The machine's configuration.
     pub config: Config,
-    /// The rate of the guest's TSC, in kHz; of a process guest's clock.
+    /// Frequency of the guest's TSC in kHz; for a process guest, of its clock.
     pub tsc_khz: u32,
     pub(crate) cpuid: Table,
 }
 
-/// Why this host cannot run a machine that was described.
+/// Why this host cannot run a described machine.
 #[derive(Debug, Error)]
 pub enum DescribeError {
-    /// The bytes are no description.
-    #[error("the machine's description cannot be read")]
+    /// The bytes are not a description.
+    #[error("cannot decode the machine's description")]
     Decode(#[from] DecodeError),
-    /// A version from the future.
-    #[error("the machine's description is of version {0}; this VMM reads {KVM} and {PROCESS}")]
+    /// A newer version.
+    #[error("machine description version {0} not supported (only {KVM} and {PROCESS})")]
     Version(u16),
-    /// No machine can be like that.
-    #[error("the machine's configuration is impossible")]
+    /// The configuration is invalid.
+    #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
-    /// Another TSC rate.
+    /// Different TSC rates.
     #[error(
         "the guest's TSC runs at {guest_khz} kHz, this host's at {host_khz} kHz, and this CPU cannot \
          scale it: choose a host with the same rate"
@@ -61,15 +61,15 @@ pub enum DescribeError {
         /// This host's.
         host_khz: u32,
     },
-    /// Other CPU features.
-    #[error("this host's CPU lacks what the guest was promised: {0}")]
+    /// Missing CPU features.
+    #[error("this host's CPU lacks features of the guest: {0}")]
     Cpuid(String),
-    /// This host's KVM could not be asked.
-    #[error("KVM does not answer on this host")]
+    /// This host's KVM cannot be queried.
+    #[error("cannot query KVM on this host")]
     Kvm(#[source] io::Error),
 }
 
-/// What this host offers to a guest.
+/// What this host can provide to a guest.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub(crate) cpuid: Table,
@@ -78,8 +78,8 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// What KVM says, asked once in a process: it takes a machine that never runs, and some ten
-    /// milliseconds.
+    /// KVM's capabilities, queried once per process: it takes a machine that never
+    /// runs, and a few tens of milliseconds.
     pub(crate) fn get(kvm: &Kvm) -> io::Result<&'static Self> {
         static HOST: OnceLock<Host> = OnceLock::new();
         if let Some(host) = HOST.get() {
@@ -114,11 +114,11 @@ impl Host {
     }
 }
 
-/// Whether this host can run the machine, found without building it. A process guest runs
-/// everywhere.
+/// Whether this host can run the machine, checked without building it. A process guest
+/// runs on every host.
 ///
 /// # Errors
-/// The first reason why not.
+/// The first reason against it.
 pub fn check_description(description: &VmDescription) -> Result<(), DescribeError> {
     if description.config.guest == GuestKind::Process {
         return Ok(description.config.validate()?);
@@ -129,14 +129,14 @@ pub fn check_description(description: &VmDescription) -> Result<(), DescribeErro
         .check(description)
 }
 
-/// Whether the rates are within the tolerance of each other.
+/// Whether the rates are equal within the tolerance.
 pub(crate) fn same_rate(guest_khz: u32, host_khz: u32) -> bool {
     let apart = u64::from(guest_khz.abs_diff(host_khz));
     apart * 1_000_000 <= TSC_TOLERANCE_PPM * u64::from(host_khz)
 }
 
 impl VmDescription {
-    /// Of a machine that no host's CPU matters to.
+    /// Describes a machine that does not depend on the host's CPU.
     pub(crate) fn of_process(config: Config) -> Self {
         Self {
             config,
@@ -145,8 +145,8 @@ impl VmDescription {
         }
     }
 
-    /// The description as bytes, at most 8 KiB: version, configuration, TSC rate, CPUID table; a
-    /// process guest has neither of the latter.
+    /// Encodes the description, at most 8 KiB: version, configuration, TSC rate, CPUID
+    /// table. A process guest has no TSC rate and no CPUID table.
     pub fn encode(&self) -> Vec<u8> {
         let config = &self.config;
         let mut writer = Writer::default();
@@ -185,10 +185,10 @@ impl VmDescription {
         writer.finish()
     }
 
-    /// Reads what [`VmDescription::encode`] wrote.
+    /// Decodes the result of [`VmDescription::encode`].
     ///
     /// # Errors
-    /// Decode, Version or Config: whoever sent the bytes is at fault.
+    /// Decode, Version or Config: the sender is at fault.
     pub fn decode(bytes: &[u8]) -> Result<Self, DescribeError> {
         let mut reader = Reader::new(bytes);
         let guest = match reader.u16("version")? {
@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_tsc_rate_is_refused_where_it_cannot_be_scaled() {
+    fn a_different_tsc_rate_is_refused_if_it_cannot_be_scaled() {
         let empty = || Table::decode(&mut Reader::new(&[0, 0])).unwrap();
         let described = |tsc_khz| VmDescription {
             config: Config::default(),
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_process_guest_is_described_without_a_cpu_and_byte_for_byte() {
+    fn i7_a_process_guests_description_has_no_cpu_and_an_exact_length() {
         let description = VmDescription::of_process(Config {
             guest: GuestKind::Process,
             name: "p".into(),
@@ -288,7 +288,7 @@ mod tests {
         for length in 0..bytes.len() {
             assert!(VmDescription::decode(&bytes[..length]).is_err());
         }
-        // With what belongs behind a KVM guest's description.
+        // With the length of a KVM guest's trailing fields.
         let long = [&bytes[..], &[0; 6]].concat();
         assert!(VmDescription::decode(&long).is_err());
     }

@@ -1,5 +1,5 @@
-//! What was written since one last asked: by the guest (KVM's log, or write-protection for a
-//! process guest) or by the VMM (vm-memory's bitmap).
+//! Pages written since the last fetch: by the guest (KVM's log, or write-protection for
+//! a process guest) or by the VMM (vm-memory's bitmap).
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,30 +14,30 @@ use vm_memory::bitmap::Bitmap;
 
 use dunlin_linux::mapping::PAGE_BYTES;
 
-/// Why the dirty log could not be used.
+/// Why the dirty log failed.
 #[derive(Debug, Error)]
 pub enum DirtyError {
     /// It was not started.
-    #[error("the dirty log is off; start it first")]
+    #[error("dirty log is off; start it first")]
     Off,
-    /// KVM refused to switch its log on or off.
-    #[error("KVM's dirty log cannot be switched")]
+    /// KVM refused to turn its log on or off.
+    #[error("cannot turn KVM's dirty log on or off")]
     Switch(#[source] io::Error),
-    /// KVM refused to hand its log over.
-    #[error("KVM's dirty log of region {region} cannot be read")]
+    /// KVM refused to return its log.
+    #[error("cannot read KVM's dirty log of region {region}")]
     Kvm {
         /// The region's position.
         region: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// The log of a process guest failed.
-    #[error("the log by write-protection does not work")]
+    #[error("the write-protection log failed")]
     WriteProtect(#[source] io::Error),
 }
 
-/// Where the guest's own writes are known from.
+/// The source of the log of the guest's writes.
 #[derive(Debug)]
 pub(crate) enum Guest {
     Kvm(Arc<Machine>),
@@ -58,7 +58,7 @@ struct State {
 }
 
 impl DirtyLog {
-    /// It is off.
+    /// A log that is off.
     pub(crate) fn new(memory: Arc<TrackedMemory>, guest: Guest) -> Self {
         let state = Mutex::new(State { on: false, guest });
         Self { memory, state }
@@ -68,7 +68,7 @@ impl DirtyLog {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts with nothing written. Whoever copies memory must start before the first copy.
+    /// Starts an empty log. Start it before the first copy of memory.
     pub(crate) fn start(&self) -> Result<(), DirtyError> {
         let mut state = self.lock();
         for region in self.memory.iter() {
@@ -89,8 +89,8 @@ impl DirtyLog {
         Ok(())
     }
 
-    /// Reads and clears. If one region's log cannot be read, what KVM told of the others is kept for
-    /// the next time (I5).
+    /// Reads and clears the log. If one region's log cannot be read, KVM's log of the
+    /// other regions is kept for the next fetch (I5).
     pub(crate) fn fetch(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
         let mut state = self.lock();
         if !state.on {
@@ -130,7 +130,7 @@ impl DirtyLog {
     }
 }
 
-/// KVM's log of every region, each of which `take` reads and clears.
+/// Reads and clears KVM's log of every region with `take`.
 fn take_from(
     memory: &TrackedMemory,
     take: impl Fn(usize) -> io::Result<Vec<u64>>,
@@ -149,7 +149,7 @@ fn take_from(
     Ok(maps)
 }
 
-/// Leaves pages that were read to the VMM's own log.
+/// Adds pages that were already read to the VMM's own log.
 fn keep(memory: &TrackedMemory, maps: &[Vec<u64>]) {
     for (words, region) in maps.iter().zip(memory.iter()) {
         let bitmap = region.get_mmap();
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i5_what_was_read_before_a_region_failed_is_reported_the_next_time() {
+    fn i5_pages_read_before_a_region_failed_are_reported_next_time() {
         let memory = Arc::new(allocate(HOLE_START + (2 << 20), Backing::Private).unwrap());
         let mut low = vec![0; (HOLE_START / PAGE_BYTES / 64) as usize];
         (low[0], low[3]) = (1 << 7, 1 << 63 | 1);

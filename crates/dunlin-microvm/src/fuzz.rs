@@ -1,10 +1,10 @@
-//! Fuzz entries of what a source sends from VMM to VMM. Compiled for tests and
-//! with the feature `fuzzing` only; `fuzz/driver.rs` runs them in the tests.
+//! Fuzz entries for data that one VMM sends to another. Compiled only for tests and
+//! with the feature `fuzzing`; `fuzz/driver.rs` runs them in the tests.
 
 pub use crate::describe::fuzz::fuzz_description;
 pub use crate::state::fuzz::fuzz_state_sections;
 
-/// An entry by the name of its seeds' folder.
+/// An entry, with the name of its seed directory.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every entry of this crate.
@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_what_a_source_says_of_its_machine_stands_seeds_and_mutations() {
+    fn i7_descriptions_and_sections_survive_seeds_and_mutations() {
         check(TARGETS, |target| {
             let made = match target {
                 "description" => crate::describe::fuzz::seeds(),

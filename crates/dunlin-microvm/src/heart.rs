@@ -1,8 +1,8 @@
-//! When the guest beat last, how long it ever was silent, and what a migration cost it.
+//! The guest's last beat, its longest silence, and the downtime of a migration.
 //!
-//! The last beat travels with the machine's state. At the first beat at the destination the two are
-//! compared: by CLOCK_MONOTONIC if both hosts are one (the boot ids match), else by the guest's own
-//! TSC, which goes on through the move.
+//! The last beat is part of the machine's state. At the first beat at the destination
+//! the two are compared: by CLOCK_MONOTONIC if both are on the same host (equal boot
+//! ids), else by the guest's own TSC, which continues during the migration.
 
 use std::fs;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -12,18 +12,18 @@ use crate::kvm::monotonic_ns;
 
 use crate::wire::{DecodeError, Reader, Writer};
 
-/// The longest downtime that clocks are believed about. Two hosts whose clocks are further apart
-/// are not in step, and what they say about each other means nothing.
+/// The longest plausible downtime. If the clocks of two hosts differ by more, they are
+/// not synchronised and cannot be compared.
 const CREDIBLE: Duration = Duration::from_secs(24 * 3600);
 
 const BOOT_ID_BYTES: usize = 36;
 
-/// A moment on the clocks of a host.
+/// A moment on a host's clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Moment {
     /// CLOCK_MONOTONIC.
     pub(crate) monotonic_ns: u64,
-    /// Since 1970.
+    /// CLOCK_REALTIME, nanoseconds since 1970.
     pub(crate) realtime_ns: u64,
     boot_id: [u8; BOOT_ID_BYTES],
 }
@@ -38,12 +38,12 @@ impl Moment {
         }
     }
 
-    /// Whether both moments are on one clock.
+    /// Whether both moments are on the same clock.
     pub(crate) fn same_boot(&self, other: &Self) -> bool {
         self.boot_id == other.boot_id && self.boot_id != [0; BOOT_ID_BYTES]
     }
 
-    /// How long ago `earlier` was; zero where the clocks contradict each other.
+    /// Time since `earlier`; zero if the clocks contradict each other.
     pub(crate) fn since(&self, earlier: &Self) -> Duration {
         let nanoseconds = if self.same_boot(earlier) {
             self.monotonic_ns.saturating_sub(earlier.monotonic_ns)
@@ -74,7 +74,7 @@ impl Moment {
     }
 }
 
-/// This boot of this host; zeros where the kernel does not say.
+/// The boot id of this host; zeros if the kernel does not provide it.
 static BOOT_ID: LazyLock<[u8; BOOT_ID_BYTES]> = LazyLock::new(|| {
     fs::read("/proc/sys/kernel/random/boot_id")
         .ok()
@@ -89,7 +89,7 @@ pub(crate) struct Beat {
     pub(crate) guest_tsc: u64,
 }
 
-/// What the heart tells.
+/// The state of the heart.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pulse {
     pub(crate) last_beat_ns: Option<u64>,
@@ -101,7 +101,7 @@ pub(crate) struct Pulse {
 #[derive(Debug)]
 pub(crate) struct Heart {
     beats: Mutex<Beats>,
-    /// The first beat after a move has come.
+    /// Notified at the first beat after a migration.
     first: Condvar,
 }
 
@@ -136,7 +136,7 @@ impl Heart {
         self.beats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A vCPU has beaten.
+    /// Notes a beat of a vCPU.
     pub(crate) fn beat(&self, vcpu: u8, guest_tsc: u64) {
         let beat = Beat {
             at: Moment::now(),
@@ -174,7 +174,8 @@ impl Heart {
         }
     }
 
-    /// Waits for the first beat after a move, at most `limit`, and says how long the silence was.
+    /// Waits for the first beat after a migration, for at most `limit`, and returns the
+    /// silence before it.
     pub(crate) fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         let beats = self.lock();
         let (beats, _) = self
@@ -184,7 +185,7 @@ impl Heart {
         beats.downtime
     }
 
-    /// Forgets the largest gap, so that a new one can be measured.
+    /// Resets the largest gap.
     pub(crate) fn forget_gap(&self) {
         self.lock().largest_gap = Duration::ZERO;
     }
@@ -193,7 +194,8 @@ impl Heart {
         let beats = self.lock();
         let mut writer = Writer::default();
         writer.u64(beats.largest_gap.as_nanos() as u64);
-        // A machine that arrived and left again without a beat still owes the first source's.
+        // A machine that arrives and leaves again without a beat passes on the first
+        // source's beat.
         match beats.last.or(beats.source) {
             None => writer.u8(0),
             Some(beat) => {
@@ -204,7 +206,7 @@ impl Heart {
         writer.finish()
     }
 
-    /// Takes over a source's heart.
+    /// Loads a source's heart.
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let largest_gap = Duration::from_nanos(reader.u64("largest gap")?);
@@ -223,7 +225,7 @@ impl Heart {
     }
 }
 
-/// Nanoseconds in so many ticks of a counter of `khz`; no more than a u64 holds.
+/// Nanoseconds in `ticks` of a counter of `khz`, at most `u64::MAX`.
 pub(crate) fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
     let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(khz.max(1));
     u64::try_from(nanoseconds).unwrap_or(u64::MAX)
@@ -242,7 +244,7 @@ mod tests {
     use crate::wire::DecodeReason;
 
     #[test]
-    fn downtime_is_the_silence_between_the_last_beat_there_and_the_first_here() {
+    fn downtime_is_the_silence_between_the_last_and_the_first_beat() {
         let source = Heart::new(1, 1_000_000);
         source.beat(0, 5000);
         let bytes = source.encode();
@@ -258,11 +260,11 @@ mod tests {
     }
 
     #[test]
-    fn without_a_common_clock_the_guest_tsc_tells_the_downtime() {
+    fn without_a_common_clock_the_guest_tsc_measures_the_downtime() {
         let source = Heart::new(1, 2_000_000);
         source.beat(0, 1_000_000);
         let mut bytes = source.encode();
-        // Behind the gap, the presence byte and two clocks stands the boot id.
+        // The boot id follows the gap, the presence byte and two clocks.
         bytes[8 + 1 + 16] ^= 1;
         let destination = Heart::new(1, 2_000_000);
         destination.load(&bytes).unwrap();
@@ -274,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_clocks_that_contradict_each_other_count_nothing() {
+    fn i7_contradicting_clocks_give_zero() {
         let now = Moment::now();
         let mut other = now;
         other.boot_id[0] ^= 1;
@@ -285,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_heart_that_is_cut_off_or_too_long_is_refused() {
+    fn i7_a_truncated_or_overlong_heart_is_rejected() {
         let source = Heart::new(1, 1);
         source.beat(0, 1);
         let bytes = source.encode();

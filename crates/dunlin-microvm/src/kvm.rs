@@ -1,8 +1,9 @@
-//! KVM with the memory kept alive: a [`Machine`] owns the guest memory that KVM was given, and a
-//! [`Vcpu`] owns its machine, so that no guest can write to memory that was unmapped.
+//! KVM with memory safety: a [`Machine`] owns the guest memory that KVM uses, and a
+//! [`Vcpu`] owns its machine, so no guest can write to unmapped memory.
 //!
-//! State is carried as the bytes of the kernel's own structures ([`VcpuState`], [`MachineState`]):
-//! they are its stable interface, and no length but theirs is accepted.
+//! State is carried as the bytes of the kernel's own structures ([`VcpuState`],
+//! [`MachineState`]): they are its stable interface, and only their exact length is
+//! accepted.
 
 use std::io;
 use std::ops::Deref;
@@ -26,20 +27,22 @@ pub(crate) use state::{MachineState, VcpuState};
 /// A virtual machine, with an interrupt controller and a timer in the kernel.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    /// Before `memory`: closed first.
+    /// Declared before `memory`, so that it is closed first.
     vm: VmFd,
     memory: Arc<TrackedMemory>,
     xsave_bytes: usize,
 }
 
 impl Machine {
-    /// Creates a machine with `memory`; each region is one slot, by its position. No slot logs yet.
+    /// Creates a machine with `memory`. Each region is one slot, numbered by its
+    /// position. Logging is off.
     ///
     /// # Errors
-    /// What the kernel answered.
+    /// The kernel's error.
     pub(crate) fn new(kvm: &Kvm, memory: Arc<TrackedMemory>) -> io::Result<Self> {
-        // Intel without unrestricted guest needs three pages for itself and one for an identity
-        // map, outside guest memory: the customary place, inside the hole below 4 GiB.
+        // Intel CPUs without unrestricted guest need three pages for KVM and one for an
+        // identity map, outside guest memory: at the usual address, in the hole below 4
+        // GiB.
         const TSS: usize = 0xfffb_d000;
         const IDENTITY_MAP: u64 = 0xfffb_c000;
         let vm = kvm.create_vm()?;
@@ -67,10 +70,12 @@ impl Machine {
         &self.memory
     }
 
-    /// Switches the log of the guest's writes on or off for every slot. A log starts empty.
+    /// Turns the log of the guest's writes on or off for every slot. A log starts
+    /// empty.
     ///
     /// # Errors
-    /// What KVM_SET_USER_MEMORY_REGION answered; the slots before the failing one have changed.
+    /// The error of KVM_SET_USER_MEMORY_REGION; the slots before the failing one have
+    /// changed.
     pub(crate) fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
         for (slot, region) in self.memory.iter().enumerate() {
             let description = kb::kvm_userspace_memory_region {
@@ -88,11 +93,12 @@ impl Machine {
         Ok(())
     }
 
-    /// Reads and clears the log of one region's slot: one bit for each 4 KiB page, least significant
-    /// first, in words of 64.
+    /// Reads and clears the log of one region's slot: one bit per 4 KiB page, least
+    /// significant bit first, in 64-bit words.
     ///
     /// # Errors
-    /// What KVM_GET_DIRTY_LOG answered: ENOENT where logging is off or the region does not exist.
+    /// The error of KVM_GET_DIRTY_LOG: ENOENT if logging is off or the region does not
+    /// exist.
     pub(crate) fn take_dirty_log(&self, region: usize) -> io::Result<Vec<u64>> {
         let bytes = self
             .memory
@@ -106,7 +112,7 @@ impl Machine {
     /// Adds a vCPU.
     ///
     /// # Errors
-    /// What KVM_CREATE_VCPU answered.
+    /// The error of KVM_CREATE_VCPU.
     pub(crate) fn create_vcpu(self: &Arc<Self>, id: u64) -> io::Result<Vcpu> {
         Ok(Vcpu {
             fd: self.vm.create_vcpu(id)?,
@@ -119,20 +125,20 @@ impl Machine {
         self.vm.check_extension(Cap::TscControl)
     }
 
-    /// The bytes of one piece of the machine's state.
+    /// Reads one part of the machine's state.
     ///
     /// # Errors
-    /// What the kernel answered.
+    /// The kernel's error.
     pub(crate) fn read_state(&self, state: MachineState) -> io::Result<Vec<u8>> {
         let Interface { get, bytes, .. } = state.interface;
         let chip = state.chip.map(u32::to_ne_bytes).unwrap_or_default();
         exchange(self.vm.as_raw_fd(), get, &chip, bytes)
     }
 
-    /// Sets one piece of the machine's state.
+    /// Sets one part of the machine's state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length or chip, else what the kernel answered.
+    /// InvalidData for a wrong length or chip, else the kernel's error.
     pub(crate) fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set, bytes: length, ..
@@ -141,22 +147,20 @@ impl Machine {
         if let Some(chip) = state.chip
             && bytes[..4] != chip.to_ne_bytes()
         {
-            return Err(invalid(
-                "the state is that of another interrupt chip".into(),
-            ));
+            return Err(invalid("state of a different interrupt chip".into()));
         }
         exchange(self.vm.as_raw_fd(), set, bytes, length).map(drop)
     }
 }
 
-/// A vCPU, which keeps its machine and so the guest's memory.
+/// A vCPU, which keeps its machine and therefore the guest's memory alive.
 ///
-/// Everything that only reads or sets registers is reached through the descriptor it dereferences
-/// to. There is no mutable way to that: a descriptor swapped into another `Vcpu` would outlive its
-/// memory.
+/// It dereferences to its descriptor for everything that only reads or sets registers.
+/// There is deliberately no mutable access: a descriptor swapped into another `Vcpu`
+/// would outlive its memory.
 #[derive(Debug)]
 pub(crate) struct Vcpu {
-    /// Before `machine`: closed first.
+    /// Declared before `machine`, so that it is closed first.
     fd: VcpuFd,
     machine: Arc<Machine>,
 }
@@ -178,17 +182,18 @@ impl Vcpu {
     /// Runs the guest until it needs the VMM.
     ///
     /// # Errors
-    /// Interrupted after a kick ([`crate::kvm::kick`]); else what KVM_RUN answered.
+    /// Interrupted after a kick ([`crate::kvm::kick`]); else the error of KVM_RUN.
     pub(crate) fn run(&mut self) -> io::Result<VcpuExit<'_>> {
         Ok(self.fd.run()?)
     }
 
-    /// Lets KVM finish the port access that the last exit stands for, without running the guest.
+    /// Lets KVM finish the port access of the last exit, without running the guest.
     ///
-    /// Registers are consistent only after that (section 5 of the kernel's KVM API, KVM_EXIT_IO).
+    /// Registers are consistent only after that (section 5 of the kernel's KVM API,
+    /// KVM_EXIT_IO).
     ///
     /// # Errors
-    /// What KVM_RUN answered, other than EINTR.
+    /// The error of KVM_RUN, other than EINTR.
     pub(crate) fn complete_exit(&mut self) -> io::Result<()> {
         self.fd.set_kvm_immediate_exit(1);
         let result = match self.fd.run() {
@@ -200,10 +205,10 @@ impl Vcpu {
         result
     }
 
-    /// The bytes of one piece of the vCPU's state.
+    /// Reads one part of the vCPU's state.
     ///
     /// # Errors
-    /// What the kernel answered.
+    /// The kernel's error.
     pub(crate) fn read_state(&self, state: VcpuState) -> io::Result<Vec<u8>> {
         let Interface {
             mut get, mut bytes, ..
@@ -215,13 +220,13 @@ impl Vcpu {
         exchange(self.fd.as_raw_fd(), get, &[], bytes)
     }
 
-    /// Sets one piece of the vCPU's state.
+    /// Sets one part of the vCPU's state.
     ///
-    /// The XSAVE area may be shorter than this host's: its components lie at fixed places, and
-    /// those that the bytes do not reach are in their initial state.
+    /// The XSAVE area may be shorter than this host's: its components are at fixed
+    /// offsets, and those after the end are in their initial state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length, else what the kernel answered.
+    /// InvalidData for a wrong length, else the kernel's error.
     pub(crate) fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set,
@@ -232,7 +237,7 @@ impl Vcpu {
             length = self.machine.xsave_bytes;
             if bytes.len() < XSAVE_BYTES || bytes.len() > length {
                 return Err(invalid(format!(
-                    "an XSAVE area of {} bytes; this host takes {XSAVE_BYTES} to {length}",
+                    "XSAVE area of {} bytes out of range ({XSAVE_BYTES}–{length})",
                     bytes.len()
                 )));
             }
@@ -242,11 +247,11 @@ impl Vcpu {
         exchange(self.fd.as_raw_fd(), set, bytes, length).map(drop)
     }
 
-    /// What the guest's TSC is ahead of the host's, modulo 2^64; none where the kernel has no such
-    /// attribute (before 5.16).
+    /// Offset of the guest's TSC from the host's, modulo 2^64; `None` if the kernel
+    /// lacks the attribute (before 5.16).
     ///
     /// # Errors
-    /// What KVM_GET_DEVICE_ATTR answered.
+    /// The error of KVM_GET_DEVICE_ATTR.
     pub(crate) fn tsc_offset(&self) -> io::Result<Option<u64>> {
         let mut offset = 0u64;
         let attribute = tsc_offset_attribute(&raw mut offset);
@@ -258,12 +263,12 @@ impl Vcpu {
         }
     }
 
-    /// Sets what the guest's TSC is ahead of the host's, modulo 2^64.
+    /// Sets the offset of the guest's TSC from the host's, modulo 2^64.
     ///
     /// # Errors
-    /// Unsupported where KVM takes the offset and then does not keep it (seen on a KVM without
-    /// hardware virtualisation, whose guests read the host's counter); else what
-    /// KVM_SET_DEVICE_ATTR answered.
+    /// Unsupported if KVM accepts the offset but does not keep it (seen on a KVM
+    /// without hardware virtualisation, where guests read the host's counter); else the
+    /// error of KVM_SET_DEVICE_ATTR.
     pub(crate) fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
         let mut value = offset;
         let attribute = tsc_offset_attribute(&raw mut value);
@@ -304,7 +309,7 @@ fn device_attribute(
     attribute: &kb::kvm_device_attr,
 ) -> io::Result<()> {
     // SAFETY: `attribute` is a live structure of the size in the number, and comes from
-    // `tsc_offset_attribute` alone, whose address is that of a live u64, the size of this attribute.
+    // `tsc_offset_attribute` alone, with the address of a live u64, the size of this attribute.
     let code = unsafe { libc::ioctl(fd.as_raw_fd(), ioctl, std::ptr::from_ref(attribute)) };
     if code < 0 {
         return Err(io::Error::last_os_error());
@@ -318,7 +323,7 @@ mod tests {
     use super::*;
     use dunlin_linux::mapping::{Backing, allocate};
 
-    /// A machine, or none where there is no KVM; CI must have it.
+    /// A machine, or `None` without KVM; CI must have KVM.
     fn machine() -> Option<Arc<Machine>> {
         let kvm = match Kvm::new() {
             Ok(kvm) => kvm,
@@ -335,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn every_piece_of_state_can_be_set_to_what_was_read() {
+    fn every_part_of_the_state_can_be_written_back() {
         let Some(machine) = machine() else { return };
         let vcpu = machine.create_vcpu(0).unwrap();
         for state in [
@@ -384,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_state_of_a_wrong_length_is_refused() {
+    fn i7_state_of_a_wrong_length_is_rejected() {
         let Some(machine) = machine() else { return };
         let vcpu = machine.create_vcpu(0).unwrap();
         for length in [0, 143, 145, 1 << 20] {
@@ -409,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_is_there_only_while_it_is_on() {
+    fn the_log_can_be_read_only_while_it_is_on() {
         let Some(machine) = machine() else { return };
         assert!(machine.take_dirty_log(0).is_err());
         machine.set_dirty_logging(true).unwrap();
@@ -420,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_tsc_keeps_the_offset_it_was_given() {
+    fn the_guest_tsc_keeps_its_offset() {
         let Some(machine) = machine() else { return };
         let vcpu = machine.create_vcpu(0).unwrap();
         let Some(offset) = vcpu.tsc_offset().unwrap() else {

@@ -1,22 +1,22 @@
-//! What lies where in guest memory. The guest's own view of it is `guest/workload.S`: the two must
-//! agree.
+//! The layout of guest memory. `guest/workload.S` has the guest's view of it: the two
+//! must agree.
 //!
-//! The workload's pages are numbered from the start of memory without the hole between 3 and 4 GiB;
-//! a page's frame number counts the hole.
+//! The workload's pages are numbered from the start of memory without the hole between
+//! 3 and 4 GiB; a page's frame number includes the hole.
 
 use dunlin_linux::mapping::{HOLE_END, HOLE_START, HUGE_PAGE_BYTES, PAGE_BYTES};
 
 use crate::config::{Config, Fill, WORKLOAD_START, Workload};
 
-/// The first page table, and the only one of the highest level.
+/// The first page table, which is the only one of the top level.
 pub(crate) const TABLES: u64 = 0x1_0000;
 /// The guest's program and its first instruction.
 pub(crate) const CODE: u64 = 0x6_0000;
-/// The first parameter block; the others follow, a page each.
+/// The first parameter block; the others follow, one page each.
 pub(crate) const BLOCKS: u64 = 0x7_0000;
-/// Guest-physical address of the pages that only the VMM writes to, as a device would.
+/// Guest-physical address of the pages that only the VMM writes, like a device.
 pub const DEVICE_START: u64 = 0x8_0000;
-/// Bytes that only the VMM writes to.
+/// Size of the pages that only the VMM writes.
 pub const DEVICE_BYTES: u64 = 0x1_0000;
 
 /// Words of a parameter block, as byte offsets into it.
@@ -31,7 +31,7 @@ pub(crate) mod block {
     pub(crate) const VISITS: u64 = 0xc0;
     pub(crate) const LAST_TSC: u64 = 0xc8;
     pub(crate) const BEATS: u64 = 0xd0;
-    /// Code, frame, expected and found, eight bytes each.
+    /// Code, frame, expected and found value, eight bytes each.
     pub(crate) const STOP: u64 = 0xd8;
 }
 
@@ -45,10 +45,11 @@ pub(crate) mod port {
 /// The answer to a beat that ends the guest.
 pub(crate) const POWER_OFF_ANSWER: u32 = u32::MAX;
 
-/// Pages of a sparse fill from one that is not zero to the next: those of a huge page.
+/// Distance between non-zero pages of a sparse fill: the pages of a huge page.
 const SPARSE_PAGES: u64 = HUGE_PAGE_BYTES / PAGE_BYTES;
 
-/// What a filled page's signature is made from; odd, so that no two frames share one.
+/// Multiplier for a filled page's signature; odd, so that every frame has a different
+/// one.
 const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The parameter block of a vCPU.
@@ -65,7 +66,7 @@ pub(crate) fn frame(page: u64) -> u64 {
     }
 }
 
-/// The number of the first page behind those that may be filled.
+/// The number of the first page after those that may be filled.
 pub(crate) fn fill_end(config: &Config) -> u64 {
     let first = WORKLOAD_START / PAGE_BYTES;
     let room = config.memory_bytes / PAGE_BYTES - first;
@@ -73,7 +74,7 @@ pub(crate) fn fill_end(config: &Config) -> u64 {
     first + filled.min(room)
 }
 
-/// The exclusive or of all words of a page that may be filled; none if it is zero at first.
+/// The exclusive or of all words of a page; `None` if the page is zero initially.
 pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     let product = frame.wrapping_mul(SIGNATURE);
     match fill {
@@ -84,9 +85,9 @@ pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     }
 }
 
-/// Pages that are visited once each in every pass: numbers `base..base + count`, in the order that
-/// starts at 0 and goes on with (x * multiplier + increment) & mask, leaving out what is not below
-/// `count`.
+/// Pages visited once per pass: numbers `base..base + count`, in an order that starts
+/// at 0 and continues with (x * multiplier + increment) & mask, skipping values that
+/// are not below `count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageSet {
     base: u64,
@@ -107,8 +108,8 @@ impl PageSet {
         }
     }
 
-    /// A linear congruential generator has its full period modulo a power of two if the increment
-    /// is odd and the multiplier leaves 1 modulo 4 (Hull and Dobell, 1962).
+    /// A linear congruential generator has its full period modulo a power of two if the
+    /// increment is odd and the multiplier is 1 modulo 4 (Hull and Dobell, 1962).
     fn scattered(base: u64, count: u64) -> Self {
         Self {
             base,
@@ -119,18 +120,17 @@ impl PageSet {
         }
     }
 
-    /// Pages in it.
+    /// Number of pages.
     pub(crate) fn count(&self) -> u64 {
         self.count
     }
 
-    /// The number of the page at a place in it.
+    /// The number of the page at position `cursor`.
     pub(crate) fn page(&self, cursor: u64) -> u64 {
         self.base + cursor
     }
 
-    /// The place of the page that is visited behind the one at `cursor`, which is not the last of
-    /// its pass.
+    /// The position visited after `cursor`, which is not the last of its pass.
     pub(crate) fn next(&self, mut cursor: u64) -> u64 {
         loop {
             cursor = cursor
@@ -143,7 +143,7 @@ impl PageSet {
         }
     }
 
-    /// The set's words as they stand in a parameter block before the first visit.
+    /// The set's words in a parameter block before the first visit.
     pub(crate) fn words(&self) -> [u64; 8] {
         let (cursor, left, pass) = (0, self.count, 0);
         [
@@ -159,7 +159,7 @@ impl PageSet {
     }
 }
 
-/// A vCPU's two sets, and the share of its visits in a hundred that go to the first.
+/// A vCPU's two sets, and the percentage of its visits that go to the first.
 pub(crate) fn page_sets(config: &Config, vcpu: u8) -> ([PageSet; 2], u64) {
     let first = WORKLOAD_START / PAGE_BYTES;
     let all = config

@@ -1,25 +1,26 @@
 //! A small virtual machine on KVM that really runs and really migrates.
 //!
-//! The guest (`guest/workload.S`) reads and checks every page before it writes to it, and keeps live
-//! values in its vector registers: whatever a migration loses, the guest itself finds, and stops with
-//! a code that says what. The VMM paces it, hears a beat from every vCPU each millisecond, pauses
-//! it, logs what it writes, and saves and loads all of its state.
+//! The guest (`guest/workload.S`) reads and checks every page before it writes to it,
+//! and keeps live values in its vector registers. If a migration loses anything, the
+//! guest itself detects it and stops with a code for the kind of error. The VMM paces
+//! the guest, receives a beat from every vCPU each millisecond, pauses it, logs its
+//! writes, and saves and loads all of its state.
 //!
-//! On a host without /dev/kvm the machine's guest can be threads of the process that do the same
-//! ([`GuestKind::Process`]); its writes are logged by write-protection.
+//! On a host without /dev/kvm, the guest can be threads of the process that do the same
+//! ([`GuestKind::Process`]); write-protection logs their writes.
 //!
-//! - [`Config`] says what the machine is like; [`VmDescription`] carries that to the destination, and
-//!   [`check_description`] refuses there what this host cannot run.
-//! - [`HostOptions`] is what each host decides for itself.
-//! - [`Vm`] is the machine: created, filled, started, paused, throttled, watched.
-//! - [`Vm::start_dirty_log`] and its siblings follow the writes; [`Vm::save`] and [`Vm::load`] move
-//!   the rest.
+//! - [`Config`] is the configuration of a machine; [`VmDescription`] carries it to the
+//!   destination, and [`check_description`] rejects there what the host cannot run.
+//! - [`HostOptions`] are options that each host sets for itself.
+//! - [`Vm`] is the machine: create, fill, start, pause, throttle, observe.
+//! - [`Vm::start_dirty_log`] and its siblings log writes; [`Vm::save`] and [`Vm::load`]
+//!   transfer the other state.
 //!
-//! Inside: `layout` (what lies where in guest memory), `boot` (page tables, registers), `fill`
-//! (first content), `pace` (when a vCPU may visit how many pages), `heart` (beats, gaps, downtime),
-//! `control` (who runs and who is parked), `vcpu` (the thread), `process` (the thread of a process
-//! guest), `common` (what the two share), `dirty`, `state`, `cpuid`, `wire`,
-//! `cgroup` (how much memory the process may use), and `kvm`, the only module with `unsafe`.
+//! Modules: `layout` (guest memory map), `boot` (page tables, registers), `fill` (initial
+//! content), `pace` (page visits over time), `heart` (beats, gaps, downtime), `control` (running
+//! and parked vCPUs), `vcpu` (a vCPU's thread), `process` (a thread of a process guest), `common`
+//! (shared by both kinds of guest), `dirty`, `state`, `cpuid`, `wire`, `cgroup` (memory limits of
+//! the process), and `kvm`, the only module with `unsafe`.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 

@@ -1,4 +1,4 @@
-//! The machine as the migration engine sees it, on either side.
+//! The machine's implementation of the engine's traits, for both sides.
 
 use std::io;
 use std::sync::Arc;
@@ -18,18 +18,18 @@ use crate::control::VmState;
 use crate::describe::VmDescription;
 use crate::vm::{CreateError, Vm};
 
-/// How long to wait for the guest's first beat at the destination, which tells the downtime. A beat
-/// comes each millisecond.
+/// How long to wait for the guest's first beat at the destination, which gives the
+/// downtime. Beats come every millisecond.
 const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 
-/// A machine that can be moved away, or is being moved here.
+/// A machine that can be migrated, or is being received.
 pub struct Movable {
     vm: Arc<Vm>,
     memory: Arc<dyn GuestMemory>,
 }
 
 impl Movable {
-    /// Lets the engine move `vm`.
+    /// Makes `vm` migratable.
     #[must_use]
     pub fn new(vm: Arc<Vm>) -> Arc<Self> {
         let backing_page_bytes = match vm.config().backing {
@@ -83,7 +83,7 @@ impl SourceVm for Movable {
     fn pause(&self) -> Result<(), VmmError> {
         match self.vm.pause() {
             Ok(()) => Ok(()),
-            // It stands still for good; the engine asks why by `run_state`.
+            // It has ended; the engine asks for the reason with `run_state`.
             Err(_) if self.vm.state().has_ended() => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -115,7 +115,7 @@ impl SourceVm for Movable {
         Ok(())
     }
 
-    /// This copy never runs again; its memory goes with the last reference to it.
+    /// This copy never runs again. Its memory is freed with the last reference.
     fn destroy(&self) {
         self.vm.give_away();
     }
@@ -128,7 +128,7 @@ impl DestinationVm for Movable {
 
     fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
         self.vm.load(sections)?;
-        // The source slowed the guest down for the migration alone.
+        // The source throttled the guest only for the migration.
         Ok(self.vm.throttle(0)?)
     }
 
@@ -146,7 +146,7 @@ impl DestinationVm for Movable {
     fn discard(&self) {}
 }
 
-/// The guest's writes united with the VMM's own.
+/// The guest's writes and the VMM's own.
 struct Log(Arc<Vm>);
 
 impl DirtyLog for Log {
@@ -184,7 +184,7 @@ impl MachineBuilder {
         }
     }
 
-    /// The machine that was built last.
+    /// The machine built last.
     pub fn take(&mut self) -> Option<Arc<Movable>> {
         self.built.take()
     }
@@ -192,7 +192,8 @@ impl MachineBuilder {
 
 impl Builder for MachineBuilder {
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // One that was built for an attempt that failed goes first: both may not fit.
+        // Drop a machine built for a failed attempt first: memory may not suffice for
+        // both.
         self.built = None;
         let refuse = |fault, error: &dyn std::error::Error| Refusal {
             fault,
@@ -218,8 +219,8 @@ impl Builder for MachineBuilder {
     }
 }
 
-/// The regions must be what a machine of this description has: a memory that is
-/// built cannot be laid out anew.
+/// The regions must match those of a machine of this description, because built memory
+/// cannot be laid out again.
 fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Refusal> {
     let theirs: Vec<u64> = offered.regions.iter().map(|region| region.length).collect();
     let ours: Vec<u64> = layout(description.config.memory_bytes)
@@ -232,17 +233,17 @@ fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Re
     Err(Refusal {
         fault: FaultCode::DescriptionRefused,
         text: format!(
-            "the source's memory has regions of {theirs:?} bytes, and the machine that it \
+            "the source's memory has regions of {theirs:?} bytes, but the machine that it \
              describes has {ours:?} here: run the same release of the VMM on both hosts"
         ),
     })
 }
 
-/// A machine whose memory does not fit under the limit of this process's control
-/// group would be killed here sooner or later, and be lost: it is refused while
-/// it runs at the source. That memory could be swapped is counted in.
+/// Refuses a machine larger than the memory limit of this process's control group while
+/// it still runs at the source: the kernel would eventually kill the process and the VM
+/// would be lost. Swap counts towards the limit.
 fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
-    // Where /proc cannot be read nothing is known, and the kernel decides.
+    // If /proc cannot be read, leave it to the kernel.
     let Ok(Some(limit)) = cgroup::memory_limit() else {
         return Ok(());
     };
@@ -253,8 +254,8 @@ fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
     Err(Refusal {
         fault: FaultCode::NoMemory,
         text: format!(
-            "the VM has {memory_bytes} bytes of memory, and the process that would run it here may \
-             have {} ({}, with {swap_bytes} bytes of swap): the kernel would kill it",
+            "the VM has {memory_bytes} bytes of memory, but this process is limited to {} ({}, \
+             with {swap_bytes} bytes of swap): the kernel would kill it",
             limit.bytes,
             limit.file.display()
         ),

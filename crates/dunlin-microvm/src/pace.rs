@@ -1,38 +1,38 @@
-//! When a vCPU may visit how many pages.
+//! Paces a vCPU's page visits.
 //!
-//! A vCPU asks at each beat. The answer is a number of visits and a time to wait before it gets
-//! them; never more than a beat's worth, so that the next beat comes within about a millisecond.
-//! Time that was lost, to a pause or to a busy host, is not caught up.
+//! A vCPU asks at each beat. The answer is a number of visits and a time to wait before
+//! them, never more than one beat's worth, so that the next beat follows within about a
+//! millisecond. Time lost to a pause or to a busy host is not made up.
 
 use std::time::{Duration, Instant};
 
-/// The longest a vCPU waits between two beats.
+/// The longest time that a vCPU waits between two beats.
 pub(crate) const BEAT: Duration = Duration::from_millis(1);
 
-/// The most visits between two beats: some hundred microseconds of an unpaced guest.
+/// Maximum visits between two beats: a few hundred microseconds of an unpaced guest.
 const BATCH_LIMIT: u32 = 256;
 
-/// How late a visit may be and still be followed by the next as planned. Less than a timer's
-/// usual lateness would lower the rate; more would let a burst follow a stall.
+/// How late a visit may be without delaying the next. A value below a timer's usual
+/// lateness would lower the rate; a larger one would allow a burst after a stall.
 const LATENESS: Duration = Duration::from_millis(2);
 
-/// How fast a vCPU may go.
+/// The pace of a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Pace {
-    /// It beats, and visits nothing.
+    /// Beats, but no visits.
     Idle,
     /// As fast as it can.
     Unpaced,
-    /// So many visits a second, of this vCPU.
+    /// Visits per second of this vCPU.
     Rate(f64),
 }
 
-/// What a vCPU is to do next.
+/// A vCPU's next turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Turn {
-    /// Not before this.
+    /// Start of the turn at the earliest.
     pub(crate) due: Instant,
-    /// How many visits. With none the guest just beats again.
+    /// Number of visits. With 0 the guest only beats again.
     pub(crate) visits: u32,
 }
 
@@ -40,11 +40,11 @@ pub(crate) struct Turn {
 #[derive(Debug)]
 pub(crate) struct Pacer {
     pace: Pace,
-    /// When the next visit may be made.
+    /// When the next visit is due.
     visit_due: Instant,
     /// When the last beat without visits was due.
     beat_due: Instant,
-    /// When the last visits were to begin and when they did, if there were any.
+    /// Planned and actual start of the last visits, if any.
     granted: Option<(Instant, Instant)>,
 }
 
@@ -58,28 +58,29 @@ impl Pacer {
         }
     }
 
-    /// Forgets what was planned and what was running: the vCPU starts afresh after a pause.
+    /// Discards the plan and the running visits: the vCPU starts afresh after a pause.
     pub(crate) fn restart(&mut self, now: Instant) {
         self.visit_due = now;
         self.beat_due = now;
         self.granted = None;
     }
 
-    /// The visits that were granted last begin now.
+    /// Notes that the granted visits start now.
     pub(crate) fn begin(&mut self, now: Instant) {
         if let Some((_, begun)) = &mut self.granted {
             *begun = now;
         }
     }
 
-    /// What follows a beat at `now`, when the guest is to run at (100 - `throttle`) % of its speed.
+    /// The turn after a beat at `now`, for a guest that runs at (100 - `throttle`) % of
+    /// its speed.
     pub(crate) fn turn(&mut self, now: Instant, throttle: u8) -> Turn {
         let speed = f64::from(100 - throttle.min(99)) / 100.0;
         match self.pace {
             Pace::Idle => self.beat_only(now),
             Pace::Unpaced => {
-                // Its duty cycle: what the last batch took, it rests in proportion. A late start
-                // is no part of that, and shortens the rest.
+                // The duty cycle: rest in proportion to the duration of the last batch.
+                // A late start does not count as work, and shortens the rest.
                 if let Some((planned, begun)) = self.granted.take() {
                     let planned = planned.max(begun.checked_sub(LATENESS).unwrap_or(begun));
                     self.visit_due = planned + (now - begun).div_f64(speed);
@@ -108,7 +109,8 @@ impl Pacer {
         }
     }
 
-    /// No visits, and a beat a millisecond after the last, or after now if that is past.
+    /// No visits, and a beat one millisecond after the last one, or at once if that is
+    /// past.
     fn beat_only(&mut self, now: Instant) -> Turn {
         self.beat_due = (self.beat_due + BEAT).clamp(now, now + BEAT);
         Turn {
@@ -207,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_vcpu_beats_a_thousand_times_a_second_though_it_wakes_late() {
+    fn an_idle_vcpu_that_wakes_late_beats_a_thousand_times_a_second() {
         let start = Instant::now();
         let mut pacer = Pacer::new(Pace::Idle, start);
         let (mut now, mut beats) = (start, 0);
@@ -218,7 +220,7 @@ mod tests {
             beats += 1;
         }
         assert!((999..=1001).contains(&beats), "{beats}");
-        // A second in which it did not run at all is not caught up.
+        // A second without running is not made up.
         now += Duration::from_secs(1);
         assert_eq!(pacer.turn(now, 0).due, now);
         assert_eq!(pacer.turn(now, 0).due, now + BEAT);

@@ -1,10 +1,10 @@
-//! A guest without a hypervisor: threads of this process that go over its memory as the program of
-//! the KVM guest does (`guest/workload.S`, which says what a page holds).
+//! A guest without a hypervisor: threads of this process that visit its memory like the
+//! program of the KVM guest (`guest/workload.S`, which defines a page's content).
 //!
-//! A thread takes the place of a vCPU. It beats, is paced, throttled and parked in the same way,
-//! and reads and checks every page before it writes to it. What it knows beside memory, how often it
-//! has visited which page, moves as the section `visitor`; if that and memory disagree, it finds a
-//! page wrong and the machine stops.
+//! A thread replaces a vCPU. It beats and is paced, throttled and parked in the same
+//! way, and reads and checks every page before it writes to it. Its own state, the
+//! number of visits to each page, is migrated as the section `visitor`. If that and
+//! memory disagree, the thread finds a wrong page and the machine stops.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -25,10 +25,10 @@ use crate::wire::{DecodeError, Reader, Writer, bad_value};
 /// The section of one thread.
 const VISITOR: &str = "visitor";
 
-/// Where the last word of a page stands, which keeps its signature right.
+/// Offset of a page's last word, which keeps the page's signature valid.
 const LAST_WORD: usize = PAGE_BYTES as usize - 8;
 
-/// What the threads of a process guest share.
+/// State shared by the threads of a process guest.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) common: Common,
@@ -36,32 +36,32 @@ pub(crate) struct Shared {
     visitors: Vec<Visitor>,
 }
 
-/// One thread, as the rest of the machine sees it.
+/// One thread, as seen by the rest of the machine.
 #[derive(Debug)]
 struct Visitor {
     visits: AtomicU64,
     beats: AtomicU64,
-    /// Held during a batch of visits.
+    /// Locked during a batch of visits.
     progress: Mutex<Progress>,
 }
 
-/// Where a thread stands in its pages.
+/// A thread's progress through its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Progress {
     sets: [Walk; 2],
-    /// Visits in a hundred that go to the first set.
+    /// Percentage of visits to the first set.
     share: u64,
     share_sum: u64,
 }
 
-/// Where a thread stands in one set of pages.
+/// A thread's progress through one set of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Walk {
     set: PageSet,
     cursor: u64,
     /// Visits left in this pass.
     left: u64,
-    /// Passes done.
+    /// Completed passes.
     pass: u64,
 }
 
@@ -114,7 +114,7 @@ impl Shared {
         self.visitors.iter().map(beats).sum()
     }
 
-    /// Passes that every page has seen: over each thread's slowest set.
+    /// Passes over every page: those of the slowest set of any thread.
     pub(crate) fn full_passes(&self) -> u64 {
         let sets = match self.config.workload {
             Workload::HotSet { .. } => 2,
@@ -127,7 +127,7 @@ impl Shared {
         self.visitors.iter().filter_map(passes).min().unwrap_or(0)
     }
 
-    /// All of a paused guest but its memory.
+    /// Saves the state of a paused guest, without its memory.
     pub(crate) fn save(&self, own: Own) -> Vec<Section> {
         let mut sections = vec![
             state::section(VMM, 0, own.encode()),
@@ -148,7 +148,7 @@ impl Shared {
         sections
     }
 
-    /// Takes over a source's state. On an error some of it is taken.
+    /// Loads a source's state. After an error, part of it is loaded.
     pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
         state::check_names(sections, |name| match name {
             VMM | HEART => 1,
@@ -168,7 +168,7 @@ impl Shared {
 }
 
 impl Visitor {
-    /// Nothing is taken that the thread could not have come to by itself (I7).
+    /// Rejects state that a thread could not have reached by itself (I7).
     fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let (visits, beats) = (reader.u64("visits")?, reader.u64("beats")?);
@@ -211,7 +211,7 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
 }
 
 impl Shared {
-    /// A beat and the visits that follow it; or how the guest has ended.
+    /// One beat and the visits that follow it; an error is the end of the guest.
     fn turn(&self, index: u8, pacer: &mut Pacer) -> Result<(), VmState> {
         let visitor = &self.visitors[usize::from(index)];
         visitor.beats.fetch_add(1, Ordering::Relaxed);
@@ -234,7 +234,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads the page that is next, checks it, and writes to it.
+    /// Reads the next page, checks it, and writes to it.
     fn visit(&self, walk: &Walk) -> Result<(), Stop> {
         let page = walk.set.page(walk.cursor);
         let frame = layout::frame(page);
@@ -250,7 +250,7 @@ impl Shared {
             .memory
             .get_slice(GuestAddress(frame * PAGE_BYTES), PAGE_BYTES as usize)
             .expect("the workload's pages lie within the configured memory");
-        // The guest's writes are none of the VMM's own, whose log they would fill.
+        // The guest's writes must not appear in the log of the VMM's own writes.
         let slice = untracked(&slice);
         let mut bytes = [0; PAGE_BYTES as usize];
         slice.copy_to(&mut bytes);
@@ -282,7 +282,8 @@ impl Shared {
 }
 
 impl Progress {
-    /// The set whose turn it is: the first gets its share of every hundred visits, evenly spread.
+    /// The next set to visit: the first set gets its share of every hundred visits,
+    /// evenly spread.
     fn choose(&mut self) -> &mut Walk {
         self.share_sum += self.share;
         if self.share_sum < 100 {
@@ -294,7 +295,8 @@ impl Progress {
 }
 
 impl Walk {
-    /// A pass has seen every page once, and the next one starts where this one did.
+    /// Advances to the next page. A pass visits every page once, and the next pass
+    /// starts at the same page.
     fn advance(&mut self) {
         self.left -= 1;
         if self.left > 0 {
@@ -307,7 +309,8 @@ impl Walk {
     }
 }
 
-/// The guest's clock: nanoseconds since 1970, which two hosts agree about as far as theirs do.
+/// The guest's clock: nanoseconds since 1970. Two hosts agree on it as far as their
+/// clocks do.
 fn clock_ns() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)

@@ -1,14 +1,15 @@
-//! All of a paused machine but its memory, as named sections, and back.
+//! The state of a paused machine, without its memory, as named sections.
 //!
-//! Most sections are the kernel's own structures, byte for byte, in the order in which they must be
-//! set (`VCPU_SECTIONS`): the special registers come before the MSRs, since EFER and the APIC base
-//! are among both; XCR0 before the XSAVE area; the local APIC and the TSC before the MSRs, since the
-//! TSC deadline is armed only in a mode that the APIC's registers choose, and for a time that KVM
-//! counts from the TSC of that moment (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c); the TSC by
-//! itself, since it goes on during the move; events and the run state last.
+//! Most sections are the kernel's own structures, byte for byte. They are set in this
+//! order (`VCPU_SECTIONS`): the special registers before the MSRs, since EFER and the
+//! APIC base are in both; XCR0 before the XSAVE area; the local APIC and the TSC before
+//! the MSRs, since the TSC deadline is armed only in a mode that the APIC's registers
+//! select, and for a time that KVM computes from the current TSC
+//! (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c); the TSC separately, since it
+//! continues during the migration; events and the run state last.
 //!
-//! A section that this VMM does not know is skipped unless it is required. Nothing in one is used
-//! before its length is checked (I7).
+//! Unsupported sections are skipped unless they are required. The length of a section
+//! is checked before its content is used (I7).
 
 use std::io;
 
@@ -33,20 +34,20 @@ use error::{MSRS, TSC, kvm_refused};
 use msrs::{read_msrs, write_msrs};
 use tsc::{Tsc, read_tsc, write_tsc};
 
-/// Why a machine's state could not be saved. The machine is as it was.
+/// Why a machine's state could not be saved. The machine is unchanged.
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// Only a machine that stands still has a state.
-    #[error("the machine must be paused, and is {0:?}")]
+    /// The machine is not paused.
+    #[error("the machine is {0:?}, not paused")]
     NotPaused(VmState),
     /// KVM refused.
-    #[error("KVM does not give `{section}` of {instance}")]
+    #[error("KVM does not return section `{section}` of instance {instance}")]
     Kvm {
         /// The section's name.
         section: &'static str,
         /// Its instance.
         instance: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -73,7 +74,7 @@ enum Step {
     Tsc,
 }
 
-/// A vCPU's sections, in the order in which they are loaded.
+/// A vCPU's sections, in loading order.
 const VCPU_SECTIONS: [(&str, Step); 10] = [
     (
         "vcpu.special-registers",
@@ -93,17 +94,18 @@ const VCPU_SECTIONS: [(&str, Step); 10] = [
     ("vcpu.run-state", Step::Plain(VcpuState::MP_STATE)),
 ];
 
-/// The VMM's own state, beside KVM's.
+/// The VMM's own state, in addition to KVM's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Own {
     pub(crate) throttle_percent: u8,
     pub(crate) power_off_at: u64,
 }
 
-/// The parts of a machine whose state is moved. The machine is paused, or was never started.
+/// The parts of a machine with state to migrate. The machine is paused, or was never
+/// started.
 pub(crate) struct Parts<'a> {
     pub(crate) vcpus: &'a [&'a Vcpu],
-    /// MSRs that this host's KVM knows.
+    /// MSRs supported by this host's KVM.
     pub(crate) msrs: &'a MsrList,
     pub(crate) heart: &'a Heart,
     pub(crate) tsc_khz: u32,
@@ -137,7 +139,7 @@ impl Parts<'_> {
             for (name, step) in VCPU_SECTIONS {
                 let bytes = match step {
                     Step::Plain(state) => match vcpu.read_state(state) {
-                        // A CPU without XSAVE has none.
+                        // A CPU without XSAVE has no XCRs.
                         Err(_) if name == XCRS => continue,
                         bytes => bytes,
                     },
@@ -150,7 +152,7 @@ impl Parts<'_> {
         Ok(sections)
     }
 
-    /// Sets everything. On an error some of it is set.
+    /// Loads all sections. After an error, part of them is loaded.
     pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
         check_names(sections, |name| self.instances(name))?;
         let own = decoded(VMM, 0, Own::decode(find(sections, VMM, 0)?))?;
@@ -185,7 +187,7 @@ impl Parts<'_> {
         Ok(own)
     }
 
-    /// How many sections of a name there may be.
+    /// Maximum number of sections with this name.
     fn instances(&self, name: &str) -> u32 {
         if VCPU_SECTIONS.iter().any(|(known, _)| *known == name) {
             self.vcpus.len() as u32
@@ -196,12 +198,12 @@ impl Parts<'_> {
         }
     }
 
-    /// Sets kvmclock to what it was, plus the time since then.
+    /// Sets kvmclock to its saved value plus the time since then.
     fn write_clock(&self, bytes: &[u8]) -> Result<(), LoadError> {
         let mut reader = Reader::new(bytes);
         let at = decoded(CLOCK, 0, Moment::decode(&mut reader))?;
         let nanoseconds = decoded(CLOCK, 0, reader.u64("clock"))?;
-        // The rest of `struct kvm_clock_data` is about the source's host.
+        // The rest of `struct kvm_clock_data` describes the source's host.
         decoded(CLOCK, 0, reader.bytes("clock data", 40))?;
         decoded(CLOCK, 0, reader.finish("clock data"))?;
         let passed = Moment::now().since(&at).as_nanos() as u64;
@@ -236,7 +238,7 @@ impl Own {
     }
 }
 
-/// A section that a destination must know.
+/// A required section.
 pub(crate) fn section(name: &str, instance: u32, bytes: Vec<u8>) -> Section {
     Section {
         name: name.to_owned(),
@@ -247,8 +249,8 @@ pub(crate) fn section(name: &str, instance: u32, bytes: Vec<u8>) -> Section {
     }
 }
 
-/// Every section is known or optional, and there is one of each; `instances` says how many of a
-/// name there may be.
+/// Checks that every section is known or optional, and that none appears twice;
+/// `instances` returns the maximum number of sections of a name.
 pub(crate) fn check_names(
     sections: &[Section],
     instances: impl Fn(&str) -> u32,

@@ -1,4 +1,4 @@
-//! The thread of a vCPU: it runs the guest, answers its beats, and parks when it is told to.
+//! A vCPU's thread: runs the guest, answers its beats, and parks on request.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use crate::control::{Stop, StopCode, VmState};
 use crate::layout::{POWER_OFF_ANSWER, block, block_start, port};
 use crate::pace::Pacer;
 
-/// One vCPU, as its thread and the rest of the machine see it. Whoever holds the lock may touch the
+/// One vCPU, shared by its thread and the rest of the machine. The lock protects the
 /// registers; the thread holds it while it runs the guest.
 #[derive(Debug)]
 pub(crate) struct Slot {
@@ -35,7 +35,7 @@ impl Slot {
     }
 }
 
-/// What the vCPU threads of a machine share.
+/// State shared by the vCPU threads of a machine.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) common: Common,
@@ -43,12 +43,12 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Gets every vCPU out of the guest.
+    /// Makes every vCPU leave the guest.
     pub(crate) fn kick_all(&self) {
         self.slots.iter().for_each(|slot| slot.kick.kick());
     }
 
-    /// One of the guest's own counters, of one vCPU.
+    /// One of the guest's own counters, for one vCPU.
     pub(crate) fn counter(&self, vcpu: u8, word: u64) -> u64 {
         self.common
             .memory
@@ -90,10 +90,10 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
                 let mut vcpu = slot.lock();
                 pacer.restart(Instant::now());
                 run(shared, index, &mut vcpu, attached, &mut pacer);
-                // The last exit may have been a port access that KVM has yet to finish.
+                // KVM may still have to finish the port access of the last exit.
                 if let Err(error) = vcpu.complete_exit() {
                     shared.end(VmState::Failed(format!(
-                        "vCPU {index} could not finish its last exit: {error}"
+                        "vCPU {index} cannot finish its last exit: {error}"
                     )));
                 }
             }
@@ -105,13 +105,13 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
     }
 }
 
-/// Runs the guest until the vCPU is to park.
+/// Runs the guest until the vCPU must park.
 fn run(shared: &Shared, index: u8, vcpu: &mut Vcpu, attached: &Attached<'_>, pacer: &mut Pacer) {
     while shared.common.control.may_run() {
         match vcpu.run() {
             Ok(VcpuExit::IoIn(port::BEAT, data)) => {
                 let answer = beat(shared, index, pacer).to_le_bytes();
-                // `in eax` asks for four bytes.
+                // The guest's `in eax` reads four bytes.
                 data.iter_mut()
                     .zip(answer)
                     .for_each(|(to, from)| *to = from);

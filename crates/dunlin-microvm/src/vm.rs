@@ -1,4 +1,4 @@
-//! The machine itself.
+//! The machine.
 
 use std::io;
 use std::sync::Arc;
@@ -37,70 +37,70 @@ pub struct Vm {
     bootable: bool,
 }
 
-/// What runs in a machine.
+/// The guest of a machine.
 #[derive(Debug)]
 enum Guest {
     Kvm { shared: Arc<Shared>, msrs: MsrList },
     Process(Arc<process::Shared>),
 }
 
-/// What a machine has done so far. Counters go on across a migration.
+/// Counters of a machine. They continue across a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Pages that the guest has read, found right and written to.
+    /// Pages that the guest has read, verified and written.
     pub pages_checked: u64,
     /// Beats of all vCPUs.
     pub beats: u64,
-    /// CLOCK_MONOTONIC at the last beat here, in nanoseconds.
+    /// CLOCK_MONOTONIC at the last beat on this host, in nanoseconds.
     pub last_beat_ns: Option<u64>,
-    /// The longest time between two beats of one vCPU, pauses and moves included.
+    /// The longest time between two beats of one vCPU, including pauses and migrations.
     pub largest_gap: Duration,
-    /// After a move: from the last beat at the source to the first one here.
+    /// After a migration: from the last beat at the source to the first one here.
     pub downtime: Option<Duration>,
 }
 
 /// Why a machine could not be built.
 #[derive(Debug, Error)]
 pub enum CreateError {
-    /// No machine can be like that.
-    #[error("the machine's configuration is impossible")]
+    /// The configuration is invalid.
+    #[error("invalid machine configuration")]
     Config(#[from] ConfigError),
     /// This host cannot run it.
     #[error("this host cannot run the machine")]
     Describe(#[from] DescribeError),
-    /// There is no memory for it.
-    #[error("the machine's memory cannot be had")]
+    /// No memory is available for it.
+    #[error("cannot allocate the machine's memory")]
     Memory(#[from] MappingError),
-    /// There is no KVM for this process.
+    /// This process cannot use KVM.
     #[error(
-        "this host runs no KVM guest, since /dev/kvm cannot be opened: load the kvm module, and run \
+        "cannot open /dev/kvm, so this host runs no KVM guest: load the kvm module, and run \
          as root or in the group kvm"
     )]
     NoKvm(#[source] io::Error),
     /// KVM, or the kernel, refused.
     #[error("cannot {step}")]
     Kernel {
-        /// What was tried.
+        /// The failed step.
         step: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// Why guest memory could not be read or written on behalf of the VMM.
+/// Why the VMM could not read or write guest memory.
 #[derive(Debug, Error)]
 pub enum AccessError {
-    /// The bytes lie outside the pages that belong to the VMM's device.
-    #[error("{bytes} bytes at {offset} lie outside the device's {DEVICE_BYTES}")]
+    /// The bytes are outside the pages of the VMM's device.
+    #[error("{bytes} bytes at offset {offset} exceed the device's {DEVICE_BYTES} bytes")]
     Device {
-        /// From the start of the device's pages.
+        /// Offset from the start of the device's pages.
         offset: u64,
-        /// How many.
+        /// Number of bytes.
         bytes: usize,
     },
-    /// Guest memory has no such address.
-    #[error("guest memory cannot be accessed")]
+    /// Guest memory does not have this address.
+    #[error("cannot access guest memory")]
     Memory(#[from] GuestMemoryError),
 }
 
@@ -113,8 +113,8 @@ impl Vm {
         Self::with_options(config, HostOptions::default())
     }
 
-    /// Builds a machine, paused before its first instruction, with the first content of its memory
-    /// but for what [`Vm::fill`] adds.
+    /// Builds a machine that is paused before its first instruction. Its memory has the
+    /// initial content except for what [`Vm::fill`] adds.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -144,7 +144,8 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Builds the machine that a source has described, with zero memory, ready for [`Vm::load`].
+    /// Builds the machine that a source has described, with zeroed memory, ready for
+    /// [`Vm::load`].
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -232,7 +233,7 @@ impl Vm {
         }
     }
 
-    /// Starts a thread for each vCPU; they park at once.
+    /// Starts a thread for each vCPU; each parks at once.
     fn spawn<S: Send + Sync + 'static>(
         &mut self,
         name: &str,
@@ -257,33 +258,33 @@ impl Vm {
         }
     }
 
-    /// Gets every vCPU out of the guest. The threads of a process guest look for themselves.
+    /// Makes every vCPU leave the guest. The threads of a process guest poll for it.
     fn kick_all(&self) {
         if let Guest::Kvm { shared, .. } = &self.guest {
             shared.kick_all();
         }
     }
 
-    /// What a destination needs to build the same machine.
+    /// The description from which a destination builds the same machine.
     pub fn description(&self) -> &VmDescription {
         &self.description
     }
 
-    /// What the machine is like.
+    /// The machine's configuration.
     pub fn config(&self) -> &Config {
         &self.description.config
     }
 
-    /// The guest's memory. What is written through it is in the dirty log.
+    /// The guest's memory. Writes through it are recorded in the dirty log.
     pub fn memory(&self) -> &Arc<TrackedMemory> {
         &self.common().memory
     }
 
-    /// Gives the workload's pages their first content, on all CPUs. Call it before [`Vm::start`]; a
-    /// guest that starts without finds its pages wrong.
+    /// Writes the initial content of the workload's pages, on all CPUs. Call it before
+    /// [`Vm::start`]; without it the guest finds its pages wrong.
     ///
     /// # Errors
-    /// Started, if the machine is not a new one.
+    /// Started, if the machine is not new.
     pub fn fill(&self) -> Result<(), ControlError> {
         self.state().must_be_created()?;
         fill::fill(self.memory(), self.config())
@@ -291,7 +292,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Starts a machine that was built by [`Vm::new`].
+    /// Starts a machine built by [`Vm::new`].
     ///
     /// # Errors
     /// Started or Ended; Empty, if the machine was built from a description.
@@ -302,16 +303,18 @@ impl Vm {
         self.common().control.run(VmState::Created)
     }
 
-    /// Stops every vCPU. On return none is in the guest, nothing writes guest memory, and registers
-    /// are consistent; until somebody resumes it. Does nothing on a machine that is not running.
+    /// Stops every vCPU. When this returns, no vCPU is in the guest, nothing writes
+    /// guest memory, and registers are consistent, until the machine is resumed. Has no
+    /// effect on a machine that is not running.
     ///
     /// # Errors
-    /// Ended, if the machine has ended, perhaps just now; it stands still all the same.
+    /// Ended, if the machine has ended, possibly just now. It is stopped even so.
     pub fn pause(&self) -> Result<(), ControlError> {
         self.common().control.pause(|| self.kick_all())
     }
 
-    /// Lets a paused machine go on, be it paused here or loaded. Does nothing on a running one.
+    /// Resumes a paused machine, whether it was paused here or loaded. Has no effect on
+    /// a running one.
     ///
     /// # Errors
     /// NotStarted or Ended.
@@ -319,18 +322,18 @@ impl Vm {
         self.common().control.run(VmState::Paused)
     }
 
-    /// The guest lives on another host now: this copy stays where it stands and can never run again
-    /// (I1). Does nothing on a machine that has ended.
+    /// Marks this copy as migrated to another host: it can never run again (I1). Has no
+    /// effect on a machine that has ended.
     pub fn give_away(&self) {
         self.common()
             .control
             .end(VmState::Moved, || self.kick_all());
     }
 
-    /// Slows the guest down to (100 - `percent`) % of its page visits.
+    /// Throttles the guest to (100 - `percent`) % of its page visits.
     ///
     /// # Errors
-    /// Throttle, above 99.
+    /// Throttle, if `percent` is above 99.
     pub fn throttle(&self, percent: u8) -> Result<(), ControlError> {
         if percent > 99 {
             return Err(ControlError::Throttle(percent));
@@ -339,37 +342,38 @@ impl Vm {
         Ok(())
     }
 
-    /// Tells the guest to power itself off at its next beat.
+    /// Makes the guest power itself off at its next beat.
     pub fn ask_power_off(&self) {
         self.common().power_off_at.store(0, Ordering::Relaxed);
     }
 
-    /// What the machine is doing.
+    /// The state of the machine.
     pub fn state(&self) -> VmState {
         self.common().control.state()
     }
 
-    /// Waits until the machine does not run any more, at most `limit`, and returns what it is doing.
+    /// Waits until the machine no longer runs, for at most `limit`, and returns its
+    /// state.
     pub fn wait_while_running(&self, limit: Duration) -> VmState {
         self.common()
             .control
             .wait_while_running(Instant::now() + limit)
     }
 
-    /// Waits until the machine has ended for good, at most `limit`, and returns what it is doing.
+    /// Waits until the machine has ended, for at most `limit`, and returns its state.
     pub fn wait_until_ended(&self, limit: Duration) -> VmState {
         self.common()
             .control
             .wait_until_ended(Instant::now() + limit)
     }
 
-    /// After a move: waits for the guest's first beat here, at most `limit`, and says how long the
-    /// guest was silent.
+    /// After a migration: waits for the guest's first beat here, for at most `limit`,
+    /// and returns how long the guest was silent.
     pub fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         self.common().heart.wait_for_downtime(limit)
     }
 
-    /// What the machine has done so far.
+    /// The machine's counters.
     pub fn stats(&self) -> Stats {
         let pulse = self.common().heart.pulse();
         let (pages_checked, beats) = match &self.guest {
@@ -385,7 +389,7 @@ impl Vm {
         }
     }
 
-    /// Passes that every page has seen: over each vCPU's slowest set.
+    /// Passes over every page: those of the slowest set of any vCPU.
     pub fn full_passes(&self) -> u64 {
         const PASS: u64 = 0x20;
         const COUNT: u64 = 0x08;
@@ -403,7 +407,7 @@ impl Vm {
             .unwrap_or(0)
     }
 
-    /// The last TSC that each vCPU has read; a process guest reads none.
+    /// The last TSC read by each vCPU; empty for a process guest.
     pub fn guest_tscs(&self) -> Vec<u64> {
         match &self.guest {
             Guest::Kvm { shared, .. } => (0..self.config().vcpus)
@@ -413,45 +417,46 @@ impl Vm {
         }
     }
 
-    /// Forgets the largest gap between beats, so that a new one can be measured.
+    /// Resets the largest gap between beats.
     pub fn forget_largest_gap(&self) {
         self.common().heart.forget_gap();
     }
 
-    /// Writes to the pages that belong to the VMM's device, as a device does by itself: the guest
-    /// does not take part, and the dirty log has it all the same. `offset` counts from
+    /// Writes to the pages of the VMM's device, like a device: the guest does not take
+    /// part, but the dirty log records the write. `offset` counts from
     /// [`DEVICE_START`].
     ///
     /// # Errors
-    /// Device, if the bytes reach beyond [`DEVICE_BYTES`].
+    /// Device, if the bytes exceed [`DEVICE_BYTES`].
     pub fn vmm_write(&self, offset: u64, bytes: &[u8]) -> Result<(), AccessError> {
         let address = device_address(offset, bytes.len())?;
         Ok(self.memory().write_slice(bytes, address)?)
     }
 
-    /// Reads from the pages that belong to the VMM's device.
+    /// Reads from the pages of the VMM's device.
     ///
     /// # Errors
-    /// Device, if the bytes reach beyond [`DEVICE_BYTES`].
+    /// Device, if the bytes exceed [`DEVICE_BYTES`].
     pub fn vmm_read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), AccessError> {
         let address = device_address(offset, bytes.len())?;
         Ok(self.memory().read_slice(bytes, address)?)
     }
 
-    /// Starts to log what is written from now on, by the guest and by the VMM.
+    /// Starts logging writes by the guest and by the VMM.
     ///
     /// # Errors
-    /// What the kernel answered.
+    /// The kernel's error.
     pub fn start_dirty_log(&self) -> Result<(), DirtyError> {
         self.dirty.start()
     }
 
-    /// What was written since the log was started or last fetched, which is cleared: for each
-    /// region of [`Vm::memory`] one bit for each page of 4 KiB, least significant first.
+    /// Returns the pages written since the log was started or last fetched, and clears
+    /// the log: for each region of [`Vm::memory`] one bit per page of 4 KiB, least
+    /// significant bit first.
     ///
     /// # Errors
-    /// Off, or what the kernel answered; of KVM's log nothing is lost then but the region that KVM
-    /// failed.
+    /// Off, or the kernel's error. If KVM's log of one region fails, the log of that
+    /// region is lost, but not the others.
     pub fn fetch_dirty_log(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
         self.dirty.fetch()
     }
@@ -459,15 +464,15 @@ impl Vm {
     /// Stops logging.
     ///
     /// # Errors
-    /// What the kernel answered.
+    /// The kernel's error.
     pub fn stop_dirty_log(&self) -> Result<(), DirtyError> {
         self.dirty.stop()
     }
 
-    /// Everything but the memory of a paused machine.
+    /// Saves the state of a paused machine, without its memory.
     ///
     /// # Errors
-    /// NotPaused, or what KVM does not give.
+    /// NotPaused, or an error of KVM.
     pub fn save(&self) -> Result<Vec<Section>, SaveError> {
         match self.state() {
             VmState::Created | VmState::Paused => {}
@@ -483,11 +488,11 @@ impl Vm {
         }
     }
 
-    /// Takes over a source's state. The machine is paused afterwards, and [`Vm::resume`] lets it go
-    /// on where the source was; its memory must be there by then.
+    /// Loads a source's state. The machine is paused afterwards; [`Vm::resume`]
+    /// continues where the source stopped. Its memory must have arrived by then.
     ///
     /// # Errors
-    /// See [`LoadError`]. The machine has failed then and can only be dropped.
+    /// See [`LoadError`]. The machine has then failed and can only be dropped.
     pub fn load(&self, sections: &[Section]) -> Result<(), LoadError> {
         self.common()
             .control
@@ -527,7 +532,7 @@ impl Drop for Vm {
     fn drop(&mut self) {
         self.common().control.exit(|| self.kick_all());
         for thread in self.threads.drain(..) {
-            // A panic of that thread has been reported already.
+            // The thread has already reported a panic.
             let _ = thread.join();
         }
     }
@@ -540,7 +545,7 @@ fn device_address(offset: u64, bytes: usize) -> Result<GuestAddress, AccessError
     }
 }
 
-/// Zero memory as the machine is to have it, untouched.
+/// Zeroed, untouched memory for the configuration.
 fn guest_memory(config: &Config, options: HostOptions) -> Result<Arc<TrackedMemory>, MappingError> {
     let memory = allocate(config.memory_bytes, config.backing)?;
     if options.huge_pages {

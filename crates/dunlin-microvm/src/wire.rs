@@ -1,10 +1,10 @@
-//! How descriptions and sections are written and read. What comes from another host goes through
-//! [`Reader`], which checks every length before it is used (I7).
+//! Encoding of descriptions and sections. Data from another host is decoded with
+//! [`Reader`], which checks every length before use (I7).
 
 pub(crate) use dunlin_proto::wire::Reader;
 pub use dunlin_proto::wire::{DecodeError, DecodeReason};
 
-/// The error for a field that has a value that it cannot have, after the field was read.
+/// The error for an invalid value of the field just read.
 pub(crate) fn bad_value(reader: &Reader<'_>, what: &'static str, value: u64) -> DecodeError {
     DecodeError {
         what,
@@ -13,7 +13,7 @@ pub(crate) fn bad_value(reader: &Reader<'_>, what: &'static str, value: u64) -> 
     }
 }
 
-/// Reads what [`Writer::optional_u64`] wrote.
+/// Reads the result of [`Writer::optional_u64`].
 pub(crate) fn optional_u64(
     reader: &mut Reader<'_>,
     what: &'static str,
@@ -25,7 +25,7 @@ pub(crate) fn optional_u64(
     }
 }
 
-/// Little-endian fields, one behind the other.
+/// Consecutive little-endian fields.
 #[derive(Debug, Default)]
 pub(crate) struct Writer(Vec<u8>);
 
@@ -46,18 +46,18 @@ impl Writer {
         self.raw(&value.to_le_bytes())
     }
 
-    /// A byte that says whether there is a value, and the value or zero.
+    /// A presence byte, and the value or zero.
     pub(crate) fn optional_u64(&mut self, value: Option<u64>) -> &mut Self {
         self.u8(value.is_some().into()).u64(value.unwrap_or(0))
     }
 
-    /// Bytes of a length that the reader knows.
+    /// Bytes of a length known to the reader.
     pub(crate) fn raw(&mut self, bytes: &[u8]) -> &mut Self {
         self.0.extend_from_slice(bytes);
         self
     }
 
-    /// A length of two bytes, and so many bytes of text; what does not fit is cut off.
+    /// A two-byte length and the text; truncates a text that is too long.
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_a_field_that_is_cut_off_is_named() {
+    fn i7_a_truncated_field_is_named() {
         let bytes = Writer::default().u32(5).text("name").finish();
         for length in 0..bytes.len() {
             let mut reader = Reader::new(&bytes[..length]);

@@ -1,9 +1,9 @@
-//! A VMM in a jail, which may neither connect nor listen: somebody outside does
-//! both, and hands over the sockets. Here that is a broker on a thread of its
-//! own; between processes it would pass them over a unix socket (SCM_RIGHTS).
+//! A VMM in a jail that may neither connect nor listen: a broker outside opens the
+//! sockets and passes them in. Here the broker is a thread; between processes it would
+//! pass descriptors over a Unix socket (SCM_RIGHTS).
 //!
-//! The source asks its [`Host`] for every connection, and gets one that the
-//! broker made. The destination is given a listener that was opened before.
+//! The source asks its [`Host`] for every connection, and gets one that the broker
+//! opened. The destination inherits a listening socket.
 //!
 //! `cargo run --example own_sockets`
 
@@ -26,28 +26,27 @@ use dunlin::engine::vmm::{RunState, SourceVm, VmmError};
 use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost, Wakeup};
 use smallest::{Machines, Vm, certificates};
 
-/// What is asked of the broker: a connection to an endpoint by a moment, and
-/// where it goes.
+/// A request to the broker: endpoint, deadline, and the channel for the connection.
 type Request = (String, Instant, Sender<io::Result<OwnedFd>>);
 
-/// The host of a VMM that has no right to open sockets.
+/// The host of a VMM that may not open sockets.
 struct Jailed {
     broker: Mutex<Sender<Request>>,
 }
 
 impl Host for Jailed {
-    // This broker answers by the deadline, and cannot be interrupted before: a cancellation waits
-    // for its answer.
+    // This broker answers by the deadline but cannot be interrupted before: a
+    // cancellation waits for its answer.
     fn connect(&self, endpoint: &str, deadline: Instant, _: &Wakeup) -> io::Result<TcpStream> {
         let (reply, answer) = channel();
-        let broker = self.broker.lock().map_err(|_| gone())?;
+        let broker = self.broker.lock().map_err(|_| no_answer())?;
         broker
             .send((endpoint.to_owned(), deadline, reply))
-            .map_err(|_| gone())?;
+            .map_err(|_| no_answer())?;
         drop(broker);
         let left = deadline.saturating_duration_since(Instant::now());
-        let socket = answer.recv_timeout(left).map_err(|_| gone())??;
-        // Whatever comes in as a descriptor: it must be a TCP connection.
+        let socket = answer.recv_timeout(left).map_err(|_| no_answer())??;
+        // The descriptor must be a TCP connection.
         Ok(TcpStream::from(socket))
     }
 
@@ -56,15 +55,15 @@ impl Host for Jailed {
     }
 }
 
-fn gone() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "the broker does not answer")
+fn no_answer() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "no answer from the broker")
 }
 
 fn connect(endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in endpoint.to_socket_addrs()? {
         let left = deadline.saturating_duration_since(Instant::now());
-        // Zero is refused, and too late in any case.
+        // A timeout of zero is an error, and too late anyway.
         match TcpStream::connect_timeout(&address, left) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
@@ -73,17 +72,17 @@ fn connect(endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// Outside of the jail: connects, as often as it is asked to.
+/// The broker outside the jail: opens each requested connection.
 fn start_broker() -> (Sender<Request>, Arc<AtomicU32>) {
     let (sender, requests) = channel::<Request>();
     let made = Arc::<AtomicU32>::default();
     let count = Arc::clone(&made);
     thread::spawn(move || {
         for (endpoint, deadline, reply) in requests {
-            // Here a broker decides who may be reached at all.
+            // A real broker would check here which endpoints may be reached.
             let connection = connect(&endpoint, deadline).map(OwnedFd::from);
             count.fetch_add(1, SeqCst);
-            // Who does not wait any more does not need it either.
+            // Fails if the requester has stopped waiting.
             let _ = reply.send(connection);
         }
     });
@@ -93,7 +92,7 @@ fn start_broker() -> (Sender<Request>, Arc<AtomicU32>) {
 fn main() -> Result<(), VmmError> {
     let (client, server) = certificates::two_hosts()?;
 
-    // The destination's jailer listens, and hands the descriptor in.
+    // The destination's jailer listens and passes the descriptor in.
     let inherited = OwnedFd::from(TcpListener::bind("127.0.0.1:0")?);
     let listener = TcpListener::from(inherited);
     let to = listener.local_addr()?.to_string();
@@ -124,9 +123,9 @@ fn main() -> Result<(), VmmError> {
     let (options, cancel) = (source::Options::default(), Cancel::new());
     migrate(&vm, &to, &client, &options, &host, &seen, &cancel)?;
 
-    let moved = destination.join().expect("it does not panic")?;
+    let moved = destination.join().expect("the thread does not panic")?;
     let moved = moved.ok_or("no VM was built")?;
-    // One for the control lane, and one for each data lane.
+    // One for the control lane and one for each data lane.
     println!("connections handed in: {}", made.load(SeqCst));
     println!("it runs there: {}", moved.run_state() == RunState::Running);
     println!("memory is whole: {}", moved.is_whole());

@@ -1,6 +1,6 @@
-//! The smallest VMM that Dunlin moves: memory, a guest that writes to it, one
-//! piece of device state. Both hosts are threads of this program; the sockets,
-//! the certificates and the migration are real.
+//! The smallest VMM that Dunlin can migrate: memory, a guest that writes to it, one
+//! section of device state. Both hosts are threads of this program; the sockets, the
+//! certificates and the migration are real.
 //!
 //! `cargo run --example smallest`
 
@@ -23,17 +23,16 @@ const BYTES: usize = 16 << 20;
 const PAGES: u64 = BYTES as u64 / 4096;
 const DESCRIPTION: &[u8] = b"16 MiB and one register";
 
-/// A VM on either host. Its guest writes the numbers from 0 on, one to each
-/// page in turn, so that the next number, its only register, tells what memory
-/// must hold.
+/// A VM on either host. Its guest writes the numbers from 0 on, one to each page in
+/// turn. So its only register, the next number, determines the content of memory.
 pub(crate) struct Vm {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
-    /// Where the guest stands and its next number; held while it writes.
+    /// The guest's run state and next number; locked while it writes.
     guest: Mutex<(RunState, u64)>,
 }
 
 impl Vm {
-    /// A paused VM. Its guest is a thread that ends with it.
+    /// A paused VM. Its guest is a thread that ends with the VM.
     pub(crate) fn new() -> Result<Arc<Self>, VmmError> {
         let vm = Arc::new(Self {
             memory: Arc::new(GuestMemoryMmap::from_ranges(&[(GuestAddress(0), BYTES)])?),
@@ -51,7 +50,9 @@ impl Vm {
     }
 
     fn guest(&self) -> MutexGuard<'_, (RunState, u64)> {
-        self.guest.lock().expect("nobody panics while holding it")
+        self.guest
+            .lock()
+            .expect("no thread panics while holding it")
     }
 
     fn step(&self) {
@@ -63,7 +64,7 @@ impl Vm {
         }
     }
 
-    /// Whether memory holds what the guest has written, up to the last number.
+    /// Whether memory holds every number that the guest has written.
     pub(crate) fn is_whole(&self) -> bool {
         let guest = self.guest();
         let address = |number| GuestAddress(number % PAGES * 4096);
@@ -109,7 +110,7 @@ impl SourceVm for Vm {
             bytes: self.guest().1.to_le_bytes().to_vec(),
         }])
     }
-    // There are no disks to let go of, and nobody to wait for.
+    // This VM has no disks to release and no toolstack to wait for.
     fn deactivate(&self) -> Result<(), VmmError> {
         Ok(())
     }
@@ -120,7 +121,7 @@ impl SourceVm for Vm {
         Ok(())
     }
     fn destroy(&self) {
-        self.guest().0 = RunState::Stopped("it lives elsewhere".into());
+        self.guest().0 = RunState::Stopped("it runs at the destination".into());
     }
 }
 
@@ -131,7 +132,7 @@ impl DestinationVm for Vm {
     fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
         for section in sections.iter().filter(|section| section.required) {
             if (section.name.as_str(), section.version) != ("next", 1) {
-                return Err(format!("section {} is not known here", section.name).into());
+                return Err(format!("section {} is not supported", section.name).into());
             }
             self.guest().1 = u64::from_le_bytes(section.bytes.as_slice().try_into()?);
         }
@@ -147,7 +148,7 @@ impl DestinationVm for Vm {
     fn discard(&self) {}
 }
 
-/// Builds what sources describe; the last VM stays here.
+/// Builds the VMs that sources describe; keeps the last one.
 #[derive(Default)]
 pub(crate) struct Machines(pub(crate) Option<Arc<Vm>>);
 
@@ -158,7 +159,7 @@ impl Builder for Machines {
             text: error.to_string(),
         };
         if offered.vm.description != DESCRIPTION {
-            return Err(refuse("only VMs of this example are taken in".into()));
+            return Err(refuse("only VMs of this example are accepted".into()));
         }
         let vm = Vm::new().map_err(refuse)?;
         self.0 = Some(vm.clone());
@@ -190,7 +191,7 @@ fn main() -> Result<(), VmmError> {
     thread::sleep(Duration::from_millis(100));
     let (vm, options, seen): (Arc<dyn SourceVm>, _, _) = (vm, Default::default(), |_: &Event| ());
     let report = migrate(&vm, &to, &client, &options, &host, &seen, &cancel)?;
-    let moved = destination.join().expect("it does not panic")?;
+    let moved = destination.join().expect("the thread does not panic")?;
     let moved = moved.ok_or("no VM was built")?;
     println!("moved in {:?}", report.total);
     println!("it runs there: {}", moved.run_state() == RunState::Running);

@@ -1,6 +1,6 @@
-//! Two regions and two dirty logs: the guest writes as a guest does, past the
-//! VMM, and a hypervisor logs that; a device of the VMM writes as well, which
-//! the hypervisor does not see. The engine works on the union of both.
+//! Two regions and two dirty logs. The guest's writes bypass the VMM and appear in the
+//! hypervisor's log. A device of the VMM writes too, which the hypervisor does not see.
+//! The engine uses the union of both logs.
 //!
 //! `cargo run --example two_logs`
 
@@ -25,32 +25,32 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 const RANGES: [(GuestAddress, usize); 2] =
     [(GuestAddress(0), 8 << 20), (GuestAddress(1 << 32), 4 << 20)];
 const PAGES: [u64; 2] = [(8 << 20) / 4096, (4 << 20) / 4096];
-/// The guest writes to each page at its start, the device behind that.
+/// The guest writes to the start of each page, the device to this offset.
 const DEVICE_OFFSET: u64 = 2048;
 
 /// A VM on either host.
 pub(crate) struct Vm {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
-    /// The same without vm-memory's bitmap: as the guest sees it.
+    /// Accessed without vm-memory's bitmap, like a guest.
     mapped: Arc<MappedMemory>,
-    hypervisor: Arc<HypervisorsLog>,
-    /// Held while guest or device write.
+    hypervisor: Arc<HypervisorLog>,
+    /// Locked while guest or device writes.
     machine: Mutex<Machine>,
 }
 
 struct Machine {
     state: RunState,
-    /// Pages that the guest has written, one after the other over both regions.
+    /// Number of pages written by the guest, in ascending order over both regions.
     guest: u64,
-    /// The same of the device, which goes backwards.
+    /// Number of pages written by the device, in descending order.
     device: u64,
-    slowed: u8,
+    throttle: u8,
 }
 
-/// What KVM keeps for a VM: a bit for each page that the guest has written.
-pub(crate) struct HypervisorsLog(Vec<Vec<AtomicU64>>);
+/// The log that KVM keeps for a VM: one bit per page that the guest has written.
+pub(crate) struct HypervisorLog(Vec<Vec<AtomicU64>>);
 
-impl HypervisorsLog {
+impl HypervisorLog {
     fn new() -> Self {
         let words = |pages: u64| (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         Self(PAGES.into_iter().map(words).collect())
@@ -61,8 +61,8 @@ impl HypervisorsLog {
     }
 }
 
-/// The hypervisor's log as the engine reads it.
-struct GuestWrites(Arc<HypervisorsLog>);
+/// The hypervisor's log, as read by the engine.
+struct GuestWrites(Arc<HypervisorLog>);
 
 impl DirtyLog for GuestWrites {
     fn start(&mut self) -> io::Result<()> {
@@ -71,7 +71,7 @@ impl DirtyLog for GuestWrites {
 
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
         for (index, words) in self.0.0.iter().enumerate() {
-            // Reading clears, in one step, so that no write falls between.
+            // Reads and clears in one step, so that no write is lost in between.
             let taken: Vec<u64> = words.iter().map(|word| word.swap(0, SeqCst)).collect();
             found(index, &taken);
         }
@@ -83,8 +83,8 @@ impl DirtyLog for GuestWrites {
     }
 }
 
-/// The region and the page in it that has this place among all pages.
-fn place(number: u64) -> (usize, u64) {
+/// Region and page of a page number counted over both regions.
+fn page_at(number: u64) -> (usize, u64) {
     let number = number % (PAGES[0] + PAGES[1]);
     if number < PAGES[0] {
         (0, number)
@@ -94,56 +94,58 @@ fn place(number: u64) -> (usize, u64) {
 }
 
 impl Vm {
-    /// A paused VM; guest and device are one thread, which ends with it.
+    /// A paused VM. One thread acts as guest and device, and ends with the VM.
     pub(crate) fn new() -> Result<Arc<Self>, VmmError> {
         let memory = Arc::new(GuestMemoryMmap::from_ranges(&RANGES)?);
         let vm = Arc::new(Self {
             mapped: Arc::new(MappedMemory::new(Arc::clone(&memory), 4096)),
             memory,
-            hypervisor: Arc::new(HypervisorsLog::new()),
+            hypervisor: Arc::new(HypervisorLog::new()),
             machine: Mutex::new(Machine {
                 state: RunState::Paused,
                 guest: 0,
                 device: 0,
-                slowed: 0,
+                throttle: 0,
             }),
         });
         let both = Arc::downgrade(&vm);
         thread::spawn(move || {
             while let Some(vm) = both.upgrade() {
-                let slowed = vm.step();
+                let throttle = vm.step();
                 drop(vm);
-                thread::sleep(Duration::from_micros(100) * 100 / (100 - u32::from(slowed)));
+                thread::sleep(Duration::from_micros(100) * 100 / (100 - u32::from(throttle)));
             }
         });
         Ok(vm)
     }
 
     fn machine(&self) -> MutexGuard<'_, Machine> {
-        self.machine.lock().expect("nobody panics while holding it")
+        self.machine
+            .lock()
+            .expect("no thread panics while holding it")
     }
 
-    /// One write of each; returns how much they are slowed down.
+    /// One write by the guest and one by the device; returns the throttle in percent.
     fn step(&self) -> u8 {
         let mut machine = self.machine();
         if machine.state == RunState::Running {
-            let (region, page) = place(machine.guest);
+            let (region, page) = page_at(machine.guest);
             let bytes = machine.guest.to_le_bytes();
             let slice = self.mapped.slice(region, page * 4096, bytes.len());
             slice.expect("the page exists").copy_from(&bytes);
             self.hypervisor.mark(region, page);
             machine.guest += 1;
 
-            let (region, page) = place(u64::MAX - machine.device);
+            let (region, page) = page_at(u64::MAX - machine.device);
             let address = RANGES[region].0.0 + page * 4096 + DEVICE_OFFSET;
             let written = self.memory.write_obj(machine.device, GuestAddress(address));
             written.expect("the page exists");
             machine.device += 1;
         }
-        machine.slowed
+        machine.throttle
     }
 
-    /// Whether memory holds everything that guest and device wrote last.
+    /// Whether memory holds everything that guest and device have written.
     pub(crate) fn is_whole(&self) -> bool {
         let machine = self.machine();
         let all = PAGES[0] + PAGES[1];
@@ -152,9 +154,9 @@ impl Vm {
             self.memory.read_obj(address).ok() == Some(number)
         };
         let last = |count: u64| count.saturating_sub(all)..count;
-        last(machine.guest).all(|number| holds(place(number), 0, number))
+        last(machine.guest).all(|number| holds(page_at(number), 0, number))
             && last(machine.device)
-                .all(|number| holds(place(u64::MAX - number), DEVICE_OFFSET, number))
+                .all(|number| holds(page_at(u64::MAX - number), DEVICE_OFFSET, number))
     }
 }
 
@@ -183,7 +185,7 @@ impl SourceVm for Vm {
     }
 
     fn pause(&self) -> Result<(), VmmError> {
-        // The device stands still with its guest: nothing may write.
+        // The device is paused too: nothing may write.
         self.machine().state = RunState::Paused;
         Ok(())
     }
@@ -194,7 +196,7 @@ impl SourceVm for Vm {
     }
 
     fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
-        self.machine().slowed = percent.min(99);
+        self.machine().throttle = percent.min(99);
         Ok(true)
     }
 
@@ -226,7 +228,7 @@ impl SourceVm for Vm {
     }
 
     fn destroy(&self) {
-        self.machine().state = RunState::Stopped("it lives elsewhere".into());
+        self.machine().state = RunState::Stopped("it runs at the destination".into());
     }
 }
 
@@ -242,7 +244,7 @@ impl DestinationVm for Vm {
                 ("guest", 1) => &mut machine.guest,
                 ("device", 1) => &mut machine.device,
                 (name, version) if section.required => {
-                    return Err(format!("{name} in version {version} is unknown here").into());
+                    return Err(format!("section {name} version {version} is not supported").into());
                 }
                 _ => continue,
             };
@@ -264,7 +266,7 @@ impl DestinationVm for Vm {
     fn discard(&self) {}
 }
 
-/// Builds what sources describe; the last VM stays here.
+/// Builds the VMs that sources describe; keeps the last one.
 #[derive(Default)]
 pub(crate) struct Machines(pub(crate) Option<Arc<Vm>>);
 
@@ -273,7 +275,7 @@ impl Builder for Machines {
         let refuse = |fault, text: String| Refusal { fault, text };
         let lengths = offered.regions.iter().map(|region| region.length / 4096);
         if !lengths.eq(PAGES) {
-            let text = "VMs have two regions here, of 8 MiB and of 4 MiB".to_owned();
+            let text = "only VMs with two regions of 8 MiB and 4 MiB are accepted".to_owned();
             return Err(refuse(FaultCode::DescriptionRefused, text));
         }
         let vm = Vm::new().map_err(|error| refuse(FaultCode::NoMemory, error.to_string()))?;
@@ -309,7 +311,7 @@ fn main() -> Result<(), VmmError> {
     let observer = |event: &Event| {
         if let Event::Iterated(iteration) = event {
             println!(
-                "pass {}: {} pages, {} written meanwhile",
+                "pass {}: {} pages, {} written during it",
                 iteration.number, iteration.pages, iteration.dirtied_pages
             );
         }
@@ -317,7 +319,7 @@ fn main() -> Result<(), VmmError> {
     let options = source::Options::default();
     let cancel = Cancel::new();
     migrate(&vm, &to, &client, &options, &host, &observer, &cancel)?;
-    let moved = destination.join().expect("it does not panic")?;
+    let moved = destination.join().expect("the thread does not panic")?;
     let moved = moved.ok_or("no VM was built")?;
     println!("it runs there: {}", moved.run_state() == RunState::Running);
     println!("memory is whole: {}", moved.is_whole());

@@ -316,7 +316,7 @@ fn check(fault: Fault) -> Result<Conformance, Violation> {
 }
 
 #[test]
-fn every_broken_promise_is_told_in_a_sentence_with_its_method() {
+fn every_broken_contract_is_reported_with_its_method() {
     for (fault, sentence) in [
         (
             Fault::LogForgets,
@@ -332,16 +332,16 @@ fn every_broken_promise_is_told_in_a_sentence_with_its_method() {
         ),
         (
             Fault::StateIsLost,
-            "DestinationVm::load promises that a VM that has loaded a state saves the same again; \
-             required section `device` of 0 in version 1 is another from byte 0 of 8 on",
+            "DestinationVm::load promises that a VM that has loaded a state saves the same state again; \
+             required section `device` of 0 in version 1 differs from byte 0 of 8 on",
         ),
         (
             Fault::RunStateLies,
-            "SourceVm::run_state promises that it tells where the guest stands; after pause",
+            "SourceVm::run_state promises that it returns the guest's run state; after pause",
         ),
         (
             Fault::DescribeVaries,
-            "SourceVm::describe promises that a VM is described in the same way while it is moved",
+            "SourceVm::describe promises that a VM has the same description in every attempt",
         ),
         (
             Fault::ThrottleIdles,
@@ -349,17 +349,17 @@ fn every_broken_promise_is_told_in_a_sentence_with_its_method() {
         ),
         (
             Fault::VersionIgnored,
-            "DestinationVm::load promises that a required section that it does not know",
+            "DestinationVm::load promises that a required section with an unsupported name",
         ),
         (
             Fault::SaveWrites,
-            "SourceVm::save promises that it writes no guest memory, which is being sent \
-             meanwhile; page 7 of region 1 is another after it",
+            "SourceVm::save promises that it does not write guest \
+             memory; page 7 of region 1 changed",
         ),
         (Fault::BuildRuns, "Builder::build promises that the VM"),
         (
             Fault::ResumeIdles,
-            "DestinationVm::resume promises that the guest runs where it has arrived",
+            "DestinationVm::resume promises that the guest runs at the destination",
         ),
         (
             Fault::DestroyIdles,

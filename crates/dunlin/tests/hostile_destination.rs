@@ -468,13 +468,13 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
                 downtime_ns: 1,
             },
             MALFORMED,
-            "running out of turn",
+            "unexpected running",
         ),
         (
             "accept",
             Message::Accept(accept_message()),
             MALFORMED,
-            "accept out of turn",
+            "unexpected accept",
         ),
     ];
     for (lie, message, fault, text) in lies {

@@ -92,7 +92,7 @@ fn i7_a_source_that_stops_inside_a_message_is_given_up() {
 /// A lane that stands still is given up, and the source is told so; the session
 /// waits for another.
 fn loses_its_lane(play: impl FnOnce(&mut Liar<'_>)) {
-    outlasts(FaultCode::Malformed, "release out of turn", |victim| {
+    outlasts(FaultCode::Malformed, "unexpected release", |victim| {
         let mut liar = victim.liar();
         play(&mut liar);
         let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });

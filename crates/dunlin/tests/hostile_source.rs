@@ -177,7 +177,7 @@ fn i7_lies_before_the_vm_is_described_end_it() {
     refused_by_destination(
         "describe: twice",
         MALFORMED,
-        "describe out of turn",
+        "unexpected describe",
         |victim| {
             let (mut peer, _) = Peer::accepted(victim.to, victim.tls);
             peer.send(&describe());
@@ -459,7 +459,7 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
 /// A lane that dies is no lie: the source hears that it can write no more.
 #[test]
 fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
-    refused_by_destination("lane: cut", MALFORMED, "release out of turn", |victim| {
+    refused_by_destination("lane: cut", MALFORMED, "unexpected release", |victim| {
         let mut liar = victim.liar();
         liar.lane.take().unwrap().canceller().shutdown();
         let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
@@ -604,7 +604,7 @@ fn i1_a_commit_before_its_time_runs_nothing() {
     refused_by_destination(
         "commit: before a page has come",
         MALFORMED,
-        "commit out of turn",
+        "unexpected commit",
         |victim| {
             let mut liar = victim.liar();
             liar.peer.send(&commit);
@@ -614,7 +614,7 @@ fn i1_a_commit_before_its_time_runs_nothing() {
     refused_by_destination(
         "commit: behind final, the lane still open",
         MALFORMED,
-        "commit out of turn",
+        "unexpected commit",
         |victim| {
             let mut liar = victim.liar();
             liar.peer.send(&last(0, 0, 0));
@@ -865,7 +865,7 @@ fn i8_lane_after_lane_takes_no_memory() {
     refused_by_destination(
         "lanes: 300 come and go",
         MALFORMED,
-        "release out of turn",
+        "unexpected release",
         |victim| {
             let mut liar = victim.liar();
             let files = open_files();
@@ -981,7 +981,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
         Some(&client),
         &lane_open([4; 16], &SessionSecret([3; 32]), 1),
     );
-    receiving.await_rejection("of another session");
+    receiving.await_rejection("belongs to another session");
     let _other = open_lane(to, Some(&client), &lane_open([4; 16], &accept.secret, 1));
     refused(&mut peer, 1, FaultCode::UnknownSession);
     let _twin = open_lane(to, Some(&twin), &good(1));
@@ -1107,7 +1107,7 @@ fn i7_endless_pings_do_not_keep_a_session_from_its_error() {
     refused_by_destination(
         "pre-copy: 20,000 pings",
         MALFORMED,
-        "release out of turn",
+        "unexpected release",
         |victim| {
             let mut liar = victim.liar();
             for token in 0..20_000 {

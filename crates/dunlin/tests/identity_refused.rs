@@ -734,7 +734,7 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
         "a lane with a wrong secret",
         None,
         &[],
-        &["lane 1: it does not know the session's secret"],
+        &["lane 1: the lane's proof does not match the session's secret"],
     );
     let _two = open_lane(to, Some(&near_site), &lane_open([4; 16], &accept.secret, 2));
     let told = peer.receive();
@@ -742,10 +742,10 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
         "a lane of another session",
         told,
         &[
-            "unknown-session: it is of another session",
+            "unknown-session: the lane belongs to another session",
             "Check the address",
         ],
-        &["lane 2: it is of another session"],
+        &["lane 2: the lane belongs to another session"],
     );
     let _three = open_lane(to, Some(&twin), &good(3));
     let told = peer.receive();

@@ -91,7 +91,7 @@ fn a_vm_larger_than_the_destinations_control_group_is_refused_before_it_moves() 
     assert_eq!(line["fault"], "no-memory");
     let parts = [
         "268435456 bytes of memory",
-        "may have 201326592 (",
+        "limited to 201326592 (",
         "/memory.",
         "the kernel would kill it",
         "at fault: peer",
@@ -100,7 +100,7 @@ fn a_vm_larger_than_the_destinations_control_group_is_refused_before_it_moves() 
     ];
     assert_says(&text, &parts);
     let rejected = destination.wait_for("rejected");
-    let parts = ["may have 201326592 (", "at fault: this side"];
+    let parts = ["limited to 201326592 (", "at fault: this side"];
     assert_says(rejected["text"].as_str().unwrap(), &parts);
 }
 

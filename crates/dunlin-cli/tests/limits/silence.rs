@@ -44,7 +44,7 @@ fn before_the_handshake() {
     assert_within(began, 10);
     let (text, _) = failed(&hosts, &source, done);
     let parts = [
-        "no secure control lane",
+        "cannot secure the control lane",
         "was not finished at its deadline",
         "at fault: network",
         "Check the network and the peer's process",

@@ -1,9 +1,9 @@
-//! The fuzz entry of machines' descriptions.
+//! The fuzz entry of machine descriptions.
 
 use super::VmDescription;
 
-/// Any description: a machine that can be, and the same when it is written and
-/// read again.
+/// Decodes any description: an accepted one is valid and survives encoding and
+/// decoding.
 pub fn fuzz_description(bytes: &[u8]) {
     let Ok(description) = VmDescription::decode(bytes) else {
         return;

@@ -1,9 +1,9 @@
-//! Making a vCPU thread leave KVM_RUN from another thread, with no wake-up lost.
+//! Makes a vCPU thread leave KVM_RUN from another thread, without a lost wake-up.
 //!
-//! The signal is blocked in the vCPU thread and let in only while KVM runs the guest
-//! (KVM_SET_SIGNAL_MASK, section 4.30 of the kernel's KVM API). A kick that comes too early thus
-//! stays pending and makes the next KVM_RUN return at once with EINTR. There is no signal handler, so
-//! nothing global is taken from the program that embeds this.
+//! The vCPU thread blocks the signal, except while KVM runs the guest
+//! (KVM_SET_SIGNAL_MASK, section 4.30 of the kernel's KVM API). A kick that arrives
+//! early therefore stays pending and makes the next KVM_RUN return EINTR at once. It
+//! installs no signal handler, so the embedding program's global state is untouched.
 
 use std::io;
 use std::marker::PhantomData;
@@ -14,7 +14,8 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::kvm::Vcpu;
 
-/// Wakes one vCPU thread. Shared between that thread and those that want it out of the guest.
+/// Wakes one vCPU thread. Shared between that thread and the threads that make it leave
+/// the guest.
 #[derive(Debug, Default)]
 pub(crate) struct Kick(Mutex<Target>);
 
@@ -22,18 +23,18 @@ pub(crate) struct Kick(Mutex<Target>);
 struct Target {
     /// Thread id, while a thread is attached.
     thread: Option<libc::pid_t>,
-    /// A signal was sent and not yet taken. At most one is ever queued, so that the limit on
+    /// A signal was sent and not yet taken. At most one is queued, so the limit on
     /// queued signals cannot lose one.
     sent: bool,
 }
 
 impl Kick {
-    /// Makes the calling thread the one to be kicked, until the answer is dropped.
+    /// Makes the calling thread the target of kicks, until the result is dropped.
     ///
     /// Call it on the thread that will run `vcpu`, before its first KVM_RUN.
     ///
     /// # Errors
-    /// What KVM_SET_SIGNAL_MASK or pthread_sigmask answered.
+    /// The error of KVM_SET_SIGNAL_MASK or pthread_sigmask.
     pub(crate) fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;
@@ -46,8 +47,8 @@ impl Kick {
         })
     }
 
-    /// Makes the attached thread leave KVM_RUN, now or as soon as it enters. Does nothing when no
-    /// thread is attached.
+    /// Makes the attached thread leave KVM_RUN, now or as soon as it enters. Has no
+    /// effect if no thread is attached.
     pub(crate) fn kick(&self) {
         let mut target = self.lock();
         let Some(thread) = target.thread else { return };
@@ -71,14 +72,14 @@ impl Kick {
 pub(crate) struct Attached<'a> {
     kick: &'a Kick,
     old: libc::sigset_t,
-    /// Its drop restores this thread's signal mask, so it must not leave the thread.
+    /// Its drop restores this thread's signal mask, so it must stay on the thread.
     this_thread_only: PhantomData<*const ()>,
 }
 
 impl Attached<'_> {
-    /// Takes a pending kick away, after KVM_RUN has returned EINTR.
+    /// Clears a pending kick, after KVM_RUN has returned EINTR.
     ///
-    /// Read whatever the kicker wanted *after* this: a kick that is sent later is pending again.
+    /// Read the kicker's request *after* this call: a kick sent later is pending again.
     pub(crate) fn take(&self) {
         let mut target = self.kick.lock();
         let only = set_of(signal());
@@ -116,7 +117,7 @@ fn set_of(signal: libc::c_int) -> libc::sigset_t {
     set
 }
 
-/// Blocks the signal in this thread and returns the mask from before.
+/// Blocks the signal in this thread and returns the previous mask.
 fn block() -> io::Result<libc::sigset_t> {
     let mut old = set_of(signal());
     // SAFETY: both sets are live and initialised.
@@ -127,16 +128,17 @@ fn block() -> io::Result<libc::sigset_t> {
     Ok(old)
 }
 
-/// `struct kvm_signal_mask` with the kernel's eight-byte set behind it.
+/// `struct kvm_signal_mask` followed by the kernel's eight-byte set.
 #[repr(C, packed)]
 struct GuestMask {
     length: u32,
     set: u64,
 }
 
-/// While the guest runs, the thread's mask is `old` without the signal.
+/// Sets the thread's mask while the guest runs: `old` without the signal.
 fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
-    /// `_IOW(KVMIO, 0x8b, struct kvm_signal_mask)`; the size in it is that of the head alone.
+    /// `_IOW(KVMIO, 0x8b, struct kvm_signal_mask)`; its size is that of the header
+    /// alone.
     const KVM_SET_SIGNAL_MASK: libc::c_ulong = 0x4004_ae8b;
     let mut set = 0;
     for number in 1..=64 {

@@ -1,11 +1,12 @@
-//! The pieces of KVM's state, and the ioctls that move them as plain bytes.
+//! The parts of KVM's state, and the ioctls that transfer them as plain bytes.
 
 use std::io;
 use std::os::fd::RawFd;
 
 use kvm_bindings as kb;
 
-/// The ioctl that reads a piece of state, the one that sets it, and the bytes both move.
+/// The ioctls that read and set a part of the state, and the number of bytes that both
+/// transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Interface {
     pub(super) get: libc::c_ulong,
@@ -13,14 +14,14 @@ pub(super) struct Interface {
     pub(super) bytes: usize,
 }
 
-/// A piece of a vCPU's state, as the structure that KVM reads and writes.
+/// A part of a vCPU's state, as the structure that KVM reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct VcpuState(pub(super) Interface);
 
 impl VcpuState {
     pub(crate) const REGISTERS: Self = Self(both::<kb::kvm_regs>(0x81, 0x82));
     pub(crate) const SPECIAL_REGISTERS: Self = Self(both::<kb::kvm_sregs>(0x83, 0x84));
-    /// `struct kvm_xsave`: x87, SSE, AVX and what else the host has.
+    /// `struct kvm_xsave`: x87, SSE, AVX and further components of the host.
     pub(crate) const XSAVE: Self = Self(of_bytes(XSAVE_BYTES, 0xa4, 0xa5));
     pub(crate) const XCRS: Self = Self(both::<kb::kvm_xcrs>(0xa6, 0xa7));
     pub(crate) const LAPIC: Self = Self(both::<kb::kvm_lapic_state>(0x8e, 0x8f));
@@ -29,11 +30,11 @@ impl VcpuState {
     pub(crate) const MP_STATE: Self = Self(both::<kb::kvm_mp_state>(0x98, 0x99));
 }
 
-/// A piece of the machine's state, as the structure that KVM reads and writes.
+/// A part of the machine's state, as the structure that KVM reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MachineState {
     pub(super) interface: Interface,
-    /// The interrupt chip, which the structure begins with.
+    /// The interrupt chip number at the start of the structure.
     pub(super) chip: Option<u32>,
 }
 
@@ -50,7 +51,7 @@ impl MachineState {
         Self {
             interface: Interface {
                 get: number(READ | WRITE, 0x62, bytes),
-                // Declared with _IOR in the kernel, though it writes.
+                // Declared with _IOR in the kernel, although it writes.
                 set: number(READ, 0x63, bytes),
                 bytes,
             },
@@ -66,14 +67,14 @@ impl MachineState {
     }
 }
 
-/// Bytes of `struct kvm_xsave` before Linux 5.17, and the least since.
+/// Size of `struct kvm_xsave` before Linux 5.17, and its minimum since.
 pub(super) const XSAVE_BYTES: usize = 4096;
 
 const READ: u32 = 2;
 pub(super) const WRITE: u32 = 1;
 pub(super) const KVM_GET_XSAVE2: libc::c_ulong = number(READ, 0xcf, XSAVE_BYTES);
 
-/// An ioctl's number, as `_IOC` of asm-generic/ioctl.h makes it.
+/// The number of an ioctl, computed like `_IOC` of asm-generic/ioctl.h.
 pub(super) const fn number(direction: u32, ioctl: u32, bytes: usize) -> libc::c_ulong {
     ((direction << 30) | ((bytes as u32) << 16) | (kb::KVMIO << 8) | ioctl) as libc::c_ulong
 }
@@ -90,8 +91,9 @@ const fn of_bytes(bytes: usize, get: u32, set: u32) -> Interface {
     }
 }
 
-/// Hands a buffer that begins with `given` to an ioctl that moves at most `bytes`, and returns what
-/// the buffer has then. It is aligned as the strictest of KVM's structures.
+/// Passes a buffer that starts with `given` to an ioctl that transfers at most `bytes`,
+/// and returns the buffer's content afterwards. It is aligned for the strictest of
+/// KVM's structures.
 pub(super) fn exchange(
     fd: RawFd,
     ioctl: libc::c_ulong,
@@ -122,7 +124,7 @@ pub(super) fn check_length(bytes: &[u8], length: usize) -> io::Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "{} bytes where KVM takes {length}",
+        "{} bytes instead of KVM's {length}",
         bytes.len()
     )))
 }

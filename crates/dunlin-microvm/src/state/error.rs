@@ -10,13 +10,13 @@ use crate::wire::DecodeError;
 pub(super) const MSRS: &str = "vcpu.msrs";
 pub(super) const TSC: &str = "vcpu.tsc";
 
-/// Why a machine's state could not be loaded. The machine that was to take it cannot be used.
+/// Why a machine's state could not be loaded. The machine cannot be used afterwards.
 #[derive(Debug, Error)]
 pub enum LoadError {
-    /// The machine is not one that was just built.
-    #[error("only a machine that never ran can take over a state")]
+    /// The machine has already run or been loaded.
+    #[error("only a machine that has never run can load a state")]
     Control(#[from] ControlError),
-    /// A section that must be there is not: the source is at fault.
+    /// A mandatory section is missing: the source is at fault.
     #[error("section `{section}` of {instance} is missing")]
     Missing {
         /// Its name.
@@ -24,54 +24,54 @@ pub enum LoadError {
         /// Its instance.
         instance: u32,
     },
-    /// The source says that we must know a section that we do not know.
-    #[error("section `{section}` of {instance} is required and unknown here: use a newer VMM")]
+    /// A required section is not supported.
+    #[error("required section `{section}` of {instance} is not supported: use a newer VMM")]
     Unknown {
         /// Its name.
         section: String,
         /// Its instance.
         instance: u32,
     },
-    /// Two sections of one name and instance: the source is at fault.
-    #[error("section `{section}` of {instance} comes twice")]
+    /// Two sections have the same name and instance: the source is at fault.
+    #[error("section `{section}` of {instance} appears twice")]
     Twice {
         /// Its name.
         section: String,
         /// Its instance.
         instance: u32,
     },
-    /// A layout that we do not know.
-    #[error("section `{section}` is of version {version}; this VMM reads 1")]
+    /// An unsupported version of a section.
+    #[error("section `{section}` version {version} not supported (only 1)")]
     Version {
         /// Its name.
         section: &'static str,
         /// Its version.
         version: u32,
     },
-    /// The bytes of a section are wrong: the source is at fault.
-    #[error("section `{section}` of {instance} cannot be read")]
+    /// The content of a section is invalid: the source is at fault.
+    #[error("cannot decode section `{section}` of {instance}")]
     Decode {
         /// Its name.
         section: &'static str,
         /// Its instance.
         instance: u32,
-        /// What is wrong.
+        /// The decoding error.
         #[source]
         source: DecodeError,
     },
-    /// KVM refused the bytes of a section.
-    #[error("KVM does not take `{section}` of {instance}")]
+    /// KVM rejected the content of a section.
+    #[error("KVM rejected section `{section}` of {instance}")]
     Kvm {
         /// Its name.
         section: &'static str,
         /// Its instance.
         instance: u32,
-        /// What the kernel said, or what is wrong with the length.
+        /// The kernel's error, or the wrong length.
         #[source]
         source: io::Error,
     },
-    /// KVM refused one MSR.
-    #[error("KVM does not take {value:#x} for MSR {index:#x} of vCPU {instance}")]
+    /// KVM rejected an MSR.
+    #[error("KVM rejected the value {value:#x} for MSR {index:#x} of vCPU {instance}")]
     Msr {
         /// The vCPU.
         instance: u32,
@@ -80,14 +80,14 @@ pub enum LoadError {
         /// Its value at the source.
         value: u64,
     },
-    /// This KVM cannot move the guest's TSC, and it would go back.
+    /// This KVM cannot offset the guest's TSC, which would go backwards.
     #[error(
-        "this KVM cannot offset the TSC, and vCPU {instance} would see it go back by {by} ticks"
+        "this KVM cannot offset the TSC; the TSC of vCPU {instance} would go back by {by} ticks"
     )]
     TscWouldGoBack {
         /// The vCPU.
         instance: u32,
-        /// How far.
+        /// By how many ticks.
         by: u64,
     },
 }

@@ -3,8 +3,8 @@
 use super::Own;
 use super::tsc::Tsc;
 
-/// Any content of the sections that this crate reads itself. What KVM reads, the
-/// kernel checks.
+/// Decodes any content of the sections that this crate reads itself. The kernel checks
+/// those that KVM reads.
 pub fn fuzz_state_sections(bytes: &[u8]) {
     if let Ok(own) = Own::decode(bytes) {
         assert!(own.throttle_percent <= 99);

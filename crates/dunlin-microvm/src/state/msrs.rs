@@ -8,19 +8,19 @@ use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 use super::error::{LoadError, MSRS, decoded, kvm_refused};
 use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
-/// It goes on while the machine moves, and so has a section of its own.
+/// It continues during the migration and has a section of its own.
 pub(super) const MSR_IA32_TSC: u32 = 0x10;
 
-/// Bytes of an MSR's index and value.
+/// Size of an MSR's index and value.
 const MSR_BYTES: usize = 12;
 
-/// Every MSR of `known` that can be read, as index and value; not the TSC.
+/// Index and value of every MSR of `known` that can be read, except the TSC.
 pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
     let mut writer = Writer::default();
     let mut left = known.as_slice();
     while !left.is_empty() {
         let mut entries = msrs_of(left.iter().map(|&index| (index, 0)))?;
-        // KVM stops at the first that it cannot read.
+        // KVM stops at the first MSR that it cannot read.
         let read = vcpu.get_msrs(&mut entries)?;
         for entry in &entries.as_slice()[..read] {
             if entry.index != MSR_IA32_TSC {
@@ -32,7 +32,7 @@ pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
     Ok(writer.finish())
 }
 
-/// What [`read_msrs`] wrote; not the TSC.
+/// Decodes the result of [`read_msrs`], without the TSC.
 fn decode(bytes: &[u8]) -> Result<Vec<(u32, u64)>, DecodeError> {
     let mut reader = Reader::new(bytes);
     let count = bytes.len() / MSR_BYTES;
@@ -47,19 +47,20 @@ fn decode(bytes: &[u8]) -> Result<Vec<(u32, u64)>, DecodeError> {
     Ok(values)
 }
 
-/// Sets every MSR that [`read_msrs`] wrote.
+/// Sets every MSR saved by [`read_msrs`].
 pub(super) fn write_msrs(vcpu: &Vcpu, instance: u32, bytes: &[u8]) -> Result<(), LoadError> {
     let values = decoded(MSRS, instance, decode(bytes))?;
     let refused = kvm_refused(MSRS, instance);
     let mut left = &values[..];
     while !left.is_empty() {
         let msrs = msrs_of(left.iter().copied()).map_err(&refused)?;
-        // KVM stops at the first that it does not take.
+        // KVM stops at the first MSR that it rejects.
         let set = vcpu
             .set_msrs(&msrs)
             .map_err(|error| refused(error.into()))?;
         if let Some(&(index, value)) = left.get(set) {
-            // Some cannot be written and need not be: they are here what they were there.
+            // Some MSRs cannot be written, which does no harm if the value is already
+            // the same.
             if read_msr(vcpu, index).ok() != Some(value) {
                 return Err(LoadError::Msr {
                     instance,

@@ -1,4 +1,4 @@
-//! A vCPU's time-stamp counter, which goes on while the machine moves.
+//! A vCPU's time-stamp counter, which continues during the migration.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use super::msrs::{MSR_IA32_TSC, read_msr};
 use crate::heart::{Moment, time_to_ticks};
 use crate::wire::{DecodeError, Reader, Writer};
 
-/// A vCPU's TSC as it was saved.
+/// A vCPU's saved TSC.
 pub(super) struct Tsc {
     at: Moment,
     guest_tsc: u64,
@@ -24,14 +24,14 @@ impl Tsc {
             guest_tsc: reader.u64("guest TSC")?,
             offset: reader.u64("TSC offset")?,
         };
-        // The rate is agreed on by the description; here it is for people.
+        // The description determines the rate; this field is for diagnosis.
         reader.u32("TSC rate")?;
         reader.finish("TSC")?;
         Ok(tsc)
     }
 }
 
-/// A vCPU's TSC and the moment at which it was read.
+/// A vCPU's TSC and the moment it was read.
 pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
     let mut writer = Writer::default();
     Moment::now().encode(&mut writer);
@@ -42,11 +42,11 @@ pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
         .finish())
 }
 
-/// Sets the guest's TSC to what it was, plus the time since then.
+/// Sets the guest's TSC to its saved value plus the time since then.
 ///
-/// All vCPUs get their offsets moved by the same amount, that of the first: so they stay as far
-/// from each other as they were, however long the calls take. `first` keeps the first vCPU's offsets
-/// there and here.
+/// All vCPUs get the offset of the first one plus their distance from it at the source,
+/// so their distances stay the same however long the calls take. `first` holds the
+/// first vCPU's offsets at the source and here.
 pub(super) fn write_tsc(
     vcpu: &Vcpu,
     instance: u32,
@@ -69,8 +69,8 @@ pub(super) fn write_tsc(
             Err(error) => return Err(refused(error)),
         }
     }
-    // The TSC cannot be moved. Where it goes on by itself, as between two machines of one host,
-    // that is no harm.
+    // The TSC cannot be offset. That does no harm if it continues by itself, as between
+    // two machines on one host.
     match source.guest_tsc.checked_sub(now) {
         None | Some(0) => Ok(()),
         Some(by) => Err(LoadError::TscWouldGoBack { instance, by }),

@@ -1,5 +1,5 @@
-//! What an operator prepares once for each host: its certificate and key, and
-//! the authority that issued them. Here both are made on the spot.
+//! Creates what an operator prepares once per host: certificate, key and the authority
+//! that issued them.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,8 +13,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 const SOURCE: &str = "source.example";
 const DESTINATION: &str = "destination.example";
 
-/// The security of a source and of a destination, each of which lets in nobody
-/// but the other.
+/// TLS settings of a source and a destination that accept only each other.
 pub(crate) fn two_hosts() -> Result<(ClientTls, ServerTls), VmmError> {
     let mut params = CertificateParams::new(Vec::new())?;
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
