@@ -1,9 +1,8 @@
 //! The public API as text: what a new release may add to and not break.
 //!
 //! docs/api/ has a file for each of five library crates, made from the sources, so that it needs no nightly
-//! compiler: every item that is `pub`, since rustc's lint `unreachable_pub`,
-//! which is an error in CI, keeps it from standing where nobody outside reaches
-//! it. An item is listed under the nearest public module above it.
+//! compiler: every item that is `pub`. Rustc's lint `unreachable_pub`, which is an error
+//! in CI, rejects a `pub` item that no other crate can reach. An item is listed under the nearest public module above it.
 //!
 //! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` writes it anew. A line
 //! that went away or changed is a breaking change, and CHANGELOG.md says so.
@@ -24,7 +23,7 @@ use syn::{
 struct Api {
     lines: BTreeSet<String>,
     types: BTreeSet<String>,
-    /// With the module in which they stand.
+    /// With the module that contains them.
     impls: Vec<(String, ItemImpl)>,
 }
 

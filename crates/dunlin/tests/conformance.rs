@@ -1,5 +1,5 @@
-//! The conformance kit: the examples' VMMs pass it, and one that breaks a
-//! promise is told which.
+//! The conformance kit: the examples' VMMs pass it, and it names the contract
+//! that a faulty VMM breaks.
 #![allow(clippy::unwrap_used)]
 #![allow(clippy::duplicate_mod, reason = "each example is complete by itself")]
 
@@ -70,7 +70,7 @@ fn the_examples_keep_what_the_traits_promise() {
     assert!(seen.dirty.pages > 100, "{seen:?}");
 }
 
-/// What a broken VMM does otherwise than the one that it stands before.
+/// How a faulty VMM deviates from the one that it wraps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     /// One log of two is left out.

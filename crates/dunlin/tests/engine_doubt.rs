@@ -1,5 +1,5 @@
 //! What becomes of a VM when the control lane is lost around *commit*, when a
-//! journal fails, and when nobody answers: over real sockets, through a relay
+//! journal fails, and when no process answers: over real sockets, through a relay
 //! that swallows and cuts at the engine's own events.
 #![allow(clippy::unwrap_used)]
 
@@ -31,7 +31,7 @@ use dunlin_test_support::engine::{TestBuilder, tls, verified};
 fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_source() {
     let (client, server) = tls();
     // Whether the destination sees the end of the control lane before it is
-    // asked, or believes until then that it stands.
+    // asked, or still considers it open until then.
     for noticed in [true, false] {
         let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
         let destination = Destination::start(&server, there.journal(), TestBuilder::default());
@@ -94,7 +94,7 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
         let (mut ended, builder) = destination.finish();
         assert!(runs(&builder.built.unwrap()));
         let received = ended.pop().unwrap().unwrap();
-        // Where the session was over already, somebody else has answered.
+        // If the session was still open, its own thread has answered.
         assert_eq!(received.answering.is_some(), noticed);
         if let Some(answering) = received.answering {
             let until = Instant::now() + Duration::from_secs(5);
@@ -126,7 +126,7 @@ fn i2_without_a_journal_a_lost_commit_is_answered_as_long_as_both_processes_live
 }
 
 #[test]
-fn i2_a_vm_that_nobody_answers_for_is_held_until_an_operator_decides() {
+fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
     let (client, server) = tls();
     let here = JournalDirectory::new();
     for resolution in [Resolution::RunHere, Resolution::Destroy] {
@@ -208,7 +208,7 @@ fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
     let full: Disk = |scratch| scratch.on(FailingDisk(None));
     let unprepared: Disk = |scratch| scratch.on(FailingDisk(Some(PREPARED)));
     let uncommitting: Disk = |scratch| scratch.on(FailingDisk(Some(COMMITTING)));
-    // The later processes of either side know the other one by it.
+    // Later processes of either side identify the peer by its block.
     let peerless: Disk = |scratch| scratch.on(PeerlessDisk);
     for (source, destination) in [
         (full, JournalDirectory::journal as Disk),
@@ -277,7 +277,7 @@ fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
     let running = [State::Destination(DestinationRecord::Running)];
     assert_eq!(here.states(), [State::Source(SourceRecord::Committing)]);
     assert_eq!(there.states(), running);
-    // Nobody else takes the VM for dead, whether or not it is answered for.
+    // No other process considers the VM dead, whether or not inquiries are answered.
     assert!(there.journal().list().unwrap()[0].lives);
     received.answering.unwrap().stop();
     assert!(there.journal().list().unwrap()[0].lives);
@@ -389,7 +389,7 @@ impl Disk for NotingDisk {
 }
 
 #[test]
-fn one_record_is_written_while_the_guest_stands_still() {
+fn one_record_is_written_while_the_guest_is_paused() {
     let (client, server) = tls();
     for remembered in [false, true] {
         let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
@@ -493,7 +493,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     stop.cancel();
     thread.join().unwrap();
     assert!(waiting.finish().0.is_empty());
-    // *aborted* was recorded before it was told.
+    // *aborted* was recorded before it was sent.
     let first = journal.take([1; 16], Role::Destination).unwrap();
     let aborted = State::Destination(DestinationRecord::Aborted);
     assert_eq!(first.record().state, aborted);

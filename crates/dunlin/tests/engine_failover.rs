@@ -235,7 +235,7 @@ fn a_lane_that_waits_at_a_mark_is_not_given_up_for_a_slow_one() {
         let sending = scope.spawn(|| scene.send(&quick(3, 64)).unwrap());
         scene.await_events(3, is_up);
         // It brings one chunk after another, each within its time; the others
-        // stand at the mark for far longer than that.
+        // wait at the mark for far longer than that.
         for chunks in 1..=5 {
             scene
                 .proxy
@@ -289,7 +289,7 @@ fn lanes_are_replaced_again_and_again_before_their_limit_and_lose_nothing() {
     assert!(receiving.finish(false).0.unwrap().runs);
 }
 
-/// An address where nobody listens.
+/// An address without a listener.
 fn dead() -> SocketAddr {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     listener.local_addr().unwrap()
@@ -339,7 +339,7 @@ fn i2_no_lane_at_set_up_fails_at_once_with_the_first_reason() {
     assert!(scene.receiving.finish(true).0.is_err());
 }
 
-/// A listener that answers nobody any more: its backlog is full.
+/// A listener that accepts no more connections: its backlog is full.
 fn black_hole() -> (TcpListener, Vec<TcpStream>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let to = listener.local_addr().unwrap();

@@ -111,7 +111,7 @@ fn nothing_is_left_after_success_and_after_each_kind_of_failure() {
             }),
         ),
         (
-            "nobody listens",
+            "no listener",
             false,
             Box::new(|| {
                 send(

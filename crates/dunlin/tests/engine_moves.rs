@@ -26,7 +26,7 @@ fn moved(vm: &Arc<TestVm>, options: &source::Options, builder: TestBuilder) -> M
     )
 }
 
-/// A VM whose guest writes, with content.
+/// A VM with memory content and a guest that writes.
 fn running(bytes: usize) -> Arc<TestVm> {
     let vm = TestVm::new(bytes);
     vm.fill(bytes / 4);
@@ -217,7 +217,7 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
             },
         ),
         (
-            "one page in the middle is taken for swapped out",
+            "one page in the middle counts as swapped out",
             |memory, index, found| {
                 memory.ranges_to_send(index, &mut |range| {
                     let middle = (range.start + range.end) / 2 / 4096 * 4096;

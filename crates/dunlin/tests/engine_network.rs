@@ -85,7 +85,7 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
         }
         let report = sending.join().unwrap().0.unwrap();
         assert_eq!(report.digests_equal, Some(true));
-        // The one that never stood carried nothing. Its limit is also the one at which the others
+        // The lane that was never established carried nothing. Its limit is also the one at which the others
         // begin without it: it counts as lost if its failure is confirmed before the end, and not
         // if it is given up because nothing is left for it.
         assert_eq!(report.lanes.len(), 3, "{report:?}");

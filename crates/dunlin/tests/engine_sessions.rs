@@ -1,5 +1,5 @@
-//! Several sessions in one process: each has a thread and a listener, and none
-//! knows of the others.
+//! Several sessions in one process: each has a thread and a listener, independent
+//! of the others.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Barrier;

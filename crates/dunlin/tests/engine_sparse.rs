@@ -84,7 +84,7 @@ fn i8_the_digest_of_a_sparse_guest_populates_nothing() {
             after / MIB
         );
         assert!(before >= written, "the measurement sees what was written");
-        // A memfd whose holes are read becomes resident as a whole; the entries for
+        // Reading the holes of a memfd makes all of it resident; the entries for
         // 10 GiB are 20 MiB.
         assert!(
             after < before + NOISE_BYTES,

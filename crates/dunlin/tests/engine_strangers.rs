@@ -129,7 +129,7 @@ fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: 
     session.write(state).unwrap();
 }
 
-/// The VM has arrived and its process lives; the source has heard nothing.
+/// The VM has arrived and its process lives; the source has received no answer.
 #[test]
 fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arrived() {
     let site = Site::new();
@@ -211,14 +211,14 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
     let to = receiving.address;
     let (source, _) = Peer::accepted(to, &of(site.host(SOURCE)));
     let strangers = [site.host(OTHER), site.twin(SOURCE)].map(of);
-    for stands in [true, false] {
-        if !stands {
+    for open in [true, false] {
+        if !open {
             source.stream.shutdown();
             receiving.await_event(|event| matches!(event, DestinationEvent::ControlLost { .. }));
         }
         for stranger in &strangers {
             let refused = inquirer(to, stranger, SESSION).err();
-            assert_eq!(refused, Some(FaultCode::WrongIdentity), "{stands}");
+            assert_eq!(refused, Some(FaultCode::WrongIdentity), "{open}");
             // Its own session, for which the other would have to go.
             match Peer::source_of(to, stranger, LaneSecurity::Tls, [8; 16]).1 {
                 Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Busy),

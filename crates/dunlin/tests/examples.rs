@@ -1,5 +1,5 @@
 //! The examples do what they say. `cargo test` builds them with the tests,
-//! unless it is told which; then `cargo build --examples` comes first.
+//! unless its arguments select tests; then run `cargo build --examples` first.
 #![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::process::Command;
 
 /// What an example prints; it must succeed.
 fn run(name: &str) -> String {
-    // target/debug/deps/examples-… stands beside target/debug/examples/.
+    // target/debug/deps/examples-… is next to target/debug/examples/.
     let test = std::env::current_exe().unwrap();
     let target = test.parent().and_then(|deps| deps.parent()).unwrap();
     let path: PathBuf = target.join("examples").join(name);

@@ -1,7 +1,7 @@
 //! A destination that lies, at each step of a session (I7): the source ends it
-//! with words that say what was wrong and whose fault it is, keeps nothing, and
-//! its guest goes on; after *commit* it stands still, since it may run there. The
-//! next migration, to an honest destination, goes through.
+//! with an error that names the lie and who is at fault, keeps nothing, and its
+//! guest continues; after *commit* the guest stays paused, since it may run at the
+//! destination. The next migration, to an honest destination, succeeds.
 //!
 //! What each lie costs is printed as a table: `--nocapture` shows it.
 #![allow(clippy::unwrap_used)]
@@ -70,14 +70,14 @@ fn stays(fault: FaultCode, text: &str) -> (FaultCode, VmIs, &str) {
     (fault, VmIs::AtSource, text)
 }
 
-/// A destination that has been told about the VM.
+/// A destination that has received the VM's description.
 fn described(listener: &TcpListener, tls: &ServerTls) -> Peer {
     let mut peer = Peer::destination(listener, tls, None);
     assert!(matches!(peer.receive(), Some(Message::Describe(_))));
     peer
 }
 
-/// One whose only lane stands; it is read to its end on a thread.
+/// A destination with one established lane, which a thread reads to its end.
 fn with_lane(listener: &TcpListener, tls: &ServerTls) -> (Peer, thread::JoinHandle<DataReceiver>) {
     let mut peer = described(listener, tls);
     peer.send(&Message::Accept(accept_message()));
@@ -91,7 +91,7 @@ fn with_lane(listener: &TcpListener, tls: &ServerTls) -> (Peer, thread::JoinHand
     (peer, reader)
 }
 
-/// One that has been sent everything and shall answer *ready*.
+/// A destination that has received everything and must answer *ready*.
 fn finalised(listener: &TcpListener, tls: &ServerTls) -> Peer {
     let (mut peer, reader) = with_lane(listener, tls);
     let last = peer.await_message(|message| matches!(message, Message::Final(_)));
@@ -236,7 +236,7 @@ fn i7_lies_instead_of_accept_are_refused() {
         });
         until_it_hangs_up(&mut peer);
     });
-    // Where the number of lanes and that of endpoints stand in *accept*.
+    // Offsets of the lane count and the endpoint count in *accept*.
     let lanes_at = CONTROL_HEADER_BYTES + 32;
     let lies: [(&str, usize, &[u8], &str); 3] = [
         ("no lanes", lanes_at, &[0, 0], "number of lanes"),
@@ -266,16 +266,16 @@ fn i7_lies_instead_of_accept_are_refused() {
 
 #[test]
 fn i7_endpoints_that_lead_elsewhere_are_refused() {
-    // Another host of the same authority, whose name is the right one.
+    // Another host of the same authority, with the right name.
     let stranger = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let elsewhere = stranger.local_addr().unwrap().to_string();
     let closed = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let nobody = closed.local_addr().unwrap().to_string();
+    let unused = closed.local_addr().unwrap().to_string();
     drop(closed);
     let lies = [
-        ("to nobody", nobody, "cannot reach"),
+        ("without a listener", unused, "cannot reach"),
         (
-            "that are no addresses",
+            "that are not addresses",
             "\u{1b}[2J".to_owned(),
             "cannot reach",
         ),

@@ -22,7 +22,7 @@ const HELD: usize = 300;
 
 /// Connects, says one of several things, or nothing.
 fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
-    // A listener whose backlog is full answers late.
+    // A listener with a full backlog answers late.
     let mut stream = TcpStream::connect_timeout(&to, Duration::from_secs(5)).ok()?;
     let words: &[u8] = match number % 4 {
         0 | 1 => b"",
@@ -184,7 +184,7 @@ fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
 /// A host with a certificate of our authority, and the right name, that asks for
 /// a session again and again while one is under way.
 #[test]
-fn i7_an_authenticated_flood_is_told_that_the_destination_is_busy() {
+fn i7_an_authenticated_flood_is_refused_as_busy() {
     let _alone = alone();
     let (client, server) = tls();
     let options = impatient();

@@ -89,20 +89,19 @@ fn i7_a_source_that_stops_inside_a_message_is_given_up() {
     );
 }
 
-/// A lane that stands still is given up, and the source is told so; the session
-/// waits for another.
+/// A stalled lane is given up and fenced; the session waits for another lane.
 fn loses_its_lane(play: impl FnOnce(&mut Liar<'_>)) {
     outlasts(FaultCode::Malformed, "unexpected release", |victim| {
         let mut liar = victim.liar();
         play(&mut liar);
         let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
         let began = Instant::now();
-        let mut told = None;
+        let mut reply = None;
         // One wait for a message is as long as the limit.
-        while told.is_none() && began.elapsed() < END_LIMIT {
-            told = liar.peer.await_message(fenced);
+        while reply.is_none() && began.elapsed() < END_LIMIT {
+            reply = liar.peer.await_message(fenced);
         }
-        assert!(told.is_some());
+        assert!(reply.is_some());
         liar.peer.send(&Message::Release);
         only_answer(&mut liar.peer);
     });
@@ -123,8 +122,8 @@ fn i7_a_source_that_stops_inside_a_chunk_loses_its_lane() {
     });
 }
 
-/// Pings whose answers nobody reads fill the way back; then the destination
-/// stops reading, and says so.
+/// Unread pongs fill the way back; then the destination stops reading and ends
+/// the session.
 #[test]
 fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
     let before = dunlin_test_support::hostile::Before::now();
@@ -165,7 +164,7 @@ fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
 /// A destination that answers pings and acknowledges nothing keeps the guest
 /// from moving, and from nothing else: it goes on, and the operator's word ends it.
 #[test]
-fn i2_a_destination_that_acknowledges_nothing_holds_nobody() {
+fn i2_a_destination_that_acknowledges_nothing_does_not_hold_the_source() {
     let (client, server) = tls();
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let to = listener.local_addr().unwrap().to_string();
@@ -233,10 +232,10 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     liar.conclude(0, 0);
     liar.await_ready();
     receiving.cancel.cancel();
-    let told = liar
+    let reply = liar
         .peer
         .await_message(|message| matches!(message, Message::Cancel { .. }));
-    assert!(told.is_some());
+    assert!(reply.is_some());
     drop(liar);
     let (result, builder, _) = receiving.finish(false);
     assert_eq!(result.err().unwrap().fault, FaultCode::Cancelled);
@@ -270,11 +269,11 @@ fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
             liar.await_ready();
         }
         let began = Instant::now();
-        let told = liar
+        let reply = liar
             .peer
             .await_message(|message| matches!(message, Message::Cancel { .. }));
-        let Some(Message::Cancel { fault, text }) = told else {
-            panic!("it was not told, ready: {ready}")
+        let Some(Message::Cancel { fault, text }) = reply else {
+            panic!("no *cancel* was sent, ready: {ready}")
         };
         assert_eq!(fault, FaultCode::Standstill, "{text}");
         let took = began.elapsed();

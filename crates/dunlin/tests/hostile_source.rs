@@ -1,6 +1,6 @@
 //! A source that lies, at each step of a session (I7): the destination ends it
-//! with words that say what was wrong and whose fault it is, keeps nothing, never
-//! runs the VM unless it was told to, and takes in the next one.
+//! with an error that names the lie and who is at fault, keeps nothing, never runs
+//! the VM without *commit*, and receives the next one.
 //!
 //! What each lie costs is printed as a table: `--nocapture` shows it.
 #![allow(clippy::unwrap_used)]
@@ -140,7 +140,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         };
         assert_eq!((versions, refusal.fault), (VERSIONS, fault), "{refusal}");
         assert!(refusal.text.contains(text), "{refusal}");
-        // This side is told the same, and who it was.
+        // The local event has the same text, and the peer's name.
         receiving.await_event(|event| {
             matches!(event, DestinationEvent::Rejected { reason }
                 if reason.contains(SOURCE) && reason.contains(text))
@@ -186,8 +186,8 @@ fn i7_lies_before_the_vm_is_described_end_it() {
     );
 }
 
-/// A *describe* of two regions, for changing bytes of it: where the table's count
-/// stands, and the regions of 30 bytes without names behind it.
+/// A *describe* of two regions, for changing bytes of it: with the
+/// offset of the table's count. The regions of 30 bytes without names follow it.
 fn two_regions(peer: &mut Peer) -> (Vec<u8>, usize) {
     let Message::Describe(mut described) = describe() else {
         unreachable!()
@@ -456,7 +456,7 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// A lane that dies is no lie: the source hears that it can write no more.
+/// A lost lane is not a lie: the destination reports it as fenced.
 #[test]
 fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
     refused_by_destination("lane: cut", MALFORMED, "unexpected release", |victim| {
@@ -737,7 +737,7 @@ fn i7_overlapping_ranges_do_no_harm() {
 }
 
 /// One chunk can name all of a region of 1 TiB, as often as it has ranges: that is
-/// seconds of work for the destination, and nobody who cancels waits for it.
+/// seconds of work for the destination, and a cancellation does not wait for it.
 #[test]
 fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let _alone = alone();
@@ -771,12 +771,15 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     std::thread::sleep(Duration::from_millis(200));
     let began = Instant::now();
     receiving.cancel.cancel();
-    let told = peer.await_message(|message| !matches!(message, Message::Ack { .. }));
+    let reply = peer.await_message(|message| !matches!(message, Message::Ack { .. }));
     let answered = began.elapsed();
-    assert!(matches!(told, Some(Message::Cancel { .. })), "{told:?}");
+    assert!(matches!(reply, Some(Message::Cancel { .. })), "{reply:?}");
     drop((peer, lane));
     let error = receiving.finish(false).0.err().unwrap();
-    println!("told after {answered:?}, ended after {:?}", began.elapsed());
+    println!(
+        "answered after {answered:?}, ended after {:?}",
+        began.elapsed()
+    );
     assert_eq!(error.fault, FaultCode::Cancelled, "{error}");
     assert!(
         began.elapsed() < Duration::from_secs(1),
@@ -819,10 +822,10 @@ fn i8_endless_zero_chunks_take_no_memory() {
             let chunks = flood_with_zeros(&mut lane, Duration::from_secs(1));
             (chunks, lane)
         });
-        let told = liar
+        let reply = liar
             .peer
             .await_message(|message| matches!(message, Message::Cancel { .. }));
-        assert!(told.is_some());
+        assert!(reply.is_some());
         println!("{} zero chunks in a second", flood.join().unwrap().0);
     });
     assert_eq!(result.err().unwrap().fault, MALFORMED);
@@ -872,8 +875,8 @@ fn i8_lane_after_lane_takes_no_memory() {
             for number in 2..302 {
                 let open = lane_open(SESSION, &liar.accept.secret, number);
                 let mut lane = open_lane(liar.to, Some(liar.tls), &open);
-                let told = |message: &Message| !matches!(message, Message::Ack { .. });
-                let up = liar.peer.await_message(told);
+                let reply = |message: &Message| !matches!(message, Message::Ack { .. });
+                let up = liar.peer.await_message(reply);
                 assert_eq!(up, Some(Message::LaneUp { lane: number }));
                 lane.send(&frame(Frame::End { chunks: 0 })).unwrap();
                 lane.finish().unwrap();
@@ -1020,7 +1023,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
 }
 
 #[test]
-fn i7_a_second_source_is_told_that_the_destination_is_busy() {
+fn i7_a_second_source_is_refused_as_busy() {
     let _alone = alone();
     let (client, server) = tls();
     let options = impatient();

@@ -1,5 +1,5 @@
-//! Everybody who must be refused, and what both sides say about it: one row for each, through
-//! the engine's own doors. Run it with
+//! Peers that must be refused, and the errors of both sides: one row for each, through the
+//! engine's API. Run it with
 //! `--nocapture --test-threads 1` for the table.
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -89,7 +89,7 @@ fn words(error: &MigrateError) -> String {
     text
 }
 
-/// A migration that must fail before anything of the VM is told.
+/// A migration that must fail before the VM is described.
 fn migrates_not(to: &str, tls: &ClientTls) -> String {
     let vm = TestVm::new(4 << 20);
     let options = source::Options::builder()
@@ -175,7 +175,7 @@ impl Site {
         far(&self.destination, names(&[SOURCE]))
     }
 
-    /// A host whose certificate is `own`, and which trusts this site's authority.
+    /// A host with the certificate `own` that trusts this site's authority.
     fn with(&self, own: &Issued, appended: &str) -> Host {
         Host::new(own, appended, &self.ca.pem, "")
     }
@@ -358,7 +358,7 @@ fn i6_certificates_out_of_date_or_revoked() {
     let mut table = Table::default();
     let site = Site::new();
     let (near_site, far_site) = (site.near(), site.far());
-    for (name, years, says, told) in [
+    for (name, years, says, reply) in [
         (
             "expired",
             (2001, 2020),
@@ -383,7 +383,7 @@ fn i6_certificates_out_of_date_or_revoked() {
         table.row(
             at_source(name, &near_site, |stream| drive_server(config, stream)),
             &["the peer's certificate", says],
-            &[alert, told],
+            &[alert, reply],
         );
         // The pin of a certificate does not make it last.
         let pin = Pin::of_certificate(&chain(&host)[0]).to_string();
@@ -400,7 +400,7 @@ fn i6_certificates_out_of_date_or_revoked() {
             at_destination(name, &far_site, |to| {
                 drive_client(config, TcpStream::connect(to).unwrap())
             }),
-            &[alert, told],
+            &[alert, reply],
             &["the peer's certificate", says],
         );
     }
@@ -500,7 +500,7 @@ fn i6_peers_that_are_no_dunlin() {
             stream.write_all(words).unwrap();
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
-            "(is no Dunlin)".to_owned()
+            "(not a Dunlin peer)".to_owned()
         }
     };
     let http = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n";
@@ -529,7 +529,7 @@ fn i6_peers_that_are_no_dunlin() {
             let count = stream.read_once(&mut hello).unwrap();
             stream.write_all(&hello[..count]).unwrap();
             let _ = stream.read_once(&mut hello);
-            "(is no Dunlin)".to_owned()
+            "(not a Dunlin peer)".to_owned()
         }),
         &[
             "sends back what it gets",
@@ -539,9 +539,9 @@ fn i6_peers_that_are_no_dunlin() {
         &[],
     );
     table.row(
-        at_source("somebody who hangs up", &near_site, |stream| {
+        at_source("a peer that hangs up", &near_site, |stream| {
             drop(stream);
-            "(is no Dunlin)".to_owned()
+            "(not a Dunlin peer)".to_owned()
         }),
         &[
             "closed the connection during the TLS handshake",
@@ -575,7 +575,7 @@ fn i6_peers_that_are_no_dunlin() {
             let mut stream = TcpStream::connect(to).unwrap();
             stream.write_all(words).unwrap();
             let _ = stream.read_to_end(&mut Vec::new());
-            "(is no Dunlin)".to_owned()
+            "(not a Dunlin peer)".to_owned()
         }
     };
     table.row(
@@ -710,7 +710,7 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
                 format!("{fault}: {text} {}", fault.advice())
             }
             Some(other) => panic!("{other:?}"),
-            None => "(is told nothing: it is not the source)".to_owned(),
+            None => "(no answer: it is not the source)".to_owned(),
         };
         let rejections = receiving.events.lock().unwrap();
         let destination = rejections.iter().rev().find_map(|event| match event {
@@ -737,10 +737,10 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
         &["lane 1: the lane's proof does not match the session's secret"],
     );
     let _two = open_lane(to, Some(&near_site), &lane_open([4; 16], &accept.secret, 2));
-    let told = peer.receive();
+    let reply = peer.receive();
     row(
         "a lane of another session",
-        told,
+        reply,
         &[
             "unknown-session: the lane belongs to another session",
             "Check the address",
@@ -748,10 +748,10 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
         &["lane 2: the lane belongs to another session"],
     );
     let _three = open_lane(to, Some(&twin), &good(3));
-    let told = peer.receive();
+    let reply = peer.receive();
     row(
         "a lane of another identity",
-        told,
+        reply,
         &[
             "wrong-identity",
             "not from the peer of this session",
@@ -762,10 +762,10 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     let _four = open_lane(to, Some(&near_site), &good(4));
     assert_eq!(peer.receive(), Some(Message::LaneUp { lane: 4 }));
     let _five = open_lane(to, Some(&near_site), &good(5));
-    let told = peer.receive();
+    let reply = peer.receive();
     row(
         "one lane too many",
-        told,
+        reply,
         &["lane-limit", "Ask for fewer lanes"],
         &["lane 5"],
     );

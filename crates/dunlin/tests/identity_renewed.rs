@@ -1,4 +1,4 @@
-//! A destination whose control lane is lost, and what answers at its address then.
+//! A destination that loses its control lane, and the host that answers at its address afterwards.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -47,7 +47,7 @@ fn meets(before: &Identity, after: &Identity, source: &Identity) -> FaultCode {
             peer.stream.shutdown();
             let mut again = Peer::destination(&listener, &after, None);
             (again.envelope.epoch, again.envelope.sequence) = (2, peer.envelope.sequence);
-            // Taken for the destination, it may say why it ends the session.
+            // Accepted as the destination, it may give the reason for ending the session.
             let fault = FaultCode::NoMemory;
             let text = "as a test".into();
             again.send(&Message::Cancel { fault, text });

@@ -1,5 +1,5 @@
-//! Who is believed and let in: bundles, pins, names, revocation lists, every layout of files;
-//! what is told ahead of time; certificates that are replaced; the key exchange.
+//! Which peers are trusted and admitted: bundles, pins, names, revocation lists, every layout of
+//! files; early warnings; certificates that are replaced; the key exchange.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::net::TcpStream;
@@ -163,7 +163,7 @@ fn a_revocation_list_is_for_its_authority_alone() {
     let list = one.revoke(&[other.serial], 2096);
     let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, &list);
     let there = far(&destination.load(), names(&[]));
-    // Neither is one whose authority has a list, nor one whose authority has none.
+    // Neither a peer of the authority with a list, nor one of the authority without.
     for ca in [&one, &two] {
         let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &bundle, "").load();
         let_in(&near(&source, names(&[DESTINATION])), &there);
@@ -307,7 +307,7 @@ fn a_certificate_that_its_own_authorities_would_not_take_is_warned_of() {
 }
 
 #[test]
-fn the_end_of_a_validity_is_told_ahead_of_time() {
+fn the_end_of_a_validity_is_reported_ahead_of_time() {
     const DAY: Duration = Duration::from_secs(24 * 60 * 60);
     let ca = Ca::root("site");
     let own = ca.issue(&wish(&[SOURCE]));

@@ -314,7 +314,7 @@ impl ControlLane {
                 Err(ControlError::Deadline) => {
                     return Err(Fault::new(
                         FaultCode::ControlLost,
-                        format!("peer silent for {:?}", self.silence_limit),
+                        format!("the peer was silent for {:?}", self.silence_limit),
                     ));
                 }
                 Err(error) => return Err(lost(error)),

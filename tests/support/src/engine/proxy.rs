@@ -5,7 +5,7 @@
 //! until they, or the test, have something for it. A fault strikes at a point
 //! of what flows towards the destination, given in advance ([`Proxy::strike_at`]),
 //! or at once ([`Proxy::strike`]). Points inside TLS are found by the lengths of
-//! records, which are no secret.
+//! records, which are not secret.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -26,7 +26,7 @@ const RECORD_HEADER_BYTES: usize = 5;
 /// What the relay keeps of a connection that is held.
 const HELD_BYTES: usize = 32 << 20;
 /// Nothing that a test waits for takes longer.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What is done to a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub enum Fault {
     Reset,
     /// Everything is taken and nothing arrives, either way; TCP stays up.
     Swallow,
-    /// The same, but what was taken can be released.
+    /// Like `Swallow`, but the taken bytes can be released.
     Hold,
 }
 
@@ -259,7 +259,7 @@ impl Proxy {
     }
 
     fn wait(&self, found: impl Fn(&State) -> bool) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let mut state = self.shared.lock();
         while !found(&state) {
             let left = until.saturating_duration_since(Instant::now());
@@ -532,7 +532,7 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// Who is cut off from the other hears nothing of its end either.
+/// A side that is cut off does not see the other's end either.
 fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
     match (read, struck) {
         (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),

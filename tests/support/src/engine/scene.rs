@@ -149,7 +149,7 @@ pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
         .no_lane_limit(Duration::from_secs(10))
         .silence_limit(Duration::from_secs(1))
         .control_limit(Duration::from_secs(10))
-        // Digests and busy cores are no part of what is tested.
+        // Digests and busy cores must not affect the test.
         .downtime_limit(Duration::from_secs(2))
         .build()
         .unwrap()

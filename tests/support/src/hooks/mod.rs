@@ -166,7 +166,7 @@ pub struct Vm {
     /// Steps that fail.
     pub fail: Vec<&'static str>,
     pub hook: Option<Hook>,
-    /// Where the guest stands, and how many words it has written.
+    /// The guest's run state, and the number of words it has written.
     guest: Mutex<(RunState, u64)>,
     /// Device state in the stream, in sections of [`SECTION_BYTES`].
     sections: u32,

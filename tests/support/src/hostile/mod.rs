@@ -22,7 +22,7 @@ use crate::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verifi
 /// What a session may cost beside the guest's memory (I8).
 const PEAK_LIMIT_BYTES: u64 = 64 << 20;
 /// How long a lie may keep a session going. A wait for silence to end takes
-/// longer, and such lies are told in `hostile_silence.rs`.
+/// longer, and such lies are in `hostile_silence.rs`.
 pub const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// One lie at a time: what it costs is measured on the process.
@@ -112,7 +112,7 @@ impl Before {
     }
 }
 
-/// A migration between honest peers, whose VM runs afterwards at `listener`.
+/// A migration between honest peers. The VM runs at `listener` afterwards.
 pub fn good_migration(listener: TcpListener, tls: (&ClientTls, &ServerTls)) {
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);
@@ -161,7 +161,7 @@ pub struct Victim<'a> {
 }
 
 impl Victim<'_> {
-    /// A source that the destination has accepted, with one lane that stands.
+    /// A source that the destination has accepted, with one established lane.
     pub fn liar(&self) -> Liar<'_> {
         let (mut peer, accept) = Peer::accepted(self.to, self.tls);
         let lane = open_lane(
@@ -189,8 +189,8 @@ pub struct Liar<'a> {
     pub tls: &'a ClientTls,
 }
 
-/// What a liar keeps open until it has been told what became of its lie: a lane
-/// that is dropped is cut, and would be the first that is noticed.
+/// Connections that a liar keeps open until it has the answer to its lie: a dropped
+/// lane is cut, and would be noticed first.
 pub struct Held {
     pub peer: Peer,
     pub lane: Option<DataSender>,
@@ -266,11 +266,11 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
     let receiving = Receiving::on(listener, &server, &options, TestBuilder::default());
     let to = receiving.address;
     lie(&Victim { to, tls: &client });
-    let told = Instant::now();
+    let lied = Instant::now();
     let (result, builder, _) = receiving.finish(false);
-    assert!(told.elapsed() < END_LIMIT, "{row}: it went on");
+    assert!(lied.elapsed() < END_LIMIT, "{row}: it went on");
     let result = result.map(|received| {
-        // A source that has not let go may ask for as long as the VM lives here.
+        // A source that has not released the VM may ask for as long as the VM lives here.
         if let Some(answering) = received.answering {
             answering.stop();
         }
@@ -282,7 +282,7 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
 }
 
 /// Lets `lie` loose, which must end the session with `fault` and `text`; the
-/// VM that was built is dropped and never ran, and the liar is told.
+/// VM that was built is dropped and never ran, and the liar gets an answer.
 pub fn refused_by_destination(
     row: &str,
     fault: FaultCode,
@@ -290,7 +290,7 @@ pub fn refused_by_destination(
     lie: impl FnOnce(&Victim<'_>) -> Held,
 ) {
     let _alone = alone();
-    let mut told = None;
+    let mut reply = None;
     let (result, builder) = lie_to_destination(row, |victim| {
         let mut held = lie(victim);
         let socket = held.peer.stream.socket().try_clone().unwrap();
@@ -301,7 +301,7 @@ pub fn refused_by_destination(
                 let _ = socket.shutdown(Shutdown::Both);
             }
         });
-        told = held
+        reply = held
             .peer
             .await_message(|message| matches!(message, Message::Cancel { .. }));
         drop(done);
@@ -317,7 +317,7 @@ pub fn refused_by_destination(
         ["the source", "the peer", "lane "]
             .iter()
             .any(|who| said.contains(who)),
-        "{row}: nobody is named: {said}"
+        "{row}: no culprit is named: {said}"
     );
     if fault == FaultCode::Malformed {
         assert!(said.contains("at fault: peer"), "{said}");
@@ -331,12 +331,12 @@ pub fn refused_by_destination(
         );
         assert_eq!(runs(&vm), 0, "{row}");
     }
-    if let Some(Message::Cancel { fault: code, .. }) = told {
+    if let Some(Message::Cancel { fault: code, .. }) = reply {
         assert_eq!(code, fault, "{row}");
     } else {
         assert!(
             matches!(fault, FaultCode::LaneLost | FaultCode::ControlLost),
-            "{row}: the source was not told"
+            "{row}: the source got no answer"
         );
     }
 }
@@ -381,24 +381,24 @@ pub fn refused_by_source(
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
             || said.contains("at fault: peer")
-            // Which of the two memories is wrong, nobody can know; and a reason that
-            // the peer gave is in its own words.
+            // It is unknown which of the two memories is wrong; and a reason that the
+            // peer gave has its own text.
             || matches!(
                 fault,
                 FaultCode::VerificationFailed | FaultCode::GuestPoweredOff
             ),
-        "{row}: nobody is named: {said}"
+        "{row}: no culprit is named: {said}"
     );
     if fault == FaultCode::Malformed {
         assert!(said.contains("at fault: peer"), "{said}");
     }
     assert!(!vm.calls().contains(&"destroy"), "{row}: its copy is gone");
     if at == VmIs::AtSource {
-        assert!(vm.goes_on(), "{row}: the guest stands still");
+        assert!(vm.goes_on(), "{row}: the guest does not run");
         before.settled(row);
         good_migration_of(&vm, listener, (&client, &server));
     } else {
-        // It may run there: here it stands still, whatever comes.
+        // It may run at the destination: here it stays paused.
         assert_eq!(*vm.state.lock().unwrap(), RunState::Paused, "{row}");
         before.settled(row);
         good_migration(listener, (&client, &server));

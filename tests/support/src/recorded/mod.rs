@@ -88,7 +88,7 @@ pub fn from_text(text: &str) -> Vec<Entry> {
     entries
 }
 
-/// Where a connection stands: how its next message begins.
+/// Stage of a connection: how its next message begins.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
     Opening,

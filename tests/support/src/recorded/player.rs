@@ -41,7 +41,7 @@ impl Heard {
         self.changed.notify_all();
     }
 
-    /// Waits until so many of each have been heard.
+    /// Waits until the wanted number of each has been received.
     fn wait(&self, wanted: &HashMap<(u16, String), usize>, before: &str) {
         let counts = self.counts.lock().unwrap();
         let missing = |counts: &mut HashMap<(u16, String), usize>| {
@@ -52,7 +52,7 @@ impl Heard {
         let (counts, timeout) = waited.unwrap();
         assert!(
             !timeout.timed_out(),
-            "before {before}: {:?} was heard, not {wanted:?}",
+            "before {before}: received {:?}, not {wanted:?}",
             *counts
         );
     }

@@ -1,5 +1,5 @@
-//! Stands between both sides of a session, with certificates that both trust, and writes down what
-//! passes.
+//! A relay between both sides of a session, with certificates that both trust, which records the
+//! traffic.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -56,7 +56,7 @@ fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<E
             kind,
             bytes: bytes.to_vec(),
         });
-        // Whoever has gone has heard enough.
+        // Fails once the other side has ended.
         let _ = to.send(bytes);
     };
     write(log, Side::Source, kind, &bytes, &far);
