@@ -1,12 +1,11 @@
-//! A guest that tells whether it was run twice, lost a write or went back in
+//! A guest that detects whether it runs twice, has lost a write or went back in
 //! time.
 //!
-//! It counts. Step `n` fills one of its hot pages with `n`, then puts `n` into
-//! its first word; the other pages never change. Beside its memory, in a file
-//! that every process of a run maps, stands how far it has come anywhere: a
-//! guest that starts must have come exactly as far, and each of its pages must
-//! hold what that count says. While it runs it holds a lock, which no two can
-//! hold at any moment; so it does for its disk.
+//! It counts. Step `n` fills one of its hot pages with `n`, then writes `n` into
+//! its first word; the other pages never change. A witness file, which every process
+//! of a run maps, has the highest count reached on either side: a guest that starts
+//! must have the same count, and each of its pages must match it. While it runs it
+//! holds a lock that only one process can hold, and another one for its disk.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -22,7 +21,7 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 use crate::place::Place;
 
-/// Guest memory: a file, mapped by whoever runs or moves the guest.
+/// Guest memory: a file, mapped by every process that runs or migrates the guest.
 pub type Memory = GuestMemoryMmap<()>;
 
 const PAGE_BYTES: u64 = 4096;
@@ -59,8 +58,7 @@ struct Writer {
 }
 
 impl Guest {
-    /// A guest that stands still, with its memory as it is in the file; a new
-    /// file reads as zeros.
+    /// A paused guest with the memory in the file; a new file reads as zeros.
     ///
     /// # Errors
     /// A file cannot be made or mapped.
@@ -94,7 +92,7 @@ impl Guest {
     /// Lets it run, if it does not.
     ///
     /// # Errors
-    /// A file or thread cannot be had. What must never happen is noted.
+    /// A file cannot be opened or a thread not started. Violations are noted.
     pub fn resume(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.writer.is_some() {
@@ -114,7 +112,7 @@ impl Guest {
         let thread = std::thread::Builder::new().spawn(move || {
             while !stopped.load(Ordering::SeqCst) {
                 if let Err(error) = step(&memory, &witness) {
-                    // Whoever reads the notes finds it.
+                    // The test reads the notes.
                     let _ = place.note(&format!("the guest at the {side}: {error}"));
                     return;
                 }
@@ -204,7 +202,7 @@ impl Guest {
         let witness = read(&self.witness, COUNT)?;
         if count != witness {
             self.note(&format!(
-                "goes on from step {count} although it had come to {witness}"
+                "continues from step {count} although it had reached {witness}"
             ))?;
         }
         for page in 1..PAGES {
@@ -234,8 +232,8 @@ impl Guest {
     }
 }
 
-/// The log of a guest whose hot pages count as written whenever it is asked:
-/// so every write is reported by the next reading.
+/// A log that reports all hot pages as written on every fetch, so that the next
+/// fetch reports every write.
 pub struct HotPages;
 
 impl DirtyLog for HotPages {
@@ -253,7 +251,7 @@ impl DirtyLog for HotPages {
     }
 }
 
-/// The memory of a side, for whoever moves it.
+/// The memory of one side, for its migration.
 ///
 /// # Errors
 /// The file cannot be mapped.
@@ -281,7 +279,7 @@ fn step(memory: &Memory, witness: &Memory) -> io::Result<()> {
     let witnessed = read(witness, COUNT)?;
     if before != witnessed {
         return Err(io::Error::other(format!(
-            "it is at step {before}, and somebody has taken it to {witnessed}"
+            "it is at step {before}, but another copy has reached {witnessed}"
         )));
     }
     let number = before + 1;

@@ -7,11 +7,10 @@
 //!                        │ asks, maps                (has its VM in itself)
 //!                    party vm  (or the source has its VM in itself)
 //! ```
-//! `party` is one program with a role for each of them. It says on standard
-//! output which step it is about to take, and waits there when it was told to
-//! hold at that step: the test acts on these lines and never on the clock. What
-//! the test believes about who runs the VM comes from the VM itself
-//! ([`guest`]), which notices when it runs twice or goes back in time.
+//! `party` is one program with a role for each of them. It prints each
+//! step before it takes it, and waits there if it was started with that step as its
+//! hold: the test acts on these lines and never on the clock. The VM itself shows
+//! which side runs it ([`guest`]), and detects if it runs twice or goes back in time.
 #![forbid(unsafe_code)]
 
 pub mod guest;

@@ -33,7 +33,7 @@ impl Place {
         self.0.join(format!("memory-{side}"))
     }
 
-    /// How far the guest has come, whoever runs it.
+    /// The highest count of the guest on either side.
     #[must_use]
     pub fn witness(&self) -> PathBuf {
         self.0.join("witness")

@@ -30,6 +30,6 @@ pub const DESTINATION: &[&str] = &[
     "running-recorded",
     "resume",
     "resumed",
-    "running-untold",
-    "running-told",
+    "running-unsent",
+    "running-sent",
 ];

@@ -127,8 +127,8 @@ fn tally(title: &str, endings: &BTreeMap<(usize, usize, bool), Vec<Ending>>) {
     }
     println!(
         "\nS, D: runs at the source, at the destination. †S, †D: died there with its process, and \
-         journals\nand answers say so. D†S: ran and died at the destination; the source was told, \
-         and an operator\ntook its copy back. D†: the same, without a copy.\n"
+         journals\nand answers say so. D†S: ran and died at the destination; the source was informed, \
+         and an operator\nresumed its copy. D†: the same, without a copy.\n"
     );
 }
 
@@ -150,7 +150,7 @@ fn short(endings: &[Ending]) -> String {
 }
 
 #[test]
-fn i1_i2_whoever_is_killed_at_any_step_the_vm_runs_once_or_died_with_its_process() {
+fn i1_i2_any_process_killed_at_any_step_the_vm_runs_once_or_died_with_its_process() {
     play("SIGKILL", &cases(&VICTIMS, Signal::Kill, false));
 }
 
@@ -164,7 +164,7 @@ fn i1_i2_a_source_that_is_started_again_at_once_is_answered_by_who_waits_for_it(
 }
 
 #[test]
-fn i1_i2_whoever_is_stopped_at_any_step_and_goes_on_later_the_vm_runs_once() {
+fn i1_i2_any_process_stopped_at_any_step_and_continued_later_the_vm_runs_once() {
     play(
         "SIGSTOP, and later SIGCONT",
         &cases(&VICTIMS, Signal::Stop, false),

@@ -118,7 +118,7 @@ impl Party {
     }
 
     pub fn tell(&mut self, line: &str) {
-        // One that has been killed hears nothing.
+        // Fails if the process has been killed.
         let _ = writeln!(self.stdin, "{line}");
     }
 
@@ -134,17 +134,17 @@ impl Party {
         self.child.wait().unwrap();
     }
 
-    /// SIGSTOP; it stands still on return.
+    /// SIGSTOP; the process is stopped when this returns.
     pub fn stop(&self) {
         self.signal("STOP");
         let stat = format!("/proc/{}/stat", self.child.id());
-        let stands = || {
+        let is_stopped = || {
             let stat = std::fs::read_to_string(&stat).unwrap();
             let after_name = stat.rsplit_once(')').unwrap().1;
             after_name.trim_start().starts_with('T')
         };
         let until = Instant::now() + STUCK;
-        while !stands() {
+        while !is_stopped() {
             assert!(Instant::now() < until, "it does not stop");
             std::thread::yield_now();
         }

@@ -13,8 +13,8 @@ use dunlin_test_base::Scratch;
 use super::Credentials;
 use super::party::Party;
 
-/// Longer than both sides' limits for a peer that is silent: where both are
-/// stopped, nobody is left who could tell that they have passed.
+/// Longer than both sides' silence limits: if both are stopped, no process can report
+/// that they have expired.
 const BOTH_STOPPED: Duration = Duration::from_millis(1100);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,12 +56,12 @@ pub enum Ending {
     Destination,
     /// It died with the source's process, and nothing says otherwise.
     DiedAtSource,
-    /// It died with the destination's process, after the source had let go.
+    /// It died with the destination's process, after the source had released it.
     DiedAtDestination,
-    /// It died with the destination's process, and the source was told so; the
-    /// copy there has been let go on by an operator.
+    /// It died with the destination's process, and the source was informed; an
+    /// operator has resumed its copy.
     TakenBack,
-    /// The same, but the copy has died with the source's process.
+    /// As `TakenBack`, but the copy died with the source's process.
     DiedAtBoth,
 }
 
@@ -116,9 +116,15 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     };
     let hold = |here: bool| if here { case.step } else { "" };
     let to_hold = hold(!case.at_source());
-    // Longer than anybody waits, where it has to be asked while it waits.
-    let patience_ms = if case.at_once { "60000" } else { "300" };
-    let arguments = ["destination", &directory, &address, patience_ms, to_hold];
+    // Longer than any other limit, if the source must ask while the destination waits.
+    let control_limit_ms = if case.at_once { "60000" } else { "300" };
+    let arguments = [
+        "destination",
+        &directory,
+        &address,
+        control_limit_ms,
+        to_hold,
+    ];
     let mut destination = Party::start(&arguments);
     destination.until("listening")?;
     let home = if case.elsewhere { "elsewhere" } else { "here" };
@@ -139,8 +145,8 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
         Signal::Kill => strike(case, &mut cast)?,
         Signal::Stop => freeze(case, &mut cast)?,
     };
-    let standing = settle(case, &mut cast, &place, &address, &ended)?;
-    judge(case, &mut cast, &place, &standing)
+    let location = settle(case, &mut cast, &place, &address, &ended)?;
+    judge(case, &mut cast, &place, &location)
 }
 
 /// What each side said at its end; a killed one says nothing.
@@ -148,7 +154,7 @@ struct Ended {
     source: Option<String>,
 }
 
-/// Kills the victims, and lets the other side come to its end.
+/// Kills the victims, and waits until the other side has ended.
 fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     let mut ended = Ended { source: None };
     if case.hits_source() {
@@ -170,7 +176,7 @@ fn strike(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     Ok(ended)
 }
 
-/// Stops the victims until the other side has come to its end without them.
+/// Stops the victims until the other side has ended without them.
 fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_source() {
         cast.source.stop();
@@ -178,7 +184,7 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_destination() {
         cast.destination.stop();
     }
-    // Who is stopped hears it later.
+    // A stopped process reads it later.
     cast.source.tell("go");
     cast.destination.tell("go");
     let mut source = None;
@@ -198,8 +204,8 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     Ok(Ended { source })
 }
 
-/// Starts again what was killed, and lets the source ask; returns where the
-/// source then knows the VM to be.
+/// Restarts the killed processes and lets the source ask; returns where the source
+/// then locates the VM.
 fn settle(
     case: &Case,
     cast: &mut Cast,
@@ -217,18 +223,18 @@ fn settle(
         None => {
             let home = if case.elsewhere { "elsewhere" } else { "died" };
             cast.source = Party::start(&["restarted-source", directory, home]);
-            let standing = cast.source.ask("ask", "asked")?;
+            let location = cast.source.ask("ask", "asked")?;
             if case.at_once {
                 cast.destination.until("ended")?;
             }
-            Ok(standing)
+            Ok(location)
         }
         Some("in-doubt") => cast.source.ask("ask", "asked"),
         Some(other) => Ok(other.into()),
     }
 }
 
-fn judge(case: &Case, cast: &mut Cast, place: &Place, standing: &str) -> Result<Ending, String> {
+fn judge(case: &Case, cast: &mut Cast, place: &Place, location: &str) -> Result<Ending, String> {
     let killed = case.signal == Signal::Kill;
     let source_died = killed && case.hits_source() && !case.elsewhere;
     let destination_died = killed && case.hits_destination();
@@ -248,7 +254,7 @@ fn judge(case: &Case, cast: &mut Cast, place: &Place, standing: &str) -> Result<
     let journals = ["source", "destination"].map(|side| states(place, side));
     let wrong = |what: &str| {
         Err(format!(
-            "{what}: the source says {standing}, the VM is {at_source} at the source and \
+            "{what}: the source says {location}, the VM is {at_source} at the source and \
              {at_destination} at the destination, the journals say {journals:?}; noted: {notes}\n\
              source: {:#?}\ndestination: {:#?}",
             cast.source.said, cast.destination.said
@@ -260,7 +266,7 @@ fn judge(case: &Case, cast: &mut Cast, place: &Place, standing: &str) -> Result<
     }
     let [of_source, of_destination] = &journals;
     let kept = |state: &str| of_destination.iter().any(|found| found == state);
-    match (&*at_source, &*at_destination, standing) {
+    match (&*at_source, &*at_destination, location) {
         ("running", "none" | "destroyed" | "dead", "at-source" | "nothing") => {
             if !of_source.is_empty() || kept("running") {
                 return wrong("the VM runs at the source, and a journal says otherwise");
@@ -298,7 +304,7 @@ fn judge(case: &Case, cast: &mut Cast, place: &Place, standing: &str) -> Result<
             }
             Ok(Ending::DiedAtBoth)
         }
-        _ => wrong("nobody knows where the VM is, or it is not there"),
+        _ => wrong("the VM's location is unknown, or it is not there"),
     }
 }
 

@@ -14,12 +14,12 @@ use crate::moving::Arrivals;
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// Takes the VM in, and then does what the test says. A lost control lane is
-/// waited for with `patience`.
+/// Receives the VM, and then obeys the test. `control_limit` is how long to wait for
+/// a lost control lane.
 pub(crate) fn run(
     place: &Place,
     listen: &str,
-    patience: Duration,
+    control_limit: Duration,
     stage: &Stage,
 ) -> Result<(), Failure> {
     let tls = tls(place)?;
@@ -29,7 +29,7 @@ pub(crate) fn run(
     stage.say("listening");
     let options = Options::builder()
         .silence_limit(Duration::from_millis(700))
-        .control_limit(patience)
+        .control_limit(control_limit)
         .journal(journal.clone())
         .build()?;
     let host: Arc<dyn Host> = Arc::new(StandardHost);
@@ -39,8 +39,8 @@ pub(crate) fn run(
         DestinationEvent::Recorded(DestinationRecord::Running) => shown.at("running-recorded"),
         DestinationEvent::Ready => shown.at("ready"),
         DestinationEvent::Committed => shown.at("commit-come"),
-        DestinationEvent::Told(verdict) => shown.at(&format!("{verdict:?}-untold").to_lowercase()),
-        DestinationEvent::Running { .. } => shown.at("running-told"),
+        DestinationEvent::Told(verdict) => shown.at(&format!("{verdict:?}-unsent").to_lowercase()),
+        DestinationEvent::Running { .. } => shown.at("running-sent"),
         DestinationEvent::Warning(text) => shown.say(&format!("warning: {text}")),
         _ => {}
     };

@@ -34,9 +34,9 @@ fn main() -> Result<(), Failure> {
         ("vm", []) => have_vm(&place),
         ("source", [to, vm, hold]) => source::run(&place, to, vm, &Stage::new(hold)),
         ("restarted-source", [vm]) => source::restarted(&place, vm, &Stage::new("")),
-        ("destination", [listen, patience_ms, hold]) => {
-            let patience = Duration::from_millis(patience_ms.parse()?);
-            destination::run(&place, listen, patience, &Stage::new(hold))
+        ("destination", [listen, control_limit_ms, hold]) => {
+            let control_limit = Duration::from_millis(control_limit_ms.parse()?);
+            destination::run(&place, listen, control_limit, &Stage::new(hold))
         }
         ("restarted-destination", [listen]) => {
             destination::restarted(&place, listen, &Stage::new(""))
@@ -45,7 +45,7 @@ fn main() -> Result<(), Failure> {
     }
 }
 
-/// Has the VM, and obeys whoever connects.
+/// Holds the VM, and executes the requests of each connection.
 fn have_vm(place: &Place) -> Result<(), Failure> {
     let guest = Arc::new(Guest::new(place, "source")?);
     guest.create()?;
@@ -56,7 +56,7 @@ fn have_vm(place: &Place) -> Result<(), Failure> {
     stage.say("ready");
     for connection in listener.incoming() {
         let (mut connection, guest) = (connection?, Arc::clone(&guest));
-        // Whoever asks may be stopped or killed meanwhile.
+        // The requesting process may be stopped or killed meanwhile.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = BufReader::new(&connection).read_line(&mut line);

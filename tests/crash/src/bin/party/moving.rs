@@ -41,7 +41,7 @@ impl Home {
         }
     }
 
-    fn told(&self, line: &str) -> Result<(), VmmError> {
+    fn order(&self, line: &str) -> Result<(), VmmError> {
         Ok(self.ask(line).map(drop)?)
     }
 }
@@ -96,11 +96,11 @@ impl SourceVm for Leaving {
 
     fn pause(&self) -> Result<(), VmmError> {
         self.stage.at("pause");
-        self.home.told("pause")
+        self.home.order("pause")
     }
 
     fn resume(&self) -> Result<(), VmmError> {
-        self.home.told("resume")
+        self.home.order("resume")
     }
 
     fn throttle(&self, _percent: u8) -> Result<bool, VmmError> {
@@ -114,11 +114,11 @@ impl SourceVm for Leaving {
 
     fn deactivate(&self) -> Result<(), VmmError> {
         self.stage.at("deactivate");
-        self.home.told("deactivate")
+        self.home.order("deactivate")
     }
 
     fn reactivate(&self) -> Result<(), VmmError> {
-        self.home.told("acquire")
+        self.home.order("acquire")
     }
 
     fn hold(&self) -> Result<(), VmmError> {
@@ -128,7 +128,7 @@ impl SourceVm for Leaving {
 
     fn destroy(&self) {
         self.stage.at("destroy");
-        if let Err(error) = self.home.told("destroy") {
+        if let Err(error) = self.home.order("destroy") {
             self.stage.say(&format!("not destroyed: {error}"));
         }
         self.stage.at("destroyed");

@@ -15,11 +15,10 @@ use crate::moving::{Home, Leaving};
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// For the last question of a run, which somebody is there to answer, however
-/// busy the machine is.
+/// For the last inquiry of a run, which is always answered, however busy the machine is.
 const ANSWERED: Duration = Duration::from_secs(30);
 
-/// Limits that pass while somebody watches.
+/// Limits short enough for a test.
 fn options(journal: Journal) -> source::Options {
     source::Options::builder()
         .lanes(1)
@@ -142,8 +141,8 @@ fn heed(
                     stage.say("asked nothing");
                     continue;
                 };
-                let standing = ask(held)?;
-                let over = match &standing {
+                let location = ask(held)?;
+                let over = match &location {
                     VmLocation::AtSource => "at-source",
                     VmLocation::AtDestination => "at-destination",
                     VmLocation::RanThenDied => "ran-then-died",
@@ -152,7 +151,7 @@ fn heed(
                         "in-doubt"
                     }
                 };
-                if matches!(standing, VmLocation::AtSource | VmLocation::AtDestination)
+                if matches!(location, VmLocation::AtSource | VmLocation::AtDestination)
                     && let Some(doubt) = doubt.take()
                 {
                     doubt.forget()?;

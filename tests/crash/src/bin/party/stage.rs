@@ -1,4 +1,4 @@
-//! What a process says on standard output and hears on standard input.
+//! A process's reports on standard output and its orders on standard input.
 
 use std::fs::File;
 use std::io::{self, BufRead, Write};
@@ -39,7 +39,7 @@ impl Stage {
     /// Says a line.
     pub(crate) fn say(&self, line: &str) {
         let mut out = io::stdout().lock();
-        // A test that has gone hears nothing, and standard input ends.
+        // Fails once the test has ended; then standard input ends too.
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
 
@@ -59,7 +59,7 @@ impl Stage {
     }
 }
 
-/// A disk whose writes and syncs are steps.
+/// A disk with a step for each write and sync.
 pub(crate) struct ShownDisk {
     stage: Stage,
     written: Mutex<Option<String>>,
