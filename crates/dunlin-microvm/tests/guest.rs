@@ -93,9 +93,9 @@ fn a_guest_runs_on_huge_pages() {
 }
 
 #[test]
-fn a_guest_without_its_huge_pages_says_how_to_get_them() {
+fn a_missing_huge_page_reservation_is_reported_with_advice() {
     let Some(_turn) = kvm() else { return };
-    // The most that a machine can have; nobody reserves that many for tests.
+    // The maximum of a machine; no host reserves that many for tests.
     let error = Vm::new(Config {
         backing: Backing::Huge,
         memory_bytes: 32 << 30,

@@ -52,7 +52,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         wait_for(&destination, "two more passes", |vm| {
             vm.full_passes() >= passes + 2
         });
-        // A vCPU whose TSC went back stops the machine.
+        // A vCPU stops the machine if its TSC goes back.
         wait_for(&destination, "beats of every vCPU", |vm| {
             let now = vm.guest_tscs();
             tscs.iter().zip(now).all(|(before, now)| *before < now)
@@ -61,7 +61,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         assert!(downtime >= Duration::from_millis(30), "{downtime:?}");
         assert!(downtime < Duration::from_secs(5), "{downtime:?}");
         assert!(destination.stats().largest_gap >= downtime);
-        // The source stood still all the while.
+        // The source was paused all the time.
         assert_eq!(source.stats().pages_checked, stats.pages_checked);
         // And on to a third.
         let third = move_paused(&destination);

@@ -98,7 +98,7 @@ fn i3_one_guest_moves_back_and_forth() {
 #[test]
 fn i3_every_workload_backing_and_fill_moves() {
     let Some(_turn) = kvm() else { return };
-    // Source and destination stand at the same time.
+    // Source and destination exist at the same time.
     let huge = HugePages::reserve(2 * 64 / 2);
     let tls = Tls::new();
     let workloads = [
@@ -244,7 +244,7 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
     assert_eq!(error.fault, FaultCode::GuestPoweredOff);
     assert_eq!(error.vm, VmIs::Gone);
     assert_eq!(vm.vm().state(), VmState::PoweredOff);
-    // The destination is told why, and can take in the next one.
+    // The destination gets the reason, and can receive the next VM.
     let error = moved.destination.err().unwrap();
     assert_eq!(error.fault, FaultCode::GuestPoweredOff, "{error}");
     assert!(asked.into_inner() > 0);
@@ -283,7 +283,8 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         assert!(there.vm().stats().largest_gap >= guest);
         vm = there;
     }
-    // A guest whose TSC went back would have stopped; nor has it run ahead of the wall clock.
+    // The guest would have stopped if its TSC had gone back; it has not run ahead of the wall
+    // clock either.
     let khz = f64::from(vm.vm().description().tsc_khz);
     let guest_ms = (vm.vm().guest_tscs()[0] - before[0]) as f64 / khz;
     let wall_ms = wall.elapsed().as_secs_f64() * 1000.0;

@@ -161,7 +161,7 @@ fn rate(vm: &Vm) -> f64 {
 }
 
 #[test]
-fn it_keeps_its_rate_is_slowed_down_and_stands_still() {
+fn it_keeps_its_rate_can_be_throttled_and_paused() {
     let _turn = turn();
     let vm = running(Config {
         dirty_rate: 8000,
@@ -279,7 +279,7 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
             )
         }
     };
-    // Behind the counters and the share stand cursor and visits left.
+    // Cursor and visits left follow the counters and the share.
     for (word, value, field) in [
         (2, 100, "share"),
         (3, u64::MAX, "cursor"),

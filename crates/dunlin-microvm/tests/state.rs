@@ -278,7 +278,7 @@ const GUESTS_MSRS: [(&str, u32, u64, bool); 18] = [
     ("IA32_PAT", 0x277, 0x0407_0506_0007_0106, true),
     ("IA32_TSC_AUX", 0xc000_0103, 5, false),
     ("IA32_MISC_ENABLE", 0x1a0, 1, true),
-    // KVM's own, for a guest that knows it; addresses of pages that it has set aside.
+    // KVM's own MSRs, for a guest that supports them: addresses of pages that it has reserved.
     ("KVM_WALL_CLOCK", 0x4b56_4d00, 0x5000, true),
     ("KVM_SYSTEM_TIME", 0x4b56_4d01, 0x5401, true),
     ("KVM_ASYNC_PF_EN", 0x4b56_4d02, 0x5801, true),

@@ -27,7 +27,7 @@ pub fn wait_for(vm: &Vm, what: &str, done: impl Fn(&Vm) -> bool) {
     }
 }
 
-/// Copies the pages whose bits are set, or all; both machines have the same regions.
+/// Copies the pages with a set bit, or all pages; both machines have the same regions.
 pub fn copy_pages(from: &Vm, to: &Vm, maps: Option<&[Vec<u64>]>) -> u64 {
     let mut copied = 0;
     let mut bytes = [0; PAGE_BYTES as usize];
