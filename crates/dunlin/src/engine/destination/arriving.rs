@@ -196,7 +196,7 @@ impl<'a> Arriving<'a> {
             }
             verdict => Message::Answer { attempt, verdict },
         };
-        (self.session.observer)(&DestinationEvent::Told(verdict));
+        (self.session.observer)(&DestinationEvent::Notified(verdict));
         self.control.send_or_end(&message);
     }
 

@@ -53,7 +53,7 @@ pub enum DestinationEvent {
     /// *commit* has arrived; disks and devices are being acquired.
     Committed,
     /// The source is being sent the outcome of the migration.
-    Told(Verdict),
+    Notified(Verdict),
     /// An inquiry about a session that is not in progress is being answered.
     Inquired {
         /// The names of the asking peer, from its certificate.

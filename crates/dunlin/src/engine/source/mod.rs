@@ -18,7 +18,7 @@
 //! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`,
 //! `Committing`, `Committed`, then `Running` after `Recorded(Released)`, or `InDoubt`
 //! any number of times before it. At the destination: `Recorded(Prepared)`, `Ready`,
-//! `Committed`, `Recorded(Running)`, `Told(Running)`, `Running`.
+//! `Committed`, `Recorded(Running)`, `Notified(Running)`, `Running`.
 
 mod ask;
 mod committed;
