@@ -1,82 +1,83 @@
-//! Mistakes that can be planted in this crate's decisions, to prove that the
-//! model and the simulator would find them.
+//! Mistakes that tests plant in this crate's decisions, to prove that the model
+//! and the simulator find them.
 //!
-//! Without the feature `mistakes`, which only those tests switch on,
-//! [`planted`] is a constant `false` and nothing of them is compiled in.
+//! Only those tests enable the feature `mistakes`. Without it, [`planted`] is a
+//! constant `false` and no mistake is compiled in.
 
-/// A way to get a decision wrong. Each names what is done; the comment says
-/// what is right instead.
+/// A wrong decision. The variant names the mistake; its comment adds the right
+/// behaviour if that is not obvious.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mistake {
     /// The source pauses and commits while its journal says *migrating*.
     /// Right: *committing* is recorded before the pause.
     PauseBeforeRecord,
     /// The source resumes when the control lane is lost after *commit*.
-    /// Right: it asks.
+    /// Right: it inquires.
     ResumeWithoutAsking,
-    /// The source takes an answer about another attempt for one about its own.
+    /// The source accepts an answer about another attempt as one about its own.
     BelieveAnyAttempt,
-    /// The source sends *release* before it recorded *released*.
+    /// The source sends *release* before it has recorded *released*.
     ReleaseBeforeRecord,
     /// The destination answers an inquiry while the old control lane is open.
     /// Right: it is closed and its reader joined first.
     AnswerBeforeClose,
-    /// The destination answers an inquiry before it took what the old control
-    /// lane's reader had read.
+    /// The destination answers an inquiry before it has processed what the old
+    /// control lane's reader had read.
     AnswerBeforeDrain,
-    /// The destination runs the VM before it recorded *running*.
+    /// The destination runs the VM before it has recorded *running*.
     RunBeforeRecord,
-    /// The destination tells *running* before it recorded it.
+    /// The destination sends *running* before it has recorded it.
     TellBeforeRecord,
-    /// The destination tells *aborted* before it recorded it.
+    /// The destination sends *aborted* before it has recorded it.
     TellAbortedBeforeRecord,
-    /// The destination, which could not take all disks and devices, tells
+    /// The destination could not acquire all disks and devices and sends
     /// *aborted* while it still holds some.
     TellBeforeLettingGo,
     /// A restarted destination answers *running* for a VM that died with its
     /// process. Right: *ran, then died*.
     DeadAnswersRunning,
-    /// The source sends a lost lane's pages again at once. Right: when the
-    /// destination has fenced it.
+    /// The source resends a lost lane's pages at once. Right: after the
+    /// destination has fenced the lane.
     NoFence,
-    /// The source forgets what a lost lane took along. Right: it waits again.
+    /// The source forgets the pages of a lost lane. Right: they become pending again.
     NoRedirty,
-    /// A page of a dirty log is sent in the iteration before the one that it
-    /// was read for, where nothing keeps it from its older version.
+    /// Pages from a dirty log are sent in the iteration before the one for
+    /// which the log was read, so nothing orders them after their older
+    /// versions.
     CutBeforeIteration,
     /// A lane passes a mark that another has not reached.
     MarkPassedEarly,
-    /// The destination acknowledges the chunk after the one that it wrote.
+    /// The destination acknowledges the chunk that follows the written one.
     WrongChunkAcknowledged,
-    /// A channel of the tunnel is granted twice its window, whatever others
-    /// hold. Right: all of them stay within the peer's bound.
+    /// A tunnel channel is granted twice its window regardless of the other
+    /// channels. Right: all channels together stay within the peer's bound.
     CreditOverWindow,
-    /// A frame of the tunnel is acknowledged while its bytes are still being
-    /// put aside. Right: when they are kept.
+    /// A tunnel frame is acknowledged while its bytes are still being buffered.
+    /// Right: afterwards.
     AckBeforeKept,
-    /// A channel is connected while bytes of earlier ones are on their way.
+    /// A channel is connected while bytes of earlier channels are in flight.
     BarrierIgnored,
-    /// A channel's end is passed on before its last byte.
+    /// A channel's end is forwarded before its last byte.
     EndBeforeLastByte,
-    /// What has been delivered is delivered again when it comes again.
+    /// Duplicate bytes are delivered twice.
     DuplicateDelivered,
-    /// What a lost lane of the tunnel carried is not sent again.
+    /// The chunks of a lost tunnel lane are not resent.
     LostChunkForgotten,
-    /// An abort waits until what came before it has been delivered.
+    /// An abort waits until all earlier bytes are delivered.
     ResetBehindData,
-    /// The SAs of new keys are numbered from 0 again, and what their keys are
-    /// derived from as well. Right: a session's numbers never come twice.
+    /// The SAs of new keys are numbered from 0 again, and so are the inputs of
+    /// their key derivation. Right: a session never reuses a number.
     SaNumberedAgain,
-    /// New keys bear the request id of those before. Right: policies alone lead
-    /// from one epoch's SAs to the next one's.
+    /// New keys keep the request id of the previous ones. Right: only policies
+    /// lead from one epoch's SAs to the next.
     RequestIdKept,
-    /// The peer is told to retire an epoch while policies still lead to its SAs.
+    /// This side asks the peer to retire an epoch while policies still lead to its SAs.
     RetiredBeforeSwitch,
-    /// What is taken back goes while policies still protect. Right: they block
-    /// before anything goes.
+    /// State is removed while policies still protect traffic. Right: the
+    /// policies block first.
     TakenBackUnblocked,
-    /// An heir removes what blocks its ports, and then shuts them by its own.
-    /// Right: one is put in the other's place.
+    /// A successor removes the policies that block its ports before it installs
+    /// its own. Right: it replaces them atomically.
     HeirOpens,
 }
 
@@ -140,19 +141,19 @@ mod switch {
 
     use super::Mistake;
 
-    /// The mistake's number from 1, or 0. A model checker and a simulator use
-    /// many threads, so that the switch is the process's.
+    /// The mistake's number, from 1, or 0. Model checker and simulator use many
+    /// threads, so the switch is process-wide.
     static SWITCH: AtomicU32 = AtomicU32::new(0);
     static TURN: Mutex<()> = Mutex::new(());
 
-    /// While this lives, its mistake is planted, and no other can be.
+    /// While this value lives, its mistake is planted and no other can be.
     #[derive(Debug)]
     pub struct Planted {
         _turn: MutexGuard<'static, ()>,
     }
 
-    /// Plants a mistake, or, with `None`, makes sure that there is none; waits
-    /// until whoever has planted one before is done.
+    /// Plants a mistake, or none; blocks until an earlier [`Planted`] is
+    /// dropped.
     #[must_use]
     pub fn plant(mistake: Option<Mistake>) -> Planted {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);

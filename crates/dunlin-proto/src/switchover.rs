@@ -1,5 +1,5 @@
-//! The switchover: which side runs the VM, decided without a gap or an
-//! overlap (I1, I2), whatever crashes, is lost or comes late.
+//! The switchover: decides which side runs the VM, without a gap or an overlap
+//! (I1, I2), despite crashes, losses and delays.
 //!
 //! ```text
 //!  source                                         destination
@@ -22,41 +22,41 @@
 //!    │ records *released*, destroys its copy         │
 //!  Released ───────────── release ───────────────▶ Released, forgets
 //!
-//!  up to AwaitingReady, anything fails ▶ Kept: resumes, asks nobody
+//!  up to AwaitingReady, anything fails ▶ Kept: resumes without asking
 //!  up to Recording, anything fails     ▶ Aborting ▶ Aborted: records
-//!                                        *aborted*, and only then tells it
+//!                                        *aborted*, and only then sends it
 //!  control lost in Committed ▶ InDoubt: stays paused and asks
 //!     answer running         ▶ Releasing, as above
 //!     answer aborted         ▶ Kept
 //!     answer ran, then died  ▶ RanThenDied: stays paused, the operator decides
 //!     no record, no answer   ▶ InDoubt
 //!
-//!  asked before it decided  ▶ Draining: closes the old control lane, joins its
-//!                             reader and takes what that had read; a *commit*
-//!                             among it counts, else Aborting
+//!  asked before deciding    ▶ Draining: closes the old control lane, joins its
+//!                             reader and applies what that had read; a *commit*
+//!                             among it counts, otherwise Aborting
 //!  cannot resume after *running* was recorded ▶ Died: answers *ran, then died*
 //! ```
 //!
-//! **The destination decides**, by what its journal says: *prepared* is "I
-//! know this attempt and have decided nothing", and exactly one of *running*
-//! and *aborted* follows. Each is synced before anybody is told. The source
-//! may resume without asking only while it has not sent *commit*.
+//! **The destination decides**, by its journal. *prepared* means "this attempt
+//! is known and undecided"; exactly one of *running* and *aborted* follows it.
+//! Each record is synced before any message reports it. The source may resume
+//! without asking only if it has not sent *commit*.
 //!
-//! Each role is one state, consumed by an event that gives the next state and
-//! what must be done, in order. Three rules for whoever drives it:
+//! Each role is a state. An event consumes it and returns the next state and a
+//! list of actions. Three rules for the caller:
 //!
-//! 1. Actions are done in their order, and all of them before another event
-//!    is taken. An action that says which event it ends with is followed by
-//!    that event before any other; it is the last of its list, except that
-//!    the drained messages come before [`DestinationEvent::Drained`].
-//! 2. What cannot be sent, because the peer is gone, counts as sent.
-//! 3. After a crash the machine goes on from what the journal holds:
-//!    [`Source::restarted`], [`Destination::restarted`].
+//! 1. Execute the actions in order, and all of them before the next event. An
+//!    action that names a concluding event is the last of its list; that event
+//!    follows before any other, except that drained messages come before
+//!    [`DestinationEvent::Drained`].
+//! 2. A message that cannot be sent because the peer is gone counts as sent.
+//! 3. After a crash, continue from the journal: [`Source::restarted`],
+//!    [`Destination::restarted`].
 //!
-//! An event that a state cannot take is an error that changes nothing; the
-//! table of all of them is a snapshot in `tests/it/switchover_table.rs`. That the
-//! two hold I1 and I2 in every order of deliveries, crashes and failures is
-//! checked over this very code in `tests/model` of the workspace.
+//! An event that a state cannot take is an error and changes nothing. A
+//! snapshot in `tests/it/switchover_table.rs` has the whole table.
+//! `tests/model` of the workspace checks this code for I1 and I2 under every
+//! order of deliveries, crashes and failures.
 
 mod destination;
 mod source;
@@ -68,7 +68,7 @@ use thiserror::Error;
 
 /// An event that the state cannot take.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{event} is not possible while the {role} is {state}")]
+#[error("event {event} is not possible in {role} state {state}")]
 pub struct Impossible {
     role: &'static str,
     state: String,

@@ -1,83 +1,84 @@
-//! The destination's part: it decides.
+//! The destination's state machine. The destination decides.
 
 use super::Impossible;
 use crate::control::Verdict;
 use crate::journal::DestinationRecord;
 use crate::mistake::{Mistake, planted};
 
-/// Where the destination stands.
+/// States of the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Destination {
     /// The VM is built, *accept* is not sent, *prepared* is being recorded.
     Accepting,
-    /// Memory and state come in.
+    /// Memory and state are arriving.
     Receiving,
-    /// *final* has come and adds up; lanes are joined, state is being loaded.
+    /// *final* matches what has arrived; lanes are joined, state is being loaded.
     Loading,
-    /// *ready* is sent; nothing runs before *commit*.
+    /// *ready* is sent; the guest does not run before *commit*.
     Prepared,
-    /// The source has asked over a new control lane before anything was
-    /// decided: what the old one's reader had read is being taken.
+    /// The source has inquired over a new control lane before a decision:
+    /// messages that the old lane's reader has already read are being
+    /// processed.
     Draining {
-        /// Whether *ready* had been sent, so that a *commit* may be among it.
+        /// Whether *ready* had been sent, so one of them may be *commit*.
         prepared: bool,
     },
-    /// *commit* is taken; disks and devices are being taken. Nothing has run,
-    /// so that failing here can still be *aborted*.
+    /// *commit* is received; disks and devices are being acquired. The guest
+    /// has not run, so a failure can still end in *aborted*.
     Acquiring {
-        /// Whether the guest shall run, or stay paused.
+        /// Whether the guest is to run or stay paused.
         run: bool,
     },
     /// *running* is being recorded: the decision.
     Recording {
-        /// Whether the guest shall run, or stay paused.
+        /// Whether the guest is to run or stay paused.
         run: bool,
     },
     /// *running* is recorded and the guest is being resumed.
     Starting,
     /// The VM lives here.
     Running,
-    /// The source has let go, and the session is forgotten.
+    /// The source has released the VM, and the session is forgotten.
     Released,
     /// *aborted* is being recorded.
     Aborting,
     /// *aborted* is recorded; the copy here is dropped.
     Aborted,
-    /// The copy here is dropped, but *aborted* could not be recorded: nobody
-    /// is told. The next inquiry tries again.
+    /// The copy here is dropped, but *aborted* could not be recorded, so no
+    /// message reports it. The next inquiry tries again.
     Unrecorded,
-    /// The VM may have run here and does so no more, while the journal says
-    /// *running*: its process died, or it could not be resumed.
+    /// The journal says *running*, but the VM no longer runs here: its process
+    /// died, or it could not be resumed. It may have run.
     Died,
-    /// The journal knows nothing of the session.
+    /// The journal has no record of the session.
     Unknown,
 }
 
-/// What happens at the destination.
+/// Events at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
-    /// The journal holds the record and is synced.
+    /// The record is written and synced.
     Recorded,
-    /// The journal could not be written or synced; it holds either record.
+    /// The journal could not be written or synced; it may hold the old or the new record.
     RecordFailed,
-    /// *final* has come, every lane thread is joined and the counts agree.
+    /// *final* has arrived, every lane thread is joined and the counts agree.
     Complete,
     /// State is loaded and checked.
     Loaded,
     /// The source commits.
     Commit {
-        /// Whether the guest shall run, or stay paused as it was.
+        /// Whether the guest is to run or stay paused.
         run: bool,
     },
-    /// Disks and devices are here.
+    /// Disks and devices are acquired.
     Acquired,
     /// The guest runs.
     Resumed,
     /// The source has destroyed its copy.
     Release,
-    /// The source asks, on a control lane with a higher epoch than any before.
+    /// The source inquires, on a control lane with a higher epoch than all before.
     Inquired,
-    /// Everything that the old control lane's reader had read has been taken.
+    /// Everything that the old control lane's reader had read is processed.
     Drained,
     /// The source cancels.
     PeerCancelled,
@@ -89,7 +90,7 @@ pub enum DestinationEvent {
     ControlLost,
 }
 
-/// What must be done after an event at the destination.
+/// Actions that follow an event at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
     /// Write this record and sync it; ends with [`DestinationEvent::Recorded`]
@@ -104,28 +105,30 @@ pub enum DestinationAction {
     LoadState,
     /// Send *ready*.
     SendReady,
-    /// Take disks and devices; ends with [`DestinationEvent::Acquired`] or
+    /// Acquire disks and devices; ends with [`DestinationEvent::Acquired`] or
     /// [`DestinationEvent::Failed`].
     Acquire,
     /// Resume the guest; ends with [`DestinationEvent::Resumed`] or
     /// [`DestinationEvent::Failed`].
     Resume,
-    /// Say what became of the attempt, on the newest control lane: as *answer*
-    /// if an inquiry came there, else *running* as itself, *aborted* as
-    /// *cancel* with the reason, *ran, then died* as an *answer* unasked.
+    /// Report the outcome of the attempt on the newest control lane: as
+    /// *answer* if an inquiry arrived there; otherwise *running* as itself,
+    /// *aborted* as *cancel* with the reason, and *ran, then died* as an
+    /// unsolicited *answer*.
     Tell(Verdict),
-    /// Close every control lane but the newest, so that nothing more can be
-    /// read from them, and join their readers.
+    /// Close every control lane except the newest, so nothing more can be read
+    /// from them, and join their readers.
     CloseOld,
-    /// Take as events, in order, what those readers had read, each with all
-    /// that it brings; ends with [`DestinationEvent::Drained`].
+    /// Apply as events, in order, the messages that those readers had read,
+    /// each with all actions that follow; ends with
+    /// [`DestinationEvent::Drained`].
     Drain,
-    /// Close every control lane without a word.
+    /// Close every control lane without a message.
     Close,
-    /// Join the lanes, let disks and devices go and drop the copy here. Doing
-    /// it twice does no harm.
+    /// Join the lanes, release disks and devices, and drop the copy here.
+    /// Idempotent.
     Discard,
-    /// Remove the record: the source will never ask again.
+    /// Remove the record: the source will not ask again.
     Forget,
     /// Answer that it is too late to cancel.
     RefuseTooLate,
@@ -134,21 +137,21 @@ pub enum DestinationAction {
 use DestinationAction as Do;
 
 const ABORT: &[Do] = &[Do::Record(DestinationRecord::Aborted)];
-/// Disks and devices may be held here: they are let go before the source can
-/// hear of it and take them back.
-const LET_GO_AND_ABORT: &[Do] = &[Do::Discard, Do::Record(DestinationRecord::Aborted)];
+/// Disks and devices may be held here: release them before the source can learn
+/// of *aborted* and take them back.
+const RELEASE_AND_ABORT: &[Do] = &[Do::Discard, Do::Record(DestinationRecord::Aborted)];
 
 impl Destination {
-    /// Begins a session: the VM is built and *accept* not yet sent.
+    /// Starts a session: the VM is built and *accept* not yet sent.
     #[must_use]
     pub fn begin() -> (Self, &'static [DestinationAction]) {
         (Self::Accepting, &[Do::Record(DestinationRecord::Prepared)])
     }
 
-    /// Goes on from the journal after the destination's process has died, and
-    /// its VM with it: only to answer. `None` is a session without a record.
+    /// Continues from the journal after the destination's process, and its VM,
+    /// have died: only to answer. `None` means that the session has no record.
     ///
-    /// The caller holds the record's lock, which proves that the process died.
+    /// The caller holds the record's lock, which proves that the process is dead.
     #[must_use]
     pub fn restarted(record: Option<DestinationRecord>) -> (Self, &'static [DestinationAction]) {
         match record {
@@ -158,7 +161,7 @@ impl Destination {
                 (Self::Running, &[])
             }
             Some(DestinationRecord::Running) => (Self::Died, &[]),
-            // Not here, but not the source's either.
+            // Not here, and not at the source either.
             Some(DestinationRecord::MovedOn) => (Self::Running, &[]),
             Some(DestinationRecord::Aborted) => (Self::Aborted, &[]),
         }
@@ -170,7 +173,7 @@ impl Destination {
         matches!(self, Self::Starting | Self::Running | Self::Released)
     }
 
-    /// Whether the migration can still be cancelled: no *commit* is taken.
+    /// Whether the migration can still be cancelled: *commit* has not been received.
     #[must_use]
     pub fn may_cancel(self) -> bool {
         matches!(
@@ -183,12 +186,11 @@ impl Destination {
         )
     }
 
-    /// Takes an event; returns the state after it and what must be done, in
-    /// order.
+    /// Applies an event; returns the next state and the actions, in order.
     ///
     /// # Errors
-    /// The state cannot take the event. Coming from the peer it breaks the
-    /// protocol; the session must be ended by `Failed` or `ControlLost`.
+    /// The state cannot take the event. An event from the peer then breaks the
+    /// protocol: end the session with `Failed` or `ControlLost`.
     pub fn on(
         self,
         event: DestinationEvent,
@@ -216,7 +218,7 @@ impl Destination {
                 (Self::Draining { prepared }, &[Do::CloseOld, Do::Drain])
             }
             (Self::Draining { .. }, On::Drained) => self.abort(),
-            // Each leads to the end of draining, which is to come.
+            // `Drained` follows and aborts in any case.
             (Self::Draining { prepared: false }, On::Complete)
             | (
                 Self::Draining { .. },
@@ -247,16 +249,16 @@ impl Destination {
                 Self::Recording { run },
                 &[Do::Record(DestinationRecord::Running)],
             ),
-            // Nothing has run, so that the source can have it back.
+            // The guest has not run, so the source can take it back.
             (Self::Acquiring { .. }, On::Failed) | (Self::Recording { .. }, On::RecordFailed) => {
-                (Self::Aborting, LET_GO_AND_ABORT)
+                (Self::Aborting, RELEASE_AND_ABORT)
             }
             (Self::Recording { run: true }, On::Recorded) => (Self::Starting, &[Do::Resume]),
             (Self::Recording { run: false }, On::Recorded) | (Self::Starting, On::Resumed) => {
                 (Self::Running, &[Do::Tell(Verdict::Running)])
             }
-            // Some of it may have run. The source keeps its copy, and an
-            // operator decides; so this one must never run again.
+            // Part of the guest may have run. The source keeps its copy, an
+            // operator decides, and this copy must never run again.
             (Self::Starting, On::Failed) => (
                 Self::Died,
                 &[Do::Discard, Do::Tell(Verdict::RanThenDied)],
@@ -284,7 +286,7 @@ impl Destination {
             (Self::Running | Self::Released | Self::Died, On::Cancelled) => {
                 (self, &[Do::RefuseTooLate])
             }
-            // The end of a lane on which all was said, or that was drained.
+            // The end of a lane whose messages are all sent or drained.
             (
                 Self::Running
                 | Self::Released
@@ -294,7 +296,7 @@ impl Destination {
                 | Self::Unknown,
                 On::ControlLost | On::Failed | On::Drained,
             )
-            // They crossed our *cancel*.
+            // These crossed our *cancel*.
             | (
                 Self::Aborted | Self::Unrecorded,
                 On::Complete | On::Commit { .. } | On::PeerCancelled | On::Cancelled,
@@ -304,7 +306,7 @@ impl Destination {
         })
     }
 
-    /// Before *commit*: nothing is held here that the source would miss.
+    /// Before *commit*: no disks or devices are held here.
     fn abort(self) -> (Self, &'static [DestinationAction]) {
         if planted(Mistake::TellAbortedBeforeRecord) {
             return (

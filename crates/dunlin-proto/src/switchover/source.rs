@@ -1,125 +1,123 @@
-//! The source's part.
+//! The source's state machine.
 
 use super::Impossible;
 use crate::control::Verdict;
 use crate::journal::SourceRecord;
 use crate::mistake::{Mistake, planted};
 
-/// Where the source stands.
+/// States of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// Pre-copy; the guest runs here (or was paused by its owner). The journal
+    /// Pre-copy; the guest runs here (or its owner had paused it). The journal
     /// says *migrating*.
     Live,
     /// Pre-copy has converged, and *committing* is being recorded.
     Recording,
-    /// The guest is paused for the switchover; last pages and state go out.
+    /// The guest is paused for the switchover; the last pages and the state are being sent.
     Paused,
     /// *final* is sent.
     AwaitingReady,
-    /// *commit* is sent. From here the VM must not run at the source unless
+    /// *commit* is sent. From here on the VM must not run at the source unless
     /// the destination is known to have aborted.
     Committed,
-    /// *commit* is sent and its lane is lost: the guest stays paused, and the
+    /// *commit* is sent and its lane is lost: the guest stays paused and the
     /// destination is asked.
     InDoubt,
-    /// The VM ran at the destination and does so no more. To run the copy here
-    /// would be to go back in time, so that an operator decides.
+    /// The VM ran at the destination and no longer does. Running the copy here
+    /// would go back in time, so an operator decides.
     RanThenDied,
-    /// The destination runs the VM, and that is being recorded.
+    /// The destination runs the VM; *released* is being recorded.
     Releasing,
-    /// The operator takes the VM back, and that is being recorded.
+    /// The operator takes the VM back; *run here* is being recorded.
     TakingBack,
-    /// The operator gives the copy here up, and that is being recorded.
+    /// The operator gives up the copy here; *given up* is being recorded.
     GivingUp,
     /// The copy here is destroyed.
     Released,
-    /// The migration is over; the VM lives on at the source.
+    /// The migration is over; the VM stays at the source.
     Kept,
 }
 
-/// What the operator decides where no answer can: on `dunlin resolve`.
+/// The operator's decision if the destination cannot answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resolution {
-    /// The VM shall go on at the source. The operator vouches that it does not
-    /// run at the destination and never will; what it did there is lost.
+    /// The VM continues at the source. The operator vouches that it does not
+    /// run at the destination and never will; whatever it did there is lost.
     RunHere,
-    /// The copy here shall be destroyed. The operator vouches that the VM
-    /// lives at the destination, or is no longer wanted.
+    /// The copy here is destroyed. The operator vouches that the VM lives at
+    /// the destination or is no longer needed.
     Destroy,
 }
 
-/// What happens at the source.
+/// Events at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEvent {
     /// Pre-copy has converged.
     Converged,
-    /// The journal holds the record and is synced.
+    /// The record is written and synced.
     Recorded,
-    /// The journal could not be written or synced; it holds either record.
+    /// The journal could not be written or synced; it may hold the old or the new record.
     RecordFailed,
-    /// Every lane has ended and *final* is on its way.
+    /// Every lane has ended and *final* is sent.
     FinalSent,
-    /// The destination has everything; whether the digests agree, where they
-    /// were asked for.
+    /// The destination has received everything.
     Ready {
         /// False only when verification was negotiated and failed.
         same_memory: bool,
     },
-    /// The destination runs the VM, or keeps it paused as told.
+    /// The destination runs the VM, or keeps it paused as *commit* said.
     Running,
-    /// An answer; [`SourceEvent::answer`] makes it from the message.
+    /// An answer; built by [`SourceEvent::answer`].
     Answer {
-        /// Whether it is about the attempt that was asked about. If not, it is
-        /// no answer.
+        /// Whether it concerns the attempt in doubt. Otherwise it is ignored.
         this_attempt: bool,
         /// What became of the attempt.
         verdict: Verdict,
     },
-    /// The destination refuses or cancels. It does so after *commit* only
-    /// where it has recorded *aborted*.
+    /// The destination refuses or cancels. After *commit* it does so only if it
+    /// has recorded *aborted*.
     PeerCancelled,
     /// The operator cancels.
     Cancelled,
     /// Something failed here, or the peer broke the protocol.
     Failed,
-    /// The newest control lane is lost, or the answer did not come in time.
+    /// The newest control lane is lost, or no answer arrived in time.
     ControlLost,
     /// The operator decides.
     Resolve(Resolution),
 }
 
-/// What must be done after an event at the source.
+/// Actions that follow an event at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceAction {
     /// Write this record and sync it; ends with [`SourceEvent::Recorded`] or
     /// [`SourceEvent::RecordFailed`].
     Record(SourceRecord),
-    /// Write this record and sync it. Failing is a warning: the record from
-    /// before leads a restarted source to the same end, by way of a question.
+    /// Write this record and sync it. Failure is only a warning: from the
+    /// previous record a restarted source reaches the same end by asking.
     Note(SourceRecord),
-    /// Pause the guest, then send last pages and state; ends with
+    /// Pause the guest, then send the last pages and the state; ends with
     /// [`SourceEvent::FinalSent`] or [`SourceEvent::Failed`].
     PauseGuest,
     /// Send *commit*: the point of no return.
     SendCommit,
-    /// Take disks and devices back and let the guest go on here, unless its
-    /// owner had paused it. Doing it twice does no harm.
+    /// Take back disks and devices and resume the guest here, unless its owner
+    /// had paused it. Idempotent.
     ResumeGuest,
     /// Tell the destination to drop its copy.
     CancelPeer,
     /// Tell the operator that the VM is paused here and may run at the
     /// destination.
     HoldInDoubt,
-    /// Close the control lane there is. Raise the epoch, in the record too
-    /// (failing is a warning), connect anew under it, and *inquire*; wait a
-    /// while first if the last inquiry has failed, and give up at a deadline,
-    /// leaving the VM in doubt.
+    /// Close the current control lane, if any. Raise the epoch, also in the
+    /// record (failure is only a warning), reconnect with the new epoch, and
+    /// send *inquire*. If the last inquiry failed, wait a while first. Give up
+    /// at a deadline and leave the VM in doubt.
     Inquire,
-    /// Tell the operator that the VM ran at the destination, does so no more,
-    /// and that running it here goes back to the moment of the pause.
+    /// Tell the operator that the VM ran at the destination and no longer does,
+    /// and that running it here returns to the moment of the pause.
     AskOperator,
-    /// Destroy the copy here. Doing it twice does no harm.
+    /// Destroy the copy here. Idempotent.
     DestroyCopy,
     /// Send *release*.
     SendRelease,
@@ -129,12 +127,12 @@ pub enum SourceAction {
 
 use SourceAction as Do;
 
-/// The guest has never stopped. The record comes before the word to the peer,
-/// which forgets the session at that word and could answer no question.
+/// The guest has never stopped. Record *kept* before the message to the peer:
+/// the peer then forgets the session and could no longer answer a question.
 const KEEP_LIVE: &[Do] = &[Do::Note(SourceRecord::Kept), Do::CancelPeer];
-/// The guest first: every moment counts. A crash before *kept* is on disk
-/// leaves *committing*, and the destination, that took no *commit* and was told
-/// nothing, will say *aborted*.
+/// Resume the guest first, since every moment counts. A crash before *kept* is
+/// on disk leaves *committing*; the destination, which received neither
+/// *commit* nor *cancel*, will answer *aborted*.
 const KEEP_PAUSED: &[Do] = &[
     Do::ResumeGuest,
     Do::Note(SourceRecord::Kept),
@@ -143,9 +141,9 @@ const KEEP_PAUSED: &[Do] = &[
 const TAKE_BACK: &[Do] = &[Do::ResumeGuest, Do::Note(SourceRecord::Kept)];
 
 impl Source {
-    /// Goes on from the journal after the source's process has died. The VM is
-    /// gone if it lived in that process; where it lives elsewhere it is as the
-    /// process left it.
+    /// Continues from the journal after the source's process has died. If the
+    /// VM lived in that process, it is lost; if it lives elsewhere, it is as
+    /// the process left it.
     #[must_use]
     pub fn restarted(record: SourceRecord) -> (Self, &'static [SourceAction]) {
         match record {
@@ -154,7 +152,7 @@ impl Source {
             SourceRecord::RanThenDied => (Self::RanThenDied, &[Do::AskOperator]),
             SourceRecord::RunHere => (Self::Kept, TAKE_BACK),
             SourceRecord::Kept => (Self::Kept, &[]),
-            // The destination learns nothing, and keeps its record.
+            // *release* is not sent: the destination keeps its record.
             SourceRecord::Released | SourceRecord::GivenUp => (Self::Released, &[Do::DestroyCopy]),
         }
     }
@@ -174,18 +172,17 @@ impl Source {
         )
     }
 
-    /// Whether an operator may decide: `dunlin resolve`.
+    /// Whether an operator may decide, see [`Resolution`].
     #[must_use]
     pub fn may_resolve(self) -> bool {
         matches!(self, Self::InDoubt | Self::RanThenDied)
     }
 
-    /// Takes an event; returns the state after it and what must be done, in
-    /// order.
+    /// Applies an event; returns the next state and the actions, in order.
     ///
     /// # Errors
-    /// The state cannot take the event. Coming from the peer it breaks the
-    /// protocol; the session must be ended by `Failed` or `ControlLost`.
+    /// The state cannot take the event. An event from the peer then breaks the
+    /// protocol: end the session with `Failed` or `ControlLost`.
     pub fn on(self, event: SourceEvent) -> Result<(Self, &'static [SourceAction]), Impossible> {
         use SourceEvent as On;
         Ok(match (self, event) {
@@ -245,13 +242,15 @@ impl Source {
                 (Self::InDoubt, &[Do::HoldInDoubt])
             }
 
-            // *released* is on disk first: were the copy destroyed before, a
-            // crash would leave a question about a copy that is gone.
+            // *released* must be on disk first: if the copy were destroyed
+            // before, a crash would leave a question about a copy that no
+            // longer exists.
             (Self::Releasing, On::Recorded) => {
                 (Self::Released, &[Do::DestroyCopy, Do::SendRelease])
             }
-            // The destination runs, so the copy may go; but it must not
-            // forget, since this journal still says that it will be asked.
+            // The destination runs the VM, so the copy can be destroyed.
+            // *release* is not sent: the destination must keep its record,
+            // because this journal still leads to an inquiry.
             (Self::Releasing, On::RecordFailed) => (Self::Released, &[Do::DestroyCopy]),
 
             (
@@ -262,11 +261,11 @@ impl Source {
                 | Self::Released,
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
-            // It crossed our *inquire*: the destination had everything only
-            // after this side had crashed.
+            // It crossed our *inquire*: the destination had received everything
+            // only after this side had crashed.
             (Self::InDoubt, On::Ready { .. }) => (self, &[]),
-            // What crossed the end on its way, or was said before it on a lane
-            // that came later, changes nothing any more.
+            // Messages that were in flight at the end, or that were sent
+            // earlier on a slower lane, change nothing.
             (
                 Self::RanThenDied | Self::Released | Self::Kept,
                 On::Running | On::Answer { .. } | On::PeerCancelled | On::Failed | On::ControlLost,
@@ -276,7 +275,7 @@ impl Source {
         })
     }
 
-    /// What the destination has said of this attempt.
+    /// Applies the destination's verdict on this attempt.
     fn learn(self, verdict: Verdict) -> (Self, &'static [SourceAction]) {
         match verdict {
             Verdict::Running if planted(Mistake::ReleaseBeforeRecord) => (
@@ -299,7 +298,7 @@ impl Source {
 }
 
 impl SourceEvent {
-    /// The event for an *answer*, where `asked` is the attempt in doubt.
+    /// The event for an *answer*, `asked` is the attempt in doubt.
     #[must_use]
     pub fn answer(asked: u32, attempt: u32, verdict: Verdict) -> Self {
         Self::Answer {
