@@ -1,5 +1,5 @@
-//! The data lanes of a migration: which exist, which are lost, and what happens
-//! to the work of a lost lane.
+//! The data lanes of a migration: opening, loss, and what happens to the work
+//! of a lost lane.
 //!
 //! ```text
 //!  source: Sending                              destination: Receiving
@@ -9,17 +9,17 @@
 //!  acknowledge ◀──────────────────────── acks ───
 //!  lose        ──── fence ─────────────────────▶ close the connection, join its thread
 //!  its pages   ◀──────────────── acks, fenced ── gone
-//!  wait again
+//!  pending again
 //! ```
-//! [`Sending`] at the source owns the schedule and the lanes; `lifecycle` has
-//! their states, for it and for the lanes of [`crate::stripe`]. [`Receiving`] at
-//! the destination owns the marks.
+//! [`Sending`] at the source owns the schedule and the lanes. `lifecycle` has
+//! the states of a lane, for [`Sending`] and for [`crate::stripe`].
+//! [`Receiving`] at the destination owns the marks.
 //!
-//! A lane is stalled if something that it was given is not confirmed in time,
-//! unless it may be waiting at a mark for another lane: then that lane is stalled.
-//! The destination confirms chunks, and marks and ends by
-//! [`crate::control::Reached`]. A lane that is lost while it opens is fenced too,
-//! because the destination may have admitted it.
+//! A lane is stalled if something that it carries is not confirmed in time. If
+//! it may be waiting at a mark for another lane, the other lane is the stalled
+//! one. The destination confirms chunks with *ack*, and marks and ends with
+//! [`crate::control::Reached`]. A lane that is lost while it opens is fenced
+//! too, because the destination may have admitted it.
 
 pub(crate) mod lifecycle;
 mod receiving;

@@ -1,13 +1,13 @@
-//! Keeping iterations apart at the destination (I4).
+//! Keeps iterations apart at the destination (I4).
 //!
-//! A page that is sent in two iterations may travel on two lanes. The second
-//! version must not be overtaken by the first, so each lane carries a *mark*
-//! at an iteration's end, and no lane goes past a mark before every live lane
+//! A page that is sent in two iterations may travel on two lanes, and the first
+//! version must not overtake the second. Therefore each lane carries a *mark*
+//! at the end of an iteration, and no lane passes a mark before every live lane
 //! has reached it. The source never waits.
 //!
 //! Getters: [`Marks::may_pass`]. Commands: [`Marks::open`]. Events:
-//! [`Marks::reach`], [`Marks::end`], [`Marks::give_up`]. The caller wakes
-//! every waiting lane after each event, an error included.
+//! [`Marks::reach`], [`Marks::end`], [`Marks::give_up`]. The caller wakes every
+//! waiting lane after each event, including one that returns an error.
 
 use std::collections::BTreeMap;
 
@@ -15,34 +15,32 @@ use thiserror::Error;
 
 use crate::mistake::{Mistake, planted};
 
-/// How far each live lane has come.
+/// The last mark that each live lane has reached.
 #[derive(Clone, Debug, Default)]
 pub struct Marks {
-    live: BTreeMap<u16, Standing>,
+    live: BTreeMap<u16, Progress>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Standing {
+struct Progress {
     reached: u32,
-    /// It has carried nothing yet: its first mark may be any.
+    /// The lane has carried nothing yet: its first mark may have any number.
     new: bool,
-    /// It has carried a mark.
+    /// The lane has carried a mark.
     marked: bool,
 }
 
-/// A lane that did not keep to the order of marks. The peer is at fault.
+/// A lane that violated the order of marks. The peer is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum MarkError {
-    /// A mark that is not the one after the lane's last.
-    #[error(
-        "lane {lane} carried the mark of iteration {found} where {expected} comes next: the source does not keep the protocol"
-    )]
+    /// A mark that does not follow the lane's last one.
+    #[error("lane {lane} carried the mark of iteration {found}, expected {expected}")]
     OutOfOrder {
         /// The lane.
         lane: u16,
-        /// The iteration that the mark named.
+        /// The iteration in the mark.
         found: u32,
-        /// The iteration that had to come.
+        /// The expected iteration.
         expected: u32,
     },
     /// A mark on a lane that is not open.
@@ -54,14 +52,14 @@ pub enum MarkError {
 }
 
 impl Marks {
-    /// A new lane takes part: from now on no other passes a mark without it.
-    /// It stands where the last of the others does; the source, which knows
-    /// what iteration it is, says by the lane's first mark where it begins.
+    /// Adds a lane: from now on no other lane passes a mark without it. It
+    /// starts at the position of the hindmost lane. Its first mark, set by the
+    /// source, then tells in which iteration it starts.
     pub fn open(&mut self, lane: u16) {
         let reached = self.live.values().map(|one| one.reached).min().unwrap_or(0);
         self.live.insert(
             lane,
-            Standing {
+            Progress {
                 reached,
                 new: true,
                 marked: false,
@@ -69,7 +67,7 @@ impl Marks {
         );
     }
 
-    /// The iteration to which the chunks of `lane` belong now.
+    /// The iteration of the next chunk on `lane`.
     #[must_use]
     pub fn iteration(&self, lane: u16) -> Option<u32> {
         self.live
@@ -80,14 +78,14 @@ impl Marks {
     /// The last mark that `lane` has carried; `None` before its first.
     #[must_use]
     pub fn marked(&self, lane: u16) -> Option<u32> {
-        let standing = self.live.get(&lane)?;
-        standing.marked.then_some(standing.reached)
+        let progress = self.live.get(&lane)?;
+        progress.marked.then_some(progress.reached)
     }
 
     /// `lane` has carried a chunk.
     pub fn used(&mut self, lane: u16) {
-        if let Some(standing) = self.live.get_mut(&lane) {
-            standing.new = false;
+        if let Some(progress) = self.live.get_mut(&lane) {
+            progress.new = false;
         }
     }
 
@@ -96,19 +94,19 @@ impl Marks {
     /// # Errors
     /// The lane is not open, or the mark is not its next one.
     pub fn reach(&mut self, lane: u16, iteration: u32) -> Result<(), MarkError> {
-        let standing = self
+        let progress = self
             .live
             .get_mut(&lane)
             .ok_or(MarkError::NotOpen { lane })?;
-        let expected = standing.reached.saturating_add(1);
-        if iteration != expected && !standing.new {
+        let expected = progress.reached.saturating_add(1);
+        if iteration != expected && !progress.new {
             return Err(MarkError::OutOfOrder {
                 lane,
                 found: iteration,
                 expected,
             });
         }
-        *standing = Standing {
+        *progress = Progress {
             reached: iteration,
             new: false,
             marked: true,
@@ -116,23 +114,23 @@ impl Marks {
         Ok(())
     }
 
-    /// Whether a lane that stands at the mark of `iteration` may go on.
+    /// Whether a lane that waits at the mark of `iteration` may continue.
     #[must_use]
     pub fn may_pass(&self, iteration: u32) -> bool {
         planted(Mistake::MarkPassedEarly) || self.live.values().all(|one| one.reached >= iteration)
     }
 
-    /// `lane` ended in order: nothing of it is under way.
+    /// `lane` ended in order: nothing of it is in flight.
     pub fn end(&mut self, lane: u16) {
         self.live.remove(&lane);
     }
 
-    /// `lane` was given up, and its thread is joined: it can write no more.
+    /// `lane` was given up and its thread is joined: it can no longer write.
     pub fn give_up(&mut self, lane: u16) {
         self.live.remove(&lane);
     }
 
-    /// How many lanes are live.
+    /// Number of live lanes.
     #[must_use]
     pub fn live(&self) -> usize {
         self.live.len()
@@ -156,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn i4_a_lane_given_up_holds_nobody_back() {
+    fn i4_a_lane_given_up_does_not_block_others() {
         let mut marks = Marks::default();
         marks.open(1);
         marks.open(2);
@@ -182,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn i4_a_lane_opened_later_holds_the_others_until_it_says_where_it_begins() {
+    fn i4_a_lane_opened_later_blocks_others_until_its_first_mark() {
         let mut marks = Marks::default();
         marks.open(1);
         assert_eq!(marks.reach(1, 1), Ok(()));

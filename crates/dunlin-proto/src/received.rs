@@ -1,9 +1,9 @@
-//! Which chunks have come, as intervals of their numbers.
+//! The chunks that have arrived, as intervals of their numbers.
 //!
-//! Chunks are numbered without gaps, and those of several lanes come nearly in
-//! order, so that all of a session is a handful of intervals; a lost lane
-//! leaves gaps that are never filled, since its pages go out again under new
-//! numbers. A peer that numbers its chunks otherwise is refused before they
+//! Chunks are numbered without gaps, and the chunks of several lanes arrive
+//! nearly in order, so a few intervals cover a whole session. A lost lane
+//! leaves gaps that are never filled: its pages are resent under new numbers. A
+//! peer that numbers its chunks differently is rejected before the intervals
 //! cost memory ([`MAX_CHUNK_GAPS`]).
 
 use std::collections::BTreeMap;
@@ -13,27 +13,25 @@ use thiserror::Error;
 use crate::control::ChunkSet;
 use crate::limits::MAX_CHUNK_GAPS;
 
-/// The numbers of the chunks that have come.
+/// The numbers of the chunks that have arrived.
 #[derive(Clone, Debug, Default)]
 pub struct Received {
-    /// From the first number of an interval to the one behind its last.
+    /// First number of an interval to the number after its last.
     intervals: BTreeMap<u64, u64>,
     count: u64,
 }
 
-/// A chunk that cannot come. The source is at fault.
+/// An invalid chunk number. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ChunkError {
-    /// It has come before.
-    #[error("chunk {number} came twice: the source does not keep the protocol")]
+    /// The chunk has arrived before.
+    #[error("chunk {number} arrived twice")]
     Twice {
         /// Its number.
         number: u64,
     },
     /// The numbers have more gaps than lost lanes can explain.
-    #[error(
-        "chunk {number} would be behind more than {MAX_CHUNK_GAPS} gaps: the source does not number its chunks one after the other"
-    )]
+    #[error("chunk {number} would leave more than {MAX_CHUNK_GAPS} gaps in the chunk numbers")]
     Scattered {
         /// Its number.
         number: u64,
@@ -41,13 +39,13 @@ pub enum ChunkError {
 }
 
 impl Received {
-    /// How many chunks have come.
+    /// Number of chunks that have arrived.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// Whether this chunk has come.
+    /// Whether this chunk has arrived.
     #[must_use]
     pub fn contains(&self, number: u64) -> bool {
         let before = self.intervals.range(..=number).next_back();
@@ -57,7 +55,7 @@ impl Received {
     /// Adds a chunk.
     ///
     /// # Errors
-    /// [`ChunkError`]; nothing has changed then.
+    /// [`ChunkError`]; nothing is changed then.
     pub fn insert(&mut self, number: u64) -> Result<(), ChunkError> {
         if self.contains(number) || number == u64::MAX {
             return Err(ChunkError::Twice { number });
@@ -74,7 +72,7 @@ impl Received {
         Ok(())
     }
 
-    /// Everything that has come, in ascending order.
+    /// All chunks that have arrived, in ascending order.
     pub fn sets(&self) -> impl Iterator<Item = ChunkSet> + '_ {
         self.intervals
             .iter()
@@ -82,8 +80,8 @@ impl Received {
     }
 }
 
-/// The numbers from `first` to the one before `end`, in sets whose counts fit
-/// the wire.
+/// The numbers from `first` to `end - 1`, in sets whose counts fit the wire
+/// format.
 fn sets_of(first: u64, end: u64) -> impl Iterator<Item = ChunkSet> {
     let step = u64::from(u32::MAX);
     (0..(end - first).div_ceil(step)).map(move |index| {
@@ -117,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_chunk_that_came_before_is_refused() {
+    fn i7_a_duplicate_chunk_is_rejected() {
         let mut received = Received::default();
         received.insert(3).unwrap();
         assert_eq!(received.insert(3), Err(ChunkError::Twice { number: 3 }));
@@ -125,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn i8_numbers_with_gaps_beyond_the_bound_are_refused() {
+    fn i8_numbers_with_too_many_gaps_are_rejected() {
         let mut received = Received::default();
         let mut refused = None;
         for number in 0..2 * MAX_CHUNK_GAPS as u64 {
@@ -136,12 +134,12 @@ mod tests {
         }
         assert!(matches!(refused, Some(ChunkError::Scattered { .. })));
         assert!(received.intervals.len() <= MAX_CHUNK_GAPS + 1);
-        // One that fills a gap is welcome.
+        // A chunk that fills a gap is still accepted.
         received.insert(1).unwrap();
     }
 
     #[test]
-    fn more_chunks_than_a_set_can_count_are_several_sets() {
+    fn more_chunks_than_one_set_can_count_become_several_sets() {
         let step = u64::from(u32::MAX);
         let counts: Vec<u32> = sets_of(7, 7 + 2 * step + 5).map(|set| set.count).collect();
         assert_eq!(counts, [u32::MAX, u32::MAX, 5]);

@@ -1,24 +1,24 @@
-//! Cutting chunks from the pages that are waiting, and giving them to lanes.
+//! Cuts chunks from the pending pages and assigns them to lanes.
 //!
-//! Nothing is queued for a whole pass: a chunk is cut from the bitmap at the
-//! moment a lane asks, so a slow lane holds one chunk and a fast one takes
-//! the rest. What a lane has been given and the destination has not
-//! acknowledged is kept as ranges, not as bytes: guest memory itself is the
-//! retransmit buffer.
+//! Nothing is queued in advance: a chunk is cut from the bitmap when a lane
+//! asks for work, so a slow lane holds one chunk and a fast one takes the rest.
+//! Chunks that a lane has carried and the destination has not acknowledged are
+//! kept as ranges, not as bytes: guest memory itself is the retransmit buffer.
 //!
 //! Order of calls: [`Schedule::new`], [`Schedule::open_lane`] for each lane;
-//! then, in turn, [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`],
-//! while the lanes' threads call [`Schedule::next`] and the control thread
-//! [`Schedule::acknowledge`]; at last [`Schedule::finish`]. A lane that is
-//! lost goes through [`Schedule::lose_lane`] once it is fenced; which lanes
-//! there are, and when one is lost, is [`crate::lanes`]' to say.
+//! then, alternately, [`Schedule::mark_dirty`] and
+//! [`Schedule::begin_iteration`], while the lanes' threads call
+//! [`Schedule::next`] and the control thread calls [`Schedule::acknowledge`];
+//! at last [`Schedule::finish`]. After a lost lane is fenced, call
+//! [`Schedule::lose_lane`]. [`crate::lanes`] decides which lanes exist and when
+//! a lane is lost.
 //!
 //! ```text
 //! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
 //! ```
-//! A lane that comes later begins with the mark of the iteration before the
-//! current one, so that it overtakes nobody either. One that leaves early
-//! ends without the marks to come: nothing of it is under way then.
+//! A lane that is opened later starts with the mark of the iteration before the
+//! current one, so it overtakes no other lane. A lane that leaves early ends
+//! without the later marks: nothing of it is then in flight.
 //!
 //! A lane may be in iteration 3 while another is still in 2: the marks keep
 //! them apart at the destination ([`crate::marks`]).
@@ -31,26 +31,26 @@ use crate::bitmap::{PageBitmap, Run};
 use crate::limits::{CHUNK_PAGES, MAX_IN_FLIGHT_RANGES, MAX_RANGES_PER_CHUNK};
 use crate::mistake::{Mistake, planted};
 
-/// Pages of one region that lie side by side.
+/// Contiguous pages of one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRange {
     /// The region's identifier in the region table.
     pub region: u16,
-    /// Which pages of it.
+    /// The pages within the region.
     pub run: Run,
 }
 
-/// What a lane sends next. The lane's thread owns one and hands it in again,
-/// so that no chunk costs an allocation.
+/// A chunk to send. The lane's thread owns one plan and reuses it, so chunks
+/// cost no allocation.
 #[derive(Debug, Default)]
 pub struct ChunkPlan {
-    /// The chunk's number, never used twice in a session.
+    /// The chunk's number, unique in a session.
     pub number: u64,
     /// The iteration to which the chunk belongs, counted from 1.
     pub iteration: u32,
     /// The pages, in the order of the region table.
     pub ranges: Vec<PageRange>,
-    /// How many pages the ranges hold together.
+    /// Number of pages in all ranges.
     pub pages: u64,
 }
 
@@ -61,29 +61,29 @@ pub enum Work {
     Chunk,
     /// Send the mark that ends this iteration.
     Mark(u32),
-    /// Nothing more will come: send *end* with the number of chunks that
-    /// this lane has carried, and close.
+    /// Nothing more follows: send *end* with the number of chunks that this
+    /// lane has carried, and close.
     End {
         /// Chunks that this lane has carried.
         chunks: u64,
     },
-    /// Nothing to do now; ask again when something has changed.
+    /// Nothing to do now; ask again after an event.
     Wait,
-    /// The lane is not to go on: it was given up.
+    /// Stop: the lane was given up.
     Stop,
 }
 
-/// An acknowledgement that cannot be right. The peer is at fault.
+/// An invalid acknowledgement. The peer is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "the destination acknowledged chunks {first} to {last}, of which {first_unknown} was never sent: the destination does not keep the protocol"
+    "the destination acknowledged chunks {first} to {last}, but chunk {first_unknown} was never sent"
 )]
 pub struct UnknownChunk {
     /// First chunk of the acknowledged set.
     pub first: u64,
     /// Last chunk of the acknowledged set.
     pub last: u64,
-    /// The chunk that has not been cut yet.
+    /// The first of them that has not been cut yet.
     pub first_unknown: u64,
 }
 
@@ -95,7 +95,7 @@ struct RegionWork {
 
 #[derive(Debug)]
 struct LaneWork {
-    /// The iteration of its next chunk.
+    /// The iteration of the lane's next chunk.
     iteration: u32,
     chunks: u64,
     acknowledged: u64,
@@ -104,16 +104,16 @@ struct LaneWork {
     ended: bool,
 }
 
-/// What a lane has been given and the destination has confirmed.
+/// What a lane has carried, and what the destination has confirmed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneCourse {
-    /// Chunks given to it.
+    /// Chunks assigned to the lane.
     pub chunks: u64,
-    /// Those of them that are acknowledged.
+    /// Acknowledged chunks.
     pub acknowledged: u64,
-    /// The last mark given to it; 0 for none.
+    /// The lane's last mark; 0 if none.
     pub mark: u32,
-    /// Whether it was given its *end*.
+    /// Whether the lane has its *end*.
     pub ended: bool,
 }
 
@@ -126,13 +126,13 @@ struct InFlight {
     ranges: Vec<PageRange>,
 }
 
-/// The pending pages, the lanes and what is under way on them.
+/// Pending pages, lanes, and chunks in flight.
 #[derive(Debug)]
 pub struct Schedule {
     regions: Vec<RegionWork>,
     cursor: (usize, u64),
     iteration: u32,
-    /// Pages were added that belong to the iteration to come.
+    /// Pages of the next iteration have been added.
     adding: bool,
     finishing: bool,
     next_chunk: u64,
@@ -147,8 +147,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A schedule over regions given as (identifier, pages), in the order in
-    /// which they shall be sent. Nothing is pending.
+    /// A schedule for regions given as (identifier, pages), in the order in
+    /// which they are to be sent. Nothing is pending.
     #[must_use]
     pub fn new(regions: impl IntoIterator<Item = (u16, u64)>) -> Self {
         Self {
@@ -175,46 +175,45 @@ impl Schedule {
         }
     }
 
-    /// Pages that have not been given to a lane.
+    /// Pages that are not assigned to a lane.
     #[must_use]
     pub fn pending_pages(&self) -> u64 {
         self.regions.iter().map(|r| r.pending.count()).sum()
     }
 
-    /// Pages given to a lane and not acknowledged.
+    /// Pages assigned to a lane and not acknowledged.
     #[must_use]
     pub fn in_flight_pages(&self) -> u64 {
         self.in_flight_pages
     }
 
-    /// Pages that have still to arrive: those that no lane has been given, and
-    /// those that are under way.
+    /// Pages that have not arrived yet: pending and in flight.
     #[must_use]
     pub fn remaining_pages(&self) -> u64 {
         self.pending_pages() + self.in_flight_pages
     }
 
-    /// Ranges given to a lane and not acknowledged: what
-    /// [`MAX_IN_FLIGHT_RANGES`] bounds.
+    /// Ranges assigned to a lane and not acknowledged, bounded by
+    /// [`MAX_IN_FLIGHT_RANGES`].
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn in_flight_ranges(&self) -> usize {
         self.in_flight_ranges
     }
 
-    /// The iteration that is being cut, counted from 1; 0 before the first.
+    /// The current iteration, counted from 1; 0 before the first.
     #[must_use]
     pub fn iteration(&self) -> u32 {
         self.iteration
     }
 
-    /// How many chunks have been cut: the number that the next one will bear.
+    /// Number of chunks cut so far, which is the number of the next chunk.
     #[must_use]
     pub fn chunks(&self) -> u64 {
         self.next_chunk
     }
 
-    /// Chunks and pages that have been cut, without those that lost lanes took
-    /// with them: what the destination has received once all is over.
+    /// Chunks and pages cut so far, without those of lost lanes: what the
+    /// destination has received in the end.
     #[must_use]
     pub fn kept(&self) -> (u64, u64) {
         (
@@ -223,13 +222,13 @@ impl Schedule {
         )
     }
 
-    /// Whether no iteration comes after this one.
+    /// Whether the current iteration is the last.
     #[must_use]
     pub fn finishing(&self) -> bool {
         self.finishing
     }
 
-    /// How far a lane has come; `None` for one that is not open.
+    /// A lane's progress; `None` if it is not open.
     #[must_use]
     pub fn course(&self, lane: u16) -> Option<LaneCourse> {
         self.lanes.get(&lane).map(|state| LaneCourse {
@@ -240,8 +239,8 @@ impl Schedule {
         })
     }
 
-    /// Adds a lane, which takes part at once. The destination must have let
-    /// it in: it counts there, and no other lane passes a mark without it.
+    /// Adds a lane, which takes part at once. The destination must have
+    /// admitted it: only then do the other lanes wait for it at a mark.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(
             lane,
@@ -256,23 +255,23 @@ impl Schedule {
         );
     }
 
-    /// Lets `lane` end as soon as it asks for work.
+    /// Makes `lane` end when it next asks for work.
     pub fn leave(&mut self, lane: u16) {
         if let Some(state) = self.lanes.get_mut(&lane) {
             state.leaving = true;
         }
     }
 
-    /// Forgets a lane that has ended, when all that it carried is confirmed.
+    /// Forgets a lane that has ended and whose chunks are all confirmed.
     pub fn forget(&mut self, lane: u16) {
         self.lanes.remove(&lane);
     }
 
-    /// Marks a run of pages of region number `index` (its place in the list
-    /// given to [`Schedule::new`]) as waiting for the next iteration. Until
-    /// [`Schedule::begin_iteration`] no chunk is cut: an older version of such
-    /// a page may still be under way in this one, and no mark would keep the
-    /// two apart (I4).
+    /// Marks a run of pages as pending for the next iteration. `index` is the
+    /// region's position in the list given to [`Schedule::new`]. No chunk is
+    /// cut until [`Schedule::begin_iteration`]: an older version of such a page
+    /// may still be in flight in the current iteration, and no mark would keep
+    /// the two apart (I4).
     pub fn mark_run(&mut self, index: usize, run: Run) {
         self.adding = true;
         if let Some(region) = self.regions.get_mut(index) {
@@ -280,8 +279,8 @@ impl Schedule {
         }
     }
 
-    /// Adds a dirty log's bitmap for region number `index`, as
-    /// [`Schedule::mark_run`] does a run. Returns how many pages the log named.
+    /// Adds a dirty bitmap for region number `index`, like
+    /// [`Schedule::mark_run`]. Returns the number of pages set in `log`.
     pub fn mark_dirty(&mut self, index: usize, log: &[u64]) -> u64 {
         self.adding = true;
         self.regions
@@ -289,21 +288,21 @@ impl Schedule {
             .map_or(0, |region| region.pending.union(log))
     }
 
-    /// The pages that wait now are the next iteration's. Lanes still busy
-    /// with the one before go on with it.
+    /// Starts the next iteration with the pages that are pending now. Lanes
+    /// that are still busy with the previous iteration continue with it.
     pub fn begin_iteration(&mut self) {
         self.iteration += 1;
         self.adding = false;
         self.cursor = (0, 0);
     }
 
-    /// No iteration comes after this one: when its pages are gone, each lane
-    /// is given its last mark and its *end*.
+    /// Makes the current iteration the last: when no pages are left, each lane
+    /// gets its last mark and its *end*.
     pub fn finish(&mut self) {
         self.finishing = true;
     }
 
-    /// What `lane` shall do now. A chunk is put into `plan`.
+    /// Returns what `lane` should do now. A chunk is stored in `plan`.
     pub fn next(&mut self, lane: u16, plan: &mut ChunkPlan) -> Work {
         let Some(state) = self.lanes.get_mut(&lane) else {
             return Work::Stop;
@@ -350,12 +349,14 @@ impl Schedule {
         Work::Wait
     }
 
-    /// Adds up to `room` waiting pages to the chunk in `plan`, which its lane was given last and has
-    /// not sent: for a lane that has found zero pages in it, which take no payload. Their ranges
-    /// come behind those that are there. Returns whether there are any.
+    /// Adds up to `room` pending pages to the chunk in `plan`, which is the
+    /// lane's last chunk and is not sent yet. A lane uses this when the chunk
+    /// has zero pages, which need no payload. The new ranges are appended.
+    /// Returns whether any were added.
     ///
-    /// None are, like chunks, while the waiting pages are another iteration's (I4); and none when
-    /// the lane has been lost, since the chunk waits again as it was.
+    /// As for chunks, none are added while the pending pages belong to another
+    /// iteration (I4). None are added if the lane has been lost, because the
+    /// unchanged chunk is pending again.
     pub fn extend(&mut self, plan: &mut ChunkPlan, room: u64) -> bool {
         if self.adding
             || plan.iteration != self.iteration
@@ -384,11 +385,11 @@ impl Schedule {
     }
 
     /// The destination has written chunks `first` to `first + count - 1`.
-    /// Naming a chunk twice does no harm. Returns the pages that this
-    /// acknowledged for the first time.
+    /// Repetition has no effect. Returns the number of pages acknowledged for
+    /// the first time.
     ///
     /// # Errors
-    /// A chunk that has not been cut yet is named.
+    /// One of the chunks has not been cut yet.
     pub fn acknowledge(&mut self, first: u64, count: u64) -> Result<u64, UnknownChunk> {
         let end = first.saturating_add(count);
         if end > self.next_chunk {
@@ -423,8 +424,8 @@ impl Schedule {
         Ok(pages)
     }
 
-    /// `lane` is lost and fenced: what it was given and the destination has
-    /// not acknowledged waits again. Returns how many pages that is.
+    /// `lane` is lost and fenced: its unacknowledged pages become pending
+    /// again. Returns their number.
     pub fn lose_lane(&mut self, lane: u16) -> u64 {
         self.lanes.remove(&lane);
         let mut pages = 0;
@@ -463,7 +464,7 @@ impl Schedule {
         !plan.ranges.is_empty()
     }
 
-    /// Moves up to `room` pages that wait to the plan.
+    /// Moves up to `room` pending pages to the plan.
     fn take(&mut self, plan: &mut ChunkPlan, mut room: u64) {
         while room > 0
             && plan.ranges.len() < MAX_RANGES_PER_CHUNK
@@ -522,7 +523,7 @@ mod tests {
         schedule
     }
 
-    /// Asks for `lane` until it has to wait; returns what it was given.
+    /// Asks for work for `lane` until it must wait; returns the pages and the work.
     fn drain(schedule: &mut Schedule, lane: u16) -> (u64, Vec<Work>) {
         let mut plan = ChunkPlan::default();
         let mut pages = 0;
@@ -548,9 +549,9 @@ mod tests {
         schedule.mark_run(0, run(0, 2));
         schedule.begin_iteration();
         assert_eq!(drain(&mut schedule, 1).0, 2);
-        // Lane 1 still carries page 0, which is written to again: in this
-        // iteration nothing would keep lane 2 from overtaking it. What lane 3
-        // took along, if anything, would be looked for from page 0 on.
+        // Lane 1 still carries page 0, which is now dirty again: in this
+        // iteration nothing would keep lane 2 from overtaking it. `lose_lane`
+        // resets the cursor to page 0.
         schedule.lose_lane(3);
         schedule.mark_dirty(0, &[1]);
         assert_eq!(drain(&mut schedule, 2), (0, vec![]));
@@ -599,7 +600,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_idle_through_several_iterations_sends_each_mark() {
+    fn a_lane_idle_for_several_iterations_sends_each_mark() {
         let mut schedule = schedule(CHUNK_PAGES, 2);
         for _ in 0..3 {
             schedule.mark_run(0, run(0, 1));
@@ -620,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn i5_a_lost_lanes_unacknowledged_pages_wait_again() {
+    fn i5_a_lost_lanes_unacknowledged_pages_are_pending_again() {
         let mut schedule = schedule(3 * CHUNK_PAGES, 2);
         schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
         schedule.begin_iteration();
@@ -638,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn i4_a_lane_that_comes_later_begins_with_the_mark_before_its_first_chunk() {
+    fn i4_a_lane_opened_later_starts_with_the_previous_mark() {
         let mut schedule = schedule(3 * CHUNK_PAGES, 1);
         for _ in 0..3 {
             schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
@@ -667,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lost_lane_took_with_it_is_not_counted() {
+    fn chunks_of_a_lost_lane_are_not_counted() {
         let mut schedule = schedule(3 * CHUNK_PAGES, 2);
         schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
         schedule.begin_iteration();
@@ -680,14 +681,14 @@ mod tests {
     }
 
     #[test]
-    fn i8_a_lost_lane_leaves_its_room_to_the_others() {
+    fn i8_a_lost_lane_frees_its_room_in_flight() {
         let pages = 4 * MAX_IN_FLIGHT_RANGES as u64;
         let mut schedule = schedule(pages, 2);
         let every_other: Vec<u64> = vec![0x5555_5555_5555_5555; (pages / 64) as usize];
         schedule.mark_dirty(0, &every_other);
         schedule.begin_iteration();
         let mut plan = ChunkPlan::default();
-        // Lane 1 takes all the room there is, with a gap that is acknowledged.
+        // Lane 1 takes all the room; an acknowledged chunk leaves a gap.
         while schedule.next(1, &mut plan) == Work::Chunk {}
         schedule.acknowledge(1, 1).unwrap();
         while schedule.next(1, &mut plan) == Work::Chunk {}
@@ -715,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_takes_in_what_waits_behind_it() {
+    fn a_chunk_is_extended_by_the_pending_pages_behind_it() {
         let mut schedule = schedule(4 * CHUNK_PAGES, 2);
         schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
         schedule.begin_iteration();
@@ -737,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn i5_what_was_added_to_a_lost_lanes_chunk_waits_again() {
+    fn i5_pages_added_to_a_lost_lanes_chunk_are_pending_again() {
         let mut schedule = schedule(4 * CHUNK_PAGES, 2);
         schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
         schedule.begin_iteration();
@@ -745,15 +746,15 @@ mod tests {
         assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
         assert!(schedule.extend(&mut plan, CHUNK_PAGES));
         assert_eq!(schedule.lose_lane(1), 2 * CHUNK_PAGES);
-        // Its thread may still be at it.
+        // Its thread may still be working on the chunk.
         assert!(!schedule.extend(&mut plan, CHUNK_PAGES));
         assert_eq!(schedule.kept(), (0, 0));
         assert_eq!(drain(&mut schedule, 2).0, 3 * CHUNK_PAGES);
     }
 
-    /// Identifiers are not places, and the regions are of different lengths.
+    /// Identifiers differ from positions, and the regions differ in length.
     #[test]
-    fn i5_a_lost_lanes_pages_wait_again_in_their_own_regions() {
+    fn i5_a_lost_lanes_pages_are_pending_again_in_their_own_regions() {
         const SECOND: u64 = CHUNK_PAGES + 7;
         let mut schedule = Schedule::new([(7, 10), (3, SECOND)]);
         schedule.open_lane(1);
@@ -781,9 +782,9 @@ mod tests {
         assert_eq!(given(&plan), all);
     }
 
-    /// A lane is lost with what another had lost before, which had been added to its chunk.
+    /// A lane is lost whose chunk includes pages that another lane had lost before.
     #[test]
-    fn i5_what_is_lost_twice_waits_again_and_is_counted_once() {
+    fn i5_pages_lost_twice_are_pending_again_and_counted_once() {
         let mut schedule = schedule(4 * CHUNK_PAGES, 3);
         schedule.mark_run(0, run(0, 3 * CHUNK_PAGES));
         schedule.begin_iteration();
@@ -793,7 +794,7 @@ mod tests {
         assert!(schedule.extend(&mut plan, CHUNK_PAGES));
         assert_eq!(schedule.next(2, &mut other), Work::Chunk);
         assert_eq!(schedule.lose_lane(1), 2 * CHUNK_PAGES);
-        // The second takes the first one's pages along, and is lost too.
+        // Lane 2 takes the pages of lane 1 and is lost too.
         assert!(schedule.extend(&mut other, CHUNK_PAGES));
         assert_eq!(schedule.next(2, &mut plan), Work::Chunk);
         assert_eq!(schedule.pending_pages(), 0);
@@ -806,7 +807,7 @@ mod tests {
         );
         assert_eq!(drain(&mut schedule, 3).0, 3 * CHUNK_PAGES);
         assert_eq!(schedule.kept(), (3, 3 * CHUNK_PAGES));
-        // What the lost lanes were given is confirmed by nobody any more.
+        // Acknowledging chunks of lost lanes has no effect.
         assert_eq!(schedule.acknowledge(0, 3), Ok(0));
         assert_eq!(schedule.acknowledge(3, 3), Ok(3 * CHUNK_PAGES));
         assert_eq!(schedule.remaining_pages(), 0);
@@ -827,7 +828,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_an_acknowledgement_of_a_chunk_never_sent_is_refused() {
+    fn i7_an_acknowledgement_of_an_unsent_chunk_is_rejected() {
         let mut schedule = schedule(CHUNK_PAGES, 1);
         assert!(schedule.acknowledge(0, 1).is_err());
         assert!(schedule.acknowledge(u64::MAX, u64::MAX).is_err());

@@ -847,7 +847,7 @@ fn i8_a_source_that_reads_no_acknowledgements_takes_no_memory() {
 #[test]
 fn i7_numbers_that_are_not_one_after_the_other_end_the_session() {
     for (lie, step, text) in [
-        ("one number twice", 0, "came twice"),
+        ("one number twice", 0, "arrived twice"),
         ("every second number", 2, "one after the other"),
     ] {
         refused_by_destination(&format!("chunk: {lie}"), MALFORMED, text, |victim| {

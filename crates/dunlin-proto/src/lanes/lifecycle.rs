@@ -1,7 +1,7 @@
-//! The life of the lanes that one side sends on.
+//! The life cycle of the lanes on which one side sends.
 //!
 //! ```text
-//!  poll opens      up                   worn and replaced,
+//!  poll opens      up                   near its limit and replaced,
 //!  ──────▶ Opening ──▶ Up ───────────── spent, or not wanted ──▶ Leaving
 //!             │        │ └───────────── end ─────┐                 │ end
 //!             │        │                         ▼                 ▼
@@ -14,44 +14,45 @@
 //!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
 //! ```
 //! A lane is lost when its connection ends in any state but `Ended`, when the
-//! peer reports the loss, or at its deadline: after `open_ns` in `Opening`, and
-//! in `Up`, `Leaving` and `Ended` after `progress_ns` in which the peer confirmed
-//! nothing of what it owes. A lane that is `Fencing` for `alone_ns` without a
-//! sign of it is an [`Action::GiveUp`].
+//! peer reports the loss, or at its deadline: after `open_ns` in `Opening`; in
+//! `Up`, `Leaving` and `Ended` after `progress_ns` without a confirmation that
+//! the peer owes. If a lane is `Fencing` for `alone_ns` without an answer, the
+//! action is [`Action::GiveUp`].
 //!
-//! **Replacement.** [`Lifecycle::poll`] opens lanes until as many as are wanted
-//! are `Opening`, or `Up` and not worn. A new lane that is `Up` moves one worn
-//! lane to `Leaving`. Numbers ascend and are never used twice (I4).
+//! **Replacement.** [`Lifecycle::poll`] opens lanes until as many as wanted are
+//! `Opening`, or `Up` and not near the limit of their key. When a new lane is
+//! `Up`, one lane near its limit moves to `Leaving`. Numbers ascend and are
+//! never reused (I4).
 //!
-//! **Back-off.** A loss delays the next attempt, each time twice as long, until
-//! the peer takes a lane. Losses during a delay add nothing to it, so lanes that
-//! are lost together count as one attempt.
+//! **Back-off.** A loss delays the next attempt. The delay doubles with each
+//! attempt until the peer accepts a lane. Losses during a delay do not extend
+//! it, so lanes that are lost together count as one attempt.
 //!
 //! **Late callers.** A caller that polls much later than [`Lifecycle::due_ns`]
-//! asked for was stopped, and confirmations may wait for it: all clocks restart.
+//! was suspended, and confirmations may be queued for it: all clocks restart.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::limits::MAX_LANES;
 
-/// How long to wait for what, in nanoseconds.
+/// Timeouts and delays, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// For the next confirmation on a lane that carries something unconfirmed.
+    /// Timeout for the next confirmation on a lane that carries something unconfirmed.
     pub progress_ns: u64,
-    /// For a new lane to be up.
+    /// Timeout for a new lane to be up.
     pub open_ns: u64,
-    /// Before the first attempt to replace a lost lane. It doubles.
+    /// Delay before the first attempt to replace a lost lane. It doubles with each attempt.
     pub retry_first_ns: u64,
-    /// Between two attempts, at most.
+    /// Upper limit of that delay.
     pub retry_last_ns: u64,
-    /// Without any lane for the work that waits, for an answer to a fence, or
-    /// without a control lane, before the work is given up.
+    /// Timeout after which the work is given up: without any lane for pending
+    /// work, without an answer to a fence, or without a control lane.
     pub alone_ns: u64,
 }
 
 impl Default for Timeouts {
-    /// For a tunnel between hosts of one site: a hypervisor learns about a
+    /// For a tunnel between hosts of one site: a hypervisor learns of a
     /// vanished peer after ten seconds.
     fn default() -> Self {
         const SECOND_NS: u64 = 1_000_000_000;
@@ -65,42 +66,42 @@ impl Default for Timeouts {
     }
 }
 
-/// How much of its cipher's record limit a lane has used.
+/// How much of its key's record limit a lane has used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyUsage {
-    /// Enough is left.
+    /// Far from the limit.
     Fresh,
-    /// Another lane should replace it.
+    /// Near the limit: another lane should replace this one.
     Worn,
-    /// It must carry nothing more but its end.
+    /// At the limit: the lane may carry only its *end*.
     Spent,
 }
 
-/// What the caller has to do about a lane.
+/// What the caller must do about a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Open a connection for a lane of this number.
+    /// Open a connection for a lane with this number.
     Open(u16),
     /// Cut this lane's connection, so that its thread ends.
     Cut(u16),
     /// Send *fence* for this lane.
     Fence(u16),
-    /// No lane was up for the work that waits, or a fence was not answered, for
-    /// too long: end the migration, or the channels.
+    /// For too long no lane was up for pending work, or a fence was not
+    /// answered: end the migration or the channels.
     GiveUp,
 }
 
 /// What happens to a lost lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// It stays until the peer answers a fence: a late write of it could
+    /// It stays until the peer answers a fence: a late write on it could
     /// overwrite newer data.
     Fenced,
-    /// It is removed at once: what it carried may arrive twice.
+    /// It is removed at once: its data may arrive twice.
     Dropped,
 }
 
-/// See the diagram of the module.
+/// See the diagram at the top of the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Opening,
@@ -123,7 +124,7 @@ pub(crate) struct Lane<L> {
     /// Whether its connection, or the attempt to open one, still exists.
     connected: bool,
     worn: bool,
-    /// When its present deadline began to run.
+    /// When the time of its current deadline started.
     clock_ns: u64,
     pub(crate) load: L,
 }
@@ -133,7 +134,7 @@ impl<L> Lane<L> {
         self.state == state
     }
 
-    /// Whether it was up and has not been lost.
+    /// Whether it has been up and is not lost.
     pub(crate) fn stands(&self) -> bool {
         matches!(self.state, State::Up | State::Leaving | State::Ended)
     }
@@ -143,24 +144,25 @@ impl<L> Lane<L> {
         self.state == State::Ended && !self.connected
     }
 
-    /// When the peer last confirmed something, or work came after a pause.
+    /// When the peer last confirmed something, or work arrived after a pause.
     pub(crate) fn clock_ns(&self) -> u64 {
         self.clock_ns
     }
 
-    /// The peer has confirmed something, or can be blamed for nothing until now.
+    /// The peer has confirmed something, or is not to blame for the time until now.
     pub(crate) fn restart(&mut self, now_ns: u64) {
         self.clock_ns = self.clock_ns.max(now_ns);
     }
 }
 
-/// The lanes that one side sends on; see the module.
+/// The lanes on which one side sends; see the module.
 ///
 /// Events: [`Lifecycle::up`], [`Lifecycle::taken`], [`Lifecycle::wear`],
 /// [`Lifecycle::end`], [`Lifecycle::over`], [`Lifecycle::lose`],
 /// [`Lifecycle::remove`], [`Lifecycle::resumed`], [`Lifecycle::unheard`]. After
-/// each, and at [`Lifecycle::due_ns`], [`Lifecycle::poll`] until it returns
-/// `None`. After those that can lose a lane, [`Lifecycle::take_dropped`].
+/// each, and at [`Lifecycle::due_ns`], call [`Lifecycle::poll`] until it
+/// returns `None`. After events that can lose a lane, call
+/// [`Lifecycle::take_dropped`].
 #[derive(Debug)]
 pub(crate) struct Lifecycle<L> {
     loss: Loss,
@@ -178,7 +180,7 @@ pub(crate) struct Lifecycle<L> {
 }
 
 impl<L: Load> Lifecycle<L> {
-    /// No lane, and none wanted.
+    /// No lanes, and none wanted.
     pub(crate) fn new(loss: Loss, timeouts: Timeouts) -> Self {
         Self {
             loss,
@@ -199,7 +201,7 @@ impl<L: Load> Lifecycle<L> {
         self.wanted
     }
 
-    /// How many lanes should carry work at the same time.
+    /// Sets how many lanes should carry work at the same time.
     pub(crate) fn want(&mut self, lanes: u16) {
         self.wanted = lanes.min(MAX_LANES);
     }
@@ -216,24 +218,24 @@ impl<L: Load> Lifecycle<L> {
         self.lanes.iter_mut().map(|(number, lane)| (*number, lane))
     }
 
-    /// The numbers of the lanes that `which` accepts.
+    /// The numbers of the lanes for which `which` is true.
     pub(crate) fn numbers(&self, which: impl Fn(&Lane<L>) -> bool) -> Vec<u16> {
         let lanes = self.iter().filter(|(_, lane)| which(lane));
         lanes.map(|(number, _)| number).collect()
     }
 
-    /// Whether a lane of this number was ever opened.
+    /// Whether a lane with this number was ever opened.
     pub(crate) fn was_opened(&self, number: u16) -> bool {
         (1..=self.last_number).contains(&number)
     }
 
-    /// Whether another lane is wanted and no number is left for it.
+    /// Whether another lane is wanted but no number is left.
     pub(crate) fn is_exhausted(&self) -> bool {
         self.last_number == u16::MAX && self.lacks_one()
     }
 
-    /// The lane can carry work, and a worn one may leave. Returns whether it was
-    /// `Opening`.
+    /// The lane can carry work, so one lane near its key's limit may leave.
+    /// Returns whether it was `Opening`.
     pub(crate) fn up(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get_mut(&number);
         let Some(lane) = lane.filter(|lane| lane.is(State::Opening)) else {
@@ -249,12 +251,12 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// The peer has taken a new lane: the next delay is the first again.
+    /// The peer has accepted a new lane: the next delay is `retry_first_ns` again.
     pub(crate) fn taken(&mut self) {
         self.retry_ns = self.timeouts.retry_first_ns;
     }
 
-    /// How much of its key the lane has used.
+    /// Records how much of its key the lane has used.
     pub(crate) fn wear(&mut self, number: u16, usage: KeyUsage) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && lane.is(State::Up)
@@ -266,14 +268,14 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// No lane is wanted any more.
+    /// No lanes are wanted any more.
     pub(crate) fn leave_all(&mut self) {
         for lane in self.lanes.values_mut().filter(|lane| lane.is(State::Up)) {
             lane.state = State::Leaving;
         }
     }
 
-    /// The lane is given its end to send, and nothing after that.
+    /// The lane sends its end, and nothing after it.
     pub(crate) fn end(&mut self, number: u16) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && matches!(lane.state, State::Up | State::Leaving)
@@ -282,7 +284,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The peer has confirmed everything: a lane that has ended is gone.
+    /// The peer has confirmed everything: removes the lane if it has ended.
     pub(crate) fn forget(&mut self, number: u16) {
         if self
             .lanes
@@ -293,8 +295,8 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The lane's connection is over, or could not be opened. One that sent its
-    /// end waits for the last confirmation; any other is lost.
+    /// The lane's connection has ended, or could not be opened. A lane that has
+    /// sent its end waits for the last confirmation; any other is lost.
     pub(crate) fn over(&mut self, number: u16, in_order: bool, now_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.connected = false;
@@ -304,7 +306,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The lane is lost. Returns whether it was not before.
+    /// The lane is lost. Returns whether that is new.
     pub(crate) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get(&number);
         if lane.is_none_or(|lane| lane.is(State::Fencing)) {
@@ -324,8 +326,8 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// The lane is lost, and the peer can receive nothing more on it: it was
-    /// fenced, or never admitted. Returns what it carried.
+    /// The lane is lost and the peer can receive nothing more on it: it was
+    /// fenced, or never admitted. Returns its load.
     pub(crate) fn remove(&mut self, number: u16, now_ns: u64) -> Option<L> {
         if !self.lanes.get(&number)?.is(State::Fencing) {
             self.cut(number, now_ns);
@@ -345,14 +347,14 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// What lanes carried that were lost under [`Loss::Dropped`].
+    /// Returns the loads of lanes lost under [`Loss::Dropped`].
     pub(crate) fn take_dropped(&mut self) -> Vec<L> {
         std::mem::take(&mut self.dropped)
     }
 
-    /// A new control lane is up; messages on the old one may be lost. Fences are
-    /// asked for again. Lanes that have left are lost, because the peer does not
-    /// repeat their last confirmation.
+    /// A new control lane is up; messages on the old one may be lost. Fences
+    /// are requested again. Lanes that have left are lost, because the peer
+    /// does not repeat their last confirmation.
     pub(crate) fn resumed(&mut self, now_ns: u64) {
         for number in self.numbers(|lane| lane.is(State::Fencing)) {
             if !self.actions.contains(&Action::Fence(number)) {
@@ -365,15 +367,15 @@ impl<L: Load> Lifecycle<L> {
         self.unheard(now_ns);
     }
 
-    /// The control lane was silent until now, so nothing could be confirmed: no
-    /// lane is to blame for the time that has passed.
+    /// The control lane was silent until now, so nothing could be confirmed:
+    /// the time that has passed counts against no lane.
     pub(crate) fn unheard(&mut self, now_ns: u64) {
         for lane in self.lanes.values_mut() {
             lane.restart(now_ns);
         }
     }
 
-    /// The next thing to do; `needed` says that work waits that takes a lane.
+    /// Returns the next action; `needed` means that pending work needs a lane.
     pub(crate) fn poll(&mut self, needed: bool, now_ns: u64) -> Option<Action> {
         if self.actions.is_empty() {
             self.decide(needed, now_ns);
@@ -428,8 +430,8 @@ impl<L: Load> Lifecycle<L> {
         Some(since_ns.saturating_add(limit_ns))
     }
 
-    /// Whether work has waited too long without a lane; the next time counts from
-    /// now.
+    /// Whether pending work has waited too long without a lane; if so, the next
+    /// period starts now.
     fn is_too_long_alone(&mut self, needed: bool, now_ns: u64) -> bool {
         if !needed || self.lanes.values().any(Lane::stands) {
             self.alone_since_ns = None;
@@ -443,8 +445,8 @@ impl<L: Load> Lifecycle<L> {
         too_long
     }
 
-    /// A lane that is worn, leaves or is fenced needs another beside it, and has
-    /// a place at the peer until it is gone.
+    /// A lane that is near its limit, leaving or fencing needs another one next
+    /// to it, and counts at the peer until it is gone.
     fn lacks_one(&self) -> bool {
         let is_fresh =
             |lane: &&Lane<L>| lane.is(State::Opening) || (lane.is(State::Up) && !lane.worn);

@@ -9,27 +9,27 @@ use crate::marks::{MarkError, Marks};
 use crate::mistake::{Mistake, planted};
 use crate::received::{ChunkError, Received};
 
-/// Why a lane is not let in. The source is at fault.
+/// Reasons to refuse a lane. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum LaneRefusal {
-    /// Lane numbers are never used twice (I4).
-    #[error("the number of lane {lane} has been used before")]
+    /// The lane number was used before (I4).
+    #[error("lane number {lane} was used before")]
     Used {
         /// The lane.
         lane: u16,
     },
-    /// As many as are allowed are open.
-    #[error("{open} lanes are open already")]
+    /// The maximum number of lanes is open.
+    #[error("lane limit reached ({open} lanes open)")]
     Limit {
-        /// How many.
+        /// Number of open lanes.
         open: usize,
     },
-    /// Everything has come.
+    /// The memory is complete.
     #[error("the session's memory is complete")]
     Complete,
 }
 
-/// Something came on a lane that cannot come there. The source is at fault.
+/// Something invalid arrived on a lane. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CourseError {
     /// See [`MarkError`].
@@ -38,54 +38,52 @@ pub enum CourseError {
     /// See [`ChunkError`].
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// A chunk of another iteration than the lane's marks say.
-    #[error(
-        "lane {lane} carried a chunk of iteration {found} in iteration {expected}: the source does not keep the protocol"
-    )]
+    /// A chunk of an iteration other than the lane's.
+    #[error("lane {lane} carried a chunk of iteration {found} in iteration {expected}")]
     Iteration {
         /// The lane.
         lane: u16,
-        /// What the chunk says.
+        /// The chunk's iteration.
         found: u32,
-        /// Where the lane stands.
+        /// The lane's iteration.
         expected: u32,
     },
-    /// *end* counts otherwise.
-    #[error("lane {lane} ends with {counted} chunks and has brought {brought}")]
+    /// The count in *end* is wrong.
+    #[error("lane {lane} announced {counted} chunks at its end but carried {carried}")]
     Count {
         /// The lane.
         lane: u16,
-        /// What *end* says.
+        /// The count in *end*.
         counted: u64,
-        /// What came.
-        brought: u64,
+        /// The chunks that arrived.
+        carried: u64,
     },
 }
 
-/// *final* counts otherwise than what has come, although no lane is missing.
-/// The source is at fault.
+/// The counts in *final* do not match what has arrived, although no lane is
+/// missing. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "{chunks} chunks of {pages} pages came where the source counts {counted_chunks} of {counted_pages}: the source does not keep the protocol"
+    "received {chunks} chunks of {pages} pages, but the source sent {counted_chunks} chunks of {counted_pages} pages"
 )]
 pub struct Incomplete {
-    /// Chunks that came.
+    /// Chunks that arrived.
     pub chunks: u64,
     /// Pages in them.
     pub pages: u64,
-    /// Chunks that *final* counts.
+    /// Chunks according to *final*.
     pub counted_chunks: u64,
-    /// Pages that it counts.
+    /// Pages according to *final*.
     pub counted_pages: u64,
 }
 
-/// What *fence* asks for.
+/// What the caller does about *fence*.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
     /// Close the lane's connection, wake its thread and join it; then
     /// [`Receiving::gone`].
     Close,
-    /// Nothing of it is here: answer at once.
+    /// The lane is not open here: answer at once.
     Answer,
 }
 
@@ -94,21 +92,20 @@ struct Carried {
     chunks: u64,
 }
 
-/// The lanes of one attempt, as they come in.
+/// The lanes of one attempt, at the destination.
 ///
-/// From the lanes' threads: [`Receiving::check_chunk`],
-/// [`Receiving::written`], [`Receiving::mark`] and [`Receiving::may_pass`],
-/// [`Receiving::ended`]. Events: [`Receiving::admit`],
-/// [`Receiving::fence`], [`Receiving::gone`], [`Receiving::finish`]. What has
-/// to be told to the source: [`Receiving::take_reports`], and on a new
-/// control lane [`Receiving::repeat`].
+/// The lanes' threads call [`Receiving::check_chunk`], [`Receiving::written`],
+/// [`Receiving::mark`], [`Receiving::may_pass`] and [`Receiving::ended`].
+/// Events: [`Receiving::admit`], [`Receiving::fence`], [`Receiving::gone`],
+/// [`Receiving::finish`]. Reports for the source: [`Receiving::take_reports`],
+/// and [`Receiving::repeat`] on a new control lane.
 #[derive(Debug, Default)]
 pub struct Receiving {
     lanes_max: usize,
     marks: Marks,
     lanes: BTreeMap<u16, Carried>,
     used: BTreeSet<u16>,
-    /// Lanes that the source has asked to fence and that are still here.
+    /// Open lanes that the source has asked to fence.
     asked: BTreeSet<u16>,
     fenced: BTreeSet<u16>,
     received: Received,
@@ -120,7 +117,7 @@ pub struct Receiving {
 }
 
 impl Receiving {
-    /// No lane yet; at most `lanes_max` at the same time.
+    /// No lanes; at most `lanes_max` may be open at the same time.
     #[must_use]
     pub fn new(lanes_max: u16) -> Self {
         Self {
@@ -134,16 +131,16 @@ impl Receiving {
         self.lanes.keys().copied()
     }
 
-    /// Chunks and pages that have come.
+    /// Chunks and pages that have arrived.
     #[must_use]
     pub fn totals(&self) -> (u64, u64) {
         (self.received.count(), self.pages)
     }
 
-    /// A lane has proved that it belongs here; tell the source *lane up*.
+    /// A lane's proof is valid. The caller then sends *lane up*.
     ///
     /// # Errors
-    /// Tell the source *lane refused* and close it.
+    /// The caller sends *lane refused* and closes the lane.
     pub fn admit(&mut self, lane: u16) -> Result<(), LaneRefusal> {
         if self.complete {
             return Err(LaneRefusal::Complete);
@@ -161,10 +158,10 @@ impl Receiving {
         Ok(())
     }
 
-    /// A chunk's header has come on `lane`: whether it may be written.
+    /// A chunk's header has arrived on `lane`: checks that it may be written.
     ///
     /// # Errors
-    /// It may not; the lane must be closed.
+    /// It must not be written; close the lane.
     pub fn check_chunk(&self, lane: u16, number: u64, iteration: u32) -> Result<(), CourseError> {
         let expected = self
             .marks
@@ -199,7 +196,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// `lane` has read the mark of `iteration`; wake those that wait at one.
+    /// `lane` has read the mark of `iteration`; wake the lanes that wait at a mark.
     ///
     /// # Errors
     /// See [`MarkError`].
@@ -209,29 +206,29 @@ impl Receiving {
         Ok(())
     }
 
-    /// Whether a lane that stands at the mark of `iteration` may go on.
+    /// Whether a lane that waits at the mark of `iteration` may continue.
     #[must_use]
     pub fn may_pass(&self, iteration: u32) -> bool {
         self.marks.may_pass(iteration)
     }
 
-    /// Whether `lane` is being closed: its thread shall end.
+    /// Whether `lane` is being closed: its thread must end.
     #[must_use]
     pub fn is_closing(&self, lane: u16) -> bool {
         self.asked.contains(&lane) || !self.lanes.contains_key(&lane)
     }
 
-    /// `lane` has ended in order; wake those that wait at a mark.
+    /// `lane` has ended in order; wake the lanes that wait at a mark.
     ///
     /// # Errors
-    /// It counts otherwise.
+    /// The count in *end* is wrong.
     pub fn ended(&mut self, lane: u16, chunks: u64) -> Result<(), CourseError> {
         let carried = self.lanes.get(&lane).ok_or(MarkError::NotOpen { lane })?;
         if carried.chunks != chunks {
             return Err(CourseError::Count {
                 lane,
                 counted: chunks,
-                brought: carried.chunks,
+                carried: carried.chunks,
             });
         }
         self.lanes.remove(&lane);
@@ -240,7 +237,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// The source asks to fence `lane`. Its number can never be used again.
+    /// The source asks to fence `lane`. Its number is never accepted again.
     pub fn fence(&mut self, lane: u16) -> Fence {
         self.used.insert(lane);
         if self.lanes.contains_key(&lane) {
@@ -251,10 +248,10 @@ impl Receiving {
         Fence::Answer
     }
 
-    /// The thread of `lane` is joined and its connection closed. Tell the
-    /// source *fenced*, with what [`Receiving::take_reports`] has, and wake
-    /// those that wait at a mark. False if the lane had ended in order and
-    /// nobody asked for a fence: nothing is to be told then.
+    /// The thread of `lane` is joined and its connection closed. Send *fenced*
+    /// with the content of [`Receiving::take_reports`], and wake the lanes that
+    /// wait at a mark. Returns false if the lane had ended in order and no
+    /// fence was requested: then there is nothing to send.
     pub fn gone(&mut self, lane: u16) -> bool {
         let asked = self.asked.remove(&lane);
         let open = self.lanes.remove(&lane).is_some();
@@ -267,18 +264,18 @@ impl Receiving {
         asked || open
     }
 
-    /// *final* has come; a later one replaces it.
+    /// *final* has arrived; a later one replaces it.
     pub fn finish(&mut self, last: Final) {
         if !self.complete {
             self.last = Some(last);
         }
     }
 
-    /// Whether everything has come: every lane has ended and the counts of
-    /// *final* agree. Once it has, it stays so.
+    /// Whether everything has arrived: every lane has ended and the counts of
+    /// *final* match. Once true, it stays true.
     ///
     /// # Errors
-    /// The counts differ and nothing can still come.
+    /// The counts differ and nothing more can arrive.
     pub fn is_complete(&mut self) -> Result<bool, Incomplete> {
         if self.complete {
             return Ok(true);
@@ -303,7 +300,7 @@ impl Receiving {
         Ok(true)
     }
 
-    /// *final*, once it has come.
+    /// *final*, once it has arrived.
     #[must_use]
     pub fn last(&self) -> Option<&Final> {
         self.last.as_ref()
@@ -315,7 +312,7 @@ impl Receiving {
         !self.acks.is_empty() || !self.reached.is_empty()
     }
 
-    /// What has come since the last call, as sets in ascending order.
+    /// What has arrived since the last call, as sets in ascending order.
     pub fn take_reports(&mut self) -> (Vec<ChunkSet>, Vec<Reached>) {
         self.acks.sort_unstable();
         let mut sets: Vec<ChunkSet> = Vec::new();
@@ -339,9 +336,9 @@ impl Receiving {
         (sets, reached)
     }
 
-    /// Everything that a new control lane has to repeat: the chunks that have
-    /// come and where the open lanes stand. For each open lane *lane up* is
-    /// repeated too.
+    /// What to repeat on a new control lane: all chunks that have arrived and
+    /// the positions of the open lanes. The caller also repeats *lane up* for
+    /// each open lane.
     pub fn repeat(&mut self) -> (Vec<ChunkSet>, Vec<Reached>) {
         self.acks.clear();
         let mut reached = std::mem::take(&mut self.reached);

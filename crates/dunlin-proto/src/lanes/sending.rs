@@ -1,4 +1,4 @@
-//! The lanes at the source.
+//! The source's lanes.
 
 use thiserror::Error;
 
@@ -7,41 +7,37 @@ use crate::control::{ChunkSet, Position, Reached};
 use crate::mistake::{Mistake, planted};
 use crate::schedule::{ChunkPlan, LaneCourse, Schedule, UnknownChunk, Work};
 
-/// What the destination reported cannot be. The destination is at fault.
+/// An invalid report from the destination. The destination is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ReportError {
     /// A chunk that was never sent.
     #[error(transparent)]
     Chunk(#[from] UnknownChunk),
     /// A lane that was never opened.
-    #[error(
-        "the destination names lane {lane}, which was never opened: the destination does not keep the protocol"
-    )]
+    #[error("the destination reported lane {lane}, which was never opened")]
     Lane {
         /// The lane.
         lane: u16,
     },
     /// A mark or an end that was never sent on this lane.
-    #[error(
-        "the destination has read {position:?} on lane {lane}, which was not sent: the destination does not keep the protocol"
-    )]
+    #[error("the destination reported {position:?} on lane {lane}, which was not sent")]
     Position {
         /// The lane.
         lane: u16,
-        /// How far it claims to have read.
+        /// The reported position.
         position: Position,
     },
 }
 
-/// What a lane was given, and how much of it is confirmed.
+/// What a lane has carried, and how much of it is confirmed.
 #[derive(Debug)]
 struct Progress {
-    /// As the schedule has it.
+    /// Copied from the schedule.
     course: LaneCourse,
     confirmed: Position,
-    /// Until when the rate cap holds back the chunk that it was given last.
+    /// Until when the rate cap delays the lane's last chunk.
     paced_ns: u64,
-    /// Given up because no iteration is left for which it was opened.
+    /// Given up because the iterations for which it was opened are over.
     unwanted: bool,
 }
 
@@ -68,7 +64,7 @@ impl Default for Progress {
 }
 
 impl Load for Progress {
-    /// A single chunk counts from when the rate cap lets it go.
+    /// The time of a single chunk starts when the rate cap releases it.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;
@@ -83,13 +79,13 @@ impl Load for Progress {
 ///
 /// Getters: [`Sending::schedule`], [`Sending::up`], [`Sending::fenced_count`],
 /// [`Sending::complete`], [`Sending::due_ns`]. Commands: through
-/// [`Sending::schedule_mut`], [`Sending::finish`], [`Sending::want`]. From the lanes' threads:
-/// [`Sending::next`], [`Sending::paced`]. Events: [`Sending::lane_up`],
-/// [`Sending::refused`], [`Sending::thread_ended`],
-/// [`Sending::acknowledge`], [`Sending::fenced`],
-/// [`Sending::unheard`], [`Sending::control_resumed`]; after each of them, and when
-/// [`Sending::due_ns`] has come, [`Sending::poll`] until it returns `None`.
-/// Time is the caller's, in nanoseconds from any beginning.
+/// [`Sending::schedule_mut`], [`Sending::finish`], [`Sending::want`]. The
+/// lanes' threads call [`Sending::next`] and [`Sending::paced`]. Events:
+/// [`Sending::lane_up`], [`Sending::refused`], [`Sending::thread_ended`],
+/// [`Sending::acknowledge`], [`Sending::fenced`], [`Sending::unheard`],
+/// [`Sending::control_resumed`]. After each event, and at [`Sending::due_ns`],
+/// call [`Sending::poll`] until it returns `None`. The caller supplies the
+/// time, in nanoseconds from any origin.
 #[derive(Debug)]
 pub struct Sending {
     schedule: Schedule,
@@ -101,7 +97,7 @@ pub struct Sending {
 }
 
 impl Sending {
-    /// Lanes over `schedule`, none of which is wanted yet.
+    /// No lanes, and none wanted, for `schedule`.
     #[must_use]
     pub fn new(schedule: Schedule, timeouts: Timeouts) -> Self {
         Self {
@@ -114,24 +110,24 @@ impl Sending {
         }
     }
 
-    /// The pages that wait and are under way.
+    /// Pending and in-flight pages.
     #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// The same, to add pages and begin iterations.
+    /// Mutable access, to add pages and start iterations.
     pub fn schedule_mut(&mut self) -> &mut Schedule {
         &mut self.schedule
     }
 
-    /// How many lanes carry chunks.
+    /// Number of lanes that carry chunks.
     #[must_use]
     pub fn up(&self) -> usize {
         self.lanes.numbers(|lane| lane.is(State::Up)).len()
     }
 
-    /// How many lanes are being opened.
+    /// Number of lanes that are being opened.
     #[must_use]
     pub fn opening(&self) -> usize {
         self.lanes.numbers(|lane| lane.is(State::Opening)).len()
@@ -143,20 +139,20 @@ impl Sending {
         self.fenced
     }
 
-    /// Those of them that failed, and were not just given up because nothing
-    /// was left for them to carry.
+    /// Those of the fenced lanes that failed; the rest were given up because
+    /// nothing was left to carry.
     #[must_use]
     pub fn lost_count(&self) -> u32 {
         self.lost
     }
 
-    /// How many lanes should carry chunks at the same time.
+    /// Sets how many lanes should carry chunks at the same time.
     pub fn want(&mut self, lanes: u16) {
         self.wanted = lanes;
     }
 
-    /// The iteration that was begun last is the final one. Lanes that are still
-    /// being opened are given up if others are up.
+    /// Makes the current iteration the final one. Gives up lanes that are still
+    /// being opened if others are up.
     pub fn finish(&mut self, now_ns: u64) {
         self.schedule.finish();
         if self.up() == 0 {
@@ -170,7 +166,7 @@ impl Sending {
         }
     }
 
-    /// Whether everything has been sent and *final* can follow: each lane has
+    /// Whether everything has been sent, so *final* can follow: each lane has
     /// ended, or is lost with no chunk unconfirmed.
     #[must_use]
     pub fn complete(&self) -> bool {
@@ -182,7 +178,7 @@ impl Sending {
             && self.lanes.iter().all(|(_, lane)| is_done(lane))
     }
 
-    /// What `lane` should do now; see [`Schedule::next`].
+    /// Returns what lane `number` should do now; see [`Schedule::next`].
     pub fn next(
         &mut self,
         number: u16,
@@ -203,7 +199,7 @@ impl Sending {
         if lane.is(State::Leaving) {
             self.schedule.leave(number);
         }
-        // A chunk that was held back has been sent by now.
+        // A delayed chunk has been sent by now.
         lane.restart(Progress::unconfirmed_since(lane).unwrap_or(now_ns));
         let work = self.schedule.next(number, plan);
         lane.load.course = self.schedule.course(number).unwrap_or_default();
@@ -213,16 +209,16 @@ impl Sending {
         work
     }
 
-    /// The rate cap holds back the chunk that `lane` was given last, until
-    /// `until_ns`. The deadline of what was sent before does not change.
+    /// The rate cap delays the last chunk of lane `number` until `until_ns`.
+    /// The deadline of earlier chunks does not change.
     pub fn paced(&mut self, number: u16, until_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(number) {
             lane.load.paced_ns = until_ns;
         }
     }
 
-    /// The destination has admitted `lane`. A repetition has no effect. Returns
-    /// whether it is news.
+    /// The destination has admitted lane `number`. Repetition has no effect.
+    /// Returns whether this is new.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -236,9 +232,9 @@ impl Sending {
         Ok(true)
     }
 
-    /// The destination has refused `lane`: it never took part. Returns whether
-    /// it was still wanted: one that has failed meanwhile may be refused only
-    /// because it arrives after its own fence.
+    /// The destination has refused lane `number`: it never took part. Returns
+    /// whether the lane was still wanted. A lane that has failed meanwhile may
+    /// be refused only because it arrives after its own fence.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -259,11 +255,11 @@ impl Sending {
         self.forget_confirmed();
     }
 
-    /// The destination acknowledges chunks and tells how far lanes have come.
-    /// Returns the pages that this acknowledged for the first time.
+    /// The destination acknowledges chunks and reports the positions of lanes.
+    /// Returns the number of pages acknowledged for the first time.
     ///
     /// # Errors
-    /// It names what was never sent.
+    /// The report names something that was never sent.
     pub fn acknowledge(
         &mut self,
         sets: &[ChunkSet],
@@ -311,12 +307,12 @@ impl Sending {
         Ok(pages)
     }
 
-    /// The destination can receive nothing more on `lane`, and `acks` are the
-    /// last of it. What it was given and is not acknowledged waits again.
-    /// Returns how many pages that is. A repetition does no harm.
+    /// The destination can receive nothing more on lane `number`; `acks` are
+    /// its last acknowledgements. Its unacknowledged pages become pending
+    /// again. Returns their number. Repetition has no effect.
     ///
     /// # Errors
-    /// It names what was never sent.
+    /// The report names something that was never sent.
     pub fn fenced(
         &mut self,
         number: u16,
@@ -333,20 +329,20 @@ impl Sending {
         Ok(self.schedule.lose_lane(number))
     }
 
-    /// A new control lane is up. Messages on the old one may be lost: fences are
-    /// asked for again, and also asked for lanes that have ended, because the
-    /// destination does not repeat their confirmation.
+    /// A new control lane is up. Messages on the old one may be lost: fences
+    /// are requested again, and lanes that have ended are fenced too, because
+    /// the destination does not repeat their confirmation.
     pub fn control_resumed(&mut self, now_ns: u64) {
         self.lanes.resumed(now_ns);
     }
 
-    /// The control lane was silent until now, so nothing could be confirmed: no
-    /// lane is to blame for the time that has passed.
+    /// The control lane was silent until now, so nothing could be confirmed:
+    /// the time that has passed counts against no lane.
     pub fn unheard(&mut self, now_ns: u64) {
         self.lanes.unheard(now_ns);
     }
 
-    /// The next thing to do at `now_ns`.
+    /// Returns the next action at `now_ns`.
     pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
         self.excuse_waiting(now_ns);
         self.lanes.want(self.wanted_now());
@@ -364,7 +360,7 @@ impl Sending {
         action
     }
 
-    /// When [`Sending::poll`] should be called next, if nothing happens before.
+    /// When [`Sending::poll`] should be called next, if no event occurs before.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
         match self.given_up {
@@ -380,7 +376,7 @@ impl Sending {
         Err(ReportError::Lane { lane: number })
     }
 
-    /// Forgets lanes that have ended, when everything on them is confirmed.
+    /// Forgets lanes that have ended once everything on them is confirmed.
     fn forget_confirmed(&mut self) {
         let is_done =
             |lane: &Lane<Progress>| lane.has_left() && Progress::unconfirmed_since(lane).is_none();
@@ -390,9 +386,9 @@ impl Sending {
         }
     }
 
-    /// Lanes that may be waiting at a mark for another lane have their time from
-    /// when that one passes it. A lane that is being fenced holds the others up
-    /// until it is fenced.
+    /// The time of a lane that may be waiting at a mark for another lane starts
+    /// when that lane passes the mark. A lane that is being fenced blocks the
+    /// others until it is fenced.
     fn excuse_waiting(&mut self, now_ns: u64) {
         let at_destination = |lane: &Lane<Progress>| {
             !lane.is(State::Opening) && lane.load.confirmed != Position::End
@@ -414,7 +410,7 @@ impl Sending {
             && self.schedule.in_flight_pages() == 0
     }
 
-    /// In the last iteration one lane replaces all that are lost.
+    /// In the last iteration one lane replaces all lost lanes.
     fn wanted_now(&self) -> u16 {
         if !self.schedule.finishing() {
             return self.wanted;
