@@ -1,19 +1,19 @@
-//! The journal's record: what one side remembers of a session when its
-//! process or host has died. [`crate::switchover`] says when each is written.
+//! The journal record: what one side remembers of a session after its process
+//! or host has died. [`crate::switchover`] decides when each record is written.
 //!
-//! A journal file belongs to one session and role, is allocated when the
-//! session starts, and holds two *slots* that are written alternately, each a
-//! record with a generation that counts up. A write that a crash tears leaves
-//! the other slot as it was; a slot whose checksum is wrong was being written
-//! and counts for nothing. So the reader takes the valid slot of the higher
-//! generation. The slots lie [`SLOT_BYTES`] apart, because a disk may rewrite
-//! 4096 bytes to change 512 of them. docs/journal.md has every byte.
+//! A journal file belongs to one session and role and is allocated when the
+//! session starts. It has two *slots* that are written alternately; each holds
+//! a record with an increasing generation. A write that a crash tears leaves
+//! the other slot intact, and a slot with a wrong checksum was being written
+//! and is ignored. The reader takes the valid slot with the higher generation.
+//! The slots lie [`SLOT_BYTES`] apart, because a disk may rewrite 4096 bytes to
+//! change 512 of them. docs/journal.md lists every byte.
 //!
-//! After a write that failed, the next one goes to the same slot: the other
-//! holds the only record that is known to be on the disk.
+//! After a failed write, the next write goes to the same slot: the other slot
+//! holds the only record known to be on disk.
 //!
-//! Behind the slots lies the *peer block* ([`peer`]): who may ask about the
-//! session, and settle it.
+//! The *peer block* ([`peer`]) follows the slots: it says which peer may ask
+//! about the session and settle it.
 
 pub mod peer;
 
@@ -25,14 +25,14 @@ use crate::limits::{MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_SOCKET_PATH_BYTES};
 use crate::negotiate::SessionId;
 use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
 
-/// Bytes of a record, the same for all: the longest name, peer and path fit,
-/// and it is written in one piece.
+/// Bytes of a record. All records have this size: the longest name, peer and
+/// path fit, and one write covers it.
 pub const RECORD_BYTES: usize = 1024;
 
-/// From the start of one slot to that of the next; what lies between is zero.
+/// Distance between the starts of the two slots; the bytes between them are zero.
 pub const SLOT_BYTES: usize = 4096;
 
-/// Bytes of the two slots. Releases before the peer block wrote files of this
+/// Bytes of the two slots. Releases without the peer block wrote files of this
 /// length.
 pub const SLOTS_BYTES: usize = 2 * SLOT_BYTES;
 
@@ -42,7 +42,7 @@ pub const JOURNAL_BYTES: usize = SLOTS_BYTES + SLOT_BYTES;
 const MAGIC: [u8; 8] = *b"DUNLJRNL";
 const VERSION: u16 = 1;
 const CHECKSUM_AT: usize = RECORD_BYTES - 8;
-/// Everything but the three texts.
+/// All fields except the three texts.
 const FIXED_BYTES: usize = 8 + 2 + 1 + 1 + 4 + 8 + 16 + 4 + 4 + 16 + 8 + 8;
 
 const _: () = assert!(
@@ -51,8 +51,8 @@ const _: () = assert!(
 );
 const _: () = assert!(RECORD_BYTES <= SLOT_BYTES);
 
-/// One row for each state: its number in the file and its name in documents
-/// and logs.
+/// One row per state: its number in the file and its name in documents and
+/// logs.
 macro_rules! states {
     ($(#[$doc:meta])* $name:ident { $( $(#[$row:meta])* $variant:ident = $number:literal, $text:literal; )* }) => {
         $(#[$doc])*
@@ -62,7 +62,7 @@ macro_rules! states {
         }
 
         impl $name {
-            /// Every state in the order of their numbers.
+            /// Every state, ordered by number.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
             /// The state's name in documents and logs.
@@ -93,8 +93,8 @@ states! {
     SourceRecord {
         /// Pre-copy: the VM is here and has not been paused.
         Migrating = 1, "migrating";
-        /// *commit* may have been sent: the VM may not be resumed here before
-        /// the destination has said *aborted*.
+        /// *commit* may have been sent: the VM must not be resumed here before
+        /// the destination has answered *aborted*.
         Committing = 2, "committing";
         /// The migration ended early; the VM is here.
         Kept = 3, "kept";
@@ -103,9 +103,9 @@ states! {
         /// The destination said that the VM ran there and died: the copy here
         /// is paused, and an operator decides.
         RanThenDied = 5, "ran, then died";
-        /// The operator has decided that the VM goes on here.
+        /// The operator has decided that the VM continues here.
         RunHere = 6, "run here";
-        /// The operator has given the copy here up.
+        /// The operator has given up the copy here.
         GivenUp = 7, "given up";
     }
 }
@@ -113,19 +113,19 @@ states! {
 states! {
     /// What the destination remembers of an attempt.
     DestinationRecord {
-        /// The attempt is known here and nothing is decided.
+        /// The attempt is known here and undecided.
         Prepared = 1, "prepared";
         /// The VM runs here, or ran until its process died.
         Running = 2, "running";
         /// This attempt's VM will never run here.
         Aborted = 3, "aborted";
-        /// The VM ran here, and a later migration has taken it elsewhere: the
-        /// copy that this attempt's source may keep is an old one.
+        /// The VM ran here and a later migration moved it on: the copy that
+        /// this attempt's source may still hold is outdated.
         MovedOn = 4, "moved on";
     }
 }
 
-/// Which side wrote a record, and where it stood.
+/// Which side wrote a record, and that side's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     /// Written by the source.
@@ -146,34 +146,34 @@ impl fmt::Display for State {
 /// What one side remembers of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Which side, and where it stood.
+    /// Which side, and its state.
     pub state: State,
     /// The session.
     pub session: SessionId,
     /// The attempt, counted from 1.
     pub attempt: u32,
-    /// The newest control lane's epoch. A restarted source inquires under a
+    /// The epoch of the newest control lane. A restarted source inquires with a
     /// higher one.
     pub epoch: u32,
     /// The VM's UUID.
     pub vm_uuid: [u8; 16],
     /// The VM's name, at most [`MAX_NAME_BYTES`].
     pub vm_name: String,
-    /// The other side, for the source where to ask: `host:port`, at most
-    /// [`MAX_ENDPOINT_BYTES`].
+    /// The other side, at most [`MAX_ENDPOINT_BYTES`]. At the source, the
+    /// address to inquire at (`host:port`).
     pub peer: String,
-    /// The control socket of the process that has the VM, empty if it has
-    /// none: an inquiry that reaches another process is its to answer while it
-    /// lives. At most [`MAX_SOCKET_PATH_BYTES`].
+    /// The control socket of the process that holds the VM, empty if it has
+    /// none. While that process lives, it alone answers inquiries; another
+    /// process that receives one must not. At most [`MAX_SOCKET_PATH_BYTES`].
     pub owner: String,
-    /// When the attempt began, in milliseconds since 1970, by this host's
-    /// clock; for people only.
+    /// When the attempt started, in milliseconds since 1970 by this host's
+    /// clock; only for display.
     pub started_ms: u64,
-    /// When this record was written, likewise.
+    /// When this record was written, in the same unit.
     pub written_ms: u64,
 }
 
-/// Why a slot was not taken for a record.
+/// Why a slot has no usable record.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SlotError {
@@ -182,67 +182,67 @@ pub enum SlotError {
     Empty,
     /// Its checksum is wrong: it was being written when the host or the disk
     /// failed.
-    #[error("the checksum is {found:#018x} where the bytes have {computed:#018x}")]
+    #[error("checksum {found:#018x} does not match the content ({computed:#018x})")]
     Torn {
-        /// As it stands in the slot.
+        /// The checksum in the slot.
         found: u64,
-        /// Over the slot's bytes.
+        /// The checksum of the slot's bytes.
         computed: u64,
     },
-    /// Whole, but no record of ours.
-    #[error("this is not a record of Dunlin's journal")]
+    /// The checksum is right, but this is not one of our records.
+    #[error("not a Dunlin journal record")]
     Foreign,
     /// Written by a newer release.
     #[error(
-        "the record has version {version}, and this release reads {VERSION} alone; use the release that wrote it"
+        "record version {version} is not supported (this release reads {VERSION}); use the release that wrote it"
     )]
     Newer {
         /// The record's version.
         version: u16,
     },
-    /// Whole, and says something that it cannot say.
-    #[error("the record was written wrongly: {0}")]
+    /// The checksum is right, but a field is invalid.
+    #[error("malformed record: {0}")]
     Malformed(#[from] DecodeError),
 }
 
-/// A journal file that says nothing that can be relied upon.
+/// A journal file from which nothing may be concluded.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Unreadable {
-    /// A slot is whole, and cannot be understood; the other may be older.
+    /// A slot has a valid checksum but is not understood; the other may be older.
     #[error("slot {slot}: {why}")]
     Slot {
         /// 0 or 1.
         slot: usize,
-        /// What is wrong with it.
+        /// The slot's error.
         why: SlotError,
     },
-    /// No write can do this: the file was damaged.
-    #[error("both slots are damaged; look for what wrote to the file, or for a failing disk")]
+    /// No interrupted write causes this: the file was damaged.
+    #[error("both slots are damaged; check for a foreign writer or a failing disk")]
     BothTorn,
     /// The slots contradict each other.
     #[error("the slots belong to different sessions, or have the same generation")]
     Mixed,
 }
 
-/// What a journal file says.
+/// The content of a journal file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newest {
-    /// The newest whole record; none where the first was never completed.
+    /// The newest valid record; `None` if the first was never completed.
     pub record: Option<Record>,
     /// Its generation, 0 without one.
     pub generation: u64,
     /// The slot that the next write goes to.
     pub next_slot: usize,
-    /// Whether a write was torn after it.
+    /// Whether a later write was torn.
     pub torn: bool,
 }
 
 impl Record {
-    /// The record's bytes. `generation` counts the records of a file from 1.
+    /// Encodes the record. `generation` counts the records of a file from 1.
     ///
     /// # Errors
-    /// A text over its limit.
+    /// A text exceeds its limit.
     pub fn encode(&self, generation: u64) -> Result<[u8; RECORD_BYTES], EncodeError> {
         let mut bytes = Vec::with_capacity(RECORD_BYTES);
         Writer::append(&mut bytes, |writer| {
@@ -282,8 +282,8 @@ impl Record {
         if bytes.iter().all(|byte| *byte == 0) {
             return Err(SlotError::Empty);
         }
-        // Magic, version and checksum stay where they are in every version,
-        // so that a newer record is not taken for a torn one.
+        // The positions of magic, version and checksum are the same in every
+        // version, so a newer record is not mistaken for a torn one.
         let (body, tail) = bytes.split_at(CHECKSUM_AT);
         let found = Reader::new(tail).u64("checksum")?;
         let computed = checksum(body);
@@ -342,11 +342,10 @@ impl Record {
     }
 }
 
-/// Finds the newest whole record of a file.
+/// Finds the newest valid record of a file.
 ///
-/// # Errors
-/// [`Unreadable`]: nothing may be concluded from the file. In particular a
-/// slot of a newer release is never passed over for an older one.
+/// [`Unreadable`]: nothing may be concluded from the file. In particular, a
+/// slot of a newer release is never skipped in favour of an older one.
 pub fn newest(slots: &[[u8; RECORD_BYTES]; 2]) -> Result<Newest, Unreadable> {
     let mut found: [Option<(Record, u64)>; 2] = [None, None];
     let mut torn = 0;
@@ -398,8 +397,8 @@ fn positive(what: &'static str, offset: usize, value: u64) -> Result<u64, Decode
 }
 
 /// CRC-64/XZ (ECMA-182, reflected, as in the .xz file format, section 1.4).
-/// Against torn writes, and not against people. Bit by bit: a record is
-/// written a few times in a session.
+/// It detects torn writes, not tampering. Computed bit by bit: a session writes
+/// few records.
 fn checksum(bytes: &[u8]) -> u64 {
     const POLYNOMIAL: u64 = 0xc96c_5795_d787_0f42;
     !bytes.iter().fold(u64::MAX, |crc, byte| {
@@ -440,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn every_state_comes_back_as_itself() {
+    fn every_state_survives_a_round_trip() {
         let source = SourceRecord::ALL.iter().copied().map(State::Source);
         let destination = DestinationRecord::ALL
             .iter()
@@ -453,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_texts_fit_and_longer_ones_are_refused() {
+    fn the_longest_texts_fit_and_longer_ones_are_rejected() {
         let mut long = record(RUNNING);
         long.vm_name = "n".repeat(MAX_NAME_BYTES);
         long.peer = "p".repeat(MAX_ENDPOINT_BYTES);
@@ -467,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn the_higher_generation_counts_and_the_other_slot_is_next() {
+    fn the_higher_generation_wins_and_the_other_slot_is_next() {
         let old = record(PREPARED).encode(1).unwrap();
         let new = record(RUNNING).encode(2).unwrap();
         for (slots, next_slot) in [([old, new], 0), ([new, old], 1)] {
@@ -478,10 +477,10 @@ mod tests {
         }
     }
 
-    /// A write stopped after any byte, in either order of arrival, leaves the
-    /// record from before or the new one, and nothing else.
+    /// A write that stops after any byte, written from either end, leaves the
+    /// previous record or the new one.
     #[test]
-    fn i1_a_torn_write_leaves_the_record_from_before() {
+    fn i1_a_torn_write_leaves_the_previous_record() {
         let old = record(PREPARED).encode(3).unwrap();
         let stale = record(PREPARED).encode(2).unwrap();
         let new = record(RUNNING).encode(4).unwrap();
@@ -506,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_write_that_was_torn_is_no_record() {
+    fn a_torn_first_write_leaves_no_record() {
         let mut torn = record(PREPARED).encode(1).unwrap();
         torn[100..].fill(0);
         let newest = newest(&[torn, EMPTY]).unwrap();
@@ -516,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_crash_can_leave_is_refused() {
+    fn damage_that_no_crash_can_cause_is_rejected() {
         let whole = record(RUNNING).encode(1).unwrap();
         let mut torn = whole;
         torn[50] ^= 1;
@@ -528,17 +527,17 @@ mod tests {
         assert_eq!(newest(&[whole, other]), Err(Unreadable::Mixed));
     }
 
-    /// Writes the checksum anew after a change to the bytes.
+    /// Recomputes the checksum after a change.
     fn sealed(mut bytes: [u8; RECORD_BYTES]) -> [u8; RECORD_BYTES] {
         let checksum = checksum(&bytes[..CHECKSUM_AT]);
         bytes[CHECKSUM_AT..].copy_from_slice(&checksum.to_le_bytes());
         bytes
     }
 
-    /// Passing over a newer release's *running* for an older *prepared* would
-    /// answer *aborted*.
+    /// Skipping a newer release's *running* in favour of an older *prepared*
+    /// would cause the answer *aborted*.
     #[test]
-    fn i1_a_whole_slot_that_is_not_understood_is_never_passed_over() {
+    fn i1_a_valid_slot_that_is_not_understood_is_never_skipped() {
         let old = record(PREPARED).encode(1).unwrap();
         let new = record(RUNNING).encode(2).unwrap();
         // version, role, state, reserved, generation, padding
@@ -560,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_every_changed_byte_is_noticed() {
+    fn i7_every_changed_byte_is_detected() {
         let bytes = record(RUNNING).encode(1).unwrap();
         for position in 0..RECORD_BYTES {
             let mut changed = bytes;
@@ -569,8 +568,8 @@ mod tests {
                 Record::decode(&changed),
                 Err(SlotError::Torn { .. })
             ));
-            // With a checksum of its own it decodes or is refused, and what
-            // decodes encodes to the same bytes.
+            // With a recomputed checksum the record is rejected, or decodes and
+            // encodes to the same bytes.
             let changed = sealed(changed);
             if let Ok((record, generation)) = Record::decode(&changed) {
                 assert_eq!(record.encode(generation).unwrap(), changed);

@@ -1,5 +1,5 @@
-//! How a connection opens: what both sides speak, and which session a lane
-//! belongs to.
+//! How a connection opens: both sides agree on a version, and a data lane names
+//! its session.
 //!
 //! ```text
 //!  control lane                       data lane
@@ -9,11 +9,11 @@
 //!    │ control messages ▶ │                (refused on the control lane)
 //! ```
 //!
-//! Every opening message starts with a prelude of 16 bytes that any release
-//! can read for ever: it tells the versions without the body being decoded.
-//! The fixed parts of *offer*, *select* and *refuse* never change either, or
-//! an old destination could not choose an old version from a new source's
-//! offer; later releases add extension fields to them.
+//! Every opening message starts with a prelude of 16 bytes whose format never
+//! changes, so a receiver can read the versions without decoding the body. The
+//! fixed parts of *offer*, *select* and *refuse* never change either: otherwise
+//! an old destination could not select an old version from a newer source's
+//! offer. Later releases add extension fields.
 
 mod lane;
 mod terms;
@@ -32,14 +32,15 @@ use crate::wire::{
 /// Bytes of the prelude.
 pub const PRELUDE_BYTES: usize = 16;
 
-/// The first eight bytes of every connection. The line end shows a transfer
-/// that rewrites text, and makes a server for a line protocol answer at once.
+/// The first eight bytes of every connection. The line end exposes a transfer
+/// that rewrites text, and makes a server with a line-based protocol answer at
+/// once.
 pub const MAGIC: [u8; 8] = *b"DUNLIN\r\n";
 
 /// Identifies one migration of one VM: random, chosen by the source.
 pub type SessionId = [u8; SESSION_ID_BYTES];
 
-/// What an opening message is.
+/// Kinds of opening messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpeningKind {
     /// The source's [`Offer`].
@@ -68,20 +69,20 @@ impl OpeningKind {
 pub struct Prelude {
     /// What follows.
     pub kind: OpeningKind,
-    /// Offer: what the source speaks. Refuse: what the destination speaks.
+    /// Offer: the source's versions. Refuse: the destination's versions.
     /// Select and lane open: the one version that was selected.
     pub versions: VersionRange,
-    /// Bytes that follow, at most [`MAX_OPENING_BODY_BYTES`].
+    /// Length of the body, at most [`MAX_OPENING_BODY_BYTES`].
     pub body_bytes: usize,
 }
 
 impl Prelude {
-    /// Reads a prelude. Versions that this release does not speak are no
-    /// error: [`select`] answers them in words.
+    /// Reads a prelude. Versions that this release does not support are not an
+    /// error here: [`select`] refuses them with a reason.
     ///
     /// # Errors
-    /// Not Dunlin, an unknown kind, an empty range of versions, or a body over
-    /// the limit.
+    /// Wrong magic, an unknown kind, an empty version range, or a body over the
+    /// limit.
     pub fn decode(bytes: &[u8; PRELUDE_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         if reader.array::<8>("magic")? != MAGIC {
@@ -111,7 +112,7 @@ impl Prelude {
         {
             return Err(DecodeError {
                 what: "versions",
-                why: DecodeReason::Inconsistent("this is no range of versions"),
+                why: DecodeReason::Inconsistent("invalid version range"),
                 offset,
             });
         }
@@ -130,7 +131,7 @@ impl Prelude {
         })
     }
 
-    /// A reader over the body, once it is known to be the one announced.
+    /// A reader over `body`, whose length must be the announced one.
     fn body<'a>(&self, body: &'a [u8]) -> Result<Reader<'a>, DecodeError> {
         let mut whole = Reader::new(body);
         let announced = Reader::new(whole.bytes("body", self.body_bytes)?);
@@ -139,7 +140,7 @@ impl Prelude {
     }
 }
 
-/// Appends a prelude and the body that `write` makes.
+/// Appends a prelude and the body that `write` appends.
 fn append_opening(
     out: &mut Vec<u8>,
     kind: OpeningKind,
@@ -149,7 +150,7 @@ fn append_opening(
     if versions.min == 0 || versions.min > versions.max {
         return Err(EncodeError::Invalid {
             what: "versions",
-            why: "this is no range of versions",
+            why: "invalid version range",
         });
     }
     Writer::append(out, |writer| {
@@ -168,14 +169,14 @@ fn append_opening(
     })
 }
 
-/// An opening message, whichever it is.
+/// Any opening message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Opening {
     /// See [`Offer`].
     Offer(Offer),
     /// See [`Selection`].
     Select(Selection),
-    /// See [`Refusal`]; the versions are what the refusing side speaks.
+    /// See [`Refusal`]; the versions are those of the refusing side.
     Refuse(VersionRange, Refusal),
     /// See [`LaneOpen`].
     Lane(LaneOpen),
@@ -185,8 +186,7 @@ impl Opening {
     /// Reads the body that follows `prelude`.
     ///
     /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is
-    /// one.
+    /// [`DecodeError`], also if the body's length is not the announced one.
     pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
         let reader = prelude.body(body)?;
         match prelude.kind {
@@ -202,7 +202,7 @@ impl Opening {
     /// Appends the message with its prelude.
     ///
     /// # Errors
-    /// A text over its limit, or an empty range of versions; `out` is then
+    /// A text exceeds its limit, or the version range is empty; `out` is then
     /// unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         match self {
@@ -214,23 +214,23 @@ impl Opening {
     }
 }
 
-/// The source's first words on the control lane.
+/// The source's first message on the control lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// What the source speaks.
+    /// The source's versions.
     pub versions: VersionRange,
-    /// What it can do and may be left out.
+    /// Supported features that the destination may leave out.
     pub optional: Features,
-    /// What it insists on.
+    /// Features that the destination must select.
     pub required: Features,
-    /// What it wants on the data lanes.
+    /// Requested security of the data lanes.
     pub security: LaneSecurity,
     /// The session.
     pub session: SessionId,
-    /// The attempt to migrate in this session, counted from 1.
+    /// The migration attempt within this session, counted from 1.
     pub attempt: u32,
-    /// The control lane of this attempt, counted from 1. A higher one replaces
-    /// those before it.
+    /// The control lane of this attempt, counted from 1. A higher epoch
+    /// replaces the lower ones.
     pub epoch: u32,
 }
 
@@ -252,7 +252,7 @@ impl Offer {
     /// Appends the offer with its prelude.
     ///
     /// # Errors
-    /// An empty range of versions; `out` is then unchanged.
+    /// The version range is empty; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Offer, self.versions, |writer| {
             writer.u64(self.optional.bits());
@@ -269,9 +269,9 @@ impl Offer {
 /// What the destination chose from an offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
-    /// The version that both speak from here on.
+    /// The version that both sides use from now on.
     pub version: u16,
-    /// The features that both use.
+    /// The features that both sides use.
     pub features: Features,
     /// What protects the data lanes.
     pub security: LaneSecurity,
@@ -302,13 +302,13 @@ impl Selection {
     }
 }
 
-/// Why the destination will not talk.
+/// The destination's refusal of an offer.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{fault}: {text}")]
 pub struct Refusal {
     /// The reason as a code.
     pub fault: FaultCode,
-    /// The reason in words for the operator, at most [`MAX_TEXT_BYTES`].
+    /// The reason as text for the operator, at most [`MAX_TEXT_BYTES`].
     pub text: String,
 }
 
@@ -322,12 +322,11 @@ impl Refusal {
         Ok(refusal)
     }
 
-    /// Appends the refusal with its prelude; `versions` are what this side
-    /// speaks.
+    /// Appends the refusal with its prelude; `versions` are this side's.
     ///
     /// # Errors
-    /// The text is over its limit, or the range of versions is empty; `out`
-    /// is then unchanged.
+    /// The text exceeds its limit, or the version range is empty; `out` is then
+    /// unchanged.
     pub fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Refuse, versions, |writer| {
             writer.u16(self.fault.to_wire());

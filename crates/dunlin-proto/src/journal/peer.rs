@@ -1,11 +1,12 @@
-//! Who a session's peer is: the [`Principal`] that a later connection must
-//! match to ask about the session, to settle it or to release it.
+//! A session's peer: the [`Principal`] that a later connection must match to
+//! ask about the session, to settle it or to release it.
 //!
-//! A certificate is renewed while a session is in doubt, so a principal names
-//! what outlives the renewal: the pin that admitted the peer, or the authority
-//! that vouches for its name, with the name. The journal keeps it in the *peer
-//! block*, behind the two slots: each attempt writes and syncs it once, before
-//! the first record about which a peer may ask. docs/journal.md has every byte.
+//! A certificate may be renewed while a session is in doubt, so a principal
+//! names what a renewal keeps: the pin that admitted the peer, or its name
+//! together with the authority that certified it. The journal stores it in the
+//! *peer block* after the two slots. Each attempt writes and syncs the block
+//! once, before the first record that a peer may ask about. docs/journal.md
+//! lists every byte.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
@@ -17,51 +18,51 @@ use crate::limits::MAX_PRINCIPAL_NAME_BYTES;
 use crate::negotiate::SessionId;
 use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
 
-/// Where the block begins in a journal file.
+/// Offset of the block in a journal file.
 pub const PEER_BLOCK_AT: usize = SLOTS_BYTES;
 
-/// Bytes of the block; what follows up to the end of the file is zero.
+/// Bytes of the block; the rest of the file is zero.
 pub const PEER_BLOCK_BYTES: usize = RECORD_BYTES;
 
 const MAGIC: [u8; 8] = *b"DUNLPEER";
 const VERSION: u16 = 1;
-/// Everything but the name.
+/// All fields except the name.
 const FIXED_BYTES: usize = 8 + 2 + 1 + 5 + 16 + 32 + 32;
 
 const _: () = assert!(FIXED_BYTES + 2 + MAX_PRINCIPAL_NAME_BYTES <= CHECKSUM_AT);
 
-/// How a session's peer was authorised, in the terms that a renewed
+/// How a session's peer was authorised, by properties that a renewed
 /// certificate keeps. Digests are SHA-256.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Principal {
-    /// The bearer of this certificate (digest of its DER): it was pinned, or
-    /// has nothing else that a renewed one would share.
+    /// The holder of this certificate (digest of its DER): it was pinned, or a
+    /// renewed certificate would have nothing else in common with it.
     Certificate([u8; 32]),
-    /// The bearer of this key (digest of the SubjectPublicKeyInfo, DER).
+    /// The holder of this key (digest of the SubjectPublicKeyInfo, DER).
     Key([u8; 32]),
-    /// The bearer of this name, for which this authority vouches.
+    /// The holder of this name, certified by this authority.
     Name {
         /// Digest of the trust anchor's SubjectPublicKeyInfo (DER).
         authority: [u8; 32],
-        /// A DNS name, an IP address or a URI, as in a list of peers; at most
+        /// A DNS name, IP address or URI, as in a list of peers; at most
         /// [`MAX_PRINCIPAL_NAME_BYTES`].
         name: String,
     },
-    /// The bearer of exactly these names, for which this authority vouches:
-    /// no single name was demanded.
+    /// The holder of exactly these names, certified by this authority: the
+    /// policy did not require a single name.
     Names {
         /// Digest of the trust anchor's SubjectPublicKeyInfo (DER).
         authority: [u8; 32],
-        /// Digest of the names; the library says how it is computed.
+        /// Digest of the names; the crate that checks certificates defines how it is computed.
         names: [u8; 32],
     },
 }
 
-/// What a journal file says about a session's peer.
+/// The peer according to a journal file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RecordedPeer {
-    /// The file has no peer block: a release before the block wrote it. The
-    /// record's text is all there is.
+    /// The file has no peer block: an older release wrote it. Only the record's
+    /// text names the peer.
     BeforeBlocks,
     /// The block is empty, damaged or of a newer release: no peer matches.
     Unknown,
@@ -79,7 +80,7 @@ impl Principal {
         }
     }
 
-    /// The block's bytes, for the file of `session`.
+    /// Encodes the block for the file of `session`.
     ///
     /// # Errors
     /// The name exceeds its limit.
@@ -127,11 +128,13 @@ impl fmt::Display for Principal {
                 hex(formatter, digest)
             }
             Self::Name { authority, name } => {
-                write!(formatter, "{name} of the authority spki-sha256:")?;
+                write!(formatter, "{name}, certified by the authority spki-sha256:")?;
                 hex(formatter, authority)
             }
             Self::Names { authority, .. } => {
-                formatter.write_str("a host with other names, of the authority spki-sha256:")?;
+                formatter.write_str(
+                    "a host with other names, certified by the authority spki-sha256:",
+                )?;
                 hex(formatter, authority)
             }
         }
@@ -139,8 +142,9 @@ impl fmt::Display for Principal {
 }
 
 impl RecordedPeer {
-    /// Reads the block of `session`'s file. Whatever is not wholly understood
-    /// is [`RecordedPeer::Unknown`]: a peer is refused rather than mistaken.
+    /// Reads the block of `session`'s file. A block that is not fully
+    /// understood is [`RecordedPeer::Unknown`]: rejecting a peer is safer than
+    /// admitting a wrong one.
     #[must_use]
     pub fn decode(bytes: &[u8; PEER_BLOCK_BYTES], session: SessionId) -> Self {
         match read(bytes) {
@@ -218,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn every_principal_comes_back_as_itself() {
+    fn every_principal_survives_a_round_trip() {
         for principal in principals() {
             let block = principal.encode(SESSION).unwrap();
             let read = RecordedPeer::decode(&block, SESSION);
@@ -227,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_name_fits_and_a_longer_one_is_refused() {
+    fn the_longest_name_fits_and_a_longer_one_is_rejected() {
         let named = |length| Principal::Name {
             authority: [3; 32],
             name: "n".repeat(length),
@@ -255,8 +259,8 @@ mod tests {
                 changed[position] ^= 0x10;
                 let read = RecordedPeer::decode(&changed, SESSION);
                 assert_eq!(read, RecordedPeer::Unknown, "byte {position}");
-                // With its own checksum it may name another peer, in the one
-                // encoding that this peer has.
+                // With a recomputed checksum it may name another peer, in that
+                // peer's only encoding.
                 let sum = checksum(&changed[..CHECKSUM_AT]);
                 changed[CHECKSUM_AT..].copy_from_slice(&sum.to_le_bytes());
                 if let RecordedPeer::Known(other) = RecordedPeer::decode(&changed, SESSION) {

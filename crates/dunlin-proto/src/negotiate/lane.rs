@@ -8,15 +8,15 @@ use super::{OpeningKind, PRELUDE_BYTES, SessionId, VersionRange, append_opening}
 use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES, SESSION_SECRET_BYTES};
 use crate::wire::{DecodeError, EncodeError, Reader, bad_value};
 
-/// Bytes of a whole *lane open*, which has no variable part: what a listener
-/// reads from a peer that has not proved anything.
+/// Length of a *lane open* message. It has no variable part: a listener reads
+/// exactly this much from an unauthenticated peer.
 pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + LANE_OPEN_BODY_BYTES;
 
 const LANE_OPEN_BODY_BYTES: usize = SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
 
-/// Under which a lane proves that it belongs to the session: random, chosen by
-/// the destination for each attempt, sent in *accept*. It does not print, and
-/// is wiped when it goes.
+/// The secret with which a lane proves that it belongs to the session. The
+/// destination chooses it at random for each attempt and sends it in *accept*.
+/// `Debug` hides it, and dropping wipes it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SessionSecret(pub [u8; SESSION_SECRET_BYTES]);
 
@@ -41,8 +41,8 @@ pub struct LaneOpen {
     pub session: SessionId,
     /// The lane's number, never used before in the session; 0 is control.
     pub lane: u16,
-    /// HMAC-SHA-256 over [`lane_mac_input`] under the session's secret. The
-    /// receiver compares it in constant time before it believes the rest.
+    /// HMAC-SHA-256 over [`lane_mac_input`], keyed with the session's secret.
+    /// The receiver checks it in constant time before it uses the other fields.
     pub mac: [u8; LANE_MAC_BYTES],
 }
 
@@ -90,11 +90,11 @@ impl LaneOpen {
 
 const LANE_MAC_DOMAIN: [u8; 16] = *b"dunlin lane open";
 
-/// Bytes that a lane's proof is computed over.
+/// Length of the input of a lane's proof.
 pub const LANE_MAC_INPUT_BYTES: usize = LANE_MAC_DOMAIN.len() + SESSION_ID_BYTES + 2;
 
-/// What a lane's proof is computed over: 16 bytes that set this use of the
-/// secret apart from any other, the session, and the lane's number.
+/// The input of a lane's proof: a domain separator of 16 bytes, the session,
+/// and the lane's number.
 #[must_use]
 pub fn lane_mac_input(session: &SessionId, lane: u16) -> [u8; LANE_MAC_INPUT_BYTES] {
     let mut input = [0; LANE_MAC_INPUT_BYTES];

@@ -1,4 +1,4 @@
-//! What two sides can agree on, and how they do.
+//! Negotiable terms and how the two sides agree on them.
 
 use std::fmt;
 
@@ -8,24 +8,25 @@ use super::{Offer, Refusal, Selection};
 use crate::fault::FaultCode;
 use crate::wire::{DecodeError, DecodeReason, Reader, bad_value};
 
-/// What a destination can and will do.
+/// What a destination supports and requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Supported {
-    /// What it speaks; [`VERSIONS`] unless a test says otherwise.
+    /// Supported versions; [`VERSIONS`] except in tests.
     pub versions: VersionRange,
-    /// What it can do.
+    /// Supported features.
     pub features: Features,
-    /// What it insists on; part of `features`.
+    /// Required features, a subset of `features`.
     pub required: Features,
-    /// Whether its operator consents to lanes without security (I6).
+    /// Whether the operator allows plain lanes (I6).
     pub plain_allowed: bool,
-    /// Whether it can have IPsec protect lanes. A source that asks for that has chosen it, and
-    /// so has a destination that prepared it: nothing is in the clear, and nobody consents.
+    /// Whether IPsec is prepared to protect lanes. No further consent is
+    /// needed: nothing is sent in the clear, and the source has asked for IPsec
+    /// explicitly.
     pub ipsec: bool,
 }
 
-/// Answers an offer: the newest common version, all features that both have,
-/// and the security that the source asks for if the destination consents.
+/// Answers an offer with the newest common version, all common features, and
+/// the security that the source asks for, if the destination supports it.
 ///
 /// # Errors
 /// The [`Refusal`] to send; its text names what is missing.
@@ -44,7 +45,7 @@ pub fn select(offer: &Offer, supported: &Supported) -> Result<Selection, Refusal
     if !lacking.is_empty() {
         return refuse(
             FaultCode::FeatureMissing,
-            format!("the source requires what the destination does not have: {lacking}"),
+            format!("the source requires features that the destination lacks: {lacking}"),
         );
     }
     let offered = offer.optional.union(offer.required);
@@ -52,7 +53,7 @@ pub fn select(offer: &Offer, supported: &Supported) -> Result<Selection, Refusal
     if !lacking.is_empty() {
         return refuse(
             FaultCode::FeatureMissing,
-            format!("the destination requires what the source does not offer: {lacking}"),
+            format!("the destination requires features that the source does not offer: {lacking}"),
         );
     }
     if offer.security == LaneSecurity::Plain && !supported.plain_allowed {
@@ -76,9 +77,9 @@ pub fn select(offer: &Offer, supported: &Supported) -> Result<Selection, Refusal
 }
 
 impl Selection {
-    /// Compares the answer with the offer that it answers. The source calls
-    /// this before it believes any of it, so that a destination can neither
-    /// talk it out of TLS nor out of a feature that it requires (I6).
+    /// Checks the selection against the offer. The source calls this before it
+    /// acts on the selection, so a destination cannot make it give up TLS or a
+    /// required feature (I6).
     ///
     /// # Errors
     /// The selection is not within the offer. The peer is at fault.
@@ -107,35 +108,36 @@ impl Selection {
     }
 }
 
-/// A selection that is not within the offer. The destination is at fault: end
-/// the session.
+/// A selection outside the offer. The destination is at fault: end the session.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum NotOffered {
     /// A version outside the range.
-    #[error("the destination selected version {selected} although {offered} were offered")]
+    #[error(
+        "the destination selected version {selected}, which is not in the offered range {offered}"
+    )]
     Version {
-        /// What it selected.
+        /// The selected version.
         selected: u16,
-        /// What was offered.
+        /// The offered versions.
         offered: VersionRange,
     },
     /// Features that were not offered.
     #[error("the destination selected features that were not offered: {0}")]
     Surplus(Features),
     /// Required features that were left out.
-    #[error("the destination left out features that are required: {0}")]
+    #[error("the destination left out required features: {0}")]
     Missing(Features),
-    /// Another lane security.
-    #[error("the destination selected {selected} lanes although {offered} lanes were asked for")]
+    /// A different lane security.
+    #[error("the destination selected {selected} lanes instead of {offered} lanes")]
     Security {
-        /// What it selected.
+        /// The selected security.
         selected: LaneSecurity,
-        /// What was offered.
+        /// The offered security.
         offered: LaneSecurity,
     },
 }
 
-/// The versions of this release.
+/// The versions that this release supports.
 pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 1 };
 
 /// Protocol versions from `min` to `max`, both included.
@@ -148,7 +150,7 @@ pub struct VersionRange {
 }
 
 impl VersionRange {
-    /// The range that holds one version.
+    /// The range of a single version.
     #[must_use]
     pub fn only(version: u16) -> Self {
         Self {
@@ -177,37 +179,37 @@ impl fmt::Display for VersionRange {
     }
 }
 
-/// A set of optional abilities, one bit each.
+/// A set of optional features, one bit each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features(u64);
 
 impl Features {
-    /// No feature.
+    /// The empty set.
     pub const NONE: Self = Self(0);
     /// Both sides digest the memory at switchover and compare (I3).
     pub const VERIFY: Self = Self(1);
-    /// What follows is the tunnel's protocol and no migration. A side that
-    /// speaks it requires it of the other, so that neither is ever taken for
-    /// the other.
+    /// The connection speaks the tunnel's protocol, not a migration. Each
+    /// tunnel process requires this feature, so a tunnel and a migration peer
+    /// always refuse each other.
     pub const TUNNEL: Self = Self(2);
 
-    /// What follows is an IPsec session's protocol, in the same way.
+    /// The connection speaks an IPsec session's protocol; required in the same way.
     pub const IPSEC: Self = Self(4);
 
-    /// The features of this release with their names.
+    /// The features of this release and their names.
     const NAMES: [(Self, &'static str); 3] = [
         (Self::VERIFY, "verify"),
         (Self::TUNNEL, "tunnel"),
         (Self::IPSEC, "ipsec"),
     ];
 
-    /// The set as it came from the wire; unknown bits are kept.
+    /// The set for bits from the wire; unknown bits are kept.
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// The set as it goes on the wire.
+    /// The set's bits on the wire.
     #[must_use]
     pub const fn bits(self) -> u64 {
         self.0
@@ -219,19 +221,19 @@ impl Features {
         self.0 & other.0 == other.0
     }
 
-    /// What is in either set.
+    /// The features in either set.
     #[must_use]
     pub const fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// What is in both sets.
+    /// The features in both sets.
     #[must_use]
     pub const fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// What is in this set and not in `other`.
+    /// The features in this set that are not in `other`.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
@@ -245,7 +247,7 @@ impl Features {
 }
 
 impl fmt::Display for Features {
-    /// The names, a bit without one as its number.
+    /// Prints names, and the number of a bit that has none.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_empty() {
             return formatter.write_str("none");
@@ -269,14 +271,14 @@ impl fmt::Display for Features {
 
 /// What protects the data lanes of a session. The control lane is always TLS.
 ///
-/// Values that this release does not know are refused as not supported.
+/// Unknown values are rejected as unsupported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneSecurity {
-    /// TLS 1.3, in the process or in the kernel.
+    /// TLS 1.3, in process or in the kernel.
     Tls,
-    /// Nothing: only when both sides say so (I6).
+    /// No protection: only with the consent of both sides (I6).
     Plain,
-    /// ESP, by security associations that an IPsec session beside the control lane sets up.
+    /// ESP, with security associations set up by an IPsec session next to the control lane.
     Ipsec,
 }
 

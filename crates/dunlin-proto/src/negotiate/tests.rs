@@ -25,7 +25,7 @@ fn supported() -> Supported {
     }
 }
 
-/// A feature that this release does not have.
+/// A feature unknown to this release.
 const FOREIGN: Features = Features::from_bits(1 << 40);
 
 fn encoded(opening: &Opening) -> ([u8; PRELUDE_BYTES], Vec<u8>) {
@@ -151,7 +151,7 @@ fn i6_lanes_over_ipsec_need_a_destination_that_is_prepared() {
 }
 
 #[test]
-fn i6_a_selection_outside_the_offer_is_not_believed() {
+fn i6_a_selection_outside_the_offer_is_rejected() {
     let offer = offer();
     let good = select(&offer, &supported()).unwrap();
     assert_eq!(good.confirm(&offer), Ok(()));
@@ -226,7 +226,7 @@ fn an_unknown_lane_security_is_refused_as_missing_not_as_malformed() {
 }
 
 #[test]
-fn i7_a_prelude_that_cannot_be_is_refused() {
+fn i7_an_invalid_prelude_is_rejected() {
     let (good, _) = encoded(&Opening::Offer(offer()));
     assert!(Prelude::decode(&good).is_ok());
     // Offsets and values of one field each.

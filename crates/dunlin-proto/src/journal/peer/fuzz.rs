@@ -1,13 +1,13 @@
-//! The fuzz entry of the peer block.
+//! Fuzz entry for the peer block.
 
 use super::super::{CHECKSUM_AT, checksum};
 use super::{PEER_BLOCK_BYTES, RecordedPeer};
 
-/// Where the session is in the block.
+/// Offset of the session in the block.
 const SESSION_AT: usize = 16;
 
-/// A peer block, as it is and with the checksum that its bytes have: a peer
-/// that is read from it has this one block in the file of this one session.
+/// Decodes a peer block as given and with a corrected checksum. A decoded peer
+/// encodes to the same block and matches only its own session.
 pub fn fuzz_peer_block(bytes: &[u8]) {
     let mut block = [0; PEER_BLOCK_BYTES];
     let length = bytes.len().min(PEER_BLOCK_BYTES);
