@@ -47,7 +47,7 @@ fn i2_a_full_disk_at_the_source_is_found_before_anything_moves() {
     let parts = [
         "the migration cannot be recorded and does not start",
         "at fault: this side",
-        "Free space where the journal lies",
+        "Free space on the journal",
         "goes on at the source",
         "No space left on device",
         "/state/",
@@ -73,7 +73,7 @@ fn i2_a_full_disk_at_the_destination_is_found_before_anything_moves() {
         "cannot record the session at the destination",
         "No space left on device",
         "at fault: peer",
-        "Free space where the journal lies",
+        "Free space on the journal",
         "goes on at the source",
     ];
     assert_says(&text, &parts);
