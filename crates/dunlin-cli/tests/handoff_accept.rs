@@ -286,21 +286,17 @@ fn i7_hostile_first_words_are_refused_and_cost_nothing_that_stays() {
     let before = accept.held();
     let hello = |bytes: &[u8]| [&[22, 3, 1, 0, bytes.len() as u8], bytes].concat();
     let hostile: [(&[u8], Option<u8>, &str); 8] = [
-        (
-            b"GET / HTTP/1.1\r\n\r\n",
-            None,
-            "does not begin as TLS does",
-        ),
-        (b"\x16\x04\x01\x00\x01", None, "does not begin as TLS does"),
-        (&hello(&[1, 0xff, 0xff, 0xff]), Some(50), "longer than"),
-        (&hello(&[1, 0, 0, 9]), Some(50), "shorter than any"),
-        (&hello(&[2, 0, 0, 99]), Some(50), "no ClientHello"),
+        (b"GET / HTTP/1.1\r\n\r\n", None, "does not speak TLS"),
+        (b"\x16\x04\x01\x00\x01", None, "does not speak TLS"),
+        (&hello(&[1, 0xff, 0xff, 0xff]), Some(50), "exceeds"),
+        (&hello(&[1, 0, 0, 9]), Some(50), "shorter than the minimum"),
+        (&hello(&[2, 0, 0, 99]), Some(50), "not a ClientHello"),
         (b"\x16\x03\x01\x00\x00", Some(50), "is empty"),
         (b"\x16\x03\x01\xff\xff", Some(50), "longer than TLS allows"),
         (
             &cut(&[0, 0, 0, 0, 0, 1, 0, 0, 41, 9, 9], 2),
             None,
-            "does not begin",
+            "does not speak TLS",
         ),
     ];
     for (bytes, alert, words) in hostile {

@@ -1,8 +1,7 @@
-//! One bit for each guest page: which pages still have to go.
+//! A bitmap of the guest pages that are still to be sent.
 //!
-//! A dirty log is fetched into such a bitmap by union, and chunks are cut
-//! from it by taking runs of set bits out of it. One bit a page is all the
-//! memory that pending work costs (I8), however much of it there is.
+//! A dirty log is merged in by union; chunks are cut by removing runs of set
+//! bits. Pending work costs one bit per page, however much of it there is (I8).
 
 /// Pages of one region that are waiting to be sent, one bit each.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,19 +11,19 @@ pub struct PageBitmap {
     set: u64,
 }
 
-/// `count` pages from page `first` on.
+/// `count` pages, starting with page `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// Index of the first page.
     pub first: u64,
-    /// How many pages, at least one.
+    /// Number of pages, at least one.
     pub count: u64,
 }
 
 const WORD_BITS: u64 = u64::BITS as u64;
 
 impl PageBitmap {
-    /// A bitmap for `pages` pages, none of them set.
+    /// An empty bitmap for `pages` pages.
     #[must_use]
     pub fn new(pages: u64) -> Self {
         let words = usize::try_from(pages.div_ceil(WORD_BITS)).unwrap_or(usize::MAX);
@@ -35,25 +34,25 @@ impl PageBitmap {
         }
     }
 
-    /// How many pages the bitmap speaks of.
+    /// Number of pages that the bitmap covers.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// How many pages are set.
+    /// Number of pages that are set.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.set
     }
 
-    /// Whether `page` is set; pages beyond the end are not.
+    /// Whether `page` is set; pages past the end are not.
     #[must_use]
     pub fn contains(&self, page: u64) -> bool {
         page < self.pages && self.words[(page / WORD_BITS) as usize] >> (page % WORD_BITS) & 1 == 1
     }
 
-    /// Sets the pages of `run`; what lies beyond the end is ignored.
+    /// Sets the pages of `run`; pages past the end are ignored.
     pub fn insert(&mut self, run: Run) {
         let end = run.first.saturating_add(run.count).min(self.pages);
         let mut page = run.first;
@@ -68,9 +67,9 @@ impl PageBitmap {
         }
     }
 
-    /// Sets every page whose bit is set in `log`, bit 0 of word 0 being page
-    /// 0: the shape in which KVM gives its dirty bitmap. Bits and words
-    /// beyond the end are ignored. Returns how many pages `log` named.
+    /// Sets every page that `log` has set, in the format of KVM's dirty bitmap:
+    /// bit 0 of word 0 is page 0. Bits and words past the end are ignored.
+    /// Returns the number of pages set in `log`.
     pub fn union(&mut self, log: &[u64]) -> u64 {
         let last = self.words.len().saturating_sub(1);
         let mut named = 0;
@@ -88,8 +87,8 @@ impl PageBitmap {
         named
     }
 
-    /// Takes the first run of set pages at or after `from` out of the
-    /// bitmap, at most `limit` pages of it.
+    /// Removes and returns the first run of set pages at or after `from`, at
+    /// most `limit` pages long.
     pub fn take_run(&mut self, from: u64, limit: u64) -> Option<Run> {
         let first = self.first_set(from)?;
         if limit == 0 {
@@ -132,7 +131,7 @@ impl PageBitmap {
     }
 }
 
-/// `count` ones from bit `first` on; `first + count` is at most 64.
+/// `count` ones, starting with bit `first`; `first + count` is at most 64.
 fn mask(first: u64, count: u64) -> u64 {
     if count == 0 {
         return 0;
@@ -159,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_goes_on_across_words() {
+    fn a_run_continues_across_words() {
         let mut bitmap = PageBitmap::new(256);
         bitmap.insert(Run {
             first: 60,
@@ -177,7 +176,7 @@ mod tests {
     }
 
     proptest! {
-        /// Taking every run gives exactly the pages that were set, once each.
+        /// Taking every run returns each set page exactly once.
         #[test]
         fn runs_partition_the_set_pages(
             pages in 1u64..400,

@@ -1,17 +1,16 @@
-//! Whom a TLS client wants, told from the first bytes that it sends, before
-//! anybody has answered it.
+//! Reads the server name that a TLS client asks for from its first bytes,
+//! before any reply is sent.
 //!
-//! [`look`] is given everything that a connection has brought so far, which
-//! stays in the socket meanwhile. It keeps nothing and allocates nothing but
-//! the name. Where bytes are missing it says how many there must be at least
-//! before another look can tell more. That bound is never more than an honest
-//! client sends, and what is left of the hello shrinks with each look by a
-//! fixed share, however finely it is cut: whoever waits for as many bytes looks
-//! some fifty times at most.
+//! [`look`] takes everything that the connection has received so far; the bytes
+//! stay in the socket. It keeps no state and allocates only the name. If bytes
+//! are missing, it returns the minimum total needed for progress. That minimum
+//! never exceeds what an honest client sends, and each look shrinks the missing
+//! part of the hello by a fixed share, however finely the client splits it: a
+//! caller that waits for the minimum looks about fifty times at most.
 //!
-//! A hello is a handshake message, which may be spread over records (RFC 8446,
-//! section 5.1); only the name in it is read (RFC 6066, section 3). Of the rest
-//! no more is checked than the lengths that lead there.
+//! A ClientHello is a handshake message and may span several records (RFC 8446,
+//! section 5.1). Only the server name is read (RFC 6066, section 3). Of the
+//! rest, only the lengths that lead to the name are checked.
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -27,51 +26,49 @@ const RECORD_HEADER_BYTES: usize = 5;
 const MAX_RECORD_BYTES: usize = 16 * 1024;
 const MESSAGE_HEADER_BYTES: usize = 4;
 const CLIENT_HELLO: u8 = 1;
-/// Version, random, an empty session, one suite, one compression method.
+/// Version, random, empty session, one cipher suite, one compression method.
 const LEAST_BODY_BYTES: usize = 2 + 32 + 1 + 4 + 2;
 const MAX_SESSION_BYTES: usize = 32;
-/// The extension `server_name`, and the only kind of name in it.
+/// The extension `server_name`, and the only name type that it defines.
 const SERVER_NAME: usize = 0;
 const HOST_NAME: u8 = 0;
 
-/// What the bytes so far tell.
+/// Result of a look at the bytes received so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// Too little; there must be so many bytes, from the first one on.
+    /// Incomplete; at least this many bytes are needed, counted from the first.
     Needs(usize),
-    /// The whole hello is there.
+    /// The hello is complete.
     Hello(Hello),
 }
 
-/// What a client says first.
+/// A client's ClientHello.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// The server that it wants, in lower case; `None` where it names none.
+    /// The server name, in lower case; `None` if the client sent none.
     pub server_name: Option<String>,
 }
 
-/// No hello that could be read. The client is at fault.
+/// No readable ClientHello. The client is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum NoHello {
     /// It does not speak TLS.
-    #[error(
-        "the client does not begin as TLS does (its first byte is {0:#04x}): find out who connects to this port"
-    )]
+    #[error("client does not speak TLS (first byte {0:#04x})")]
     NotTls(u8),
-    /// It is longer than anybody's.
+    /// The hello or its records exceed the limit.
     #[error(
-        "the client's hello is longer than {MAX_CLIENT_HELLO_BYTES} bytes, or its records than {MAX_CLIENT_FLIGHT_BYTES}"
+        "ClientHello exceeds {MAX_CLIENT_HELLO_BYTES} bytes, or its records exceed {MAX_CLIENT_FLIGHT_BYTES}"
     )]
     TooLong,
     /// It breaks the protocol.
-    #[error("the client's hello breaks the TLS protocol: {0}")]
+    #[error("malformed ClientHello: {0}")]
     Malformed(&'static str),
 }
 
 /// Looks at the first bytes of a connection.
 ///
 /// # Errors
-/// [`NoHello`], whatever else may come.
+/// [`NoHello`]: more bytes would not change the result.
 pub fn look(bytes: &[u8]) -> Result<Look, NoHello> {
     match needed(bytes)? {
         Some(least) if least > MAX_CLIENT_FLIGHT_BYTES => Err(NoHello::TooLong),
@@ -85,8 +82,7 @@ pub fn look(bytes: &[u8]) -> Result<Look, NoHello> {
     }
 }
 
-/// How many bytes there must be at least before the hello can be whole; `None` where
-/// it is.
+/// Minimum number of bytes before the hello can be complete; `None` if it is.
 fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
     let Some(&first) = bytes.first() else {
         return Ok(Some(1));
@@ -102,14 +98,16 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         if missing == 0 {
             return Ok(None);
         }
-        // Each piece of a header is judged as soon as it is there.
+        // Check each header field as soon as it has arrived.
         if at > 0 && rest.first().is_some_and(|&kind| kind != HANDSHAKE) {
-            return Err(NoHello::Malformed("a record within it is of another kind"));
+            return Err(NoHello::Malformed(
+                "a record inside it has a different type",
+            ));
         }
         if rest.get(1).is_some_and(|&major| major != 3) {
             return Err(match at {
                 0 => NoHello::NotTls(first),
-                _ => NoHello::Malformed("a record within it is of another version"),
+                _ => NoHello::Malformed("a record inside it has a different version"),
             });
         }
         let Some(&[_, _, _, high, low]) = rest.first_chunk::<RECORD_HEADER_BYTES>() else {
@@ -117,7 +115,7 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         };
         let length = usize::from(u16::from_be_bytes([high, low]));
         if length == 0 {
-            return Err(NoHello::Malformed("a record within it is empty"));
+            return Err(NoHello::Malformed("a record inside it is empty"));
         }
         if length > MAX_RECORD_BYTES {
             return Err(NoHello::Malformed("a record is longer than TLS allows"));
@@ -128,7 +126,7 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         start.take(content)?;
         let missing = start.missing();
         if missing > 0 && content.len() < length {
-            // What this record cannot hold comes in another, with a header.
+            // The part that does not fit this record needs another one, with a header.
             let left = length - content.len();
             let beyond = match missing.saturating_sub(left) {
                 0 => missing,
@@ -140,31 +138,31 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
     }
 }
 
-/// As much of the message as tells its length.
+/// The first bytes of the message, which contain its length.
 #[derive(Default)]
 struct Start {
     header: [u8; MESSAGE_HEADER_BYTES],
-    /// Bytes of the message that have come.
-    come: usize,
+    /// Bytes of the message received so far.
+    received: usize,
 }
 
 impl Start {
     fn take(&mut self, content: &[u8]) -> Result<(), NoHello> {
-        let slots = self.header.iter_mut().skip(self.come);
+        let slots = self.header.iter_mut().skip(self.received);
         for (slot, &byte) in slots.zip(content) {
             *slot = byte;
         }
-        self.come += content.len();
+        self.received += content.len();
         let [kind, high, middle, low] = self.header;
-        if self.come > 0 && kind != CLIENT_HELLO {
-            return Err(NoHello::Malformed("the first message is no ClientHello"));
+        if self.received > 0 && kind != CLIENT_HELLO {
+            return Err(NoHello::Malformed("the first message is not a ClientHello"));
         }
-        if self.come < MESSAGE_HEADER_BYTES {
+        if self.received < MESSAGE_HEADER_BYTES {
             return Ok(());
         }
         let body = u32::from_be_bytes([0, high, middle, low]) as usize;
         if body < LEAST_BODY_BYTES {
-            return Err(NoHello::Malformed("it is shorter than any"));
+            return Err(NoHello::Malformed("it is shorter than the minimum"));
         }
         if MESSAGE_HEADER_BYTES + body > MAX_CLIENT_HELLO_BYTES {
             return Err(NoHello::TooLong);
@@ -172,28 +170,28 @@ impl Start {
         Ok(())
     }
 
-    /// Bytes of the message that are known to be missing.
+    /// Bytes of the message known to be missing.
     fn missing(&self) -> usize {
         let [_, high, middle, low] = self.header;
-        let body = match self.come {
+        let body = match self.received {
             0..MESSAGE_HEADER_BYTES => LEAST_BODY_BYTES,
             _ => u32::from_be_bytes([0, high, middle, low]) as usize,
         };
-        (MESSAGE_HEADER_BYTES + body).saturating_sub(self.come)
+        (MESSAGE_HEADER_BYTES + body).saturating_sub(self.received)
     }
 }
 
-/// Fields of a hello that is whole, across its records.
+/// Reads the fields of a complete hello across its records.
 struct Fields<'a> {
-    /// From inside the current record on.
+    /// Unread bytes, starting inside the current record.
     rest: &'a [u8],
-    /// What is left of that record.
+    /// Bytes left in that record.
     record: usize,
-    /// Bytes that may still be taken: of the message, or of a field in it.
+    /// Bytes left in the message, or in the field being read.
     left: usize,
 }
 
-const SHORT: NoHello = NoHello::Malformed("a length within it is wrong");
+const SHORT: NoHello = NoHello::Malformed("a length inside it is wrong");
 
 impl<'a> Fields<'a> {
     fn new(bytes: &'a [u8]) -> Self {
@@ -226,7 +224,7 @@ impl<'a> Fields<'a> {
         Ok(byte)
     }
 
-    /// A number of `N` bytes, the highest first.
+    /// A big-endian number of `N` bytes.
     fn number<const N: usize>(&mut self) -> Result<usize, NoHello> {
         const { assert!(N <= 3) };
         let mut number = 0;
@@ -246,7 +244,7 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Reads a field with its length of `N` bytes before it, all of it.
+    /// Reads a whole field that is prefixed by a length of `N` bytes.
     fn field<const N: usize, T>(
         &mut self,
         read: impl FnOnce(&mut Self) -> Result<T, NoHello>,
@@ -264,7 +262,7 @@ impl<'a> Fields<'a> {
         Ok(value)
     }
 
-    /// Skips a field with its length of `N` bytes before it; returns that.
+    /// Skips a field that is prefixed by a length of `N` bytes; returns the length.
     fn skip_field<const N: usize>(&mut self) -> Result<usize, NoHello> {
         self.field::<N, _>(|field| {
             let length = field.left;
@@ -276,12 +274,14 @@ impl<'a> Fields<'a> {
 fn server_name(hello: &mut Fields<'_>) -> Result<Option<String>, NoHello> {
     hello.skip(2 + 32)?;
     if hello.skip_field::<1>()? > MAX_SESSION_BYTES {
-        return Err(NoHello::Malformed("its session is longer than TLS allows"));
+        return Err(NoHello::Malformed(
+            "its session ID is longer than TLS allows",
+        ));
     }
     hello.skip_field::<2>()?;
     hello.skip_field::<1>()?;
     if hello.left == 0 {
-        // Before there were extensions.
+        // A client without extensions (TLS 1.0).
         return Ok(None);
     }
     hello.field::<2, _>(|extensions| {
@@ -293,27 +293,27 @@ fn server_name(hello: &mut Fields<'_>) -> Result<Option<String>, NoHello> {
             }
             let found = extensions.field::<2, _>(|extension| extension.field::<2, _>(host_name))?;
             if name.replace(found).is_some() {
-                return Err(NoHello::Malformed("it names servers twice"));
+                return Err(NoHello::Malformed("it has two server_name extensions"));
             }
         }
         Ok(name)
     })
 }
 
-/// The one name of a list: more of a kind are not allowed, and there is one kind.
+/// The only name of the list: RFC 6066 allows one name per type and defines one type.
 fn host_name(list: &mut Fields<'_>) -> Result<String, NoHello> {
     if list.u8()? != HOST_NAME {
-        return Err(NoHello::Malformed("the server's name is of no known kind"));
+        return Err(NoHello::Malformed("the server name has an unknown type"));
     }
     list.field::<2, _>(|name| {
         if name.left == 0 || name.left > MAX_SERVER_NAME_BYTES {
-            return Err(NoHello::Malformed("the server's name is empty or too long"));
+            return Err(NoHello::Malformed("the server name is empty or too long"));
         }
         let mut text = String::with_capacity(name.left);
         while name.left > 0 {
             match name.u8()? {
                 byte @ 0x21..=0x7e => text.push(char::from(byte.to_ascii_lowercase())),
-                _ => return Err(NoHello::Malformed("the server's name is no name")),
+                _ => return Err(NoHello::Malformed("the server name has invalid characters")),
             }
         }
         Ok(text)

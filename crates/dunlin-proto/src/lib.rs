@@ -1,15 +1,23 @@
-//! The wire format and the decisions of a migration, without I/O, a clock or threads.
+//! Wire formats and decisions of a live migration, without I/O, a clock or
+//! threads.
 //!
-//! Bytes: [`wire`] reads and writes within bounds, [`negotiate`] opens
-//! connections, [`control`] and [`frame`] are what they carry, [`limits`] has
-//! every bound and [`fault`] every reason to give up. Decisions: [`bitmap`] and
-//! [`schedule`] say which pages go next on which lane, [`marks`] keep
-//! iterations apart, [`pace`] caps the rate, [`precopy`] says when to pause,
-//! and [`switchover`] who runs the VM, by what stands in the [`journal`].
-//! The tunnel has its own: [`stripe`] spreads connections over lanes. The
-//! hand-off's is [`client_hello`]: whom a client of TLS wants. [`ipsec`] plans
-//! security associations and how two hosts agree on them.
-//! [`text`] makes a peer's words safe to show. [`mistake`] plants errors in them for the tests that must find them.
+//! Formats: [`wire`] reads and writes within bounds, [`negotiate`] opens
+//! connections, [`control`] and [`frame`] define what they carry, [`limits`]
+//! has every bound, and [`fault`] has every reason to refuse or give up.
+//!
+//! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends
+//! next, [`lanes`] tracks the lanes, [`received`] and [`marks`] track what has
+//! arrived and keep iterations apart, [`pace`] caps the rate, [`precopy`]
+//! decides when to pause the guest, and [`switchover`] decides which side runs
+//! the VM from the records in the [`journal`].
+//!
+//! Other products: [`stripe`] spreads the tunnel's connections over lanes,
+//! [`client_hello`] reads the server name that a TLS client asks for
+//! (hand-off), and [`ipsec`] plans security associations and how two hosts
+//! agree on them.
+//!
+//! [`text`] escapes a peer's text for display. [`mistake`] plants errors in the
+//! decisions, for the tests that must find them.
 #![forbid(unsafe_code)]
 pub mod bitmap;
 pub mod client_hello;

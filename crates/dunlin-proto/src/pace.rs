@@ -1,14 +1,14 @@
 //! One rate cap for all lanes of a session.
 //!
-//! A clock of its own decides: every sending lane reserves its bytes and is
-//! told until when to wait. The caller brings the time, so the same code runs
-//! in a simulator. Kernel pacing (SO_MAX_PACING_RATE) is per connection and
-//! would give a lane that is held back no way to lend its share to the
-//! others; it is there as well, for imitating slow links.
+//! A shared virtual clock enforces the cap: each sending lane reserves its
+//! bytes and gets the time until which it must wait. The caller supplies the
+//! current time, so the same code runs in a simulator. Kernel pacing
+//! (SO_MAX_PACING_RATE) applies to one connection, so a slow lane could not
+//! pass its share on to the others; Dunlin uses it only to imitate slow links.
 
-/// How far behind the cap may fall before it stops saving up, in
-/// nanoseconds: the burst that a pause in sending allows afterwards. Larger
-/// bursts fill queues on the path; smaller ones lose rate to late wake-ups.
+/// How far the virtual clock may lag behind real time, in nanoseconds: the
+/// burst allowed after a pause in sending. A larger burst fills queues on the
+/// path; a smaller one loses rate to late wake-ups.
 pub const BURST_NS: u64 = 10_000_000;
 
 /// A rate cap over the session's lanes.
@@ -28,13 +28,13 @@ impl Pace {
         }
     }
 
-    /// Changes the cap; what has been reserved already stays reserved.
+    /// Changes the cap; existing reservations stay.
     pub fn set_rate(&mut self, bytes_per_s: Option<u64>) {
         self.bytes_per_s = bytes_per_s;
     }
 
-    /// Reserves `bytes` at time `now_ns` and returns the time at which they
-    /// may be sent, which is `now_ns` when there is no cap.
+    /// Reserves `bytes` at time `now_ns` and returns the time at which they may
+    /// be sent: `now_ns` if there is no cap.
     pub fn reserve(&mut self, now_ns: u64, bytes: u64) -> u64 {
         let Some(rate) = self.bytes_per_s else {
             return now_ns;
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_time_saves_up_one_burst_at_most() {
+    fn idle_time_saves_up_at_most_one_burst() {
         let mut pace = Pace::new(Some(1_000_000));
         assert_eq!(pace.reserve(0, 1_000_000), 0);
         let later = 10_000_000_000;

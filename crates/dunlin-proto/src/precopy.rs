@@ -1,69 +1,68 @@
-//! When to go on copying while the guest runs, when to pause it, and when to
-//! slow it down.
+//! Decides when to continue pre-copy, when to pause the guest, and when to
+//! throttle it.
 //!
-//! After each iteration the engine fetches the dirty log and asks
-//! [`Precopy::after_iteration`]. The rule, in this order:
+//! After each iteration the engine fetches the dirty log and calls
+//! [`Precopy::after_iteration`]. The rules, in this order:
 //!
-//! 1. The predicted downtime is what remains, over the measured bandwidth,
-//!    with a quarter more for the unsteadiness of both, plus the fixed costs
-//!    (state, round trips, the journal's sync).
+//! 1. The predicted downtime is the remainder divided by the measured
+//!    bandwidth, plus a quarter because both vary, plus the fixed costs (state,
+//!    round trips, the journal's sync).
 //! 2. Above the downtime limit: another iteration. If the remainder does not
-//!    shrink either, the guest outruns the link, and it is slowed down where
-//!    the VMM can.
-//! 3. At or below the limit: go on as long as a pass still shrinks the
-//!    remainder by a quarter, since that buys downtime for little; then
-//!    switch over.
-//! 4. Fixed costs that alone exceed the limit, with next to nothing left:
-//!    there is no use in going on.
-//! 5. A time limit ends it: by cancelling, or by switching over regardless.
+//!    shrink either, the guest outruns the link and is throttled if the VMM
+//!    supports it.
+//! 3. At or below the limit: continue while an iteration still shrinks the
+//!    remainder by a quarter, because that reduces downtime at little cost;
+//!    then switch over.
+//! 4. If the fixed costs alone exceed the limit and almost nothing remains, no
+//!    iteration helps: end pre-copy.
+//! 5. At the time limit: cancel, or switch over regardless.
 
-/// The guest is slowed down by this much when it first outruns the link, in
-/// percent of its dirty rate; QEMU's `cpu-throttle-initial` has the same
-/// default.
+/// The first throttle step, in percent of the guest's dirty rate; QEMU's
+/// `cpu-throttle-initial` has the same default.
 pub const THROTTLE_FIRST: u8 = 20;
-/// And by this much more for each further iteration that gains nothing.
+/// The increase for each further iteration that gains nothing.
 pub const THROTTLE_STEP: u8 = 10;
-/// Never beyond this: a guest that stands still might as well be paused.
+/// The largest throttle: a guest that does not run might as well be paused.
 pub const THROTTLE_LAST: u8 = 99;
-/// Iterations in a row that gain nothing before the guest is slowed down.
-/// One can be an accident of the working set.
+/// Iterations in a row without gain before the guest is throttled. One may be
+/// an accident of the working set.
 const FRUITLESS_BEFORE_THROTTLE: u32 = 2;
-/// A remainder this small is not worth another pass (4 MiB: about a
+/// A remainder this small is not worth another iteration (4 MiB: about a
 /// millisecond on a 25 GbE link, less than the fixed costs).
 const NEGLIGIBLE_PAGES: u64 = 1024;
 
 /// What to do when the time limit is reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtTimeLimit {
-    /// Give up; the VM goes on at the source.
+    /// Cancel; the VM continues at the source.
     #[default]
     Cancel,
     /// Pause and switch over, however long the downtime.
     Stop,
 }
 
-/// What the operator asked for.
+/// The operator's goals.
 #[derive(Clone, Copy, Debug)]
 pub struct Goals {
-    /// Longest downtime that is acceptable, in nanoseconds.
+    /// Longest acceptable downtime, in nanoseconds.
     pub downtime_limit_ns: u64,
-    /// Longest time for the whole migration, in nanoseconds; none is forever.
+    /// Longest duration of the migration, in nanoseconds; `None` is unlimited.
     pub time_limit_ns: Option<u64>,
-    /// What happens then.
+    /// What to do at the time limit.
     pub at_time_limit: AtTimeLimit,
-    /// Whether the guest may be slowed down.
+    /// Whether the guest may be throttled.
     pub throttle: bool,
 }
 
-/// What one iteration showed.
+/// Measurements of one iteration.
 #[derive(Clone, Copy, Debug)]
 pub struct Pass {
-    /// Time since the migration began, in nanoseconds.
+    /// Time since the migration started, in nanoseconds.
     pub since_start_ns: u64,
-    /// Bytes per second that the destination took in.
+    /// Bytes per second that the destination received.
     pub bytes_per_s: u64,
-    /// Bytes that the last pages would bring onto the wire: dirty now, or
-    /// under way and not acknowledged.
+    /// Bytes that the remaining pages take on the wire: dirty now, or in flight
+    /// and not acknowledged.
     pub remaining_bytes: u64,
     /// Pages that the guest dirtied during the iteration.
     pub dirtied_pages: u64,
@@ -75,21 +74,21 @@ pub struct Pass {
 /// What to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Another iteration, with the guest slowed down by `throttle` percent.
+    /// Another iteration, with the guest throttled by `throttle` percent.
     Iterate {
         /// 0 to 99; 0 is full speed.
         throttle: u8,
     },
     /// Pause the guest and switch over.
     SwitchOver,
-    /// Nothing worth mentioning remains, and the fixed costs alone exceed the
-    /// downtime limit: no pass makes those smaller.
+    /// Almost nothing remains, and the fixed costs alone exceed the downtime
+    /// limit: another iteration cannot help.
     OutOfReach,
-    /// The time limit is reached and the operator wants no switchover then.
+    /// The time limit is reached, and the operator chose to cancel.
     GiveUp,
 }
 
-/// The course of pre-copy, one iteration after the other.
+/// The state of pre-copy across iterations.
 #[derive(Clone, Debug)]
 pub struct Precopy {
     goals: Goals,
@@ -112,12 +111,14 @@ impl Precopy {
         }
     }
 
-    /// Downtime to expect at most if the guest were paused now, in nanoseconds.
+    /// Upper estimate of the downtime if the guest were paused now, in
+    /// nanoseconds.
     ///
-    /// The bandwidth of the last pass is not that of the next moment: on a
-    /// capped link with both hosts busy, one transfer in four took longer than
-    /// it promises, up to 1.27 times as long (30 migrations, `namespaces.rs`
-    /// among the command's tests). A limit is a promise, so there is room.
+    /// The last iteration's bandwidth does not hold exactly: on a capped link
+    /// with both hosts busy, one transfer in four took longer than predicted,
+    /// up to 1.27 times as long (30 migrations, `namespaces.rs` among the
+    /// command's tests). The downtime limit is a promise, so the estimate adds
+    /// a quarter.
     #[must_use]
     pub fn predict_ns(pass: &Pass) -> u64 {
         let transfer =
@@ -127,7 +128,7 @@ impl Precopy {
             .saturating_add(pass.fixed_ns)
     }
 
-    /// Decides after an iteration. See the rule at the top of this file.
+    /// Decides after an iteration, by the rules at the top of this module.
     pub fn after_iteration(&mut self, pass: &Pass) -> Decision {
         let shrunk = self
             .last_remaining
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn goes_on_below_the_limit_while_it_pays_then_switches() {
+    fn iterates_below_the_limit_while_it_pays_then_switches() {
         let mut precopy = Precopy::new(GOALS, 4096);
         let iterate = Decision::Iterate { throttle: 0 };
         assert_eq!(precopy.after_iteration(&pass(4000 * MIB)), iterate);
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn fixed_costs_beyond_the_limit_end_it_instead_of_going_on_for_ever() {
+    fn fixed_costs_beyond_the_limit_end_pre_copy() {
         let mut costly = pass(MIB);
         costly.fixed_ns = 400_000_000;
         let mut precopy = Precopy::new(GOALS, 4096);
@@ -233,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_the_link_is_slowed_step_by_step() {
+    fn a_guest_that_outruns_the_link_is_throttled_step_by_step() {
         let mut precopy = Precopy::new(GOALS, 4096);
         let throttles: Vec<u8> = (0..14)
             .map(|_| match precopy.after_iteration(&pass(1000 * MIB)) {
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn without_leave_the_guest_is_never_slowed() {
+    fn without_permission_the_guest_is_never_throttled() {
         let mut precopy = Precopy::new(
             Goals {
                 throttle: false,

@@ -1,7 +1,8 @@
-//! Text that a peer has sent, made safe to show.
+//! Escapes text from a peer before it is displayed.
 
-/// A text of a peer's, fit for a terminal and for a log of lines: characters that
-/// would steer one, end a line or turn the direction of writing are spelled out.
+/// Escapes `text` for a terminal or a line-based log: characters that control a
+/// terminal, end a line or change the writing direction are replaced by their
+/// escape sequence.
 #[must_use]
 pub fn harmless(text: &str) -> String {
     let mut harmless = String::with_capacity(text.len());
@@ -15,9 +16,10 @@ pub fn harmless(text: &str) -> String {
     harmless
 }
 
-/// Whether [`harmless`] spells this out: the control characters, those of eight
-/// bits too (U+009B begins an escape sequence), both separators of Unicode's, and
-/// what changes the direction of writing (UAX #9).
+/// Whether [`harmless`] escapes the character: control characters, including
+/// the 8-bit ones (U+009B starts an escape sequence), Unicode's line and
+/// paragraph separators, and everything that changes the writing direction (UAX
+/// #9).
 #[must_use]
 pub fn is_harmful(character: char) -> bool {
     character.is_control()
@@ -33,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_what_would_steer_a_terminal_is_spelled_out() {
+    fn i7_terminal_control_characters_are_escaped() {
         assert_eq!(harmless("no\x1b[2Jsocket\n"), "no\\u{1b}[2Jsocket\\n");
         assert_eq!(
             harmless("a\u{9b}b\u{202e}c\u{2028}"),

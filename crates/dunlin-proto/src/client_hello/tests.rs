@@ -27,13 +27,13 @@ fn whole(body: &[u8]) -> Vec<u8> {
     [&[CLIENT_HELLO, high, middle, low], body].concat()
 }
 
-/// The extension that names a server.
+/// The extension `server_name`.
 pub(crate) fn names(name: &[u8]) -> (u16, Vec<u8>) {
     let entry = [&[HOST_NAME][..], &short(name)].concat();
     (0, short(&entry))
 }
 
-/// A message in records of so many bytes.
+/// Splits a message into records of `size` bytes.
 pub(crate) fn cut(message: &[u8], size: usize) -> Vec<u8> {
     let records = message
         .chunks(size)
@@ -51,7 +51,7 @@ fn malformed(bytes: &[u8]) {
     assert!(matches!(found, Err(NoHello::Malformed(_))), "{found:?}");
 }
 
-/// A post-quantum key share and some more, with the name behind them.
+/// A hello with a post-quantum key share and other extensions before the name.
 pub(crate) fn large() -> Vec<u8> {
     message(&[
         (0xfe0d, vec![1; 300]),
@@ -62,8 +62,8 @@ pub(crate) fn large() -> Vec<u8> {
     ])
 }
 
-/// As a socket gives it: every wait is for as many bytes as were said to be needed, and
-/// not one is spent on less. Returns how often was looked.
+/// Simulates a socket: waits each time for exactly as many bytes as `look`
+/// asked for. Returns the result and the number of looks.
 fn looks(bytes: &[u8]) -> (Result<Look, NoHello>, usize) {
     let mut there = 0;
     for times in 1.. {
@@ -80,14 +80,14 @@ fn looks(bytes: &[u8]) -> (Result<Look, NoHello>, usize) {
 }
 
 #[test]
-fn the_name_is_found_however_the_hello_is_cut_and_few_looks_do() {
+fn the_name_is_found_in_few_looks_for_any_record_size() {
     let message = large();
     for size in [1, 2, 3, 4, 5, 7, 64, 1000, message.len(), 16384] {
         let bytes = cut(&message, size);
         let (found, times) = looks(&bytes);
         assert_eq!(found, hello("host-a.example"), "in records of {size}");
         assert!(times <= 53, "{times} looks at records of {size}");
-        // Byte by byte, whatever is asked for.
+        // Every prefix, not only those that `look` asked for.
         for there in 0..bytes.len() {
             let found = look(&bytes[..there]);
             let Ok(Look::Needs(least)) = found else {
@@ -99,7 +99,7 @@ fn the_name_is_found_however_the_hello_is_cut_and_few_looks_do() {
 }
 
 #[test]
-fn a_hello_without_a_name_is_one() {
+fn a_hello_without_a_name_is_valid() {
     let none = Ok(Look::Hello(Hello { server_name: None }));
     assert_eq!(look(&cut(&message(&[]), 16384)), none);
     assert_eq!(look(&cut(&message(&[(16, short(b"\x02h2"))]), 100)), none);
@@ -112,23 +112,23 @@ fn a_hello_without_a_name_is_one() {
 }
 
 #[test]
-fn bytes_behind_the_hello_are_no_part_of_it() {
+fn bytes_after_the_hello_are_ignored() {
     let mut bytes = cut(&message(&[names(b"pool")]), 16384);
     bytes.extend([23, 3, 3, 0, 1, 0, 99]);
     assert_eq!(look(&bytes), hello("pool"));
 }
 
 #[test]
-fn what_is_no_tls_is_told_at_its_first_byte() {
+fn other_protocols_are_rejected_at_their_first_byte() {
     assert_eq!(look(b"G"), Err(NoHello::NotTls(b'G')));
     assert_eq!(look(b"\x16G"), Err(NoHello::NotTls(22)));
-    // The hello of SSL 2.
+    // An SSL 2 hello.
     assert_eq!(look(b"\x80\x2e\x01\x03\x01"), Err(NoHello::NotTls(0x80)));
     assert_eq!(look(b""), Ok(Look::Needs(1)));
 }
 
 #[test]
-fn i7_hostile_names_are_no_names() {
+fn i7_hostile_names_are_rejected() {
     for name in [
         &b""[..],
         b"a\0b",
@@ -142,13 +142,13 @@ fn i7_hostile_names_are_no_names() {
     let longest = "a".repeat(255);
     let bytes = cut(&message(&[names(longest.as_bytes())]), 100);
     assert_eq!(look(&bytes), hello(&longest));
-    // A kind of name that nobody knows.
+    // An unknown name type.
     malformed(&cut(&message(&[(0, short(b"\x01\x00\x01a"))]), 16384));
-    // Two in one list, and two lists.
+    // Two names in one list, and two lists.
     let two = [&[0][..], &short(b"a"), &[0], &short(b"b")].concat();
     malformed(&cut(&message(&[(0, short(&two))]), 16384));
     malformed(&cut(&message(&[names(b"a"), names(b"a")]), 16384));
-    // An empty list, an empty extension, and bytes behind the list.
+    // An empty list, an empty extension, and bytes after the list.
     malformed(&cut(&message(&[(0, short(b""))]), 16384));
     malformed(&cut(&message(&[(0, Vec::new())]), 16384));
     let mut behind = names(b"a");
@@ -157,24 +157,24 @@ fn i7_hostile_names_are_no_names() {
 }
 
 #[test]
-fn i7_hostile_lengths_are_refused_before_anything_is_waited_for() {
-    // A message that says it is longer than any, at its fourth byte.
+fn i7_hostile_lengths_are_rejected_before_waiting_for_bytes() {
+    // A message length over the limit, in the fourth byte of the message.
     let long = [HANDSHAKE, 3, 1, 0, 200, CLIENT_HELLO, 0xff, 0xff, 0xff];
     assert_eq!(look(&long), Err(NoHello::TooLong));
     let most = u32::try_from(MAX_CLIENT_HELLO_BYTES - 4).unwrap();
     let [_, high, middle, low] = most.to_be_bytes();
     let longest = [HANDSHAKE, 3, 1, 0x40, 0, CLIENT_HELLO, high, middle, low];
     assert_eq!(look(&longest), Ok(Look::Needs(MAX_CLIENT_HELLO_BYTES + 5)));
-    // Shorter than any, a record without content, and one that is too long.
+    // Too short, an empty record, and an oversized record.
     malformed(&[HANDSHAKE, 3, 1, 0, 200, CLIENT_HELLO, 0, 0, 40]);
     malformed(&[HANDSHAKE, 3, 1, 0, 0]);
     malformed(&[HANDSHAKE, 3, 1, 0x40, 1]);
-    // Another message, and another record in between.
+    // Another message type, and another record type in between.
     malformed(&[HANDSHAKE, 3, 1, 0, 200, 2]);
     let mut alert = cut(&large(), 100);
     alert[105] = 21;
     malformed(&alert);
-    // Records of one byte, without end.
+    // An endless series of one-byte records.
     let mut fine = cut(&vec![0; MAX_CLIENT_HELLO_BYTES], 1);
     for (at, byte) in [CLIENT_HELLO, 0, 0x3f, 0xfc].into_iter().enumerate() {
         fine[at * 6 + 5] = byte;
@@ -184,10 +184,10 @@ fn i7_hostile_lengths_are_refused_before_anything_is_waited_for() {
 }
 
 #[test]
-fn i7_every_length_within_a_hello_is_held_against_what_is_there() {
+fn i7_every_length_in_a_hello_is_checked_against_the_bytes() {
     let good = message(&[(10, vec![0; 6]), names(b"pool"), (16, short(b"\x02h2"))]);
     assert_eq!(look(&cut(&good, 16384)), hello("pool"));
-    // No byte of it, changed, is read beyond the end, whatever else it leads to.
+    // No single changed byte leads to a read past the end.
     for at in 4..good.len() {
         for wrong in [0, 1, 0x7f, 0x80, 0xff] {
             let mut bad = good.clone();
@@ -198,7 +198,7 @@ fn i7_every_length_within_a_hello_is_held_against_what_is_there() {
             }
         }
     }
-    // The sum of the extensions: one more and one less than there is.
+    // The total length of the extensions, one too large and one too small.
     let at = 4 + 2 + 32 + 2 + 6 + 2;
     for wrong in [1_u8, 255] {
         let mut bad = good.clone();
