@@ -1,4 +1,4 @@
-//! What data lanes carry after *lane open*: chunks, marks and the end.
+//! The frames of a data lane after *lane open*: chunks, marks and the end.
 //!
 //! ```text
 //!  source ──▶ destination, one way only
@@ -6,11 +6,11 @@
 //!  [header 24]                                                       mark, end
 //! ```
 //!
-//! Parsing makes the values that are safe to use: a [`Range`] that came out of
+//! Parsing yields values that are safe to use: a [`Range`] from
 //! [`ChunkHeader::decode_ranges`] lies inside a region of the table, and its
-//! payload is as long as its encoding says. Neither direction allocates per
-//! chunk: ranges go into a vector that the lane's thread keeps, bytes into
-//! another.
+//! payload has the length that its encoding implies. Neither direction
+//! allocates per chunk: the lane's thread reuses one vector for ranges and one
+//! for bytes.
 
 use crate::control::RegionTable;
 use crate::limits::{MAX_CHUNK_PAYLOAD_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
@@ -31,20 +31,20 @@ const KIND_END: u16 = 3;
 const ENCODING_RAW: u8 = 0;
 const ENCODING_ZERO: u8 = 1;
 
-/// What a frame's header announces.
+/// A frame, as its header announces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
     /// Pages; ranges and payload follow.
     Chunk(ChunkHeader),
-    /// This lane carries nothing more of this iteration (I4).
+    /// The end of this iteration on this lane (I4).
     Mark {
         /// The iteration that ends, counted from 1.
         iteration: u32,
     },
-    /// This lane carries nothing more at all. End-of-file without it is a
-    /// lost lane.
+    /// The end of this lane. End-of-file without it means that the lane is
+    /// lost.
     End {
-        /// Chunks that this lane has carried.
+        /// Number of chunks that this lane has carried.
         chunks: u64,
     },
 }
@@ -53,8 +53,8 @@ impl Frame {
     /// Reads a header of exactly [`FRAME_HEADER_BYTES`].
     ///
     /// # Errors
-    /// An unknown kind, a number over its limit, or a field that is not zero
-    /// where the kind does not use it.
+    /// An unknown kind, a number over its limit, or a non-zero field that the
+    /// kind does not use.
     pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let kind = reader.u16("frame kind")?;
@@ -64,7 +64,7 @@ impl Frame {
         let iteration = reader.u32("iteration")?;
         reader.reserved::<4>("reserved")?;
 
-        // A field that the kind does not use is zero.
+        // A field that the kind does not use must be zero.
         let unused = |what, value: u64, offset| match value {
             0 => Ok(()),
             value => Err(bad_value(what, value, offset)),
@@ -96,7 +96,7 @@ impl Frame {
         out.extend_from_slice(&self.to_bytes());
     }
 
-    /// The header as it goes on the lane.
+    /// The header's bytes.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; FRAME_HEADER_BYTES] {
         let (kind, range_count, payload_bytes, number, iteration) = match *self {
@@ -120,7 +120,7 @@ impl Frame {
     }
 }
 
-/// The header of a chunk: its counts are within their limits.
+/// The header of a chunk, with its counts within their limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
     number: u64,
@@ -130,14 +130,12 @@ pub struct ChunkHeader {
 }
 
 impl ChunkHeader {
-    /// Writes a chunk's header and ranges, and says what was written. The
-    /// payload of each raw range follows on the lane, in the order of the
-    /// ranges.
+    /// Writes a chunk's header and ranges, and returns the header. The payload
+    /// of each raw range follows on the lane, in the order of the ranges.
     ///
     /// # Errors
-    /// No range or too many of them, a payload over its limit, a range without
-    /// pages, or a number that no acknowledgement can name; `out` is then
-    /// unchanged.
+    /// No range or too many, a payload over its limit, a range without pages,
+    /// or a number that cannot be acknowledged; `out` is then unchanged.
     pub fn encode(
         number: u64,
         iteration: u32,
@@ -185,8 +183,8 @@ impl ChunkHeader {
         })
     }
 
-    /// The chunk's number, counted from 0 over the session; it is what gets
-    /// acknowledged.
+    /// The chunk's number, counted from 0 over the session. Acknowledgements
+    /// refer to it.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number
@@ -204,7 +202,7 @@ impl ChunkHeader {
         usize::from(self.range_count)
     }
 
-    /// Bytes that stand between the header and the payload.
+    /// Bytes of the ranges, between header and payload.
     #[must_use]
     pub fn ranges_bytes(&self) -> usize {
         self.range_count() * RANGE_BYTES
@@ -216,14 +214,14 @@ impl ChunkHeader {
         self.payload_bytes
     }
 
-    /// Reads the ranges, exactly [`ChunkHeader::ranges_bytes`] bytes, into a
-    /// vector that is cleared first. Nothing is allocated when it has room for
-    /// [`MAX_RANGES_PER_CHUNK`]. After an error its content means nothing.
+    /// Reads the ranges, exactly [`ChunkHeader::ranges_bytes`] bytes, into
+    /// `ranges`, which is cleared first. Does not allocate if it has room for
+    /// [`MAX_RANGES_PER_CHUNK`]. After an error its content is unspecified.
     ///
     /// # Errors
-    /// A range outside its region or of an unknown region, an encoding that
-    /// was not negotiated, or lengths that contradict each other. The peer is
-    /// at fault, and nothing of the chunk may be used.
+    /// A range outside its region or in an unknown region, an encoding that was
+    /// not negotiated, or lengths that contradict each other. The peer is at
+    /// fault, and the chunk must not be used.
     pub fn decode_ranges(
         &self,
         bytes: &[u8],
@@ -262,7 +260,7 @@ impl ChunkHeader {
         if range_count == 0 {
             return Err(bad_value("range count", 0, 2));
         }
-        // No set of chunks could acknowledge it: `first + count` would overflow.
+        // It could not be acknowledged: `first + count` would overflow.
         within("number", number, u64::MAX - 1, 8)?;
         within(
             "range count",
@@ -288,20 +286,20 @@ impl ChunkHeader {
 /// How the pages of a range are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
-    /// The pages as they are.
+    /// The content of the pages.
     Raw,
     /// No payload: every byte of every page is zero.
     Zero,
 }
 
-/// Pages of one region that lie side by side and share an encoding.
+/// Contiguous pages of one region with the same encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// The region's identifier in the region table.
     pub region: u16,
     /// How the pages are sent.
     pub encoding: Encoding,
-    /// How many pages, at least one.
+    /// Number of pages, at least one.
     pub page_count: u32,
     /// Bytes from the start of the region, a multiple of [`PAGE_BYTES`].
     pub offset: u64,
@@ -314,7 +312,7 @@ impl Range {
         u64::from(self.page_count) * PAGE_BYTES
     }
 
-    /// Bytes that the range has in the chunk's payload.
+    /// Bytes of the range in the chunk's payload.
     #[must_use]
     pub fn payload_bytes(&self) -> u64 {
         match self.encoding {
@@ -326,10 +324,10 @@ impl Range {
     fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
         let invalid = |what, why| Err(EncodeError::Invalid { what, why });
         if self.page_count == 0 {
-            return invalid("page count", "a range has at least one page");
+            return invalid("page count", "a range needs at least one page");
         }
         if !self.offset.is_multiple_of(PAGE_BYTES) {
-            return invalid("offset", "a range starts at a page");
+            return invalid("offset", "a range must start at a page boundary");
         }
         let payload_bytes =
             u32::try_from(self.payload_bytes()).map_err(|_| EncodeError::OverLimit {
@@ -351,7 +349,7 @@ impl Range {
         Ok(())
     }
 
-    /// Reads one range with the bytes of its payload.
+    /// Reads one range and the length of its payload.
     fn decode(reader: &mut Reader<'_>, regions: &RegionTable) -> Result<(Self, u32), DecodeError> {
         let start = reader.offset();
         let refuse = |what, why, at: usize| {
@@ -391,8 +389,8 @@ impl Range {
         if !offset.is_multiple_of(PAGE_BYTES) {
             return Err(bad_value("offset", offset, start + 8));
         }
-        // Neither sum nor product overflows before it is compared: a count of
-        // 32 bits times a page stays under 2^44.
+        // Neither sum nor product can overflow: a 32-bit page count times the
+        // page size stays below 2^44.
         let end = offset.checked_add(range.memory_bytes());
         if end.is_none_or(|end| end > region.length) {
             let why = DecodeReason::OverLimit {
@@ -402,7 +400,7 @@ impl Range {
             return refuse("end of range", why, 8);
         }
         if u64::from(payload_bytes) != range.payload_bytes() {
-            let why = DecodeReason::Inconsistent("it is not what encoding and page count ask for");
+            let why = DecodeReason::Inconsistent("it contradicts encoding and page count");
             return refuse("payload length", why, 16);
         }
         Ok((range, payload_bytes))

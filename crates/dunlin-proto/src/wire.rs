@@ -1,11 +1,11 @@
-//! Reading and writing bounded little-endian bytes: what every codec here is
-//! made of.
+//! Reads and writes bounded little-endian bytes. Every codec of this crate
+//! builds on it.
 //!
-//! Fields stand one after another without padding. A text or list is preceded
-//! by a 16-bit, a run of opaque bytes by a 32-bit count, and each count is
-//! compared with the field's limit *and* with the bytes that are there before
-//! anything is allocated (I7). After a message's fixed part come extension
-//! fields, by which later releases add to a message without a new version:
+//! Fields follow one another without padding. A text or list is preceded by a
+//! 16-bit count, opaque bytes by a 32-bit count. Each count is compared with
+//! the field's limit *and* with the bytes that are left before anything is
+//! allocated (I7). After a message's fixed part come extension fields, with
+//! which later releases extend a message without a new version:
 //!
 //! | bytes | field |
 //! | --- | --- |
@@ -14,8 +14,8 @@
 //! | 4 | length of the value |
 //! | length | value |
 //!
-//! An unknown optional field is skipped, an unknown required one refuses the
-//! message.
+//! An unknown optional field is skipped; an unknown required field makes the
+//! message invalid.
 
 pub(crate) mod codec;
 mod error;
@@ -35,9 +35,9 @@ pub(crate) const fn index(value: u32) -> usize {
     value as usize
 }
 
-/// Takes fields off the front of a slice.
+/// Reads fields from the front of a slice.
 ///
-/// Every method names the field, for the error, and none allocates.
+/// Every method takes the field's name for errors; none allocates.
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
     rest: &'a [u8],
@@ -53,7 +53,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Bytes taken so far, which is where the next field starts.
+    /// Bytes read so far, which is the offset of the next field.
     pub fn offset(&self) -> usize {
         self.offset
     }
@@ -135,7 +135,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A number that must be zero in this version, `N` bytes of it.
+    /// `N` reserved bytes that must be zero in this version.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::Unsupported`].
@@ -153,7 +153,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Opaque bytes behind a 32-bit length of at most `limit`.
+    /// Opaque bytes preceded by a 32-bit length of at most `limit`.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].
@@ -164,7 +164,7 @@ impl<'a> Reader<'a> {
         self.bytes(what, length)
     }
 
-    /// UTF-8 behind a 16-bit length of at most `limit` bytes.
+    /// UTF-8 preceded by a 16-bit length of at most `limit` bytes.
     ///
     /// The text is the peer's: escape it before it reaches a terminal.
     ///
@@ -182,8 +182,9 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// A 16-bit count of items, at most `limit`, of at least `item_bytes` each,
-    /// all of which are there: so the count may size an allocation.
+    /// A 16-bit count of items, at most `limit`, of at least `item_bytes` each.
+    /// Enough bytes are left for all of them, so the count may size an
+    /// allocation.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].
@@ -209,14 +210,14 @@ impl<'a> Reader<'a> {
 
     /// Reads the extension fields up to the end of the bytes.
     ///
-    /// `known` gets each field's tag and a reader over its value alone. It
-    /// answers whether it knows the tag, and if so takes the whole value.
+    /// `known` receives each field's tag and a reader over its value only. It
+    /// returns whether it knows the tag; if so, it must read the whole value.
     ///
     /// # Errors
     /// Those of `known`; [`DecodeReason::Truncated`];
-    /// [`DecodeReason::Inconsistent`] when tags do not ascend;
-    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] when
-    /// a known field is longer than its value.
+    /// [`DecodeReason::Inconsistent`] if tags do not ascend;
+    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if a
+    /// known field is longer than its value.
     pub fn fields(
         mut self,
         mut known: impl FnMut(u16, &mut Reader<'a>) -> Result<bool, DecodeError>,
@@ -234,7 +235,7 @@ impl<'a> Reader<'a> {
             let flags = self.u16(WHAT)?;
             if previous.is_some_and(|previous| tag <= previous) {
                 return Err(refuse(DecodeReason::Inconsistent(
-                    "tags must ascend, each used once",
+                    "tags must ascend strictly",
                 )));
             }
             previous = Some(tag);
@@ -270,7 +271,7 @@ impl<'a> Reader<'a> {
         Err(self.refuse(what, DecodeReason::Trailing { bytes }))
     }
 
-    /// Takes everything that is left.
+    /// Takes all remaining bytes.
     pub(crate) fn rest(&mut self) -> Self {
         let left = Self {
             rest: &[],
@@ -326,7 +327,7 @@ pub struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Lets `write` append to `out`; on an error `out` is as it was before.
+    /// Lets `write` append to `out`; on an error `out` is unchanged.
     ///
     /// # Errors
     /// Those of `write`.
@@ -342,7 +343,7 @@ impl<'a> Writer<'a> {
         result
     }
 
-    /// Bytes in the vector, those from before included.
+    /// Length of the vector, including earlier content.
     pub fn position(&self) -> usize {
         self.out.len()
     }
@@ -377,7 +378,7 @@ impl<'a> Writer<'a> {
         self.u8(u8::from(value));
     }
 
-    /// Opaque bytes behind their 32-bit length.
+    /// Opaque bytes after their 32-bit length.
     ///
     /// # Errors
     /// [`EncodeError::OverLimit`] over `limit` bytes.
@@ -393,7 +394,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// UTF-8 behind its 16-bit length.
+    /// UTF-8 after its 16-bit length.
     ///
     /// # Errors
     /// [`EncodeError::OverLimit`] over `limit` bytes.
@@ -427,7 +428,7 @@ impl<'a> Writer<'a> {
     /// An extension field. The caller writes tags in ascending order.
     ///
     /// # Errors
-    /// [`EncodeError::OverLimit`] where the value's length does not fit.
+    /// [`EncodeError::OverLimit`] if the value's length does not fit.
     pub fn field(&mut self, tag: u16, required: bool, value: &[u8]) -> Result<(), EncodeError> {
         self.u16(tag);
         self.u16(if required { FIELD_REQUIRED } else { 0 });
@@ -439,8 +440,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Overwrites bytes that were written before, such as a length that is
-    /// only known at the end. `position` is one that [`Writer::position`] gave
-    /// before at least as many bytes were written.
+    /// known only at the end. `position` comes from [`Writer::position`], and
+    /// at least that many bytes were written after it.
     pub(crate) fn patch(&mut self, position: usize, bytes: &[u8]) {
         self.out[position..position + bytes.len()].copy_from_slice(bytes);
     }
@@ -456,7 +457,7 @@ pub(crate) fn over(what: &'static str, value: u64, limit: u64) -> EncodeError {
     EncodeError::OverLimit { what, value, limit }
 }
 
-/// A length as the integer that its field has, if it keeps its limit.
+/// Converts a length to its field's integer type after checking its limit.
 pub(crate) fn bounded<T: TryFrom<usize>>(
     what: &'static str,
     value: usize,

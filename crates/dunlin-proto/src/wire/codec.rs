@@ -1,6 +1,6 @@
-//! How a field of a message is written and read. A message lists its fields once
-//! ([`layout!`] for a struct, [`bodies!`](super::message::bodies) for the messages of a protocol), and
-//! the list serves both directions.
+//! Writes and reads the fields of a message. A message lists its fields once
+//! ([`layout!`] for a struct, [`bodies!`](super::message::bodies) for the
+//! messages of a protocol); the list serves both directions.
 
 use super::{DecodeError, EncodeError, Reader, Writer, bad_value, invalid, over, within};
 use crate::fault::FaultCode;
@@ -12,7 +12,7 @@ pub(crate) trait Codec<T> {
     /// Appends the field.
     ///
     /// # Errors
-    /// A value that a peer would refuse.
+    /// A value that a peer would reject.
     fn encode(
         &self,
         what: &'static str,
@@ -20,30 +20,30 @@ pub(crate) trait Codec<T> {
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError>;
 
-    /// Takes the field.
+    /// Reads the field.
     ///
     /// # Errors
     /// [`DecodeError`].
     fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError>;
 }
 
-/// A struct whose fields follow one another.
+/// A struct with its fields in sequence.
 pub(crate) trait Layout: Sized {
     /// Appends the fields.
     ///
     /// # Errors
-    /// A value that a peer would refuse.
+    /// A value that a peer would reject.
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError>;
 
-    /// Takes the fields.
+    /// Reads the fields.
     ///
     /// # Errors
     /// [`DecodeError`].
     fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError>;
 }
 
-/// Implements [`Layout`]: the fields of a struct in their order on the wire, each with its name in
-/// errors and its [`Codec`].
+/// Implements [`Layout`] from the fields of a struct in wire order, each with
+/// its name in errors and its [`Codec`].
 macro_rules! layout {
     ($type:ident { $( $field:ident: $what:literal as $codec:expr ),* $(,)? }) => {
         impl $crate::wire::codec::Layout for $type {
@@ -204,7 +204,7 @@ where
     ) -> Result<(), EncodeError> {
         let number = (*value).into();
         if number < self.least {
-            return Err(invalid(what, "it is below the least that is allowed"));
+            return Err(invalid(what, "below the minimum"));
         }
         if number > self.most {
             return Err(over(what, number, self.most));
@@ -224,7 +224,7 @@ where
     }
 }
 
-/// UTF-8 of at most so many bytes, behind its 16-bit length.
+/// UTF-8 of at most this many bytes, after its 16-bit length.
 pub(crate) struct Text(pub(crate) usize);
 
 impl Codec<String> for Text {
@@ -242,7 +242,7 @@ impl Codec<String> for Text {
     }
 }
 
-/// At most so many bytes, behind their 32-bit length.
+/// At most this many bytes, after their 32-bit length.
 pub(crate) struct Blob(pub(crate) usize);
 
 impl Codec<Vec<u8>> for Blob {
@@ -260,11 +260,11 @@ impl Codec<Vec<u8>> for Blob {
     }
 }
 
-/// A list behind its 16-bit count.
+/// A list after its 16-bit count.
 pub(crate) struct List<C> {
-    /// The most items.
+    /// Largest number of items.
     pub(crate) most: usize,
-    /// The least bytes of an item.
+    /// Smallest size of an item.
     pub(crate) item_bytes: usize,
     /// An item's name in errors.
     pub(crate) each: &'static str,
@@ -294,7 +294,7 @@ impl<T, C: Codec<T>> Codec<Vec<T>> for List<C> {
     }
 }
 
-/// One of a few values, each with its number, in one byte.
+/// One of a fixed set of values, each with its number, in one byte.
 pub(crate) struct OneOf<T: 'static>(pub(crate) &'static [(u8, T)]);
 
 impl<T: Copy + PartialEq> Codec<T> for OneOf<T> {
@@ -305,7 +305,7 @@ impl<T: Copy + PartialEq> Codec<T> for OneOf<T> {
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         let row = self.0.iter().find(|(_, one)| one == value);
-        let (number, _) = row.ok_or(invalid(what, "it has no number"))?;
+        let (number, _) = row.ok_or(invalid(what, "the value has no number"))?;
         writer.u8(*number);
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! What the control messages of all protocols have in common: one table of their kinds, and one of
-//! their fields.
+//! Macros for the control messages of all protocols: a table of message kinds,
+//! and a table of their fields.
 
-/// Defines the kinds of messages of one protocol, with a row for each: a number that never changes,
-/// the name by which docs/wire.md and logs call it, and whatever else the protocol says of it.
+/// Defines the message kinds of one protocol, one row each: a number that never
+/// changes, the name in docs/wire.md and logs, and optionally the sender.
 macro_rules! kinds {
     ($( $variant:ident = $number:literal, $name:literal $(, $sender:ident)?; )*) => {
         /// The kinds of messages.
@@ -12,7 +12,7 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// Every kind in the order of their numbers.
+            /// Every kind, ordered by number.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
             /// The kind's name in documents and logs.
@@ -42,7 +42,7 @@ macro_rules! kinds {
         }
 
         impl Message {
-            /// Which message it is.
+            /// The message's kind.
             #[must_use]
             pub fn kind(&self) -> Kind {
                 match self {
@@ -59,7 +59,7 @@ macro_rules! kinds {
     };
     (@sender) => {};
     (@sender $( $variant:ident = $sender:ident; )+) => {
-        /// Who may send it. A message from the other side is malformed.
+        /// The side that may send it. From the other side it is malformed.
         #[must_use]
         pub fn sender(self) -> Sender {
             match self {
@@ -70,9 +70,10 @@ macro_rules! kinds {
 }
 pub(crate) use kinds;
 
-/// Defines `encode_body` and `decode_body`: the fields of every message in their order on the wire, each
-/// with its name in errors and its [`Codec`](super::codec::Codec). A message that is a struct names that
-/// alone.
+/// Defines `encode_body` and `decode_body` from the fields of every message in
+/// wire order, each with its name in errors and its
+/// [`Codec`](super::codec::Codec). For a message that wraps a struct, only the
+/// struct is listed.
 macro_rules! bodies {
     ($(
         $variant:ident
@@ -93,7 +94,7 @@ macro_rules! bodies {
             Ok(())
         }
 
-        /// Reads the body of a message of this kind to its end.
+        /// Reads the whole body of a message of this kind.
         fn decode_body(
             kind: Kind,
             mut body: $crate::wire::Reader<'_>,

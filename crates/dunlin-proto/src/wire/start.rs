@@ -1,4 +1,4 @@
-//! What every message of an established session begins with, whatever it is about:
+//! The first fields of every message of an established session:
 //!
 //! | bytes | field |
 //! | --- | --- |
@@ -6,14 +6,14 @@
 //! | 2 | kind |
 //! | 2 | flags: bit 0, the message must be understood; the others zero |
 //!
-//! The rest of the header and the body are the message's own.
+//! The rest of the header and the body depend on the protocol.
 
 use super::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, wide, within};
 
 /// Bit 0 of the flags.
 const FLAG_REQUIRED: u16 = 1;
 
-/// What stands in it: the length within its limit, the kind perhaps unknown.
+/// The fields: the length is within its limit, the kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Start {
     kind: u16,
@@ -22,7 +22,7 @@ pub(crate) struct Start {
 }
 
 impl Start {
-    /// Takes it off the front of a header.
+    /// Reads the fields from the front of a header.
     ///
     /// # Errors
     /// A body of more than `most` bytes, or a reserved bit that is set.
@@ -49,8 +49,8 @@ impl Start {
         })
     }
 
-    /// Appends a message of this release, all of which must be understood: `rest` is the
-    /// rest of its header.
+    /// Appends a message. In this release all messages must be understood.
+    /// `rest` writes the rest of the header.
     ///
     /// # Errors
     /// Those of `body`, and a body of more than `most` bytes; `out` is then unchanged.
@@ -81,12 +81,11 @@ impl Start {
         self.body_bytes
     }
 
-    /// Reads the body, of a kind that `known` knows, by `read`; `None` is a message that
-    /// this release does not know and may skip.
+    /// Reads the body: `known` maps the kind, and `read` reads the body of a
+    /// known kind. `None` is an unknown message that may be skipped.
     ///
-    /// # Errors
-    /// A body that is not exactly as long as announced, a kind that must be known and is
-    /// not, and those of `read`.
+    /// The body's length is not the announced one, a required kind is unknown,
+    /// or an error of `read`.
     pub(crate) fn decode<K, M>(
         &self,
         bytes: &[u8],
