@@ -1,4 +1,4 @@
-//! What the control lane carries once a version is selected.
+//! The messages of the control lane after a version is selected.
 //!
 //! ```text
 //!  source                                              destination
@@ -18,10 +18,10 @@
 //! ```
 //!
 //! A message is a header of 40 bytes, the kind's fixed part, and extension
-//! fields ([`crate::wire`]). Its envelope names session, epoch and sequence
-//! number, so that a new control lane can go on where the old one stopped and
-//! nothing is applied twice. A kind that is not known is skipped unless its
-//! header says that it must be understood.
+//! fields ([`crate::wire`]). Its envelope has session, epoch and sequence
+//! number, so a new control lane can continue where the old one stopped, and no
+//! message is applied twice. An unknown kind is skipped unless its header says
+//! that it must be understood.
 
 mod body;
 mod regions;
@@ -39,10 +39,10 @@ use crate::wire::{DecodeError, Reader, Start};
 /// Bytes of a control message's header.
 pub const CONTROL_HEADER_BYTES: usize = 40;
 
-/// XXH3-128 over the memory of the VM, as the engine lays it out.
+/// XXH3-128 over the VM's memory, in the order that the engine defines.
 pub type Digest = [u8; DIGEST_BYTES];
 
-/// Where a message belongs.
+/// Identifies a message within a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Envelope {
     /// The session.
@@ -50,12 +50,11 @@ pub struct Envelope {
     /// The control lane of the attempt, as in its offer.
     pub epoch: u32,
     /// Counts the sender's messages in the session from 1, across epochs. A
-    /// message that was seen before is not applied again.
+    /// repeated message is not applied again.
     pub sequence: u64,
 }
 
-/// The header of a control message: within its limits, the kind perhaps
-/// unknown.
+/// The header of a control message, within its limits; the kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,
@@ -66,7 +65,7 @@ impl Header {
     /// Reads a header.
     ///
     /// # Errors
-    /// A body over [`MAX_CONTROL_BODY_BYTES`], or a reserved bit that is set.
+    /// A body over [`MAX_CONTROL_BODY_BYTES`], or a reserved bit is set.
     pub fn decode(bytes: &[u8; CONTROL_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let start = Start::read(&mut reader, MAX_CONTROL_BODY_BYTES)?;
@@ -84,39 +83,39 @@ impl Header {
         })
     }
 
-    /// Bytes that follow, at most [`MAX_CONTROL_BODY_BYTES`].
+    /// Length of the body, at most [`MAX_CONTROL_BODY_BYTES`].
     #[must_use]
     pub fn body_bytes(&self) -> usize {
         self.start.body_bytes()
     }
 
-    /// Where the message belongs.
+    /// The message's envelope.
     #[must_use]
     pub fn envelope(&self) -> Envelope {
         self.envelope
     }
 }
 
-/// Chunk numbers that follow one another.
+/// Consecutive chunk numbers.
 ///
-/// The count is the peer's and may be any: compare the set with what is
-/// outstanding, never walk through it.
+/// The peer chooses the count: compare the set with the chunks in flight, never
+/// iterate over it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkSet {
     /// The first chunk.
     pub first: u64,
-    /// How many, at least one; `first + count` does not overflow.
+    /// Number of chunks, at least one; `first + count` does not overflow.
     pub count: u32,
 }
 
-/// How far the destination has read on a lane. Chunks are acknowledged by
-/// themselves; this tells of marks and ends, so that a lane that stands still
-/// can be told from one that waits for another at a mark.
+/// How far the destination has read on a lane. *ack* confirms chunks; this
+/// confirms marks and ends, which distinguishes a stalled lane from one that
+/// waits at a mark for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reached {
     /// The lane's number.
     pub lane: u16,
-    /// How far.
+    /// The position.
     pub position: Position,
 }
 
@@ -125,38 +124,38 @@ pub struct Reached {
 pub enum Position {
     /// The mark that ends this iteration; 0 before the first.
     Mark(u32),
-    /// The lane's end: nothing of it is under way.
+    /// The lane's end: nothing of it is in flight.
     End,
 }
 
-/// What the destination says about an attempt that was in doubt.
+/// The outcome of an attempt, according to the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
     /// The VM runs at the destination.
     Running,
     /// The destination has recorded that it will never run this attempt's VM.
     Aborted,
-    /// The VM ran at the destination, and its process has died since.
+    /// The VM ran at the destination and its process has died.
     RanThenDied,
-    /// The destination knows nothing of it: no answer to build on.
+    /// The destination has no record of it, so nothing can be concluded.
     NoRecord,
 }
 
-/// Comes first and moves no memory: what the destination builds the VM from.
+/// The first message: the description from which the destination builds the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Describe {
     /// The VM's UUID, in the order of RFC 9562's text form.
     pub vm_uuid: [u8; 16],
     /// The VM's name, at most [`crate::limits::MAX_NAME_BYTES`].
     pub vm_name: String,
-    /// Bytes of a page in every count of pages; version 1 accepts
-    /// [`crate::limits::PAGE_BYTES`] alone.
+    /// Page size in bytes for every count of pages; version 1 accepts only
+    /// [`crate::limits::PAGE_BYTES`].
     pub page_bytes: u32,
-    /// Whether its owner had paused the VM when the migration started; then it
+    /// Whether the VM's owner had paused it when the migration started; then it
     /// arrives paused.
     pub paused: bool,
-    /// Opaque to Dunlin, from VMM to VMM: configuration, CPU features, TSC
-    /// rate; at most [`crate::limits::MAX_DESCRIPTION_BYTES`].
+    /// Opaque to Dunlin, passed from VMM to VMM: configuration, CPU features,
+    /// TSC rate; at most [`crate::limits::MAX_DESCRIPTION_BYTES`].
     pub description: Vec<u8>,
     /// The VM's memory; frozen for the session.
     pub regions: RegionTable,
@@ -165,13 +164,13 @@ pub struct Describe {
 /// The destination has built the VM and waits for lanes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Accept {
-    /// Under which lanes prove that they belong here.
+    /// The secret with which lanes prove that they belong to the session.
     pub secret: SessionSecret,
-    /// Data lanes that may be alive at the same time, 1 to
+    /// Data lanes that may be open at the same time, 1 to
     /// [`crate::limits::MAX_LANES`].
     pub lanes_max: u16,
-    /// Where lanes may connect, as `host:port`; empty means where the control
-    /// lane went. At most [`crate::limits::MAX_ENDPOINTS`].
+    /// Addresses for lanes as `host:port`; empty means the control lane's
+    /// address. At most [`crate::limits::MAX_ENDPOINTS`].
     pub endpoints: Vec<String>,
 }
 
@@ -180,19 +179,19 @@ pub struct Accept {
 pub struct Section {
     /// Which device or subsystem, at most [`crate::limits::MAX_NAME_BYTES`].
     pub name: String,
-    /// Which of several alike.
+    /// The instance, if there are several.
     pub instance: u32,
     /// The version of the content's layout.
     pub version: u32,
-    /// Whether a destination that does not know the section must refuse.
+    /// Whether a destination must refuse the section if it is unknown.
     pub required: bool,
     /// The content, at most [`crate::limits::MAX_SECTION_BYTES`].
     pub bytes: Vec<u8>,
 }
 
 impl fmt::Debug for Section {
-    /// The content may be a guest's secret (its registers), so that only its
-    /// length prints.
+    /// The content may hold guest secrets (its registers), so only its length
+    /// prints.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Section")
@@ -205,22 +204,20 @@ impl fmt::Debug for Section {
     }
 }
 
-/// Everything has been sent; what the destination must have received.
+/// Everything is sent; the totals that the destination must have received.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Final {
-    /// Chunks of the whole session, without those that a lost lane took with
-    /// it.
+    /// Chunks of the whole session, without those of lost lanes.
     pub chunks: u64,
     /// The last iteration.
     pub iteration: u32,
     /// Sections sent, at most [`crate::limits::MAX_SECTIONS`].
     pub sections: u32,
-    /// Pages sent in the whole session, zero pages and repetitions included,
-    /// without those of lost chunks.
+    /// Pages sent in the whole session, including zero pages and repetitions,
+    /// without those of lost lanes.
     pub pages: u64,
-    /// Lanes that the destination has reported as fenced, as far as the source
-    /// had heard: a *final* that names fewer than the destination has fenced
-    /// was overtaken, and another follows.
+    /// Number of *fenced* reports that the source has received. A *final* with
+    /// fewer than the destination has sent is outdated, and another follows.
     pub fenced: u32,
     /// The source's memory, if verification was negotiated.
     pub digest: Option<Digest>,
@@ -233,29 +230,29 @@ pub enum Message {
     Describe(Describe),
     /// Destination: see [`Accept`].
     Accept(Accept),
-    /// Destination: it will not take this VM.
+    /// Destination: it refuses this VM.
     Refuse {
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Destination: a lane has proved itself and is read from.
+    /// Destination: a lane's proof is valid, and the lane is being read.
     LaneUp {
         /// The lane's number.
         lane: u16,
     },
-    /// Destination: a lane was closed and not read from.
+    /// Destination: a lane was closed without being read.
     LaneRefused {
         /// The lane's number.
         lane: u16,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Destination: these chunks are in guest memory, and so far have lanes
-    /// come. Both may be repeated.
+    /// Destination: these chunks are in guest memory, and these lanes have
+    /// reached these positions. Both may be repeated.
     Ack {
         /// At most [`crate::limits::MAX_ACK_SETS`].
         sets: Vec<ChunkSet>,
@@ -274,7 +271,7 @@ pub enum Message {
     },
     /// Source, the point of no return: the VM is the destination's.
     Commit {
-        /// Whether the VM shall run, or stay paused.
+        /// Whether the VM is to run or stay paused.
         run: bool,
     },
     /// Destination: recorded, and resumed if *commit* said so.
@@ -282,18 +279,18 @@ pub enum Message {
         /// CPU time of the session's threads at the destination, in
         /// nanoseconds, for the source's report.
         cpu_ns: u64,
-        /// How long the guest stood still as it saw it itself, in
-        /// nanoseconds; 0 is unknown.
+        /// How long the guest was paused as seen by the guest, in nanoseconds;
+        /// 0 is unknown.
         downtime_ns: u64,
     },
     /// Source: its copy is destroyed; the destination may forget the session.
     Release,
     /// Either side, before *commit*. The destination has recorded *aborted*
-    /// before it says so: where it crosses *commit*, it is an answer.
+    /// before it sends this: if it crosses *commit*, it counts as an answer.
     Cancel {
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason in words, at most [`crate::limits::MAX_TEXT_BYTES`].
+        /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
     /// Either side: answer with the same token.
@@ -306,14 +303,14 @@ pub enum Message {
         /// The ping's token.
         token: u64,
     },
-    /// Source: a lane is given up; make sure that it writes no more (I4).
+    /// Source: a lane is given up; the destination must prevent further writes on it (I4).
     Fence {
         /// The lane's number.
         lane: u16,
     },
-    /// Destination, as the answer to *fence* or of its own accord when it has
-    /// lost the lane itself: the lane is closed and its thread joined. What is
-    /// not acknowledged now never will be.
+    /// Destination: the answer to *fence*, or sent on its own when it has lost
+    /// the lane: the lane is closed and its thread joined. Chunks not
+    /// acknowledged by now never will be.
     Fenced {
         /// The lane's number.
         lane: u16,
@@ -321,14 +318,14 @@ pub enum Message {
         /// [`crate::limits::MAX_ACK_SETS`].
         acks: Vec<ChunkSet>,
     },
-    /// Source, on a new control lane after *commit*: who runs the VM?
+    /// Source, on a new control lane after *commit*: asks which side runs the VM
     Inquire {
         /// The attempt that is in doubt.
         attempt: u32,
     },
-    /// Destination: the answer to *inquire*, or unasked when the VM could not
-    /// be resumed after *running* was recorded; and which attempt it is about,
-    /// lest an old *aborted* be taken for a new one (I1).
+    /// Destination: the answer to *inquire*, or unsolicited if the VM could not
+    /// be resumed after *running* was recorded. It names the attempt, so an old
+    /// *aborted* is not mistaken for a new one (I1).
     Answer {
         /// The attempt that was asked about.
         attempt: u32,
@@ -340,9 +337,9 @@ pub enum Message {
 /// Which side sends a kind of message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sender {
-    /// The source alone.
+    /// Only the source.
     Source,
-    /// The destination alone.
+    /// Only the destination.
     Destination,
     /// Either.
     Either,

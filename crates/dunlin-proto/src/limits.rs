@@ -23,13 +23,13 @@ pub const MAX_LANES: u16 = 128;
 
 /// Regions of one VM.
 ///
-/// KVM allows more slots, but a slot is not a region: holes and aliases cost
-/// nothing here. 1024 covers a VM with every DIMM and device memory apart.
+/// KVM allows more slots, but a slot is not a region: holes and aliases need
+/// none. 1024 covers a VM with a region for every DIMM and every device memory.
 pub const MAX_REGIONS: usize = 1024;
 
 /// Bytes of a name: of a VM, a region or a state section.
 ///
-/// The longest file name, since toolstacks use these names as one.
+/// The longest file name, because toolstacks use these names as file names.
 pub const MAX_NAME_BYTES: usize = 255;
 
 /// Bytes of the VMM's opaque description in *describe*.
@@ -49,11 +49,11 @@ pub const MAX_SECTION_BYTES: usize = MAX_CONTROL_BODY_BYTES - EXTENSION_ROOM_BYT
 /// Sections of one attempt.
 pub const MAX_SECTIONS: u32 = 4096;
 
-/// Bytes of all sections of one attempt together.
+/// Total bytes of all sections of one attempt.
 ///
-/// The number of sections and the size of each would allow 4 GiB between
-/// them. A receiver that keeps sections until *final* counts their bytes
-/// against this, so that it stays within its bound of 64 MiB (I8).
+/// Number and size limits alone would allow 4 GiB. A receiver that keeps
+/// sections until *final* counts their bytes against this limit, to stay within
+/// its bound of 64 MiB (I8).
 pub const MAX_STATE_BYTES: usize = 32 * 1024 * 1024;
 
 /// Ranges in one chunk's header.
@@ -65,16 +65,16 @@ pub const MAX_STATE_BYTES: usize = 32 * 1024 * 1024;
 /// chunk of single scattered raw pages ends at 256 ranges.
 pub const MAX_RANGES_PER_CHUNK: usize = 448;
 
-/// Bytes of a chunk's header with its ranges: part of one TLS record, whose
+/// Bytes of a chunk's header with its ranges: part of one TLS record. Its
 /// plaintext is at most 16 384 bytes (RFC 8446 section 5.1).
 pub const MAX_CHUNK_HEADER_BYTES: usize = 12 * 1024;
 
 /// Payload bytes of one chunk.
 ///
-/// It bounds each lane's buffer, and what is sent again when a lane is lost.
+/// It bounds each lane's buffer, and the data resent after the loss of a lane.
 pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 
-/// Pages of a chunk as this source cuts it: 256 KiB.
+/// Pages of a chunk that this source cuts: 256 KiB.
 ///
 /// Formula: the pages of one frame of a data lane, which is sealed and written
 /// at once and stays in a core's second-level cache while it is.
@@ -83,8 +83,9 @@ pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 /// beyond the noise when they were measured.
 pub const CHUNK_PAGES: u64 = 64;
 
-/// Pages after which a source gives a chunk no more: 32 MiB. Zero pages carry no payload, so a lane
-/// that finds some fills the chunk up with the pages that wait behind them.
+/// Upper limit on the pages of a chunk at this source: 32 MiB. Zero pages have
+/// no payload, so a lane that finds some fills up the chunk with the next
+/// pending pages.
 ///
 /// Formula: enough that memory with one non-zero page in each 2 MiB costs a header for 16 such
 /// pages, and memory that is populated and zero one for 32 MiB; little enough that reading resident
@@ -93,7 +94,7 @@ pub const CHUNK_PAGES: u64 = 64;
 /// Alternative: none ([`CHUNK_PAGES`]): a header and an acknowledgement for each 256 KiB of zeros.
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 
-/// Page ranges under way at the source: given to a lane and not acknowledged.
+/// Page ranges in flight at the source: assigned to a lane and not acknowledged.
 ///
 /// Formula: 24 bytes each, so 6 MiB; 256 Ki ranges of a whole chunk each are
 /// 128 GiB under way, and in the worst case of single scattered pages 1 GiB,
@@ -109,10 +110,11 @@ pub const MAX_IN_FLIGHT_RANGES: usize = 256 * 1024;
 /// lane that repeats all of them.
 pub const MAX_ACK_SETS: usize = 4096;
 
-/// Gaps in the numbers of the chunks that have come.
+/// Gaps in the numbers of the chunks that have arrived.
 ///
-/// A lost lane leaves at most as many as it had chunks under way, a few
-/// hundred; this is room for hundreds of lost lanes, and 3 MiB at most.
+/// A lost lane leaves at most as many gaps as it had chunks in flight, a few
+/// hundred. The limit has room for hundreds of lost lanes and costs at most 3
+/// MiB.
 pub const MAX_CHUNK_GAPS: usize = 64 * 1024;
 
 /// Addresses that a destination names for lanes.
@@ -126,33 +128,33 @@ pub const MAX_ENDPOINT_BYTES: usize = 272;
 /// one zero.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// Bytes of the name by which a journal knows a session's peer: a DNS name has
-/// at most 253, a SPIFFE ID usually fewer than 255. A peer whose name is longer
-/// is known by its certificate.
+/// Bytes of the name under which a journal records a session's peer: a DNS name
+/// has at most 253 bytes, a SPIFFE ID usually fewer than 255. A peer with a
+/// longer name is recorded by its certificate.
 pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
 
-/// Records of a peer's sessions that ended before the VM had run here and of
+/// Records of sessions of one peer that ended before the VM ran here and about
 /// which the peer may still ask, one for each of its VMs.
 ///
-/// More than a host has VMs on the way when it crashes; 12 KiB each.
+/// More than a host migrates at the time of a crash; 12 KiB each.
 pub const MAX_RECORDS_OF_A_PEER: usize = 256;
 
-/// Bytes of a text for people that goes with a fault.
+/// Bytes of the text for operators that accompanies a fault.
 pub const MAX_TEXT_BYTES: usize = 1024;
 
 /// Bytes of one region: the physical addresses of x86-64 end here.
 pub const MAX_REGION_BYTES: u64 = 1 << 52;
 
-/// Bytes of all regions together; no VM has more than it can address.
+/// Total bytes of all regions; a VM cannot address more.
 ///
-/// A destination still compares the sum with what it is prepared to give
-/// before it allocates anything in proportion to it.
+/// Before a destination allocates memory in proportion to the total, it also
+/// compares the total with its own limit.
 pub const MAX_MEMORY_BYTES: u64 = 1 << 52;
 
 /// Bytes of a session's identity.
 pub const SESSION_ID_BYTES: usize = 16;
 
-/// Bytes of the secret under which lanes prove that they belong to a session:
+/// Bytes of the secret with which lanes prove that they belong to a session:
 /// as many as the output of the hash of its HMAC (RFC 2104 section 3).
 pub const SESSION_SECRET_BYTES: usize = 32;
 
@@ -164,7 +166,7 @@ pub const DIGEST_BYTES: usize = 16;
 
 /// Bytes after the prelude of an opening message.
 ///
-/// The peer is hardly known yet, so this is what it may make us buffer.
+/// The peer may not be authenticated yet, so this bounds what it can make us buffer.
 pub const MAX_OPENING_BODY_BYTES: usize = 4096;
 
 /// Payload bytes of one frame of the tunnel.
@@ -184,42 +186,42 @@ pub const MAX_CHANNELS: usize = 4096;
 /// Channels of one trunk unless the configuration says otherwise.
 pub const DEFAULT_CHANNELS: usize = 512;
 
-/// Chunks of one channel that its sender does not know to be delivered.
+/// Chunks of one channel whose delivery is unconfirmed.
 ///
-/// It bounds what the receiver keeps beside the bytes, where a sender writes
-/// byte by byte: 1024 entries of about a hundred bytes are 100 KiB, less than
-/// the least window.
-/// Drawback: small pieces over a long round trip wait here before the window
-/// is full; they gather in the socket meanwhile, and go out as larger ones.
+/// It bounds the receiver's bookkeeping if a sender writes byte by byte: 1024
+/// entries of about a hundred bytes are 100 KiB, less than the smallest window.
+/// Drawback: on a long round trip, small pieces reach this limit before the
+/// window is full; meanwhile they gather in the socket and are then sent as
+/// larger pieces.
 pub const MAX_CHANNEL_CHUNKS: usize = 1024;
 
-/// Bytes at the end of a channel that its consumer may leave unread without that being an abort,
-/// once the other side has ended: eight TLS alerts.
+/// Bytes at the end of a channel that its consumer may leave unread after the
+/// other side has ended, without that counting as an abort: eight TLS alerts.
 ///
-/// A program that has all data closes without reading the *close_notify* of the peer's TLS: one
-/// record of 24 to 31 bytes.
-/// Drawback: a consumer that dies that close to the end is not told apart from one that is done; and
-/// what its socket had taken counts as read, which no system call tells after the reset.
-/// Alternative: none at all, which calls every migration with QEMU's own TLS and multifd aborted.
+/// A program that has all data closes without reading the *close_notify* of the
+/// peer's TLS, one record of 24 to 31 bytes. Drawback: a consumer that dies
+/// that close to the end looks like one that is done. Bytes that its socket had
+/// accepted count as read, because no system call reports them after the reset.
+/// Alternative: zero, which counts every migration with QEMU's own TLS and
+/// multifd as aborted.
 pub const MAX_UNREAD_BYTES: u64 = 256;
 
-/// The least window of a channel: one chunk, so that it can always go on (I8).
+/// The smallest window of a channel: one chunk, so it can always make progress (I8).
 pub const LEAST_WINDOW_BYTES: u64 = MAX_STRIPE_CHUNK_BYTES as u64;
 
-/// The window that a channel begins with, where the peer's bound allows it:
-/// nothing is known of its pace yet, and a round trip of 1 ms at 1 GiB/s holds
-/// as much.
+/// The initial window of a channel if the peer's limit allows it: the channel's
+/// rate is unknown yet, and a round trip of 1 ms at 1 GiB/s holds this much.
 pub const START_WINDOW_BYTES: u64 = 1024 * 1024;
 
 /// The largest window of a channel unless its route says otherwise (I8).
 ///
 /// Formula: 10 Gbit/s over a round trip of 13 ms.
 /// Drawback: a longer path needs the route's own number.
-/// Alternative: no bound but the peer's; then one channel whose consumer is
-/// slow would hold it all, and the hypervisor would take it for bandwidth.
+/// Alternative: only the peer's limit; then one channel with a slow consumer
+/// would hold it all, and the hypervisor would mistake it for bandwidth.
 pub const DEFAULT_WINDOW_BYTES: u64 = 16 * 1024 * 1024;
 
-/// Bytes of all channels of a peer that wait on one side, unless the
+/// Bytes of all channels of a peer that may wait on one side, unless the
 /// configuration says otherwise (I8).
 ///
 /// Formula: 100 Gbit/s delivered for 10 ms, and a quarter, are 156 MB; the
@@ -237,35 +239,36 @@ pub const MAX_CREDITS: usize = 1024;
 /// buffers.
 pub const MAX_TUNNEL_BODY_BYTES: usize = 64 * 1024;
 
-/// Bytes of a ClientHello whose server name is looked for, with its header.
+/// Bytes of a ClientHello, with its header, that are searched for the server
+/// name.
 ///
 /// Formula: with X25519MLKEM768, a post-quantum signature list, an encrypted
-/// inner hello and a session ticket in it one comes to 4 KiB; four times that.
-/// Drawback: TLS would allow longer ones, which are refused.
-/// Alternative: none needed until somebody sends them.
+/// inner hello and a session ticket, a hello takes 4 KiB; four times that.
+/// Drawback: longer hellos, which TLS allows, are refused. Alternative: none
+/// needed until clients send them.
 pub const MAX_CLIENT_HELLO_BYTES: usize = 16 * 1024;
 
-/// Bytes of the records that carry it: what is looked at of an unknown client.
+/// Bytes of the records that carry a ClientHello: the limit for an unknown
+/// client.
 ///
-/// Formula: two and a half times the hello, for clients that cut it into
-/// records of a few bytes; one record a byte would be six times.
-/// Drawback: hellos of more than 6 KiB may not be cut as fine as that.
-/// Alternative: the six times; they would serve nobody who means it.
+/// Formula: two and a half times the hello, for clients that split it into
+/// records of a few bytes; one-byte records would take six times. Drawback:
+/// hellos of more than 6 KiB must not be split into one-byte records.
+/// Alternative: six times, which no honest client needs.
 pub const MAX_CLIENT_FLIGHT_BYTES: usize = 40 * 1024;
 
 /// Bytes of a server name: the longest DNS name is 253, and OpenSSL takes 255.
 pub const MAX_SERVER_NAME_BYTES: usize = 255;
 
-/// SAs that one side of an IPsec session installs for what the other sends, in one
-/// epoch.
+/// SAs that one side of an IPsec session installs for the other side's traffic,
+/// in one epoch.
 ///
-/// More than a host has CPUs that carry lanes, or connections worth an SA of their
-/// own; two epochs of them are 3 MiB of the kernel's memory. The rest of a peer's
-/// traffic goes by its fallback.
+/// More than a host has CPUs that carry lanes, or connections worth an SA of
+/// their own; two epochs use 3 MiB of kernel memory. The rest of the peer's
+/// traffic uses the fallback SA.
 pub const MAX_SAS: u16 = 1024;
 
-/// SAs in one message: as many as there may be, so that an epoch's new keys are one
-/// exchange.
+/// SAs in one message: the maximum, so one exchange replaces an epoch's keys.
 pub const MAX_SLOTS: usize = MAX_SAS as usize;
 
 /// Bytes of a message of an IPsec session after its header.
@@ -287,7 +290,7 @@ const _: () = assert!(MAX_CHUNK_HEADER_BYTES <= 16 * 1024);
 const _: () = assert!(MAX_RANGES_PER_CHUNK < MAX_IN_FLIGHT_RANGES);
 const _: () = assert!((MAX_CHUNK_PAYLOAD_BYTES as u64).is_multiple_of(PAGE_BYTES));
 const _: () = assert!(CHUNK_PAGES * PAGE_BYTES <= MAX_CHUNK_PAYLOAD_BYTES as u64);
-// A chunk of scattered raw pages is full before its list of ranges is.
+// A chunk of scattered raw pages is full before its list of ranges.
 const _: () = assert!(MAX_CHUNK_PAYLOAD_BYTES as u64 / PAGE_BYTES <= MAX_RANGES_PER_CHUNK as u64);
 // The largest describe: fixed part, name, description, regions with names.
 const _: () = assert!(
@@ -320,7 +323,7 @@ const _: () = assert!(2 + MAX_LANES as usize * 10 <= MAX_TUNNEL_BODY_BYTES - EXT
 const _: () = assert!(16 + MAX_TEXT_BYTES <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES);
 const _: () = assert!(MAX_CHANNELS <= u16::MAX as usize);
 const _: () = assert!(MAX_CREDITS <= u16::MAX as usize);
-// Every channel can have its least and one its whole window (I8).
+// Every channel can have the smallest window and one the default window (I8).
 const _: () = assert!(
     DEFAULT_CHANNELS as u64 * LEAST_WINDOW_BYTES + DEFAULT_WINDOW_BYTES <= DEFAULT_PEER_BYTES
 );
@@ -329,7 +332,7 @@ const _: () = assert!(LEAST_WINDOW_BYTES <= START_WINDOW_BYTES);
 // The largest *want* of IPsec: an epoch, a count, and 9 bytes an SA.
 const _: () = assert!(6 + MAX_SLOTS * 9 <= MAX_IPSEC_BODY_BYTES - EXTENSION_ROOM_BYTES);
 const _: () = assert!(8 + MAX_TEXT_BYTES <= MAX_IPSEC_BODY_BYTES - EXTENSION_ROOM_BYTES);
-// A hello of one record, and of records of a few bytes, fits what is looked at.
+// The largest hello fits the flight limit even in records of a few bytes.
 const _: () = assert!(MAX_CLIENT_HELLO_BYTES * 5 / 2 <= MAX_CLIENT_FLIGHT_BYTES);
 const _: () = assert!(MAX_SERVER_NAME_BYTES < MAX_CLIENT_HELLO_BYTES);
 const _: () = assert!(START_WINDOW_BYTES <= DEFAULT_WINDOW_BYTES);

@@ -1,5 +1,5 @@
-//! The fixed part and the extension fields of every control message. The
-//! tables of docs/wire.md say the same in the same order.
+//! The fixed part and the extension fields of every control message, in the
+//! order of the tables in docs/wire.md.
 
 use super::{
     Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Position, Reached,
@@ -17,7 +17,7 @@ use crate::wire::{
     DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, invalid,
 };
 
-/// How a lane's end is written where otherwise an iteration stands.
+/// The value that means a lane's end, in place of an iteration.
 const REACHED_END: u32 = u32::MAX;
 
 /// The extension field of *final* and *ready* that holds the digest.
@@ -53,13 +53,13 @@ const VERDICT: OneOf<Verdict> = OneOf(&[
 ]);
 
 impl Message {
-    /// Appends header and body. Every message of version 1 must be understood,
-    /// and says so in its header.
+    /// Appends header and body. The header says that the message must be
+    /// understood, as for every message of version 1.
     ///
     /// *accept* puts the session's secret into `out`; the caller wipes it.
     ///
     /// # Errors
-    /// Something that a peer would refuse; `out` is then unchanged.
+    /// A value that a peer would reject; `out` is then unchanged.
     pub fn encode(&self, envelope: &Envelope, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         let kind = self.kind().to_wire();
         Start::write(
@@ -76,12 +76,11 @@ impl Message {
         )
     }
 
-    /// Reads the body that follows `header`; `None` is a message that this
-    /// release does not know and may skip.
+    /// Reads the body that follows `header`; `None` is an unknown message that
+    /// may be skipped.
     ///
     /// # Errors
-    /// [`DecodeError`]; a body that is not exactly as long as announced is
-    /// one.
+    /// [`DecodeError`], also if the body's length is not the announced one.
     pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
         header.start.decode(bytes, Kind::from_wire, decode_body)
     }
@@ -153,7 +152,7 @@ layout! { Final {
 impl Layout for ChunkSet {
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
         if self.count == 0 || self.first.checked_add(u64::from(self.count)).is_none() {
-            let why = "it is empty or goes beyond the last chunk number";
+            let why = "empty, or beyond the last chunk number";
             return Err(invalid("set of chunks", why));
         }
         writer.u64(self.first);
@@ -174,7 +173,7 @@ impl Layout for ChunkSet {
         if set.first.checked_add(u64::from(set.count)).is_none() {
             return Err(DecodeError {
                 what: WHAT,
-                why: DecodeReason::Inconsistent("it goes beyond the last chunk number"),
+                why: DecodeReason::Inconsistent("beyond the last chunk number"),
                 offset,
             });
         }
@@ -182,7 +181,7 @@ impl Layout for ChunkSet {
     }
 }
 
-/// The length of a page: version 1 has one.
+/// The page size: version 1 has only one.
 struct PageLength;
 
 impl Codec<u32> for PageLength {
@@ -193,7 +192,7 @@ impl Codec<u32> for PageLength {
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         if u64::from(*value) != PAGE_BYTES {
-            return Err(invalid(what, "version 1 has pages of 4096 bytes alone"));
+            return Err(invalid(what, "version 1 supports only pages of 4096 bytes"));
         }
         writer.u32(*value);
         Ok(())
@@ -231,7 +230,7 @@ impl Codec<RegionTable> for Regions {
     }
 }
 
-/// How far a lane has come.
+/// The position of a lane.
 struct PositionCodec;
 
 impl Codec<Position> for PositionCodec {
@@ -243,7 +242,7 @@ impl Codec<Position> for PositionCodec {
     ) -> Result<(), EncodeError> {
         writer.u32(match value {
             Position::Mark(REACHED_END) => {
-                return Err(invalid(what, "it is reserved for a lane's end"));
+                return Err(invalid(what, "the value is reserved for a lane's end"));
             }
             Position::Mark(iteration) => *iteration,
             Position::End => REACHED_END,
@@ -259,7 +258,7 @@ impl Codec<Position> for PositionCodec {
     }
 }
 
-/// The extension fields of a message that may carry a digest; the last of its fields.
+/// The extension fields of a message that may carry a digest; always last.
 struct DigestField;
 
 impl Codec<Option<Digest>> for DigestField {

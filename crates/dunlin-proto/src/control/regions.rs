@@ -1,4 +1,4 @@
-//! The regions of a VM's memory, as *describe* names them. The table is frozen
+//! The regions of a VM's memory, as described in *describe*. The table is fixed
 //! for the session, and every range of every chunk is checked against it.
 
 use std::collections::HashSet;
@@ -8,14 +8,14 @@ use thiserror::Error;
 use crate::limits::{MAX_MEMORY_BYTES, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS, PAGE_BYTES};
 use crate::wire::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, wide};
 
-/// Bytes of a region on the wire, but for its name.
+/// Bytes of a region on the wire, without its name.
 const REGION_BYTES: usize = 30;
 
-/// Flags that a receiver may ignore without harm. The other half must be
-/// understood, so a set bit there that is not known refuses the region.
+/// Flags that a receiver may ignore. The other half must be understood: an
+/// unknown set bit there rejects the region.
 const IGNORABLE_FLAGS: u32 = 0x0000_ffff;
 
-/// What a region is for.
+/// The purpose of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RegionKind {
     /// The guest's main memory.
@@ -55,17 +55,17 @@ impl RegionKind {
 pub struct Region {
     /// Names the region in every range; unique, and need not be dense.
     pub id: u16,
-    /// What it is for.
+    /// The region's purpose.
     pub kind: RegionKind,
     /// Version 1 defines none. The low 16 bits may be ignored; an unknown bit
-    /// among the high 16 refuses the region.
+    /// among the high 16 rejects the region.
     pub flags: u32,
-    /// The size of the pages that back it at the source, in bytes: a power of
-    /// two, at least [`PAGE_BYTES`]. A hint for the destination.
+    /// Size of the pages that back the region at the source, in bytes: a power
+    /// of two, at least [`PAGE_BYTES`]. A hint for the destination.
     pub backing_page_bytes: u32,
-    /// Bytes, a multiple of [`PAGE_BYTES`], at least one page.
+    /// Length in bytes: a multiple of [`PAGE_BYTES`], at least one page.
     pub length: u64,
-    /// Where the guest sees it, for information: nothing is computed from it.
+    /// Guest-physical address, for information only.
     pub guest_physical: u64,
     /// The VMM's name for it, at most [`MAX_NAME_BYTES`].
     pub name: String,
@@ -131,12 +131,12 @@ impl Region {
     }
 }
 
-/// Why regions do not make a table. Whoever described them is at fault.
+/// An invalid region table. The describing side is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RegionError {
     /// No region, or more than [`MAX_REGIONS`].
-    #[error("a VM has 1 to {MAX_REGIONS} regions, not {0}")]
+    #[error("region count {0} out of range (1–{MAX_REGIONS})")]
     Count(usize),
     /// Two regions with one identifier.
     #[error("region {id} is described twice")]
@@ -144,9 +144,9 @@ pub enum RegionError {
         /// The identifier.
         id: u16,
     },
-    /// Not a positive multiple of the page size within the limit.
+    /// The length is not a positive multiple of the page size within the limit.
     #[error(
-        "region {id} has {length} bytes: a multiple of {PAGE_BYTES}, at least one and at most {MAX_REGION_BYTES} is possible"
+        "region {id} has invalid length {length} (a multiple of {PAGE_BYTES}, at most {MAX_REGION_BYTES})"
     )]
     Length {
         /// The region.
@@ -154,12 +154,12 @@ pub enum RegionError {
         /// Its length in bytes.
         length: u64,
     },
-    /// Together over the limit.
-    #[error("the regions have more than {MAX_MEMORY_BYTES} bytes together")]
+    /// The total exceeds the limit.
+    #[error("total region length exceeds {MAX_MEMORY_BYTES} bytes")]
     Total,
-    /// Not a power of two, or under the page size.
+    /// The backing page size is not a power of two, or below the page size.
     #[error(
-        "region {id} has backing pages of {bytes} bytes: a power of two from {PAGE_BYTES} is possible"
+        "region {id} has invalid backing page size {bytes} (a power of two, at least {PAGE_BYTES})"
     )]
     BackingPage {
         /// The region.
@@ -167,8 +167,8 @@ pub enum RegionError {
         /// Its backing page size in bytes.
         bytes: u32,
     },
-    /// A flag that must be understood is not known.
-    #[error("region {id} has flags {flags:#x}, of which this release does not know all it must")]
+    /// A flag that must be understood is unknown.
+    #[error("region {id} has unknown flags (flags {flags:#x})")]
     Flags {
         /// The region.
         id: u16,
@@ -176,7 +176,7 @@ pub enum RegionError {
         flags: u32,
     },
     /// The name is too long.
-    #[error("region {id} has a name of {bytes} bytes, over {MAX_NAME_BYTES}")]
+    #[error("name of region {id} has {bytes} bytes (limit {MAX_NAME_BYTES})")]
     Name {
         /// The region.
         id: u16,
@@ -191,7 +191,7 @@ impl RegionError {
             Self::Count(count) => ("region count", over(wide(count), wide(MAX_REGIONS))),
             Self::Duplicate { .. } => (
                 "region id",
-                DecodeReason::Inconsistent("identifiers must ascend, each used once"),
+                DecodeReason::Inconsistent("identifiers must ascend strictly"),
             ),
             Self::Length { length, .. } if length > MAX_REGION_BYTES => {
                 ("region length", over(length, MAX_REGION_BYTES))
@@ -222,7 +222,7 @@ fn over(value: u64, limit: u64) -> DecodeReason {
     DecodeReason::OverLimit { value, limit }
 }
 
-/// The regions of a VM, in the order of their identifiers.
+/// The regions of a VM, ordered by identifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionTable {
     regions: Vec<Region>,
@@ -233,7 +233,7 @@ impl RegionTable {
     /// Checks and sorts the regions.
     ///
     /// # Errors
-    /// [`RegionError`] on the first region that cannot be.
+    /// [`RegionError`] for the first invalid region.
     pub fn new(mut regions: Vec<Region>) -> Result<Self, RegionError> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(RegionError::Count(regions.len()));
@@ -268,7 +268,7 @@ impl RegionTable {
         self.regions.get(position)
     }
 
-    /// All regions in the order of their identifiers.
+    /// All regions, ordered by identifier.
     #[must_use]
     pub fn regions(&self) -> &[Region] {
         &self.regions
@@ -303,7 +303,7 @@ impl RegionTable {
             let offset = reader.offset();
             let region = Region::decode(reader)?;
             region.check().map_err(|error| error.into_decode(offset))?;
-            // Sorted on the wire, so that a table has one encoding.
+            // Sorted on the wire, so each table has one encoding.
             if regions.last().is_some_and(|last| region.id <= last.id) {
                 return Err(RegionError::Duplicate { id: region.id }.into_decode(offset));
             }
