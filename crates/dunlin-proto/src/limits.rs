@@ -186,7 +186,7 @@ pub const MAX_CHANNELS: usize = 4096;
 /// Channels of one trunk unless the configuration says otherwise.
 pub const DEFAULT_CHANNELS: usize = 512;
 
-/// Chunks of one channel whose delivery is unconfirmed.
+/// Chunks of one channel that are not confirmed as delivered.
 ///
 /// It bounds the receiver's bookkeeping if a sender writes byte by byte: 1024
 /// entries of about a hundred bytes are 100 KiB, less than the smallest window.

@@ -9,7 +9,7 @@
 //!    │ control messages ▶ │                (refused on the control lane)
 //! ```
 //!
-//! Every opening message starts with a prelude of 16 bytes whose format never
+//! Every opening message starts with a prelude of 16 bytes. Its format never
 //! changes, so a receiver can read the versions without decoding the body. The
 //! fixed parts of *offer*, *select* and *refuse* never change either: otherwise
 //! an old destination could not select an old version from a newer source's
@@ -131,7 +131,7 @@ impl Prelude {
         })
     }
 
-    /// A reader over `body`, whose length must be the announced one.
+    /// A reader over `body`, after a check that its length is the announced one.
     fn body<'a>(&self, body: &'a [u8]) -> Result<Reader<'a>, DecodeError> {
         let mut whole = Reader::new(body);
         let announced = Reader::new(whole.bytes("body", self.body_bytes)?);

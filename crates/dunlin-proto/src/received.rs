@@ -80,7 +80,7 @@ impl Received {
     }
 }
 
-/// The numbers from `first` to `end - 1`, in sets whose counts fit the wire
+/// The numbers from `first` to `end - 1`, in sets with counts that fit the wire
 /// format.
 fn sets_of(first: u64, end: u64) -> impl Iterator<Item = ChunkSet> {
     let step = u64::from(u32::MAX);

@@ -262,7 +262,7 @@ impl Schedule {
         }
     }
 
-    /// Forgets a lane that has ended and whose chunks are all confirmed.
+    /// Forgets a lane that has ended, once all its chunks are confirmed.
     pub fn forget(&mut self, lane: u16) {
         self.lanes.remove(&lane);
     }
@@ -782,7 +782,7 @@ mod tests {
         assert_eq!(given(&plan), all);
     }
 
-    /// A lane is lost whose chunk includes pages that another lane had lost before.
+    /// A lane is lost with a chunk that includes pages lost by another lane before.
     #[test]
     fn i5_pages_lost_twice_are_pending_again_and_counted_once() {
         let mut schedule = schedule(4 * CHUNK_PAGES, 3);

@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
     /// Reads the extension fields up to the end of the bytes.
     ///
     /// `known` receives each field's tag and a reader over its value only. It
-    /// returns whether it knows the tag; if so, it must read the whole value.
+    /// returns whether the tag is known; if so, it must read the whole value.
     ///
     /// # Errors
     /// Those of `known`; [`DecodeReason::Truncated`];

@@ -26,7 +26,7 @@ pub struct Plan {
     /// Shortest and longest way through the network.
     pub latency_ns: (u64, u64),
     /// Frames after which a lane has to be replaced.
-    pub wear: Option<u64>,
+    pub record_limit: Option<u64>,
     /// Whether lanes are held back for a rate now and then.
     pub paced: bool,
     /// Whether the guest outlives the process that migrates it.
@@ -124,7 +124,7 @@ impl Plan {
             write_every_ns: random.between(1, 12) * MS,
             burst: random.between(1, 24) as u32,
             latency_ns: (least, least + random.between(1, 12) * MS),
-            wear: random.chance(20).then(|| random.between(6, 20)),
+            record_limit: random.chance(20).then(|| random.between(6, 20)),
             paced: random.chance(20),
             elsewhere: random.chance(55),
             paused: random.chance(5),

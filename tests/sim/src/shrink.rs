@@ -62,8 +62,8 @@ fn candidates(plan: &Plan) -> Vec<Plan> {
     if plan.time_limit_ns > 100 * MS {
         add(&|plan| plan.time_limit_ns /= 2);
     }
-    if plan.wear.is_some() {
-        add(&|plan| plan.wear = None);
+    if plan.record_limit.is_some() {
+        add(&|plan| plan.record_limit = None);
     }
     if plan.slow_disk {
         add(&|plan| plan.slow_disk = false);

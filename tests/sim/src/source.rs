@@ -25,7 +25,7 @@ use crate::world::{Event, World};
 use control::Link;
 use lane::Lane;
 
-const PATIENCE: Timeouts = Timeouts {
+const TIMEOUTS: Timeouts = Timeouts {
     progress_ns: 400 * MS,
     open_ns: 700 * MS,
     retry_first_ns: 20 * MS,
@@ -170,7 +170,7 @@ impl World<'_> {
     fn new_attempt(&mut self, number: u32, machine: Source) -> Attempt {
         self.source.lives += 1;
         let pages = u64::from(self.plan.pages);
-        let sending = Sending::new(Schedule::new([(0, pages)]), PATIENCE);
+        let sending = Sending::new(Schedule::new([(0, pages)]), TIMEOUTS);
         let goals = Goals {
             downtime_limit_ns: 120 * MS,
             time_limit_ns: Some(self.plan.time_limit_ns),

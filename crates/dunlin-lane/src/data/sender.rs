@@ -230,7 +230,7 @@ impl DataSender {
         } else if used + FOR_END >= most {
             KeyUsage::Spent
         } else if used >= most / 8 * 7 {
-            KeyUsage::Worn
+            KeyUsage::NearLimit
         } else {
             KeyUsage::Fresh
         }

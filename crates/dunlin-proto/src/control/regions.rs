@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_regions_that_cannot_be_are_refused() {
+    fn i7_invalid_regions_are_rejected() {
         let table = |regions| RegionTable::new(regions).unwrap_err();
         assert_eq!(table(vec![]), RegionError::Count(0));
         let many = (0..=MAX_REGIONS).map(|id| region(u16::try_from(id).unwrap(), 4096));

@@ -24,7 +24,7 @@ fn decode(bytes: &[u8]) -> Result<Option<Message>, DecodeError> {
     Message::decode(&Header::decode(header)?, body)
 }
 
-/// Appends to the body and puts its length right.
+/// Appends to the body and corrects its length.
 fn extended(message: &Message, field: &[u8]) -> Vec<u8> {
     let mut bytes = encode(message);
     bytes.extend_from_slice(field);
@@ -109,7 +109,7 @@ fn the_largest_of_each_message_fits() {
 }
 
 #[test]
-fn what_a_peer_would_refuse_is_not_written() {
+fn invalid_values_are_not_written() {
     let empty_set = ChunkSet { first: 0, count: 0 };
     let last = Final {
         chunks: 0,
@@ -222,7 +222,7 @@ fn a_field_of_a_later_release_is_skipped_unless_it_is_required() {
         decode(&extended(&message, &required)).unwrap_err().why,
         DecodeReason::UnknownRequiredField { tag: 9 }
     );
-    // Twice the same tag, a reserved flag, a value that is not all there.
+    // A repeated tag, a reserved flag, and a truncated value.
     let twice = [optional, optional].concat();
     let flagged = [9, 0, 2, 0, 1, 0, 0, 0, 0xff];
     let cut = [9, 0, 0, 0, 2, 0, 0, 0, 0xff];
@@ -243,8 +243,8 @@ fn i7_a_digest_has_one_length() {
 }
 
 #[test]
-fn i7_a_count_is_compared_with_the_bytes_that_are_there() {
-    // 4096 sets are announced, and one is there.
+fn i7_a_count_is_compared_with_the_bytes_that_are_left() {
+    // 4096 sets are announced and one is present.
     let mut bytes = encode(&Message::Fenced {
         lane: 1,
         acks: sets(1),
@@ -274,7 +274,7 @@ fn i7_text_that_is_not_utf8_is_refused() {
 #[test]
 fn i7_an_unsorted_region_table_is_refused() {
     let good = encode(&describe(2, 0, 0));
-    // Regions without names are the last 30 bytes each, their number first.
+    // Regions without names take 30 bytes each, starting with the identifier.
     let (first, second) = (good.len() - 60, good.len() - 30);
     assert_eq!((good[first], good[second]), (0, 1));
     for (at, id) in [(second, 0), (first, 1), (first, 2)] {
@@ -298,7 +298,7 @@ fn i7_a_set_beyond_the_last_chunk_number_is_refused() {
 }
 
 #[test]
-fn a_page_size_of_a_later_version_is_named_as_missing() {
+fn a_page_size_of_a_later_version_is_a_missing_feature() {
     let mut bytes = encode(&describe(1, 0, 0));
     // UUID and an empty name come before the page length.
     bytes[CONTROL_HEADER_BYTES + 18 + 1] = 0x40;

@@ -3,7 +3,7 @@
 use super::*;
 use crate::control::{Region, RegionKind};
 
-/// Region 3 has 16 pages, region 8 as many as a region can have.
+/// Region 3 has 16 pages, region 8 the maximum.
 fn regions() -> RegionTable {
     let region = |id, length| Region {
         id,
@@ -51,7 +51,7 @@ fn decode(bytes: &[u8]) -> Result<Vec<Range>, DecodeError> {
 }
 
 #[test]
-fn a_chunk_of_as_many_ranges_as_there_can_be_fits_its_record() {
+fn a_chunk_with_the_maximum_of_ranges_fits_its_record() {
     let ranges = vec![zero(3, 0, 1); MAX_RANGES_PER_CHUNK];
     let bytes = chunk(&ranges);
     assert!(bytes.len() <= crate::limits::MAX_CHUNK_HEADER_BYTES);
@@ -106,10 +106,10 @@ fn i7_a_range_ends_within_its_region() {
 }
 
 #[test]
-fn i7_a_range_that_cannot_be_is_refused() {
+fn i7_an_invalid_range_is_rejected() {
     let good = chunk(&[raw(3, 1, 1), zero(3, 2, 2)]);
     assert!(decode(&good).is_ok());
-    // Offsets within the first range, and what is put there.
+    // Offsets within the first range, and the bytes put there.
     for (what, at, value) in [
         ("region", 0, 4_u8),
         ("encoding", 2, 2),
@@ -131,9 +131,9 @@ fn i7_a_range_that_cannot_be_is_refused() {
 }
 
 #[test]
-fn i7_the_ranges_payloads_are_the_chunks() {
-    // What the header says of 8192 bytes, and where it is found out: at the first
-    // range that exceeds it, or behind the last.
+fn i7_the_payloads_of_the_ranges_add_up_to_the_chunks() {
+    // The header's value for 8192 bytes, and where the error is detected: at
+    // the first range that exceeds it, or after the last.
     for (payload_bytes, at) in [
         (0_u32, 0),
         (4096, RANGE_BYTES),
@@ -150,12 +150,12 @@ fn i7_the_ranges_payloads_are_the_chunks() {
 }
 
 #[test]
-fn i7_a_header_that_cannot_be_is_refused() {
+fn i7_an_invalid_header_is_rejected() {
     let chunk = chunk(&[raw(3, 1, 1)]);
     let mark = Frame::Mark { iteration: 1 }.to_bytes();
     let end = Frame::End { chunks: 1 }.to_bytes();
     let header = |bytes: &[u8]| *bytes.first_chunk::<FRAME_HEADER_BYTES>().unwrap();
-    // Which frame, at which byte, what is put there, and what is refused.
+    // Frame, byte offset, bytes put there, and the rejected field.
     for (good, at, value, what) in [
         (header(&chunk), 0, 0_u8, "frame kind"),
         (header(&mark), 0, 4, "frame kind"),
@@ -176,9 +176,9 @@ fn i7_a_header_that_cannot_be_is_refused() {
     }
 }
 
-/// A set of chunks names its end, which has to be a number too.
+/// A set of chunks must be able to express its end.
 #[test]
-fn i7_a_chunk_that_no_acknowledgement_can_name_is_refused() {
+fn i7_a_chunk_that_cannot_be_acknowledged_is_rejected() {
     let mut header = *chunk(&[zero(3, 0, 1)])
         .first_chunk::<FRAME_HEADER_BYTES>()
         .unwrap();
@@ -190,7 +190,7 @@ fn i7_a_chunk_that_no_acknowledgement_can_name_is_refused() {
 }
 
 #[test]
-fn what_a_peer_would_refuse_is_not_written() {
+fn invalid_values_are_not_written() {
     let refused = |ranges: &[Range]| {
         let mut bytes = vec![9];
         let result = ChunkHeader::encode(0, 1, ranges, &mut bytes);

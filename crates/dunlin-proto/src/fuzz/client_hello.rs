@@ -1,11 +1,12 @@
-//! What a client says before anybody knows it.
+//! The first bytes of an unauthenticated client.
 
 use crate::client_hello::{Look, look};
 use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_SERVER_NAME_BYTES};
 
-/// Any first bytes, as they are and as the content of records of any size: what is
-/// waited for is more than there is, within bounds, and no more than there must be; a
-/// refusal stays one; and the name is the same however the hello is cut.
+/// Arbitrary first bytes, as they are and as the content of records of any
+/// size. Each wait asks for more bytes than there are, within bounds and never
+/// more than needed; an error is final; and the name does not depend on the
+/// record size.
 pub fn fuzz_client_hello(bytes: &[u8]) {
     grows(bytes);
     let Some((&size, message)) = bytes.split_first() else {
@@ -56,7 +57,7 @@ fn grows(bytes: &[u8]) {
                 assert!(name.bytes().all(|byte| byte.is_ascii_graphic()));
                 assert!(!name.bytes().any(|byte| byte.is_ascii_uppercase()));
                 assert_eq!(found, last);
-                // Not one byte too many was waited for.
+                // No look asked for more bytes than needed.
                 assert!(there == 0 || !matches!(look(&bytes[..there - 1]), Ok(Look::Hello(_))));
                 return;
             }
@@ -68,7 +69,7 @@ fn grows(bytes: &[u8]) {
     }
 }
 
-/// Hellos as they are sent, and as a message behind the size of its records.
+/// Complete hellos, and messages prefixed by a record size.
 #[cfg(test)]
 pub(super) fn seeds() -> Vec<super::driver::Seed> {
     use crate::client_hello::tests::{cut, large, message, names};

@@ -1,6 +1,5 @@
-//! Decoders: what they take in lies within its bounds, costs memory in
-//! proportion to the bytes that were there, and means the same when it is
-//! written and read again.
+//! Decoders: a decoded value is within its bounds, uses memory in proportion to
+//! the input, and survives encoding and decoding.
 
 use super::as_is_and_with_its_length;
 use std::sync::LazyLock;
@@ -20,8 +19,8 @@ use crate::wire::{DecodeError, Reader, Writer};
 
 const WITHIN_LIMITS: &str = "what decodes is within every limit";
 
-/// An opening message, as it is and with the length that it has; and the
-/// answer to any offer: what a destination selects is within the offer.
+/// An opening message, as it is and with its length corrected; and the answer
+/// to any offer: the selection is within the offer.
 pub fn fuzz_opening(bytes: &[u8]) {
     opening(bytes);
     let Some(body_bytes) = bytes.len().checked_sub(PRELUDE_BYTES) else {
@@ -73,7 +72,7 @@ fn opening(bytes: &[u8]) {
     }
 }
 
-/// A control message, as it is and with the length that it has.
+/// A control message, as it is and with its length corrected.
 pub fn fuzz_control_message(bytes: &[u8]) {
     as_is_and_with_its_length(bytes, CONTROL_HEADER_BYTES, control_message);
 }
@@ -85,7 +84,7 @@ fn control_message(bytes: &[u8]) -> Option<Message> {
     let message = Message::decode(&header, body).ok()??;
     assert_eq!(body.len(), header.body_bytes());
     within_limits(&message);
-    // Regions are wider in memory than on the wire, by less than four times.
+    // Regions are larger in memory than on the wire, by less than four times.
     assert!(held_bytes(&message) <= 4 * body.len() + 64);
     let mut encoded = Vec::new();
     message
@@ -184,7 +183,7 @@ fn held_bytes(message: &Message) -> usize {
     }
 }
 
-/// The regions of a *describe* whose other fields are as they should be.
+/// The region table of an otherwise valid *describe*.
 pub fn fuzz_region_table(bytes: &[u8]) {
     let mut message = vec![0; CONTROL_HEADER_BYTES];
     // VM UUID and an empty name; the page length; not paused; no description.
@@ -203,7 +202,7 @@ pub fn fuzz_region_table(bytes: &[u8]) {
     }
 }
 
-/// Where the table begins in a whole *describe*.
+/// Offset of the table in a complete *describe*.
 #[cfg(test)]
 pub(super) fn table_at(describe: &[u8]) -> usize {
     let length = |at: usize, bytes: usize| {
@@ -228,7 +227,7 @@ static REGIONS: LazyLock<RegionTable> = LazyLock::new(|| {
         guest_physical: 0,
         name: String::new(),
     };
-    // Those of the vectors, one of a single page, and a very large one.
+    // The regions of the vectors, one of a single page, and a very large one.
     RegionTable::new(vec![
         region(0, 1 << 30),
         region(1, 4096),
@@ -238,7 +237,7 @@ static REGIONS: LazyLock<RegionTable> = LazyLock::new(|| {
     .expect("the table is within every limit")
 });
 
-/// A frame of a data lane: ranges lie inside their regions, and a frame has
+/// A frame of a data lane: ranges lie inside their regions, and each frame has
 /// one encoding.
 pub fn fuzz_data_frame(bytes: &[u8]) {
     let Some((header, rest)) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>() else {
@@ -274,8 +273,8 @@ pub fn fuzz_data_frame(bytes: &[u8]) {
     assert_eq!(encoded, bytes);
 }
 
-/// Extension fields, of which this reader knows tags 1 to 3: what is taken
-/// ascends and stands in the bytes, and writing it gives the bytes again.
+/// Extension fields for a reader of tags 1 to 3: the tags ascend, the
+/// values lie within the input, and writing them reproduces its length.
 pub fn fuzz_extension_fields(bytes: &[u8]) {
     let mut taken = Vec::new();
     let mut skipped = 0;
@@ -300,7 +299,7 @@ pub fn fuzz_extension_fields(bytes: &[u8]) {
             .try_for_each(|(tag, value)| writer.field(*tag, false, value))
     })
     .expect("no value is longer than the input");
-    // But for the bit that says whether a field must be understood.
+    // Only the required bits may differ.
     assert_eq!(encoded.len(), bytes.len());
 }
 

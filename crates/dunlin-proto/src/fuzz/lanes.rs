@@ -1,4 +1,4 @@
-//! The lanes of each side against the rules, while the peer says anything at
+//! The lanes of each side against the rules, while the peer reports anything at
 //! all.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,36 +9,36 @@ use crate::control::{ChunkSet, Final, Position, Reached};
 use crate::lanes::{Action, Fence, KeyUsage, Receiving, Sending, Timeouts};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
-pub(super) const PATIENCE: Timeouts = Timeouts {
+pub(super) const TIMEOUTS: Timeouts = Timeouts {
     progress_ns: 5_000,
     open_ns: 10_000,
     retry_first_ns: 200,
     retry_last_ns: 2_000,
     alone_ns: 30_000,
 };
-/// Pages of the memory: four chunks and a little.
+/// Pages of guest memory: slightly more than four chunks.
 pub(super) const PAGES: u64 = 260;
 
-pub(super) fn wear(choices: &mut Choices<'_>) -> KeyUsage {
+pub(super) fn key_usage(choices: &mut Choices<'_>) -> KeyUsage {
     match choices.byte() {
         0..240 => KeyUsage::Fresh,
-        240..252 => KeyUsage::Worn,
+        240..252 => KeyUsage::NearLimit,
         _ => KeyUsage::Spent,
     }
 }
 
-/// The source's lanes, whatever the destination and the network do: nothing
-/// that waits is forgotten, lanes are opened under new numbers and no more than
-/// are wanted, given up and fenced once, and between two looks nobody has to
-/// look without a pause.
+/// The source's lanes under any behaviour of destination and network: no
+/// pending page is forgotten; lanes open under new numbers and never more than
+/// wanted; each is given up and fenced once; and no deadline is ever in the
+/// past after a poll.
 pub fn fuzz_sending(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
-    let mut sending = Sending::new(Schedule::new([(0, PAGES)]), PATIENCE);
+    let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
     let wanted = choices.below(4) as u16 + 1;
     sending.want(wanted);
     let mut plan = ChunkPlan::default();
     let mut now_ns = 0_u64;
-    // What waits or is under way: the pages of each chunk by its number.
+    // Pending pages, and the lane and pages of each chunk in flight.
     let mut pending = 0;
     let mut given: BTreeMap<u64, (u16, u64)> = BTreeMap::new();
     let mut threads = BTreeSet::new();
@@ -117,10 +117,10 @@ pub fn fuzz_sending(bytes: &[u8]) {
             12 if choices.byte() < 32 => sending.control_resumed(now_ns),
             12 => sending.unheard(now_ns),
             _ => {
-                let wear = wear(&mut choices);
-                match sending.next(lane, wear, now_ns, &mut plan) {
+                let usage = key_usage(&mut choices);
+                match sending.next(lane, usage, now_ns, &mut plan) {
                     Work::Chunk => {
-                        assert!(wear != KeyUsage::Spent, "a spent lane carries a chunk");
+                        assert!(usage != KeyUsage::Spent, "a spent lane carries a chunk");
                         given.insert(plan.number, (lane, plan.pages));
                         pending -= plan.pages;
                         if choices.byte() < 16 {
@@ -133,7 +133,10 @@ pub fn fuzz_sending(bytes: &[u8]) {
         }
         let before = opened;
         while let Some(action) = sending.poll(now_ns) {
-            assert!(!given_up || !matches!(action, Action::GiveUp), "said twice");
+            assert!(
+                !given_up || !matches!(action, Action::GiveUp),
+                "reported twice"
+            );
             match action {
                 Action::Open(number) => {
                     assert_eq!(number, opened + 1, "lane numbers are never used twice");
@@ -148,7 +151,7 @@ pub fn fuzz_sending(bytes: &[u8]) {
             assert!(opened - before <= wanted);
         }
         assert!(sending.opening() <= usize::from(wanted));
-        // Nobody turns round and round.
+        // No busy loop.
         assert!(sending.due_ns().is_none_or(|due_ns| due_ns > now_ns));
         let schedule = sending.schedule();
         assert_eq!(schedule.pending_pages(), pending);
@@ -160,10 +163,10 @@ pub fn fuzz_sending(bytes: &[u8]) {
     }
 }
 
-/// The destination's lanes, whatever comes on them: every chunk that was
-/// written is told once, and again on a new control lane; no number is used
-/// twice; a lane that is gone or was fenced writes nothing; everything has come
-/// only when the counts agree and no lane is left.
+/// The destination's lanes under any input: every written chunk is reported
+/// once, and again on a new control lane; no number is used twice; a lane that
+/// is gone or fenced writes nothing; and the memory is complete only if the
+/// counts match and no lane is left.
 pub fn fuzz_receiving(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let lanes_max = choices.below(4) as u16 + 1;
@@ -171,7 +174,7 @@ pub fn fuzz_receiving(bytes: &[u8]) {
     let mut used = BTreeSet::new();
     let mut open: BTreeMap<u16, u64> = BTreeMap::new();
     let mut written = BTreeSet::new();
-    let mut untold = BTreeSet::new();
+    let mut unreported = BTreeSet::new();
     let mut pages = 0;
     let mut complete = false;
     while choices.more() {
@@ -201,20 +204,20 @@ pub fn fuzz_receiving(bytes: &[u8]) {
                 assert!(receiving.is_closing(lane));
             }
             4 => {
-                let told = receiving.gone(lane);
-                assert!(told || !open.contains_key(&lane));
+                let reported = receiving.gone(lane);
+                assert!(reported || !open.contains_key(&lane));
                 open.remove(&lane);
             }
             5 => {
                 let (sets, _) = receiving.take_reports();
                 let named = numbers(&sets);
-                assert_eq!(named, untold, "what was written is told once");
-                untold.clear();
+                assert_eq!(named, unreported, "what was written is reported once");
+                unreported.clear();
                 assert!(!receiving.has_reports());
             }
             6 if choices.byte() < 64 => {
                 let (sets, reached) = receiving.repeat();
-                assert_eq!(numbers(&sets), written, "all of it is told again");
+                assert_eq!(numbers(&sets), written, "all of it is reported again");
                 for Reached { lane, position } in reached {
                     assert!(
                         position == Position::End
@@ -222,7 +225,7 @@ pub fn fuzz_receiving(bytes: &[u8]) {
                             || used.contains(&lane)
                     );
                 }
-                untold.clear();
+                unreported.clear();
             }
             7 => {
                 let last = Final {
@@ -239,7 +242,7 @@ pub fn fuzz_receiving(bytes: &[u8]) {
                     assert!(complete || (agrees && open.is_empty()));
                     complete = true;
                 } else {
-                    assert!(!complete, "once it has all come, it stays so");
+                    assert!(!complete, "completeness is final");
                 }
             }
             8 | 9 => {
@@ -254,22 +257,22 @@ pub fn fuzz_receiving(bytes: &[u8]) {
                 if checked.is_err() {
                     continue;
                 }
-                assert!(open.contains_key(&lane), "lane {lane} is not here");
-                assert!(!written.contains(&number), "chunk {number} came before");
+                assert!(open.contains_key(&lane), "lane {lane} is not open");
+                assert!(!written.contains(&number), "chunk {number} arrived before");
                 assert_eq!(receiving.written(lane, number, 2), Ok(()));
                 written.insert(number);
-                untold.insert(number);
+                unreported.insert(number);
                 pages += 2;
                 *open.entry(lane).or_default() += 1;
             }
         }
         assert!(receiving.open().eq(open.keys().copied()));
         assert_eq!(receiving.totals(), (written.len() as u64, pages));
-        assert!(receiving.has_reports() || untold.is_empty());
+        assert!(receiving.has_reports() || unreported.is_empty());
     }
 }
 
-/// The chunks that sets name, each once.
+/// The chunk numbers in the sets, each at most once.
 fn numbers(sets: &[ChunkSet]) -> BTreeSet<u64> {
     let mut numbers = BTreeSet::new();
     for set in sets {

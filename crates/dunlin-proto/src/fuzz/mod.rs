@@ -1,10 +1,10 @@
-//! Fuzz entries: one function for each decoder, and one for each part that is
-//! driven by operations, with bytes that choose them.
+//! Fuzz entries: one for each decoder, and one for each state machine, driven
+//! by operations that the input bytes choose.
 //!
-//! Each takes any bytes, and panics if a decoder or a model finds something
-//! amiss. The unit tests run them over the checked-in seeds and mutations of
-//! those; `make fuzz` runs the same functions under libFuzzer. Compiled for
-//! tests and with the feature `fuzzing` only.
+//! Each takes arbitrary bytes and panics on an error of a decoder or a
+//! deviation from a model. Unit tests run them over the checked-in seeds and
+//! mutations of these; `make fuzz` runs the same functions under libFuzzer.
+//! Compiled only for tests and with the feature `fuzzing`.
 
 mod client_hello;
 mod decoders;
@@ -30,7 +30,7 @@ pub use switchover::{fuzz_destination_switchover, fuzz_source_switchover};
 
 pub use crate::journal::peer::fuzz::fuzz_peer_block;
 
-/// A fuzz entry by the name of its seeds' folder and of its binary.
+/// A fuzz entry with its name, which is also that of its seed directory and binary.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every entry of this crate.
@@ -61,7 +61,7 @@ pub const TARGETS: &[Target] = &[
     ("destination_switchover", fuzz_destination_switchover),
 ];
 
-/// Has `message` read the bytes as they are, and with the length of the body that they have.
+/// Calls `message` with the bytes as they are, and with the body length corrected.
 fn as_is_and_with_its_length<T>(bytes: &[u8], header_bytes: usize, message: fn(&[u8]) -> T) {
     message(bytes);
     let Some(body_bytes) = bytes.len().checked_sub(header_bytes) else {
@@ -74,13 +74,13 @@ fn as_is_and_with_its_length<T>(bytes: &[u8], header_bytes: usize, message: fn(&
     }
 }
 
-/// Bytes that choose operations. At their end everything is zero, so that any
-/// input means something.
+/// Bytes that choose operations. After their end all choices are zero, so every
+/// input is valid.
 #[derive(Clone, Debug)]
 pub struct Choices<'a>(&'a [u8]);
 
 impl<'a> Choices<'a> {
-    /// Chooses by `bytes`.
+    /// Choices taken from `bytes`.
     #[must_use]
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
@@ -97,15 +97,15 @@ impl<'a> Choices<'a> {
         self.array::<1>()[0]
     }
 
-    /// A number from 0 to `limit - 1`; 0 where `limit` is 0.
+    /// A number from 0 to `limit - 1`; 0 if `limit` is 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         u64::from(u16::from_le_bytes(self.array()))
             .checked_rem(limit)
             .unwrap_or(0)
     }
 
-    /// Any number, with those at the edges of what a `u64` holds and of what
-    /// a page or a word is far more often than chance has it.
+    /// Any number; values near the limits of `u64`, pages and words are much
+    /// more frequent than random.
     pub fn number(&mut self) -> u64 {
         let near = u64::from(self.byte());
         match self.byte() % 8 {
@@ -156,14 +156,15 @@ mod tests {
     }
 
     #[test]
-    fn i7_every_decoder_and_model_stands_seeds_and_mutations() {
+    fn i7_every_decoder_and_model_passes_seeds_and_mutations() {
         #[cfg(feature = "mistakes")]
         let _none = crate::mistake::plant(None);
         check(TARGETS, seeds);
     }
 
-    /// The entries of operations, given noise, find a mistake in what they
-    /// drive. Those that take both sides of a switchover are the model's.
+    /// With noise as input, the operation entries find planted mistakes in the
+    /// code they drive. The model covers mistakes that need both sides of a
+    /// switchover.
     #[test]
     #[cfg(feature = "mistakes")]
     fn i4_planted_mistakes_are_found() {

@@ -1,5 +1,5 @@
-//! Operations, chosen by bytes, on what decides: each is compared with a model
-//! that is slow and plain.
+//! Operations, chosen by bytes, on the decision modules; each is compared with
+//! a simple, slow model.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -77,10 +77,10 @@ pub fn fuzz_bitmap(bytes: &[u8]) {
     }
 }
 
-/// Marks against every lane's own count: no lane goes past a mark that a live
-/// one has still to reach (I4), a mark is the next one or the first that a lane
-/// carries, and one that could be passed stays so unless a new lane says that it
-/// begins further back.
+/// Marks against a model of each lane's progress: no lane passes a mark that a
+/// live lane has yet to reach (I4); a mark is the next one, or any number as a
+/// lane's first; a passable mark stays passable unless a new lane starts
+/// further back.
 pub fn fuzz_marks(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut marks = Marks::default();
@@ -95,7 +95,7 @@ pub fn fuzz_marks(bytes: &[u8]) {
                     passed = 0;
                 }
                 marks.open(lane);
-                // It holds nobody back who may go on already.
+                // It does not block lanes that may already pass.
                 reached.insert(lane, passed);
                 new.insert(lane);
             }
@@ -137,7 +137,7 @@ pub fn fuzz_marks(bytes: &[u8]) {
         }
         let least = reached.values().copied().min();
         if let Some(least) = least {
-            assert!(passed <= least, "a mark that was passed is shut again");
+            assert!(passed <= least, "a passed mark is blocked again");
             passed = least;
             for mark in 0..least + 4 {
                 assert_eq!(marks.may_pass(mark), mark <= least);
@@ -147,9 +147,9 @@ pub fn fuzz_marks(bytes: &[u8]) {
     }
 }
 
-/// A rate cap under any pieces, pauses and changes: nothing leaves before it
-/// is asked for or before what was reserved earlier, and between two changes
-/// no more than the rate and one burst gets through.
+/// A rate cap under any pieces, pauses and changes: nothing leaves before its
+/// request or before earlier reservations, and between two changes at most the
+/// rate plus one burst gets through.
 pub fn fuzz_pace(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let rate = |choices: &mut Choices<'_>| match choices.byte() % 4 {
@@ -161,7 +161,7 @@ pub fn fuzz_pace(bytes: &[u8]) {
     let mut pace = Pace::new(cap);
     let mut now = choices.below(1 << 16) * 1_000_000;
     let mut last = 0;
-    // Since the cap last changed: when that was, and what has been let go.
+    // Time and bytes sent since the last change of the cap.
     let mut window = (None, 0_u128);
     while choices.more() {
         match choices.byte() % 4 {
@@ -184,7 +184,7 @@ pub fn fuzz_pace(bytes: &[u8]) {
                 let (began, sent) = &mut window;
                 let began = *began.get_or_insert(at);
                 let elapsed = u128::from(at.saturating_sub(began)) + u128::from(BURST_NS);
-                // Rounding gives away less than a nanosecond a piece.
+                // Rounding loses less than a nanosecond per piece.
                 let slack = (*sent / 1_000_000_000 + 1_000_000) * 2;
                 let allowed = elapsed * u128::from(rate.max(1)) / 1_000_000_000 + slack;
                 assert!(
@@ -197,8 +197,8 @@ pub fn fuzz_pace(bytes: &[u8]) {
     }
 }
 
-/// Any course of pre-copy: it switches over only within the limits, gives up
-/// only as asked, never slows a guest that must not be slowed, and ends at its
+/// Any run of pre-copy: it switches over only within the limits, gives up only
+/// as configured, never throttles a guest without permission, and ends at its
 /// time limit.
 pub fn fuzz_precopy(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
@@ -253,7 +253,7 @@ pub fn fuzz_precopy(bytes: &[u8]) {
     }
 }
 
-/// A region table against the rules, one by one.
+/// A region table against each rule.
 pub fn fuzz_regions(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut regions = Vec::new();

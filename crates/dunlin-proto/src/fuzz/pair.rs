@@ -1,16 +1,15 @@
-//! The lanes of both sides together, over connections that lose what they
-//! like.
+//! The lanes of both sides together, over lossy connections.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::Choices;
-use super::lanes::{PAGES, PATIENCE, wear};
+use super::lanes::{PAGES, TIMEOUTS, key_usage};
 use crate::bitmap::Run;
 use crate::control::{ChunkSet, Final, Reached};
 use crate::lanes::{Action, Fence, KeyUsage, Receiving, Sending};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
-/// What a data lane carries.
+/// Content of a data lane.
 enum Carried {
     /// A chunk: its number, its iteration, and pages with their versions.
     Chunk(u64, u32, Vec<(u64, u32)>),
@@ -18,34 +17,34 @@ enum Carried {
     End(u64),
 }
 
-/// A data lane between the two.
+/// A data lane between the two sides.
 #[derive(Default)]
-struct Line {
-    under_way: VecDeque<Carried>,
-    /// The source's thread is there.
+struct Connection {
+    in_flight: VecDeque<Carried>,
+    /// The source's thread is running.
     sends: bool,
-    /// The destination's thread is there.
+    /// The destination's thread is running.
     receives: bool,
-    /// Nothing more comes.
+    /// Nothing more can be sent.
     closed: bool,
-    /// At this mark the destination's thread waits.
+    /// The mark at which the destination's thread waits.
     at_mark: Option<u32>,
 }
 
-/// What the control lane carries to the source.
-enum Told {
+/// A message on the control lane to the source.
+enum Report {
     Up(u16),
     Refused(u16),
     Acks(Vec<ChunkSet>, Vec<Reached>),
     Fenced(u16),
 }
 
-/// Both sides and the memory of a guest that writes.
+/// Both sides and the memory of a running guest.
 struct Pair {
     sending: Sending,
     receiving: Receiving,
-    lines: BTreeMap<u16, Line>,
-    to_source: VecDeque<Told>,
+    connections: BTreeMap<u16, Connection>,
+    to_source: VecDeque<Report>,
     fences: VecDeque<u16>,
     /// Versions of the pages at the source, and at the destination.
     guest: Vec<u32>,
@@ -55,12 +54,12 @@ struct Pair {
     now_ns: u64,
 }
 
-/// A migration in which each side is told the truth, late: no page ever goes
-/// back to an older version (I4), and when all has come the two memories are the
-/// same (I3).
+/// A migration in which each side receives true reports, late: no page goes
+/// back to an older version (I4), and once everything has arrived the two
+/// memories are equal (I3).
 pub fn fuzz_lanes(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
-    let mut sending = Sending::new(Schedule::new([(0, PAGES)]), PATIENCE);
+    let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
     sending.want(choices.below(3) as u16 + 1);
     let run = Run {
         first: 0,
@@ -70,7 +69,7 @@ pub fn fuzz_lanes(bytes: &[u8]) {
     let mut pair = Pair {
         sending,
         receiving: Receiving::new(8),
-        lines: BTreeMap::new(),
+        connections: BTreeMap::new(),
         to_source: VecDeque::new(),
         fences: VecDeque::new(),
         guest: vec![1; PAGES as usize],
@@ -82,8 +81,8 @@ pub fn fuzz_lanes(bytes: &[u8]) {
     pair.sending.schedule_mut().begin_iteration();
     pair.tend();
     while choices.more() {
-        let chosen = choices.below(pair.lines.len() as u64);
-        let lane = pair.lines.keys().nth(chosen as usize).copied();
+        let chosen = choices.below(pair.connections.len() as u64);
+        let lane = pair.connections.keys().nth(chosen as usize).copied();
         let lane = lane.unwrap_or_default();
         match choices.byte() % 16 {
             0 | 1 if !pair.finishing => {
@@ -96,15 +95,15 @@ pub fn fuzz_lanes(bytes: &[u8]) {
             3 if choices.byte() < 32 && !pair.finishing => pair.iterate(true),
             4 => pair.now_ns += choices.below(4_000),
             5 if choices.byte() < 64 => {
-                if let Some(line) = pair.lines.get_mut(&lane) {
-                    line.closed = true;
+                if let Some(connection) = pair.connections.get_mut(&lane) {
+                    connection.closed = true;
                 }
             }
             6 if choices.byte() < 32 => pair.resume(),
             7 | 8 => pair.hear(),
             9 => pair.fence(),
             10..=12 => pair.deliver(lane),
-            _ => pair.work(lane, wear(&mut choices)),
+            _ => pair.work(lane, key_usage(&mut choices)),
         }
         pair.tend();
     }
@@ -112,23 +111,23 @@ pub fn fuzz_lanes(bytes: &[u8]) {
 }
 
 impl Pair {
-    /// Does what the source's lanes ask for.
+    /// Executes the actions of the source's lanes.
     fn tend(&mut self) {
         while let Some(action) = self.sending.poll(self.now_ns) {
             match action {
                 Action::Open(lane) => {
-                    let line = Line {
+                    let connection = Connection {
                         sends: true,
-                        ..Line::default()
+                        ..Connection::default()
                     };
-                    self.lines.insert(lane, line);
+                    self.connections.insert(lane, connection);
                     self.to_source.push_back(match self.receiving.admit(lane) {
-                        Ok(()) => Told::Up(lane),
-                        Err(_) => Told::Refused(lane),
+                        Ok(()) => Report::Up(lane),
+                        Err(_) => Report::Refused(lane),
                     });
                     let admitted = self.receiving.open().any(|open| open == lane);
-                    if let Some(line) = self.lines.get_mut(&lane) {
-                        line.receives = admitted;
+                    if let Some(connection) = self.connections.get_mut(&lane) {
+                        connection.receives = admitted;
                     }
                 }
                 Action::Cut(lane) => self.end_thread(lane, false),
@@ -138,13 +137,13 @@ impl Pair {
         }
     }
 
-    /// The lane's thread at the source is over.
+    /// The lane's thread at the source ends.
     fn end_thread(&mut self, lane: u16, in_order: bool) {
-        let Some(line) = self.lines.get_mut(&lane) else {
+        let Some(connection) = self.connections.get_mut(&lane) else {
             return;
         };
-        line.closed = true;
-        if std::mem::replace(&mut line.sends, false) {
+        connection.closed = true;
+        if std::mem::replace(&mut connection.sends, false) {
             self.sending.thread_ended(lane, in_order, self.now_ns);
         }
     }
@@ -170,17 +169,21 @@ impl Pair {
         }
     }
 
-    /// The lane's thread at the source asks for work and does it.
-    fn work(&mut self, lane: u16, wear: KeyUsage) {
-        let Some(line) = self.lines.get_mut(&lane).filter(|line| line.sends) else {
+    /// The lane's thread at the source asks for work and executes it.
+    fn work(&mut self, lane: u16, usage: KeyUsage) {
+        let Some(connection) = self
+            .connections
+            .get_mut(&lane)
+            .filter(|connection| connection.sends)
+        else {
             return;
         };
-        if line.closed {
+        if connection.closed {
             self.end_thread(lane, false);
             return;
         }
         let mut plan = ChunkPlan::default();
-        match self.sending.next(lane, wear, self.now_ns, &mut plan) {
+        match self.sending.next(lane, usage, self.now_ns, &mut plan) {
             Work::Chunk => {
                 let mut pages = Vec::new();
                 for range in &plan.ranges {
@@ -190,12 +193,13 @@ impl Pair {
                         (page, version)
                     }));
                 }
-                line.under_way
+                connection
+                    .in_flight
                     .push_back(Carried::Chunk(plan.number, plan.iteration, pages));
             }
-            Work::Mark(mark) => line.under_way.push_back(Carried::Mark(mark)),
+            Work::Mark(mark) => connection.in_flight.push_back(Carried::Mark(mark)),
             Work::End { chunks } => {
-                line.under_way.push_back(Carried::End(chunks));
+                connection.in_flight.push_back(Carried::End(chunks));
                 self.end_thread(lane, true);
             }
             Work::Wait => {}
@@ -203,23 +207,27 @@ impl Pair {
         }
     }
 
-    /// The lane's thread at the destination takes the next thing.
+    /// The lane's thread at the destination takes the next frame.
     fn deliver(&mut self, lane: u16) {
-        let Some(line) = self.lines.get_mut(&lane).filter(|line| line.receives) else {
+        let Some(connection) = self
+            .connections
+            .get_mut(&lane)
+            .filter(|connection| connection.receives)
+        else {
             return;
         };
         if self.receiving.is_closing(lane) {
             self.gone(lane);
             return;
         }
-        if let Some(mark) = line.at_mark {
+        if let Some(mark) = connection.at_mark {
             if !self.receiving.may_pass(mark) {
                 return;
             }
-            line.at_mark = None;
+            connection.at_mark = None;
         }
-        match line.under_way.pop_front() {
-            None if line.closed => self.gone(lane),
+        match connection.in_flight.pop_front() {
+            None if connection.closed => self.gone(lane),
             None => {}
             Some(Carried::Chunk(number, iteration, pages)) => {
                 let checked = self.receiving.check_chunk(lane, number, iteration);
@@ -237,11 +245,11 @@ impl Pair {
             }
             Some(Carried::Mark(mark)) => {
                 assert_eq!(self.receiving.mark(lane, mark), Ok(()));
-                line.at_mark = Some(mark);
+                connection.at_mark = Some(mark);
             }
             Some(Carried::End(chunks)) => {
                 assert_eq!(self.receiving.ended(lane, chunks), Ok(()));
-                line.receives = false;
+                connection.receives = false;
                 self.gone(lane);
             }
         }
@@ -249,68 +257,68 @@ impl Pair {
 
     /// The lane's thread at the destination is joined.
     fn gone(&mut self, lane: u16) {
-        if let Some(line) = self.lines.get_mut(&lane) {
-            line.receives = false;
-            line.closed = true;
-            line.under_way.clear();
+        if let Some(connection) = self.connections.get_mut(&lane) {
+            connection.receives = false;
+            connection.closed = true;
+            connection.in_flight.clear();
         }
         if self.receiving.gone(lane) {
-            self.tell_fenced(lane);
+            self.report_fenced(lane);
         }
     }
 
-    fn tell_fenced(&mut self, lane: u16) {
+    fn report_fenced(&mut self, lane: u16) {
         self.acknowledge();
-        self.to_source.push_back(Told::Fenced(lane));
+        self.to_source.push_back(Report::Fenced(lane));
     }
 
     fn acknowledge(&mut self) {
         let (sets, reached) = self.receiving.take_reports();
-        self.to_source.push_back(Told::Acks(sets, reached));
+        self.to_source.push_back(Report::Acks(sets, reached));
     }
 
-    /// The destination takes a *fence*.
+    /// The destination receives *fence*.
     fn fence(&mut self) {
         let Some(lane) = self.fences.pop_front() else {
             return;
         };
         match self.receiving.fence(lane) {
             Fence::Close => self.gone(lane),
-            Fence::Answer => self.tell_fenced(lane),
+            Fence::Answer => self.report_fenced(lane),
         }
     }
 
-    /// The source takes a message; without one, the destination acknowledges.
+    /// The source receives a message; if there is none, the destination acknowledges.
     fn hear(&mut self) {
         let now_ns = self.now_ns;
         match self.to_source.pop_front() {
             None if self.receiving.has_reports() => self.acknowledge(),
             None => {}
-            Some(Told::Up(lane)) => assert!(self.sending.lane_up(lane, now_ns).is_ok()),
-            Some(Told::Refused(lane)) => assert!(self.sending.refused(lane, now_ns).is_ok()),
-            Some(Told::Acks(sets, reached)) => {
+            Some(Report::Up(lane)) => assert!(self.sending.lane_up(lane, now_ns).is_ok()),
+            Some(Report::Refused(lane)) => assert!(self.sending.refused(lane, now_ns).is_ok()),
+            Some(Report::Acks(sets, reached)) => {
                 let taken = self.sending.acknowledge(&sets, &reached, now_ns);
                 assert!(taken.is_ok(), "{taken:?}");
             }
-            Some(Told::Fenced(lane)) => {
+            Some(Report::Fenced(lane)) => {
                 let again = self.sending.fenced(lane, &[], now_ns);
                 assert!(again.is_ok(), "{again:?}");
             }
         }
     }
 
-    /// The control lane is made anew: what was on it is lost, and repeated.
+    /// The control lane is replaced: its messages are lost and repeated.
     fn resume(&mut self) {
         self.to_source.clear();
         self.fences.clear();
         let open: Vec<u16> = self.receiving.open().collect();
         let (sets, reached) = self.receiving.repeat();
-        self.to_source.extend(open.into_iter().map(Told::Up));
-        self.to_source.push_back(Told::Acks(sets, reached));
+        self.to_source.extend(open.into_iter().map(Report::Up));
+        self.to_source.push_back(Report::Acks(sets, reached));
         self.sending.control_resumed(self.now_ns);
     }
 
-    /// Everything that is under way arrives, and the memories are compared.
+    /// Delivers everything in flight and compares the memories.
     fn settle(&mut self) {
         if !self.finishing {
             self.iterate(true);
@@ -321,7 +329,7 @@ impl Pair {
                 assert_eq!(self.copy, self.guest, "the memories differ");
                 return;
             }
-            for lane in self.lines.keys().copied().collect::<Vec<_>>() {
+            for lane in self.connections.keys().copied().collect::<Vec<_>>() {
                 self.work(lane, KeyUsage::Fresh);
                 self.deliver(lane);
             }
@@ -332,7 +340,7 @@ impl Pair {
         panic!("the migration does not end");
     }
 
-    /// Whether a *final* sent now would find everything there.
+    /// Whether a *final* sent now would be complete.
     fn is_complete(&mut self) -> bool {
         let (chunks, pages) = self.sending.schedule().kept();
         let last = Final {

@@ -1,5 +1,5 @@
 //! Pages, chunks and lanes at the source, and chunk numbers at the destination,
-//! against plain sets.
+//! compared with plain sets.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,18 +14,18 @@ const REGIONS: [(u16, u64); 2] = [(3, 200), (9, 70)];
 /// Lanes 1 to this number.
 const LANES: u64 = 4;
 
-/// A page: its region's identifier, and which of its pages.
+/// A page: its region's identifier and its index.
 type Page = (u16, u64);
 
-/// What was given to a lane.
+/// A chunk assigned to a lane.
 struct Given {
     lane: u16,
     pages: BTreeSet<Page>,
-    /// In how many ranges.
+    /// Number of ranges.
     ranges: usize,
 }
 
-/// What a schedule must know, in sets.
+/// The state of a schedule, in sets.
 #[derive(Default)]
 struct Model {
     pending: BTreeSet<Page>,
@@ -38,7 +38,7 @@ struct Model {
     iteration: u32,
     /// Pages are being added for the next iteration.
     adding: bool,
-    /// What has been cut in this iteration, without what was lost.
+    /// Pages cut in this iteration, without lost ones.
     cut_now: BTreeSet<Page>,
     /// Chunks, marks and acknowledged chunks of each lane since it was opened.
     lanes: BTreeMap<u16, Course>,
@@ -54,9 +54,10 @@ struct Course {
     leaving: bool,
 }
 
-/// A schedule under any operations: every page that waits goes out once in an
-/// iteration, and again only if a lane lost it (I4); nothing is forgotten; each
-/// lane gets its marks in order, and chunks of the iteration after the last.
+/// A schedule under any operations: every pending page goes out once per
+/// iteration, and again only if a lane lost it (I4); no page is forgotten; each
+/// lane gets its marks in order, and after a mark only chunks of the next
+/// iteration.
 pub fn fuzz_schedule(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut schedule = Schedule::new(REGIONS);
@@ -132,9 +133,9 @@ pub fn fuzz_schedule(bytes: &[u8]) {
             }
             9 => {
                 let known = schedule.acknowledge(choices.number(), choices.number());
-                // Only what is beyond any chunk is certainly a lie.
+                // Only a number beyond the last chunk is certainly wrong.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
-                // What it named is unknown to the model: begin anew.
+                // The model does not know which chunks it named: stop.
                 if known.is_ok_and(|pages| pages > 0) {
                     return;
                 }
@@ -155,13 +156,13 @@ pub fn fuzz_schedule(bytes: &[u8]) {
 }
 
 impl Model {
-    /// What `lane` was told to do must be right.
+    /// Checks the work that `lane` was given.
     fn take(&mut self, work: Work, lane: u16, plan: &ChunkPlan, finishing: bool) {
         let Some(course) = self.lanes.get_mut(&lane) else {
             assert_eq!(work, Work::Stop);
             return;
         };
-        // The iteration of its next chunk.
+        // The iteration of the lane's next chunk.
         let at = course.mark.max(course.first_mark - 1) + 1;
         match work {
             Work::Stop => panic!("lane {lane} is open"),
@@ -218,7 +219,7 @@ impl Model {
         }
     }
 
-    /// The chunk that was cut last has been given more pages, or has not.
+    /// Checks the extension of the last chunk.
     fn extend(&mut self, has_more: bool, room: u64, plan: &ChunkPlan, before: usize) {
         let may = !self.adding && plan.iteration == self.iteration;
         let given = self.given.get_mut(&plan.number).filter(|_| may);
@@ -333,7 +334,7 @@ pub fn fuzz_received(bytes: &[u8]) {
             assert!(model.contains(&number));
         }
         named += u64::from(set.count);
-        // Neighbours are one set.
+        // Adjacent numbers are in one set.
         assert!(sets.peek().is_none_or(|next| next.first > end));
     }
     assert_eq!(named, received.count());

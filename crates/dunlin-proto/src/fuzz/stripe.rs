@@ -156,7 +156,7 @@ impl Rig {
             8 => trunk.readable(channel),
             9 => {
                 let usage =
-                    [KeyUsage::Fresh, KeyUsage::Worn, KeyUsage::Spent][choices.below(3) as usize];
+                    [KeyUsage::Fresh, KeyUsage::NearLimit, KeyUsage::Spent][choices.below(3) as usize];
                 if let Work::Read { channel, most } = trunk.next(lane, usage, now_ns) {
                     assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&most));
                     self.reads.push((lane, channel, most));

@@ -1,6 +1,5 @@
-//! Each role of the switchover under any events, against what must never have
-//! happened: a plain list of what was done. Both roles against each other are
-//! the model's, in `tests/model`.
+//! Each role of the switchover under any events, checked against a list of what
+//! was done. `tests/model` covers both roles together.
 
 use super::Choices;
 use crate::control::Verdict;
@@ -16,43 +15,43 @@ const VERDICTS: [Verdict; 4] = [
     Verdict::NoRecord,
 ];
 
-/// What has happened at the source.
+/// History of the source.
 #[derive(Default)]
 struct SourceHistory {
-    /// What the journal holds; none is *migrating*.
+    /// The journal's record; none is *migrating*.
     recorded: Option<SourceRecord>,
-    /// What is being recorded.
+    /// The record being written.
     recording: Option<SourceRecord>,
     committed: bool,
-    /// The destination has said that it runs the VM; that it runs or ran it;
-    /// that it aborted.
+    /// Whether the destination has reported that it runs the VM; that it runs
+    /// or ran it; that it aborted.
     runs_there: bool,
     ran_there: bool,
     aborted: bool,
-    /// What an operator has vouched for.
+    /// The operator's decisions.
     run_here: bool,
     destroy: bool,
     destroyed: bool,
 }
 
-/// The source, whatever comes from a destination that decides once: after
-/// *commit* it runs the VM only where the destination aborted or an operator
-/// vouched for it (I1), and destroys its copy only where the destination runs
-/// it or an operator said so (I2); it lets nobody forget before its own
-/// journal has let go.
+/// The source under any messages from a destination that decides once: after
+/// *commit* it runs the VM only if the destination aborted or an operator
+/// vouched for it (I1); it destroys its copy only if the destination runs the
+/// VM or an operator decided so (I2); it sends *release* only after its own
+/// journal says *released*.
 pub fn fuzz_source_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut state = Source::Live;
     let mut history = SourceHistory::default();
     while choices.more() {
         let event = match history.recording.take() {
-            // Nothing comes in between.
+            // No event comes in between.
             Some(record) if !choices.byte().is_multiple_of(4) => {
                 history.recorded = Some(record);
                 SourceEvent::Recorded
             }
             Some(record) => {
-                // Either may be on disk.
+                // Either record may be on disk.
                 if choices.byte().is_multiple_of(2) {
                     history.recorded = Some(record);
                 }
@@ -146,12 +145,15 @@ impl SourceHistory {
                     self.committed = true;
                 }
                 SourceAction::ResumeGuest => {
-                    // An operator may ask for it all the same.
+                    // An operator may still decide so.
                     assert!(!self.destroyed || self.run_here, "the copy is gone");
                     self.may_run_here();
                 }
                 SourceAction::DestroyCopy => {
-                    assert!(self.runs_there || self.destroy, "nobody else has the VM");
+                    assert!(
+                        self.runs_there || self.destroy,
+                        "no other copy of the VM exists"
+                    );
                     self.destroyed = true;
                 }
                 SourceAction::SendRelease => {
@@ -172,22 +174,22 @@ impl SourceHistory {
     }
 }
 
-/// What has happened at the destination.
+/// History of the destination.
 #[derive(Default)]
 struct DestinationHistory {
     recorded: Option<DestinationRecord>,
-    /// The event that must come next, as it would come if all is well.
+    /// The event that must come next if nothing fails.
     owed: Option<DestinationEvent>,
     recording: Option<DestinationRecord>,
-    /// What the source has been told.
-    told: Vec<Verdict>,
-    /// Whether disks and devices may be held here.
+    /// Verdicts reported to the source.
+    reported: Vec<Verdict>,
+    /// Whether disks and devices may be held.
     taken: bool,
 }
 
-/// The destination, whatever comes: it decides once, tells nothing before that
-/// is recorded, resumes only what is recorded as running, and holds nothing
-/// when it says *aborted* (I1, I2).
+/// The destination under any events: it decides once, reports nothing before it
+/// is recorded, resumes only if *running* is recorded, and holds nothing when
+/// it reports *aborted* (I1, I2).
 pub fn fuzz_destination_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut history = DestinationHistory::default();
@@ -198,7 +200,7 @@ pub fn fuzz_destination_switchover(bytes: &[u8]) {
             Some(event) => history.owed_event(event, &mut choices),
             None if choices.byte() == 255 => {
                 let record = history.recorded;
-                // What it held has died with it.
+                // The process's death has released them.
                 history.taken = false;
                 let (restarted, actions) = Destination::restarted(record);
                 state = restarted;
@@ -236,7 +238,7 @@ fn destination_event(choices: &mut Choices<'_>) -> DestinationEvent {
 }
 
 impl DestinationHistory {
-    /// What comes of an action that ends with an event.
+    /// The outcome of an action that ends with an event.
     fn owed_event(
         &mut self,
         event: DestinationEvent,
@@ -245,7 +247,7 @@ impl DestinationHistory {
         let well = !choices.byte().is_multiple_of(4);
         match (event, self.recording.take()) {
             (_, Some(record)) => {
-                // Where it failed, either may be on disk.
+                // After a failure, either record may be on disk.
                 if well || choices.byte().is_multiple_of(2) {
                     self.recorded = Some(record);
                 }
@@ -256,7 +258,7 @@ impl DestinationHistory {
                 }
             }
             (DestinationEvent::Drained, None) if !well => {
-                // Something is drained, and the end of it is still owed.
+                // A message is drained; `Drained` is still due.
                 self.owed = Some(event);
                 destination_event(choices)
             }
@@ -274,13 +276,13 @@ impl DestinationHistory {
                         .recorded
                         .filter(|one| *one != DestinationRecord::Prepared);
                     let again = decided.is_none_or(|one| one == record);
-                    assert!(again || !self.was_told(), "it decides twice");
+                    assert!(again || !self.has_reported(), "it decides twice");
                     self.recording = Some(record);
                     self.owed = Some(DestinationEvent::Recorded);
                 }
                 DestinationAction::LoadState => self.owed = Some(DestinationEvent::Loaded),
                 DestinationAction::Acquire => {
-                    // Some of it, even where it fails.
+                    // Some of them, even if it fails.
                     self.taken = true;
                     self.owed = Some(DestinationEvent::Acquired);
                 }
@@ -291,28 +293,28 @@ impl DestinationHistory {
                 }
                 DestinationAction::Drain => self.owed = Some(DestinationEvent::Drained),
                 DestinationAction::Discard => self.taken = false,
-                DestinationAction::Tell(verdict) => self.tell(verdict),
+                DestinationAction::Tell(verdict) => self.report(verdict),
                 _ => {}
             }
         }
     }
 
-    fn was_told(&self) -> bool {
-        !self.told.is_empty()
+    fn has_reported(&self) -> bool {
+        !self.reported.is_empty()
     }
 
-    fn tell(&mut self, verdict: Verdict) {
+    fn report(&mut self, verdict: Verdict) {
         let record = match verdict {
             Verdict::Running | Verdict::RanThenDied => Some(DestinationRecord::Running),
             Verdict::Aborted => Some(DestinationRecord::Aborted),
             Verdict::NoRecord => None,
         };
-        assert_eq!(self.recorded, record, "{verdict:?} is told");
+        assert_eq!(self.recorded, record, "{verdict:?} is reported");
         let held = verdict == Verdict::Aborted && self.taken;
-        assert!(!held, "what it holds is the source's again");
-        let runs = |told: &Verdict| matches!(told, Verdict::Running | Verdict::RanThenDied);
-        let aborted = |told: &Verdict| *told == Verdict::Aborted;
-        self.told.push(verdict);
-        assert!(!(self.told.iter().any(runs) && self.told.iter().any(aborted)));
+        assert!(!held, "it still holds what the source takes back");
+        let runs = |reported: &Verdict| matches!(reported, Verdict::Running | Verdict::RanThenDied);
+        let aborted = |reported: &Verdict| *reported == Verdict::Aborted;
+        self.reported.push(verdict);
+        assert!(!(self.reported.iter().any(runs) && self.reported.iter().any(aborted)));
     }
 }

@@ -72,7 +72,7 @@ pub enum KeyUsage {
     /// Far from the limit.
     Fresh,
     /// Near the limit: another lane should replace this one.
-    Worn,
+    NearLimit,
     /// At the limit: the lane may carry only its *end*.
     Spent,
 }
@@ -123,7 +123,7 @@ pub(crate) struct Lane<L> {
     state: State,
     /// Whether its connection, or the attempt to open one, still exists.
     connected: bool,
-    worn: bool,
+    near_limit: bool,
     /// When the time of its current deadline started.
     clock_ns: u64,
     pub(crate) load: L,
@@ -135,7 +135,7 @@ impl<L> Lane<L> {
     }
 
     /// Whether it has been up and is not lost.
-    pub(crate) fn stands(&self) -> bool {
+    pub(crate) fn is_established(&self) -> bool {
         matches!(self.state, State::Up | State::Leaving | State::Ended)
     }
 
@@ -157,7 +157,7 @@ impl<L> Lane<L> {
 
 /// The lanes on which one side sends; see the module.
 ///
-/// Events: [`Lifecycle::up`], [`Lifecycle::taken`], [`Lifecycle::wear`],
+/// Events: [`Lifecycle::up`], [`Lifecycle::taken`], [`Lifecycle::record_usage`],
 /// [`Lifecycle::end`], [`Lifecycle::over`], [`Lifecycle::lose`],
 /// [`Lifecycle::remove`], [`Lifecycle::resumed`], [`Lifecycle::unheard`]. After
 /// each, and at [`Lifecycle::due_ns`], call [`Lifecycle::poll`] until it
@@ -245,8 +245,8 @@ impl<L: Load> Lifecycle<L> {
         lane.restart(now_ns);
         self.alone_since_ns = None;
         let mut lanes = self.lanes.values_mut();
-        if let Some(worn) = lanes.find(|lane| lane.is(State::Up) && lane.worn) {
-            worn.state = State::Leaving;
+        if let Some(leaving) = lanes.find(|lane| lane.is(State::Up) && lane.near_limit) {
+            leaving.state = State::Leaving;
         }
         true
     }
@@ -257,11 +257,11 @@ impl<L: Load> Lifecycle<L> {
     }
 
     /// Records how much of its key the lane has used.
-    pub(crate) fn wear(&mut self, number: u16, usage: KeyUsage) {
+    pub(crate) fn record_usage(&mut self, number: u16, usage: KeyUsage) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && lane.is(State::Up)
         {
-            lane.worn |= usage != KeyUsage::Fresh;
+            lane.near_limit |= usage != KeyUsage::Fresh;
             if usage == KeyUsage::Spent {
                 lane.state = State::Leaving;
             }
@@ -433,7 +433,7 @@ impl<L: Load> Lifecycle<L> {
     /// Whether pending work has waited too long without a lane; if so, the next
     /// period starts now.
     fn is_too_long_alone(&mut self, needed: bool, now_ns: u64) -> bool {
-        if !needed || self.lanes.values().any(Lane::stands) {
+        if !needed || self.lanes.values().any(Lane::is_established) {
             self.alone_since_ns = None;
             return false;
         }
@@ -449,7 +449,7 @@ impl<L: Load> Lifecycle<L> {
     /// to it, and counts at the peer until it is gone.
     fn lacks_one(&self) -> bool {
         let is_fresh =
-            |lane: &&Lane<L>| lane.is(State::Opening) || (lane.is(State::Up) && !lane.worn);
+            |lane: &&Lane<L>| lane.is(State::Opening) || (lane.is(State::Up) && !lane.near_limit);
         let fresh = self.lanes.values().filter(is_fresh).count();
         fresh < usize::from(self.wanted) && self.lanes.len() < usize::from(MAX_LANES)
     }
@@ -463,7 +463,7 @@ impl<L: Load> Lifecycle<L> {
         let lane = Lane {
             state: State::Opening,
             connected: true,
-            worn: false,
+            near_limit: false,
             clock_ns: now_ns,
             load: L::default(),
         };

@@ -186,11 +186,11 @@ impl Sending {
         now_ns: u64,
         plan: &mut ChunkPlan,
     ) -> Work {
-        self.lanes.wear(number, usage);
+        self.lanes.record_usage(number, usage);
         let Some(lane) = self.lanes.get_mut(number) else {
             return Work::Stop;
         };
-        if !lane.stands() {
+        if !lane.is_established() {
             return match lane.is(State::Opening) {
                 true => Work::Wait,
                 false => Work::Stop,
@@ -398,7 +398,7 @@ impl Sending {
             return;
         };
         for (_, lane) in self.lanes.iter_mut() {
-            if at_destination(lane) && lane.stands() && last < lane.load.confirmed {
+            if at_destination(lane) && lane.is_established() && last < lane.load.confirmed {
                 lane.restart(now_ns);
             }
         }

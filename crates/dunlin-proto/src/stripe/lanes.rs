@@ -91,7 +91,7 @@ impl<T: Clone> SendingLanes<T> {
     /// Whether this lane may be given frames.
     pub(super) fn carries(&mut self, number: u16) -> bool {
         let lane = self.life.get_mut(number);
-        lane.is_some_and(|lane| lane.stands() && !lane.is(State::Ended))
+        lane.is_some_and(|lane| lane.is_established() && !lane.is(State::Ended))
     }
 
     /// If this lane has to send its end, the number of its frames. Returned once.

@@ -286,7 +286,7 @@ impl Destination {
             (Self::Running | Self::Released | Self::Died, On::Cancelled) => {
                 (self, &[Do::RefuseTooLate])
             }
-            // The end of a lane whose messages are all sent or drained.
+            // The end of a lane after all its messages were sent or drained.
             (
                 Self::Running
                 | Self::Released

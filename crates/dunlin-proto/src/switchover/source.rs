@@ -45,7 +45,7 @@ pub enum Resolution {
     /// run at the destination and never will; whatever it did there is lost.
     RunHere,
     /// The copy here is destroyed. The operator vouches that the VM lives at
-    /// the destination or is no longer needed.
+    /// the destination or may be discarded.
     Destroy,
 }
 

@@ -1,6 +1,6 @@
-//! Properties of every codec: what is written reads back, arbitrary bytes are
-//! refused without a panic, a cut message is refused, and what a decoder
-//! allocates is bounded by the bytes that were there.
+//! Properties of every codec: values survive encoding and decoding, arbitrary
+//! bytes and truncated messages are rejected without a panic, and a decoder
+//! allocates in proportion to its input.
 
 #![allow(clippy::unwrap_used)]
 
@@ -274,7 +274,7 @@ fn opening() -> impl Strategy<Value = Opening> {
     ]
 }
 
-/// A table and ranges that lie in it and fit one chunk.
+/// A table, and ranges inside it that fit one chunk.
 fn chunk() -> impl Strategy<Value = (RegionTable, Vec<Range>)> {
     region_table().prop_flat_map(|table| {
         let range = (
@@ -356,8 +356,8 @@ fn heap_bytes(message: &Message) -> usize {
     }
 }
 
-/// The most that decoding may multiply: an endpoint of two bytes is a `String`
-/// of 24.
+/// The largest factor by which decoding may grow: an endpoint of two bytes
+/// becomes a `String` of 24.
 const HEAP_PER_BYTE: usize = 12;
 
 proptest! {
@@ -398,8 +398,8 @@ proptest! {
         let bytes = encode(&message, &envelope);
         prop_assert_eq!(decode(&bytes[..cut.index(bytes.len())]), None);
 
-        // The same with a header that admits to the shorter body. Only a cut
-        // just before the extension fields leaves a whole message.
+        // The same bytes with a header that announces the shorter body. Only a
+        // cut just before the extension fields leaves a valid message.
         let body = &bytes[CONTROL_HEADER_BYTES..];
         if body.is_empty() {
             return Ok(());
@@ -470,8 +470,8 @@ proptest! {
         decode_opening(&bytes);
     }
 
-    /// Whatever the ranges' bytes, what comes out lies inside the table, and
-    /// no more of them than there were bytes for.
+    /// For any bytes, decoded ranges lie inside the table, and there are no
+    /// more of them than the bytes can hold.
     #[test]
     fn i7_any_ranges_are_refused_or_lie_in_their_region(
         table in region_table(),
@@ -504,8 +504,8 @@ proptest! {
     }
 }
 
-/// The strategies above reach every kind; otherwise the properties would hold
-/// of nothing.
+/// The strategies above generate every kind; otherwise the properties would
+/// hold vacuously.
 #[test]
 fn every_kind_of_message_is_generated() {
     use proptest::strategy::ValueTree;

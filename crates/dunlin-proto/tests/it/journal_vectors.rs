@@ -12,7 +12,7 @@ use dunlin_proto::limits::{
 
 const DOCUMENT: &str = include_str!("../../../../docs/journal.md");
 
-/// A vector with the zeros before its checksum put in.
+/// A vector, with the zeros before its checksum inserted.
 fn vector(name: &str) -> [u8; RECORD_BYTES] {
     let start = format!("```vector\nname: {name}\n");
     let (_, block) = DOCUMENT.split_once(&start).unwrap();

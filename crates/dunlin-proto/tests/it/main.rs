@@ -1,4 +1,4 @@
-//! Wire formats, journals and the switchover's table against the documents that specify them.
+//! Checks wire formats, journals and the switchover's table against their documents.
 
 mod codec_properties;
 mod ipsec_vectors;

@@ -1,6 +1,5 @@
-//! Every state of the switchover against every event, illegal pairs included.
-//! What the two roles do to each other is checked in the workspace's
-//! `tests/model`.
+//! Every state of the switchover with every event, illegal pairs included.
+//! `tests/model` of the workspace checks the two roles together.
 
 #![allow(clippy::unwrap_used)]
 
@@ -149,8 +148,8 @@ fn the_whole_table_is_as_recorded() {
     );
 }
 
-/// From where the guest may stand still or *commit* may be out, only these
-/// make it run at the source.
+/// From the states in which the guest may be paused or *commit* may be sent,
+/// only these events let it run at the source.
 #[test]
 fn i1_after_commit_only_aborted_or_the_operator_resumes_the_guest() {
     for state in [Source::Committed, Source::InDoubt, Source::RanThenDied] {
@@ -171,19 +170,19 @@ fn i1_after_commit_only_aborted_or_the_operator_resumes_the_guest() {
 }
 
 #[test]
-fn i1_nothing_is_told_by_the_event_before_its_record() {
+fn i1_no_event_reports_before_its_record() {
     for state in DESTINATION_STATES {
         for event in DESTINATION_EVENTS {
             let Ok((_, actions)) = state.on(event) else {
                 continue;
             };
-            let told = actions
+            let reported = actions
                 .iter()
                 .position(|action| matches!(action, DestinationAction::Tell(_)));
             let recorded = actions
                 .iter()
                 .any(|action| matches!(action, DestinationAction::Record(_)));
-            assert!(told.is_none() || !recorded, "{state:?} {event:?}");
+            assert!(reported.is_none() || !recorded, "{state:?} {event:?}");
         }
     }
 }
@@ -208,7 +207,7 @@ fn cancelling_is_refused_exactly_where_it_is_too_late() {
 }
 
 #[test]
-fn an_answer_about_another_attempt_is_no_answer() {
+fn an_answer_about_another_attempt_is_ignored() {
     let event = SourceEvent::answer(2, 1, Verdict::Aborted);
     for state in [Source::Committed, Source::InDoubt] {
         let (next, actions) = state.on(event).unwrap();
@@ -220,8 +219,8 @@ fn an_answer_about_another_attempt_is_no_answer() {
     );
 }
 
-/// A *commit* that the old control lane's reader had read counts; a premature
-/// one, before *ready*, is a broken protocol.
+/// A *commit* that the old control lane's reader had already read counts. One
+/// before *ready* breaks the protocol.
 #[test]
 fn a_drained_commit_counts_only_after_ready() {
     let commit = DestinationEvent::Commit { run: true };

@@ -1,5 +1,5 @@
-//! The vectors of docs/wire.md: each decodes to the value that the test names,
-//! encodes back to the same bytes, and there is one for every message.
+//! The vectors of docs/wire.md: each decodes to the expected value and encodes
+//! to the same bytes, and every message has one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -28,14 +28,14 @@ const SESSION: [u8; 16] = [
     0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf,
 ];
 
-/// Every vector by its name.
+/// All vectors by name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
     let mut vectors = BTreeMap::new();
     for block in DOCUMENT.split("```vector\n").skip(1) {
         let (block, _) = block.split_once("```").unwrap();
         let (name, rows) = block.split_once('\n').unwrap();
         let name = name.strip_prefix("name: ").unwrap();
-        // Those of the tunnel are read by tests/stripe_vectors.rs.
+        // The tunnel's vectors are read by tests/stripe_vectors.rs.
         if name.starts_with("tunnel-") || name.starts_with("ipsec/") {
             continue;
         }
@@ -408,8 +408,8 @@ fn i7_every_truncation_of_a_vector_is_refused() {
     }
 }
 
-/// Every byte of every vector with every value: no panic, and what decodes is
-/// something that encodes again.
+/// Every byte of every vector with every value: no panic, and a decoded value
+/// can be encoded again.
 #[test]
 fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {
     for (name, bytes) in vectors() {

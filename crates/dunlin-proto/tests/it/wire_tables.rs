@@ -1,6 +1,5 @@
-//! The tables of docs/wire.md, field by field: offsets that follow from widths,
-//! and the lengths that the code has. The vectors beside them show the bytes
-//! (`vectors.rs`).
+//! The tables of docs/wire.md, field by field: offsets follow from widths, and
+//! lengths match the code. `vectors.rs` checks the bytes.
 #![allow(clippy::unwrap_used)]
 
 use dunlin_proto::control::CONTROL_HEADER_BYTES;
@@ -12,7 +11,7 @@ use dunlin_proto::stripe;
 
 const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
 
-/// Tables with offsets: what comes before each, and its rows.
+/// Tables with offsets: the text before each, and its rows.
 fn tables() -> Vec<(&'static str, Vec<Vec<&'static str>>)> {
     let mut tables = Vec::new();
     let parts: Vec<&str> = DOCUMENT.split("| offset | bytes | field |").collect();
@@ -30,7 +29,7 @@ fn tables() -> Vec<(&'static str, Vec<Vec<&'static str>>)> {
     tables
 }
 
-/// The rows of the table that follows words.
+/// The rows of the table after the text `words`.
 fn table(words: &str) -> Vec<Vec<&'static str>> {
     let found = tables()
         .into_iter()
@@ -40,13 +39,13 @@ fn table(words: &str) -> Vec<Vec<&'static str>> {
         .1
 }
 
-/// Where a table's fields of fixed width end; each must begin where the one
-/// before it ends.
+/// The end of a table's fixed-width fields; each must start where the previous
+/// one ends.
 fn end(words: &str) -> usize {
     let mut at = 0;
     for row in table(words) {
         let (Ok(offset), Ok(bytes)) = (row[0].parse::<usize>(), row[1].parse::<usize>()) else {
-            // The first of variable width still has its place.
+            // The first variable-width field still has an offset.
             if let Ok(offset) = row[0].parse::<usize>() {
                 assert_eq!(offset, at, "{words}: {row:?}");
             }
@@ -89,7 +88,11 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
     ] {
         assert_eq!(end(words), bytes, "{words}");
     }
-    assert_eq!(tables().len(), 13, "a table that this test does not know");
+    assert_eq!(
+        tables().len(),
+        13,
+        "the document has a table that this test does not cover"
+    );
     let whole = PRELUDE_BYTES + end("**Lane open**");
     assert!(
         DOCUMENT.contains(&format!("{whole} bytes in all")),

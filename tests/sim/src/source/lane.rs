@@ -176,19 +176,19 @@ impl World<'_> {
     }
 
     fn lane_asks(&mut self, number: u16) {
-        let (now_ns, wear) = (self.now_ns, self.plan.wear);
+        let (now_ns, limit) = (self.now_ns, self.plan.record_limit);
         let guest = self.source.guest.as_ref();
         let readings = guest.map_or(0, |guest| guest.readings);
         let attempt = self.attempt();
         let Some(lane) = attempt.lanes.get_mut(&number) else {
             return;
         };
-        let wear = match wear {
+        let usage = match limit {
             Some(frames) if lane.frames >= frames => KeyUsage::Spent,
-            Some(frames) if lane.frames >= frames / 2 => KeyUsage::Worn,
+            Some(frames) if lane.frames >= frames / 2 => KeyUsage::NearLimit,
             _ => KeyUsage::Fresh,
         };
-        let work = attempt.sending.next(number, wear, now_ns, &mut lane.plan);
+        let work = attempt.sending.next(number, usage, now_ns, &mut lane.plan);
         let cut = attempt.sending.schedule().pending_pages() == 0;
         match work {
             Work::Wait => return,
@@ -207,7 +207,7 @@ impl World<'_> {
             Work::Mark(iteration) => lane.does = Does::Sends(Packet::Mark(iteration)),
             Work::End { chunks } => {
                 lane.does = Does::Sends(Packet::End(chunks));
-                if wear != KeyUsage::Fresh {
+                if usage != KeyUsage::Fresh {
                     self.pass(Passage::Replaced);
                 }
             }

@@ -114,12 +114,12 @@ impl World<'_> {
     fn works(&mut self, lane: usize) -> bool {
         let one = &self.lanes[lane];
         let (side, number) = (one.from, one.number);
-        let wear = match self.plan.lane_frames {
+        let usage = match self.plan.lane_frames {
             frames if one.frames >= frames.saturating_mul(2) => KeyUsage::Spent,
-            frames if one.frames >= frames => KeyUsage::Worn,
+            frames if one.frames >= frames => KeyUsage::NearLimit,
             _ => KeyUsage::Fresh,
         };
-        let work = self.sides[side].next(number, wear, self.now_ns);
+        let work = self.sides[side].next(number, usage, self.now_ns);
         if work == Work::Wait {
             return false;
         }

@@ -34,12 +34,12 @@ fn actions(lanes: &mut Lanes, now_ns: u64) -> Vec<Action> {
     std::iter::from_fn(|| lanes.poll(false, now_ns)).collect()
 }
 
-/// What lane 1 is when the event comes, at time 0.
+/// States of lane 1 when the event occurs, at time 0.
 const STATES: [&str; 10] = [
     "never opened",
     "Opening",
     "Up",
-    "Up, worn",
+    "Up, near limit",
     "Leaving",
     "Ended",
     "Ended, connection over",
@@ -48,8 +48,8 @@ const STATES: [&str; 10] = [
     "gone",
 ];
 
-/// Lane 1 in this state, if a lane under this policy can be in it.
-fn standing(loss: Loss, state: &str) -> Option<Lanes> {
+/// Lanes with lane 1 in this state, if it exists under this policy.
+fn in_state(loss: Loss, state: &str) -> Option<Lanes> {
     let mut lanes = lanes(loss, 1);
     if state == "never opened" {
         return Some(lanes);
@@ -59,8 +59,8 @@ fn standing(loss: Loss, state: &str) -> Option<Lanes> {
         lanes.up(1, 0);
     }
     match state {
-        "Up, worn" => lanes.wear(1, KeyUsage::Worn),
-        "Leaving" => lanes.wear(1, KeyUsage::Spent),
+        "Up, near limit" => lanes.record_usage(1, KeyUsage::NearLimit),
+        "Leaving" => lanes.record_usage(1, KeyUsage::Spent),
         "Ended" => lanes.end(1),
         "Ended, connection over" => {
             lanes.end(1);
@@ -71,7 +71,7 @@ fn standing(loss: Loss, state: &str) -> Option<Lanes> {
         "gone" => _ = lanes.remove(1, 0),
         _ => {}
     }
-    // What the state itself asks for is done: a lane that opens in its place too.
+    // Discards the actions of the state itself, including a replacement lane.
     actions(&mut lanes, 0);
     lanes.take_dropped();
     let fencing = state.starts_with("Fencing");
@@ -88,8 +88,12 @@ const EVENTS: [Event; 15] = [
         let opening = lanes.numbers(|lane| lane.is(State::Opening));
         lanes.up(*opening.last().unwrap(), 80);
     }),
-    ("wear worn", |lanes| lanes.wear(1, KeyUsage::Worn)),
-    ("wear spent", |lanes| lanes.wear(1, KeyUsage::Spent)),
+    ("use to near limit", |lanes| {
+        lanes.record_usage(1, KeyUsage::NearLimit)
+    }),
+    ("use to limit", |lanes| {
+        lanes.record_usage(1, KeyUsage::Spent)
+    }),
     ("leave all", |lanes| {
         lanes.want(0);
         lanes.leave_all();
@@ -112,7 +116,7 @@ const EVENTS: [Event; 15] = [
 ];
 
 /// Time passes for a caller that polls in time, while the peer confirms nothing
-/// of what lane 1 carried.
+/// that lane 1 carried.
 fn passes(lanes: &mut Lanes, span_ns: u64) {
     lanes.want(0);
     if let Some(lane) = lanes.get_mut(1) {
@@ -126,20 +130,20 @@ fn passes(lanes: &mut Lanes, span_ns: u64) {
 }
 
 fn cell(loss: Loss, state: &str, event: &Event) -> String {
-    let Some(mut lanes) = standing(loss, state) else {
+    let Some(mut lanes) = in_state(loss, state) else {
         return "no such state".into();
     };
     event.1(&mut lanes);
     let mut text = match lanes.get_mut(1) {
         None => "none".into(),
         Some(lane) => {
-            let worn = if lane.worn { ", worn" } else { "" };
+            let near_limit = if lane.near_limit { ", near limit" } else { "" };
             let over = if lane.connected {
                 ""
             } else {
                 ", connection over"
             };
-            format!("{:?}{worn}{over}", lane.state)
+            format!("{:?}{near_limit}{over}", lane.state)
         }
     };
     let actions: Vec<String> = lanes.actions.iter().map(|one| format!("{one:?}")).collect();
@@ -164,11 +168,11 @@ fn the_whole_table_is_as_recorded() {
     let recorded = include_str!("table.txt");
     assert!(
         table == recorded,
-        "the table has changed; if that is meant, record this one in lifecycle/table.txt:\n{table}"
+        "the table has changed; if this is intended, record it in lifecycle/table.txt:\n{table}"
     );
 }
 
-/// Which lanes are opened at `now_ns`.
+/// The lanes that are opened at `now_ns`.
 fn opened(lanes: &mut Lanes, now_ns: u64) -> Vec<u16> {
     let all = actions(lanes, now_ns).into_iter();
     all.filter_map(|action| match action {
@@ -197,12 +201,12 @@ fn lanes_that_are_lost_together_count_as_one_attempt() {
 }
 
 #[test]
-fn the_delay_doubles_up_to_its_limit_until_the_peer_takes_a_lane() {
+fn the_delay_doubles_up_to_its_limit_until_the_peer_accepts_a_lane() {
     let mut lanes = lanes(Loss::Dropped, 1);
     let mut now_ns = 0;
     for delay_ns in [10, 20, 40, 80, 80] {
         let lane = opened(&mut lanes, now_ns)[0];
-        // Its connection stands, and the peer refuses it.
+        // It connects, and the peer refuses it.
         assert!(lanes.up(lane, now_ns));
         lanes.lose(lane, now_ns);
         assert_eq!(opened(&mut lanes, now_ns + delay_ns - 1), []);
@@ -217,7 +221,7 @@ fn the_delay_doubles_up_to_its_limit_until_the_peer_takes_a_lane() {
 }
 
 #[test]
-fn i8_lanes_that_are_not_gone_take_the_place_of_others() {
+fn i8_lanes_that_are_not_gone_count_against_the_limit() {
     let mut lanes = lanes(Loss::Fenced, u16::MAX);
     assert_eq!(opened(&mut lanes, 0).len(), usize::from(MAX_LANES));
     lanes.over(7, false, 1);
@@ -243,7 +247,7 @@ fn i4_no_number_is_used_twice() {
 }
 
 #[test]
-fn work_that_waits_too_long_without_a_lane_is_given_up() {
+fn work_is_given_up_after_too_long_without_a_lane() {
     let mut lanes = lanes(Loss::Dropped, 0);
     for now_ns in (0..2 * TIMEOUTS.alone_ns).step_by(10) {
         let action = lanes.poll(true, now_ns);
@@ -253,7 +257,7 @@ fn work_that_waits_too_long_without_a_lane_is_given_up() {
 }
 
 #[test]
-fn a_caller_that_was_stopped_blames_nobody() {
+fn a_suspended_caller_blames_no_lane() {
     const LATE_NS: u64 = 3 * TIMEOUTS.alone_ns;
     for loss in [Loss::Fenced, Loss::Dropped] {
         let mut lanes = lanes(loss, 3);

@@ -22,7 +22,7 @@ fn receiving(lanes: u16) -> Receiving {
 }
 
 #[test]
-fn everything_has_come_when_lanes_have_ended_and_counts_agree() {
+fn complete_once_lanes_have_ended_and_counts_match() {
     let mut receiving = receiving(1);
     receiving.check_chunk(1, 0, 1).unwrap();
     receiving.written(1, 0, 64).unwrap();
@@ -36,7 +36,7 @@ fn everything_has_come_when_lanes_have_ended_and_counts_agree() {
 }
 
 #[test]
-fn i3_a_final_that_a_lost_lane_has_overtaken_is_not_enough() {
+fn i3_a_final_sent_before_a_lane_was_lost_is_not_enough() {
     let mut receiving = receiving(2);
     receiving.written(1, 0, 64).unwrap();
     receiving.ended(1, 1).unwrap();
@@ -52,7 +52,7 @@ fn i3_a_final_that_a_lost_lane_has_overtaken_is_not_enough() {
 }
 
 #[test]
-fn i7_counts_that_do_not_agree_are_the_sources_fault() {
+fn i7_wrong_counts_are_the_sources_fault() {
     let mut receiving = receiving(1);
     receiving.written(1, 0, 64).unwrap();
     assert!(receiving.ended(1, 2).is_err());
@@ -62,7 +62,7 @@ fn i7_counts_that_do_not_agree_are_the_sources_fault() {
 }
 
 #[test]
-fn i4_a_lane_number_is_never_used_twice_even_if_it_never_came() {
+fn i4_a_lane_number_is_never_used_twice_even_if_never_opened() {
     let mut receiving = receiving(1);
     assert_eq!(receiving.admit(1), Err(LaneRefusal::Used { lane: 1 }));
     assert_eq!(receiving.fence(2), Fence::Answer);
@@ -76,7 +76,7 @@ fn i4_a_lane_number_is_never_used_twice_even_if_it_never_came() {
 }
 
 #[test]
-fn i4_a_chunk_is_of_the_iteration_that_the_lanes_marks_say() {
+fn i4_a_chunk_must_match_the_iteration_of_the_lanes_marks() {
     let mut receiving = receiving(2);
     assert!(receiving.check_chunk(1, 0, 2).is_err());
     receiving.mark(1, 1).unwrap();
@@ -89,7 +89,7 @@ fn i4_a_chunk_is_of_the_iteration_that_the_lanes_marks_say() {
 }
 
 #[test]
-fn i7_more_lanes_than_allowed_are_turned_away() {
+fn i7_lanes_over_the_limit_are_refused() {
     let mut receiving = Receiving::new(1);
     receiving.admit(4).unwrap();
     assert_eq!(receiving.admit(5), Err(LaneRefusal::Limit { open: 1 }));
@@ -98,7 +98,7 @@ fn i7_more_lanes_than_allowed_are_turned_away() {
 }
 
 #[test]
-fn reports_are_given_once_and_repeated_whole() {
+fn reports_are_taken_once_and_repeated_in_full() {
     let mut receiving = receiving(2);
     for number in [1, 0] {
         receiving.written(1, number, 1).unwrap();

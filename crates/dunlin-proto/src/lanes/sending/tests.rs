@@ -4,7 +4,7 @@ use super::*;
 use crate::bitmap::Run;
 use crate::limits::CHUNK_PAGES;
 
-const PATIENCE: Timeouts = Timeouts {
+const TIMEOUTS: Timeouts = Timeouts {
     progress_ns: 100,
     open_ns: 1000,
     retry_first_ns: 10,
@@ -16,9 +16,9 @@ fn actions(sending: &mut Sending, now_ns: u64) -> Vec<Action> {
     std::iter::from_fn(|| sending.poll(now_ns)).collect()
 }
 
-/// `lanes` lanes that stand, at time 0.
-fn standing(pages: u64, lanes: u16) -> Sending {
-    let mut sending = Sending::new(Schedule::new([(7, pages)]), PATIENCE);
+/// `lanes` lanes that are up, at time 0.
+fn established(pages: u64, lanes: u16) -> Sending {
+    let mut sending = Sending::new(Schedule::new([(7, pages)]), TIMEOUTS);
     sending.want(lanes);
     let opened: Vec<Action> = (1..=lanes).map(Action::Open).collect();
     assert_eq!(actions(&mut sending, 0), opened);
@@ -48,7 +48,7 @@ fn ack(first: u64) -> [ChunkSet; 1] {
 
 #[test]
 fn i4_a_lost_lanes_pages_wait_until_it_is_fenced() {
-    let mut sending = standing(2 * CHUNK_PAGES, 2);
+    let mut sending = established(2 * CHUNK_PAGES, 2);
     begin(&mut sending, 2 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(next(&mut sending, 2, 0), Work::Chunk);
@@ -64,8 +64,8 @@ fn i4_a_lost_lanes_pages_wait_until_it_is_fenced() {
 }
 
 #[test]
-fn what_is_acknowledged_with_the_fence_is_not_sent_again() {
-    let mut sending = standing(2 * CHUNK_PAGES, 2);
+fn chunks_acknowledged_with_the_fence_are_not_resent() {
+    let mut sending = established(2 * CHUNK_PAGES, 2);
     begin(&mut sending, 2 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
@@ -75,8 +75,8 @@ fn what_is_acknowledged_with_the_fence_is_not_sent_again() {
 }
 
 #[test]
-fn a_lane_that_stands_still_is_cut_fenced_and_replaced() {
-    let mut sending = standing(4 * CHUNK_PAGES, 2);
+fn a_stalled_lane_is_cut_fenced_and_replaced() {
+    let mut sending = established(4 * CHUNK_PAGES, 2);
     begin(&mut sending, 4 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(next(&mut sending, 2, 0), Work::Chunk);
@@ -96,15 +96,15 @@ fn a_lane_that_stands_still_is_cut_fenced_and_replaced() {
 }
 
 #[test]
-fn a_lane_that_waits_at_a_mark_is_not_the_culprit() {
-    let mut sending = standing(2 * CHUNK_PAGES, 2);
+fn a_lane_that_waits_at_a_mark_is_not_stalled() {
+    let mut sending = established(2 * CHUNK_PAGES, 2);
     begin(&mut sending, CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     begin(&mut sending, 2 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Mark(1));
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(next(&mut sending, 2, 0), Work::Mark(1));
-    // Lane 1 has come to its mark; the mark of lane 2 has been swallowed.
+    // Lane 1 has reached its mark; the mark of lane 2 is lost.
     let at_mark = reached(1, Position::Mark(1));
     sending.acknowledge(&ack(0), &at_mark, 50).unwrap();
     assert_eq!(
@@ -112,7 +112,7 @@ fn a_lane_that_waits_at_a_mark_is_not_the_culprit() {
         [Action::Cut(2), Action::Fence(2)]
     );
     assert_eq!(actions(&mut sending, 110), [Action::Open(3)]);
-    // From here on lane 1 has its own time.
+    // From here on the time of lane 1 runs.
     assert_eq!(sending.fenced(2, &[], 120), Ok(0));
     assert_eq!(actions(&mut sending, 130), []);
     assert_eq!(
@@ -122,8 +122,8 @@ fn a_lane_that_waits_at_a_mark_is_not_the_culprit() {
 }
 
 #[test]
-fn a_lane_held_back_for_a_rate_does_not_stand_still() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn a_lane_delayed_by_the_rate_cap_is_not_stalled() {
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     sending.paced(1, 500);
@@ -135,10 +135,10 @@ fn a_lane_held_back_for_a_rate_does_not_stand_still() {
 }
 
 #[test]
-fn a_rate_does_not_excuse_a_lane_for_what_went_before() {
-    let mut sending = standing(3 * CHUNK_PAGES, 1);
+fn the_rate_cap_does_not_extend_the_deadline_of_earlier_chunks() {
+    let mut sending = established(3 * CHUNK_PAGES, 1);
     begin(&mut sending, 3 * CHUNK_PAGES);
-    // It takes chunk after chunk, and nothing of them arrives.
+    // It takes one chunk after another, and none arrives.
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     sending.paced(1, 40);
     assert_eq!(next(&mut sending, 1, 40), Work::Chunk);
@@ -153,8 +153,8 @@ fn a_rate_does_not_excuse_a_lane_for_what_went_before() {
 }
 
 #[test]
-fn a_chunk_held_back_for_long_has_its_time_when_the_next_is_given() {
-    let mut sending = standing(2 * CHUNK_PAGES, 1);
+fn the_time_of_a_delayed_chunk_starts_with_the_next_one() {
+    let mut sending = established(2 * CHUNK_PAGES, 1);
     begin(&mut sending, 2 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     sending.paced(1, 500);
@@ -168,7 +168,7 @@ fn a_chunk_held_back_for_long_has_its_time_when_the_next_is_given() {
 
 #[test]
 fn no_lane_is_blamed_while_the_control_lane_is_silent() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     sending.unheard(90);
@@ -179,8 +179,8 @@ fn no_lane_is_blamed_while_the_control_lane_is_silent() {
     );
 }
 
-/// What is to be done from `from_ns` to just before `to_ns`, for a caller that
-/// comes again and again; the control lane may be silent all the while.
+/// Actions from `from_ns` until just before `to_ns` for a caller that polls
+/// regularly; `silent` makes the control lane silent all the while.
 fn during(sending: &mut Sending, from_ns: u64, to_ns: u64, silent: bool) -> Vec<Action> {
     let mut all = Vec::new();
     for now_ns in (from_ns..to_ns).step_by(10) {
@@ -193,15 +193,15 @@ fn during(sending: &mut Sending, from_ns: u64, to_ns: u64, silent: bool) -> Vec<
 }
 
 #[test]
-fn a_lane_that_opens_has_its_time_once_the_control_lane_is_heard_again() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn the_time_of_an_opening_lane_restarts_after_a_silent_control_lane() {
+    let mut sending = established(CHUNK_PAGES, 1);
     sending.want(2);
     assert_eq!(actions(&mut sending, 0), [Action::Open(2)]);
-    // *lane up* would come on the control lane.
-    assert_eq!(during(&mut sending, 0, 3 * PATIENCE.open_ns, true), []);
-    let heard_ns = 3 * PATIENCE.open_ns;
+    // *lane up* would arrive on the control lane.
+    assert_eq!(during(&mut sending, 0, 3 * TIMEOUTS.open_ns, true), []);
+    let heard_ns = 3 * TIMEOUTS.open_ns;
     sending.unheard(heard_ns);
-    let late_ns = heard_ns + PATIENCE.open_ns;
+    let late_ns = heard_ns + TIMEOUTS.open_ns;
     assert_eq!(during(&mut sending, heard_ns, late_ns, false), []);
     assert_eq!(
         actions(&mut sending, late_ns),
@@ -210,39 +210,39 @@ fn a_lane_that_opens_has_its_time_once_the_control_lane_is_heard_again() {
 }
 
 #[test]
-fn a_fence_has_its_time_once_the_control_lane_is_heard_again() {
-    let mut sending = standing(CHUNK_PAGES, 2);
+fn the_time_of_a_fence_restarts_after_a_silent_control_lane() {
+    let mut sending = established(CHUNK_PAGES, 2);
     sending.thread_ended(1, false, 0);
     sending.want(1);
     assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);
-    // *fenced* would come on the control lane.
-    assert_eq!(during(&mut sending, 0, 3 * PATIENCE.alone_ns, true), []);
-    let heard_ns = 3 * PATIENCE.alone_ns;
+    // *fenced* would arrive on the control lane.
+    assert_eq!(during(&mut sending, 0, 3 * TIMEOUTS.alone_ns, true), []);
+    let heard_ns = 3 * TIMEOUTS.alone_ns;
     sending.unheard(heard_ns);
-    let late_ns = heard_ns + PATIENCE.alone_ns;
+    let late_ns = heard_ns + TIMEOUTS.alone_ns;
     assert_eq!(during(&mut sending, heard_ns, late_ns, false), []);
     assert_eq!(actions(&mut sending, late_ns), [Action::GiveUp]);
 }
 
 #[test]
-fn a_lane_that_has_ended_has_its_time_once_the_control_lane_is_heard_again() {
-    let mut sending = standing(CHUNK_PAGES, 2);
+fn the_time_of_an_ended_lane_restarts_after_a_silent_control_lane() {
+    let mut sending = established(CHUNK_PAGES, 2);
     let mut plan = ChunkPlan::default();
     let end = Work::End { chunks: 0 };
     assert_eq!(sending.next(1, KeyUsage::Spent, 0, &mut plan), end);
     sending.thread_ended(1, true, 0);
     sending.want(1);
-    assert_eq!(during(&mut sending, 0, 3 * PATIENCE.progress_ns, true), []);
-    let heard_ns = 3 * PATIENCE.progress_ns;
+    assert_eq!(during(&mut sending, 0, 3 * TIMEOUTS.progress_ns, true), []);
+    let heard_ns = 3 * TIMEOUTS.progress_ns;
     sending.unheard(heard_ns);
-    let late_ns = heard_ns + PATIENCE.progress_ns;
+    let late_ns = heard_ns + TIMEOUTS.progress_ns;
     assert_eq!(during(&mut sending, heard_ns, late_ns, false), []);
     assert_eq!(actions(&mut sending, late_ns), [Action::Fence(1)]);
 }
 
 #[test]
-fn after_a_long_silence_a_new_control_lane_gives_every_lane_its_time() {
-    let mut sending = standing(CHUNK_PAGES, 3);
+fn a_new_control_lane_restarts_the_time_of_every_lane() {
+    let mut sending = established(CHUNK_PAGES, 3);
     let mut plan = ChunkPlan::default();
     let end = Work::End { chunks: 0 };
     assert_eq!(sending.next(1, KeyUsage::Spent, 0, &mut plan), end);
@@ -253,23 +253,23 @@ fn after_a_long_silence_a_new_control_lane_gives_every_lane_its_time() {
         actions(&mut sending, 10),
         [Action::Open(4), Action::Open(5)]
     );
-    let resumed_ns = 3 * PATIENCE.alone_ns;
+    let resumed_ns = 3 * TIMEOUTS.alone_ns;
     assert_eq!(during(&mut sending, 20, resumed_ns, true), []);
     sending.control_resumed(resumed_ns);
-    // The fence is asked for again; the ended lane's confirmation is not repeated.
+    // The fence is requested again; the ended lane's confirmation is not repeated.
     assert_eq!(
         actions(&mut sending, resumed_ns),
         [Action::Fence(2), Action::Fence(1)]
     );
-    let late_ns = resumed_ns + PATIENCE.open_ns;
+    let late_ns = resumed_ns + TIMEOUTS.open_ns;
     assert_eq!(during(&mut sending, resumed_ns, late_ns, false), []);
     assert_eq!(sending.fenced(1, &[], late_ns), Ok(0));
     assert_eq!(sending.fenced(2, &[], late_ns), Ok(0));
 }
 
 #[test]
-fn a_lane_that_came_too_late_to_be_needed_is_fenced_and_not_counted_as_lost() {
-    let mut sending = standing(CHUNK_PAGES, 2);
+fn a_lane_opened_too_late_is_fenced_and_not_counted_as_lost() {
+    let mut sending = established(CHUNK_PAGES, 2);
     sending.thread_ended(2, false, 0);
     assert_eq!(actions(&mut sending, 0), [Action::Fence(2)]);
     assert_eq!(sending.fenced(2, &[], 1), Ok(0));
@@ -285,11 +285,11 @@ fn a_lane_that_came_too_late_to_be_needed_is_fenced_and_not_counted_as_lost() {
 }
 
 #[test]
-fn a_lane_that_is_refused_after_it_has_failed_was_not_wanted_any_more() {
-    let mut sending = Sending::new(Schedule::new([(7, CHUNK_PAGES)]), PATIENCE);
+fn a_lane_refused_after_it_failed_is_no_longer_wanted() {
+    let mut sending = Sending::new(Schedule::new([(7, CHUNK_PAGES)]), TIMEOUTS);
     sending.want(2);
     actions(&mut sending, 0);
-    // Its connection fails with its opening on the way.
+    // Its connection fails while *lane open* is in flight.
     sending.thread_ended(2, false, 1);
     assert_eq!(actions(&mut sending, 1), [Action::Fence(2)]);
     assert_eq!(sending.refused(2, 2), Ok(false));
@@ -300,16 +300,22 @@ fn a_lane_that_is_refused_after_it_has_failed_was_not_wanted_any_more() {
 }
 
 #[test]
-fn a_worn_lane_goes_on_until_another_takes_its_place() {
-    let mut sending = standing(9 * CHUNK_PAGES, 1);
+fn a_lane_near_its_limit_continues_until_another_replaces_it() {
+    let mut sending = established(9 * CHUNK_PAGES, 1);
     begin(&mut sending, 9 * CHUNK_PAGES);
     let mut plan = ChunkPlan::default();
-    assert_eq!(sending.next(1, KeyUsage::Worn, 0, &mut plan), Work::Chunk);
+    assert_eq!(
+        sending.next(1, KeyUsage::NearLimit, 0, &mut plan),
+        Work::Chunk
+    );
     assert_eq!(actions(&mut sending, 1), [Action::Open(2)]);
-    assert_eq!(sending.next(1, KeyUsage::Worn, 2, &mut plan), Work::Chunk);
+    assert_eq!(
+        sending.next(1, KeyUsage::NearLimit, 2, &mut plan),
+        Work::Chunk
+    );
     assert_eq!(sending.lane_up(2, 3), Ok(true));
     assert_eq!(
-        sending.next(1, KeyUsage::Worn, 4, &mut plan),
+        sending.next(1, KeyUsage::NearLimit, 4, &mut plan),
         Work::End { chunks: 2 }
     );
     sending.thread_ended(1, true, 5);
@@ -327,7 +333,7 @@ fn a_worn_lane_goes_on_until_another_takes_its_place() {
 
 #[test]
 fn a_spent_lane_ends_even_without_another() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     let mut plan = ChunkPlan::default();
     assert_eq!(
@@ -338,8 +344,8 @@ fn a_spent_lane_ends_even_without_another() {
 }
 
 #[test]
-fn an_end_that_is_never_confirmed_is_a_lost_lane() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn a_lane_with_an_unconfirmed_end_is_lost() {
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     sending.finish(0);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
@@ -357,8 +363,8 @@ fn an_end_that_is_never_confirmed_is_a_lost_lane() {
 }
 
 #[test]
-fn after_a_lost_control_lane_what_is_open_is_asked_again() {
-    let mut sending = standing(3 * CHUNK_PAGES, 3);
+fn after_a_lost_control_lane_fences_are_requested_again() {
+    let mut sending = established(3 * CHUNK_PAGES, 3);
     begin(&mut sending, 3 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     let mut plan = ChunkPlan::default();
@@ -377,8 +383,8 @@ fn after_a_lost_control_lane_what_is_open_is_asked_again() {
 }
 
 #[test]
-fn without_any_lane_it_is_given_up_in_the_end() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn without_any_lane_the_work_is_given_up() {
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     sending.thread_ended(1, false, 1);
     let mut opened = Vec::new();
@@ -402,8 +408,8 @@ fn without_any_lane_it_is_given_up_in_the_end() {
 }
 
 #[test]
-fn i7_reports_of_what_was_never_sent_are_refused() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn i7_reports_about_unsent_frames_are_rejected() {
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     let lies = [
@@ -436,15 +442,15 @@ fn i7_reports_of_what_was_never_sent_are_refused() {
 }
 
 #[test]
-fn time_in_which_the_source_itself_was_stopped_counts_against_no_lane() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn time_while_the_source_was_suspended_counts_against_no_lane() {
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(actions(&mut sending, 1), []);
-    // It should have come again at 100.
+    // The next poll was due at 100.
     assert_eq!(actions(&mut sending, 900), []);
     assert_eq!(sending.acknowledge(&ack(0), &[], 910), Ok(CHUNK_PAGES));
-    let mut stopped = standing(CHUNK_PAGES, 1);
+    let mut stopped = established(CHUNK_PAGES, 1);
     begin(&mut stopped, CHUNK_PAGES);
     assert_eq!(next(&mut stopped, 1, 0), Work::Chunk);
     assert_eq!(actions(&mut stopped, 1), []);
@@ -454,7 +460,7 @@ fn time_in_which_the_source_itself_was_stopped_counts_against_no_lane() {
     assert_eq!(actions(&mut stopped, due_ns), lost);
 }
 
-/// Which lanes are to be opened, of all that is to be done.
+/// The lanes to open, among all actions.
 fn opened(sending: &mut Sending, now_ns: u64) -> Vec<u16> {
     let all = actions(sending, now_ns).into_iter();
     all.filter_map(|action| match action {
@@ -465,12 +471,12 @@ fn opened(sending: &mut Sending, now_ns: u64) -> Vec<u16> {
 }
 
 #[test]
-fn a_lane_that_the_destination_loses_first_is_cut_and_is_one_loss() {
-    let mut sending = standing(2 * CHUNK_PAGES, 2);
+fn a_lane_lost_first_at_the_destination_is_cut_and_counted_once() {
+    let mut sending = established(2 * CHUNK_PAGES, 2);
     begin(&mut sending, 2 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(sending.fenced(1, &[], 5), Ok(CHUNK_PAGES));
-    // Its thread may wait for bytes to go that nobody takes.
+    // Its thread may be blocked in a write.
     assert_eq!(actions(&mut sending, 5), [Action::Cut(1)]);
     sending.thread_ended(1, false, 6);
     assert_eq!(actions(&mut sending, 6), []);
@@ -479,8 +485,8 @@ fn a_lane_that_the_destination_loses_first_is_cut_and_is_one_loss() {
 }
 
 #[test]
-fn lanes_that_are_lost_together_are_one_reason_to_wait() {
-    let mut sending = standing(CHUNK_PAGES, 3);
+fn lanes_lost_together_cause_one_delay() {
+    let mut sending = established(CHUNK_PAGES, 3);
     for lane in 1..=3 {
         sending.thread_ended(lane, false, 4 + u64::from(lane));
     }
@@ -489,8 +495,8 @@ fn lanes_that_are_lost_together_are_one_reason_to_wait() {
 }
 
 #[test]
-fn a_lane_that_is_refused_is_tried_again_after_a_while() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn a_refused_lane_is_retried_after_a_delay() {
+    let mut sending = established(CHUNK_PAGES, 1);
     sending.want(2);
     assert_eq!(opened(&mut sending, 0), [2]);
     assert_eq!(sending.refused(2, 5), Ok(true));
@@ -503,8 +509,8 @@ fn a_lane_that_is_refused_is_tried_again_after_a_while() {
 }
 
 #[test]
-fn a_lane_that_stands_ends_the_longer_waits() {
-    let mut sending = standing(CHUNK_PAGES, 1);
+fn an_accepted_lane_resets_the_delay() {
+    let mut sending = established(CHUNK_PAGES, 1);
     begin(&mut sending, CHUNK_PAGES);
     sending.thread_ended(1, false, 0);
     assert_eq!(opened(&mut sending, 10), [2]);
@@ -517,8 +523,8 @@ fn a_lane_that_stands_ends_the_longer_waits() {
 }
 
 #[test]
-fn lanes_that_are_lost_in_the_last_pass_are_replaced_by_one() {
-    let mut sending = standing(3 * CHUNK_PAGES, 3);
+fn lanes_lost_in_the_last_iteration_are_replaced_by_one() {
+    let mut sending = established(3 * CHUNK_PAGES, 3);
     begin(&mut sending, 3 * CHUNK_PAGES);
     sending.finish(0);
     for lane in 1..=3 {
@@ -538,16 +544,16 @@ fn lanes_that_are_lost_in_the_last_pass_are_replaced_by_one() {
 }
 
 #[test]
-fn time_in_which_the_source_was_stopped_counts_against_no_replacement() {
-    const LATE_NS: u64 = 3 * PATIENCE.alone_ns;
-    // One is fenced, another opens in its place.
-    let mut sending = standing(CHUNK_PAGES, 2);
+fn time_while_the_source_was_suspended_counts_against_no_replacement() {
+    const LATE_NS: u64 = 3 * TIMEOUTS.alone_ns;
+    // One lane is fenced, another opens in its place.
+    let mut sending = established(CHUNK_PAGES, 2);
     sending.thread_ended(1, false, 0);
     assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);
     assert_eq!(actions(&mut sending, 10), [Action::Open(3)]);
     assert_eq!(actions(&mut sending, LATE_NS), []);
-    // None is left, and it is too early for another.
-    let mut alone = standing(CHUNK_PAGES, 1);
+    // No lane is left, and the delay has not passed.
+    let mut alone = established(CHUNK_PAGES, 1);
     begin(&mut alone, CHUNK_PAGES);
     alone.thread_ended(1, false, 0);
     assert_eq!(alone.fenced(1, &[], 1), Ok(0));

@@ -77,7 +77,7 @@ impl<T: Clone> Trunk<T> {
 
     /// The next task of `lane`.
     pub fn next(&mut self, lane: u16, usage: KeyUsage, now_ns: u64) -> Work<T> {
-        self.lanes.life.wear(lane, usage);
+        self.lanes.life.record_usage(lane, usage);
         if let Some(frames) = self.lanes.end(lane, now_ns) {
             return Work::End { frames };
         }

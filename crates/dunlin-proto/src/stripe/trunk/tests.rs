@@ -576,7 +576,7 @@ fn a_lane_with_a_used_up_key_is_replaced_before_it_ends() {
     pair.sides[0].readable(channel);
     let data = pair.reads(0, 1, 100, true).unwrap();
     pair.delivers(1, 1, &data);
-    let work = pair.sides[0].next(1, KeyUsage::Worn, 0);
+    let work = pair.sides[0].next(1, KeyUsage::NearLimit, 0);
     assert!(
         matches!(work, Work::Read { .. }),
         "the lane still sends: {work:?}"
@@ -584,9 +584,9 @@ fn a_lane_with_a_used_up_key_is_replaced_before_it_ends() {
     pair.sides[0].read(1, channel, Outcome::Nothing, 0);
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
     assert!(pair.sides[0].lane_established(2, 0));
-    let work = pair.sides[0].next(1, KeyUsage::Worn, 0);
+    let work = pair.sides[0].next(1, KeyUsage::NearLimit, 0);
     assert_eq!(work, Work::End { frames: 1 });
-    assert_eq!(pair.sides[0].next(1, KeyUsage::Worn, 0), Work::Stop);
+    assert_eq!(pair.sides[0].next(1, KeyUsage::NearLimit, 0), Work::Stop);
     pair.sides[0].lane_over(1, 0);
     assert_eq!(pair.sides[1].lane_ended(1, 1), Ok(()));
     pair.sides[1].admitted_over(1);
