@@ -1,20 +1,19 @@
-//! A model of the switchover over the machines of `dunlin_proto::switchover`
-//! themselves: two processes with their journals and their copies of the VM,
-//! and control lanes between them.
+//! A model of the switchover that uses the machines of
+//! `dunlin_proto::switchover`: two processes with their journals and copies of
+//! the VM, and the control lanes between them.
 //!
 //! ```text
 //!   World ─┬─ Source       process (machine, actions left) · journal · copy of the VM
-//!          ├─ Destination  the same
-//!          ├─ lanes        one for each epoch: under way, read, answered
-//!          └─ budget       what may still go wrong
+//!          ├─ Destination  likewise
+//!          ├─ lanes        one for each epoch: in flight, read, answered
+//!          └─ budget       failures that may still occur
 //! ```
 //!
-//! [`step`] lists everything that can happen next: an action is done, a
-//! message is read or taken, a lane is lost to one side while the other goes
-//! on reading, a record fails with either content on the disk, a process dies
-//! at any point and is started again, somebody cancels, an operator decides.
-//! [`property`] says what must hold in every state, and which ends must be
-//! possible.
+//! [`step`] lists every possible next step: an action is executed, a message is
+//! read or processed, one side loses a lane while the other still reads it, a
+//! record fails with either content on disk, a process dies at any point and is
+//! restarted, an operator cancels or decides. [`property`] has the properties
+//! of every state, and the outcomes that must be reachable.
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +26,7 @@ use stateright::{Model, Property};
 pub use step::Step;
 pub use world::World;
 
-/// How much may go wrong in one run.
+/// Limits on the failures in one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Budget {
     /// Deaths of the source's process.
@@ -39,18 +38,18 @@ pub struct Budget {
     pub faults: u8,
     /// Cancellations by an operator.
     pub cancellations: u8,
-    /// Answers about another attempt.
+    /// Stray answers about another attempt.
     pub strays: u8,
-    /// Control lanes: that of the attempt, and the inquiries.
+    /// Control lanes: one for the attempt, and one per inquiry.
     pub epochs: u8,
 }
 
-/// The whole: everything that can happen within a budget.
+/// The model: all behaviour within a budget.
 #[derive(Clone, Copy, Debug)]
 pub struct Switchover {
-    /// What may go wrong.
+    /// The limits on failures.
     pub budget: Budget,
-    /// Whether the guest shall run at the destination, or stay paused.
+    /// Whether the guest is to run at the destination or stay paused.
     pub run: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What must hold in every state, and which ends must be possible.
+//! Properties of every state, and outcomes that must be reachable.
 
 use dunlin_proto::journal::SourceRecord;
 use dunlin_proto::switchover::{Destination, Source};
@@ -8,7 +8,7 @@ use crate::Switchover;
 use crate::step::{self, Outcome, Step};
 use crate::world::{Copy, World};
 
-/// What must hold in every state.
+/// Properties of every state.
 #[must_use]
 pub fn always() -> Vec<Property<Switchover>> {
     vec![
@@ -31,7 +31,7 @@ pub fn always() -> Vec<Property<Switchover>> {
             let history = &world.history;
             let here = matches!(world.source.copy, Copy::Live | Copy::Paused);
             let there = world.destination.copy == Copy::Live;
-            // Each excuse: the process died in which the VM lived.
+            // The only exception: the process in which the VM lived has died.
             here || there || history.killed_here || history.killed_there
         }),
         Property::always(
@@ -39,8 +39,8 @@ pub fn always() -> Vec<Property<Switchover>> {
             |_, world: &World| !world.history.destroyed_early,
         ),
         Property::always(
-            "I2: paused only where somebody will act",
-            |_, world: &World| world.source.copy != Copy::Paused || somebody_acts(world),
+            "I2: paused only if a next step is certain",
+            |_, world: &World| world.source.copy != Copy::Paused || next_step_is_certain(world),
         ),
         Property::always(
             "I2: not forgotten while it may be asked",
@@ -55,11 +55,11 @@ pub fn always() -> Vec<Property<Switchover>> {
             "I2: a doubt is resolved once nothing more fails",
             |_, world: &World| !in_doubt(world) || resolved(&without_failures(world)),
         ),
-        Property::always("told only what the journal holds", |_, world: &World| {
-            !world.history.told_unrecorded
+        Property::always("reports only what the journal holds", |_, world: &World| {
+            !world.history.reported_unrecorded
         }),
-        Property::always("told only what is so", |_, world: &World| {
-            !world.history.told_wrong
+        Property::always("reports only the truth", |_, world: &World| {
+            !world.history.reported_wrong
         }),
         Property::always("no event that a state cannot take", |_, world: &World| {
             !world.history.impossible
@@ -67,7 +67,7 @@ pub fn always() -> Vec<Property<Switchover>> {
     ]
 }
 
-/// Whether the source is in doubt, or will be when it is started again.
+/// Whether the source is in doubt, or will be after a restart.
 fn in_doubt(world: &World) -> bool {
     match world.source.process {
         Some(_) => world.idle_source() == Some(Source::InDoubt),
@@ -75,12 +75,12 @@ fn in_doubt(world: &World) -> bool {
     }
 }
 
-/// What becomes of a world in which nothing more fails, everybody who died is
-/// started again, and the source goes on asking.
+/// The world after all further steps without failures: dead processes are
+/// restarted, and the source keeps inquiring.
 fn without_failures(world: &World) -> World {
     let mut world = world.clone();
     let mut steps = Vec::new();
-    let mut patience = 3;
+    let mut inquiries = 3;
     loop {
         steps.clear();
         step::possible(&world, &mut steps);
@@ -98,8 +98,8 @@ fn without_failures(world: &World) -> World {
         });
         match next {
             Some(next) => step::take(&mut world, next),
-            None if patience > 0 && world.idle_source() == Some(Source::InDoubt) => {
-                patience -= 1;
+            None if inquiries > 0 && world.idle_source() == Some(Source::InDoubt) => {
+                inquiries -= 1;
                 world.budget.epochs = world.source.epoch + 1;
                 step::take(&mut world, Step::SourceLosesLane);
             }
@@ -108,9 +108,10 @@ fn without_failures(world: &World) -> World {
     }
 }
 
-/// The VM goes on somewhere, the operator has been asked the right question,
-/// or the destination's disk is lost, and nobody but the operator can know; so
-/// it is where the source's own disk failed after it had kept the VM.
+/// Whether the doubt is resolved: the VM runs somewhere, or the operator has
+/// been asked the right question. Also true if the destination's disk is lost,
+/// or if the source's own disk failed after it had kept the VM: then only the
+/// operator can decide.
 fn resolved(world: &World) -> bool {
     match world.idle_source() {
         Some(Source::Kept) => world.source.copy == Copy::Live || world.history.killed_here,
@@ -119,9 +120,9 @@ fn resolved(world: &World) -> bool {
     }
 }
 
-/// Whether the process goes on by itself, asks, or has told the operator; or
-/// is dead and its record makes the next one do so.
-fn somebody_acts(world: &World) -> bool {
+/// Whether the process continues, inquires or has notified the operator; or is
+/// dead with a record that makes its successor do so.
+fn next_step_is_certain(world: &World) -> bool {
     match &world.source.process {
         Some(process) => !process.left.is_empty() || process.state != Source::Kept,
         None => !matches!(
@@ -131,8 +132,8 @@ fn somebody_acts(world: &World) -> bool {
     }
 }
 
-/// Ends that must be possible, for a guest that runs and a budget with one of
-/// everything and two inquiries.
+/// Outcomes that must be reachable, for a running guest and a budget of one
+/// failure of each kind and two inquiries.
 #[must_use]
 pub fn sometimes() -> Vec<Property<Switchover>> {
     vec![

@@ -1,4 +1,4 @@
-//! What can happen next, and what it does.
+//! The possible next steps, and their effects.
 
 mod destination;
 mod source;
@@ -8,61 +8,61 @@ use dunlin_proto::switchover::{DestinationEvent, Resolution, Source, SourceEvent
 
 use crate::world::{Copy, FromDestination, FromSource, Process, World};
 
-/// How an action goes that can fail.
+/// The outcome of an action that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// It is done.
+    /// It succeeded.
     Done,
     /// It failed and changed nothing.
     Failed,
-    /// A record failed, and yet is on the disk: a sync that reports an error
-    /// says nothing about what it wrote.
+    /// A record failed but is on disk: a sync that returns an error does not
+    /// tell what was written.
     FailedButWritten,
 }
 
-/// One thing that happens.
+/// One step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// The source does its next action.
+    /// The source executes its next action.
     SourceActs(Outcome),
     /// Pre-copy converges.
     Converge,
-    /// The source takes the next message of a lane.
+    /// The source processes the next message of a lane.
     SourceTakes {
-        /// The lane's place.
+        /// The lane's index.
         lane: usize,
     },
-    /// The source finds its newest lane lost, or tires of waiting. What is
-    /// under way on it may yet arrive.
+    /// The source finds its newest lane lost, or its timeout expires. Messages
+    /// in flight may still arrive.
     SourceLosesLane,
     /// An operator cancels at the source.
     SourceCancels,
     /// Something fails at the source.
     SourceFails,
-    /// *aborted* comes about another attempt.
+    /// *aborted* arrives about another attempt.
     StrayAnswer,
-    /// The operator decides, in the knowledge of how things stand.
+    /// The operator decides, after checking both sides.
     Resolve(Resolution),
     /// The source's process dies.
     SourceCrashes {
         /// Whether the VM lived in it.
         with_vm: bool,
     },
-    /// The source's process is started again.
+    /// The source's process is restarted.
     SourceRestarts,
-    /// The destination does its next action.
+    /// The destination executes its next action.
     DestinationActs(Outcome),
     /// The destination's reader reads the next message of a lane.
     DestinationReads {
-        /// The lane's place.
+        /// The lane's index.
         lane: usize,
     },
-    /// The destination takes the next message that was read.
+    /// The destination processes the next message that was read.
     DestinationTakes {
-        /// The lane's place.
+        /// The lane's index.
         lane: usize,
     },
-    /// The destination finds its newest lane lost, with what was under way.
+    /// The destination finds its newest lane lost, with everything in flight.
     DestinationLosesLane,
     /// An operator cancels at the destination.
     DestinationCancels,
@@ -70,19 +70,19 @@ pub enum Step {
     DestinationFails,
     /// The destination's process dies, and the VM in it.
     DestinationCrashes,
-    /// The destination's process is started again.
+    /// The destination's process is restarted.
     DestinationRestarts,
     /// The destination's disk is lost while its process is dead.
     DestinationLosesJournal,
 }
 
-/// Lists everything that can happen next.
+/// Lists all possible next steps.
 pub fn possible(world: &World, steps: &mut Vec<Step>) {
     source::possible(world, steps);
     destination::possible(world, steps);
 }
 
-/// Lets it happen.
+/// Applies a step.
 pub fn take(world: &mut World, step: Step) {
     match step {
         Step::SourceActs(outcome) => source::act(world, outcome),
@@ -168,7 +168,7 @@ pub fn take(world: &mut World, step: Step) {
     }
 }
 
-/// Puts a message on the source's newest lane.
+/// Sends a message on the source's newest lane.
 fn send(world: &mut World, message: FromSource) {
     let newest = usize::from(world.source.epoch) - 1;
     let lane = &mut world.lanes[newest];

@@ -1,4 +1,4 @@
-//! What there is at one moment.
+//! The state of the model.
 
 use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::{DestinationRecord, SourceRecord};
@@ -6,31 +6,31 @@ use dunlin_proto::switchover::{Destination, DestinationAction, Source, SourceAct
 
 use crate::Budget;
 
-/// Everything at one moment.
+/// The state of the model.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     /// The source's side.
     pub source: SourceSide,
     /// The destination's side.
     pub destination: DestinationSide,
-    /// The control lane of each epoch, the first at place 0.
+    /// The control lane of each epoch, the first at index 0.
     pub lanes: Vec<Lane>,
-    /// What may still go wrong.
+    /// Failures that may still occur.
     pub budget: Budget,
-    /// Whether the guest shall run at the destination, or stay paused.
+    /// Whether the guest is to run at the destination or stay paused.
     pub run: bool,
-    /// What has happened, for the properties alone.
+    /// History, only for the properties.
     pub history: History,
 }
 
-/// Where a copy of the VM stands.
+/// The state of a copy of the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Copy {
-    /// Nothing here, or not everything yet.
+    /// Absent or incomplete.
     Absent,
-    /// Whole, and standing still.
+    /// Complete and paused.
     Paused,
-    /// The VM lives here: it runs, or stands still by its owner's wish.
+    /// The VM lives here: it runs, or its owner has paused it.
     Live,
     /// Destroyed, or dropped.
     Gone,
@@ -39,11 +39,11 @@ pub enum Copy {
 /// The source's side.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSide {
-    /// The process that migrates, while it lives.
+    /// The migrating process, if alive.
     pub process: Option<Process<Source, SourceAction>>,
-    /// What is on the disk.
+    /// The record on disk.
     pub journal: SourceRecord,
-    /// The newest epoch, which is on the disk as well.
+    /// The newest epoch, which is on disk too.
     pub epoch: u8,
     /// The VM, which may live in the process or elsewhere.
     pub copy: Copy,
@@ -54,9 +54,9 @@ pub struct SourceSide {
 /// The destination's side.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSide {
-    /// The process that receives, and has the VM, while it lives.
+    /// The receiving process, which holds the VM, if alive.
     pub process: Option<Process<Destination, DestinationAction>>,
-    /// What is on the disk.
+    /// The record on disk.
     pub journal: Option<DestinationRecord>,
     /// The newest epoch that this process has seen.
     pub epoch: u8,
@@ -66,19 +66,19 @@ pub struct DestinationSide {
     pub devices: bool,
 }
 
-/// A process: its machine, and what that has told it to do.
+/// A process: its machine and pending actions.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Process<S, A> {
     /// The machine of `dunlin_proto::switchover`.
     pub state: S,
-    /// Actions that are still to be done, in order.
+    /// Pending actions, in order.
     pub left: Vec<A>,
 }
 
-/// From the source.
+/// Messages from the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FromSource {
-    /// *final*, with everything before it.
+    /// *final*, including everything before it.
     Final,
     /// *commit*.
     Commit,
@@ -90,7 +90,7 @@ pub enum FromSource {
     Inquire,
 }
 
-/// From the destination.
+/// Messages from the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FromDestination {
     /// *ready*.
@@ -103,15 +103,16 @@ pub enum FromDestination {
     Answer(Verdict),
 }
 
-/// A control lane. It keeps order, and may lose any tail of what is under way
-/// when one side ends it, with the other still reading what had arrived.
+/// A control lane. It preserves order. When one side ends it, any tail of the
+/// messages in flight may be lost, and the other side can still read what has
+/// arrived.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Lane {
-    /// Sent by the source, and not yet read.
+    /// Sent by the source, not yet read.
     pub under_way: Vec<FromSource>,
-    /// Read by the destination's reader, and not yet taken.
+    /// Read by the destination's reader, not yet processed.
     pub read: Vec<FromSource>,
-    /// Sent by the destination, and not yet taken.
+    /// Sent by the destination, not yet processed.
     pub back: Vec<FromDestination>,
     /// Whether the destination still reads and writes it.
     pub open: bool,
@@ -119,7 +120,7 @@ pub struct Lane {
     pub heard: bool,
 }
 
-/// What has happened, for the properties alone.
+/// History, only for the properties.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct History {
     /// *accept* was sent.
@@ -130,9 +131,9 @@ pub struct History {
     pub killed_here: bool,
     /// The destination's process died with the VM living in it.
     pub killed_there: bool,
-    /// The operator decided that the VM goes on at the source.
+    /// The operator decided that the VM continues at the source.
     pub run_here: bool,
-    /// The operator gave the source's copy up.
+    /// The operator gave up the source's copy.
     pub given_up: bool,
     /// The destination lost its journal with its disk.
     pub wiped: bool,
@@ -140,21 +141,21 @@ pub struct History {
     pub forgotten: bool,
     /// A record that the source only notes did not reach its disk.
     pub unnoted: bool,
-    /// Something was told that the teller's journal did not hold.
-    pub told_unrecorded: bool,
-    /// Something was told that was not so.
-    pub told_wrong: bool,
-    /// The source destroyed its copy when the VM had not lived elsewhere.
+    /// A report was sent that the sender's journal did not hold.
+    pub reported_unrecorded: bool,
+    /// A wrong report was sent.
+    pub reported_wrong: bool,
+    /// The source destroyed its copy before the VM had lived elsewhere.
     pub destroyed_early: bool,
-    /// A machine was given an event that it could not take.
+    /// A machine received an event that it could not take.
     pub impossible: bool,
     /// The source was in doubt.
     pub doubted: bool,
 }
 
 impl World {
-    /// The beginning: the VM runs at the source, the destination has built its
-    /// own and is about to accept.
+    /// The initial state: the VM runs at the source; the destination has built
+    /// its own and is about to accept.
     #[must_use]
     pub fn new(budget: Budget, run: bool) -> Self {
         let (state, actions) = Destination::begin();
@@ -190,13 +191,13 @@ impl World {
         }
     }
 
-    /// The source's machine, while its process lives and has nothing to do.
+    /// The source's machine, if its process is alive and idle.
     #[must_use]
     pub fn idle_source(&self) -> Option<Source> {
         self.source.process.as_ref().and_then(Process::idle)
     }
 
-    /// The same at the destination.
+    /// The destination's machine, if its process is alive and idle.
     #[must_use]
     pub fn idle_destination(&self) -> Option<Destination> {
         self.destination.process.as_ref().and_then(Process::idle)

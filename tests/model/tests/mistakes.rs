@@ -1,5 +1,5 @@
-//! Each planted mistake breaks the property that it endangers. Prints the way
-//! there, the shortest there is.
+//! Each planted mistake breaks the property that it endangers. Prints the
+//! shortest path.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,15 +22,15 @@ const TWICE: &str = "I1: never on both sides";
 const BACK: &str = "I1: never back in time without the operator";
 const DEVICES: &str = "I1: disks and devices never on both sides";
 const LOST: &str = "I2: never lost";
-const NOBODY: &str = "I2: paused only where somebody will act";
+const STRANDED: &str = "I2: paused only if a next step is certain";
 const FORGOTTEN: &str = "I2: not forgotten while it may be asked";
 const UNRESOLVED: &str = "I2: a doubt is resolved once nothing more fails";
-const UNRECORDED: &str = "told only what the journal holds";
-const UNTRUE: &str = "told only what is so";
+const UNRECORDED: &str = "reports only what the journal holds";
+const UNTRUE: &str = "reports only the truth";
 
-/// Those of the switchover, each with what it breaks.
+/// The switchover's mistakes, each with the property that it breaks.
 const MISTAKES: [(Mistake, &str); 12] = [
-    (Mistake::PauseBeforeRecord, NOBODY),
+    (Mistake::PauseBeforeRecord, STRANDED),
     (Mistake::ResumeWithoutAsking, TWICE),
     (Mistake::BelieveAnyAttempt, TWICE),
     (Mistake::ReleaseBeforeRecord, FORGOTTEN),
@@ -56,7 +56,7 @@ fn i1_i2_each_planted_mistake_is_found() {
     let mut missed = Vec::new();
     for (mistake, property) in MISTAKES {
         let _planted = plant(Some(mistake));
-        // One thread: more would not find the shortest way.
+        // One thread: more threads might miss the shortest path.
         let checker = model()
             .checker()
             .threads(1)

@@ -1,5 +1,5 @@
-//! The switchover over every order of events within a budget. Prints how many
-//! states there are; `DUNLIN_SOAK=1` allows more to go wrong.
+//! The switchover under every order of events within a budget. Prints the
+//! number of states; `DUNLIN_SOAK=1` allows more failures.
 
 use std::time::Instant;
 
@@ -56,8 +56,8 @@ fn i1_i2_no_order_of_events_runs_the_vm_twice_or_loses_it() {
 }
 
 #[test]
-fn i1_i2_nor_that_of_a_vm_that_arrives_paused() {
-    // Smaller in any case: it differs in one state of the destination.
+fn i1_i2_no_order_of_events_does_so_for_a_vm_that_arrives_paused() {
+    // Always the small budget: this differs in one state of the destination.
     check(Switchover {
         budget: Budget {
             source_crashes: 1,

@@ -94,7 +94,7 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
         }
         DestinationAction::SendReady => answer(world, FromDestination::Ready),
         DestinationAction::Acquire => {
-            // A part of them may be held although it failed.
+            // Some of them may be held even after a failure.
             world.destination.devices = true;
             event(
                 world,
@@ -102,7 +102,7 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
             );
         }
         DestinationAction::Resume => {
-            // Some of it may have run although it failed.
+            // Part of the guest may have run even after a failure.
             world.history.ran_there = true;
             if done {
                 live(world);
@@ -151,8 +151,8 @@ pub(super) fn take_read(world: &mut World, lane: usize) {
         FromSource::Release => DestinationEvent::Release,
         FromSource::Cancel => {
             event(world, DestinationEvent::PeerCancelled);
-            // A source that cancels does not ask, and the engine forgets the
-            // session once all else is done.
+            // A source that cancels does not inquire, and the engine forgets
+            // the session after the other actions.
             if let Some(process) = &mut world.destination.process
                 && process.state == Destination::Aborting
             {
@@ -219,7 +219,7 @@ fn live(world: &mut World) {
     world.history.ran_there = true;
 }
 
-/// The lane of the newest epoch, none after a restart.
+/// The lane of the newest epoch, `None` after a restart.
 fn newest_lane(world: &World) -> Option<usize> {
     usize::from(world.destination.epoch).checked_sub(1)
 }
@@ -237,10 +237,10 @@ fn tell(world: &mut World, verdict: Verdict) {
         ),
         Verdict::NoRecord => (None, true),
     };
-    // What was said before it was forgotten may be said again.
+    // A report sent before the record was forgotten may be repeated.
     let held = world.destination.journal == record || world.history.forgotten;
-    world.history.told_unrecorded |= !held;
-    world.history.told_wrong |= !so;
+    world.history.reported_unrecorded |= !held;
+    world.history.reported_wrong |= !so;
     let asked = world.destination.epoch > 1;
     answer(
         world,
@@ -252,7 +252,7 @@ fn tell(world: &mut World, verdict: Verdict) {
     );
 }
 
-/// Puts a message on the destination's newest lane.
+/// Sends a message on the destination's newest lane.
 fn answer(world: &mut World, message: FromDestination) {
     let Some(newest) = newest_lane(world) else {
         return;

@@ -53,8 +53,8 @@ pub(super) fn possible(world: &World, steps: &mut Vec<Step>) {
         steps.push(Step::StrayAnswer);
     }
     if process.state.may_resolve() {
-        // The operator looks before deciding: the VM lives there, or its
-        // process is dead or has said that it will never run.
+        // The operator checks before deciding: the VM runs there, or its
+        // process is dead or has answered that it will never run.
         if world.destination.copy == Copy::Live {
             steps.push(Step::Resolve(Resolution::Destroy));
         } else if operator_sees_it_will_not_run(world) && world.source.copy == Copy::Paused {
@@ -63,7 +63,7 @@ pub(super) fn possible(world: &World, steps: &mut Vec<Step>) {
     }
 }
 
-/// Dead, or in a state from which nothing runs.
+/// Dead, or in a state from which the guest cannot run.
 fn operator_sees_it_will_not_run(world: &World) -> bool {
     use dunlin_proto::switchover::Destination;
     match &world.destination.process {
@@ -126,8 +126,8 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
             world.history.doubted = true;
             if world.source.epoch < world.budget.epochs {
                 world.source.epoch += 1;
-                // What the old lane has under way may still arrive there, and
-                // what was read from it may still be taken here.
+                // Messages in flight on the old lane may still arrive there,
+                // and messages already read may still be processed here.
                 world.lanes.iter_mut().for_each(|lane| lane.heard = false);
                 world.lanes.push(Lane {
                     heard: true,
