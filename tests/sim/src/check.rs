@@ -12,16 +12,16 @@ use crate::plan::MS;
 use crate::tally::{End, Passage};
 use crate::world::World;
 
-/// Something that may not be.
+/// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// I1 to I5; *liveness*; *accused* where an honest peer was; *machine*
-    /// where a state could not take an event; *panic*; *sim* for a mistake of
-    /// the simulator's own.
+    /// I1 to I5; *liveness*; *accused* if an honest peer was accused; *machine*
+    /// if a state could not take an event; *panic*; *sim* for an error of the
+    /// simulator itself.
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
-    /// When, in nanoseconds of virtual time.
+    /// Virtual time in nanoseconds.
     pub at_ns: u64,
 }
 
@@ -46,15 +46,15 @@ impl fmt::Display for Violation {
     }
 }
 
-/// What the checks remember.
+/// State of the checks.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
     /// The last attempt in which the VM was run at the destination.
     pub(crate) ran: Option<u32>,
-    /// Whether the source had to ask before it let go.
+    /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
-    /// In which iteration of the attempt each page was cut last, and after
-    /// how many readings of the dirty log.
+    /// For each page: the iteration of the attempt in which it was last cut,
+    /// and the number of dirty-log readings before that.
     pub(crate) cuts: Vec<(u32, u32)>,
 }
 
@@ -69,7 +69,7 @@ impl World<'_> {
         });
     }
 
-    /// What must hold between any two steps.
+    /// Invariants between any two steps.
     pub(crate) fn check_step(&mut self) {
         let here = self.source.guest.as_ref();
         let runs_here = here.is_some_and(|guest| guest.running);
@@ -87,7 +87,8 @@ impl World<'_> {
             && session.machine != Destination::Released
             && recorded != Some((session.attempt, DestinationRecord::Running))
         {
-            let text = format!("it runs at the destination, whose journal says {recorded:?}");
+            let text =
+                format!("it runs at the destination, but the journal there says {recorded:?}");
             self.violate("I2", text);
             return;
         }
@@ -109,7 +110,7 @@ impl World<'_> {
                     )
                 );
                 if !resolvable {
-                    let text = format!("it is paused, and the source's journal says {record:?}");
+                    let text = format!("it is paused, but the source's journal says {record:?}");
                     self.violate("I2", text);
                 }
             }
@@ -122,11 +123,11 @@ impl World<'_> {
         record == Some(SourceRecord::GivenUp)
     }
 
-    /// A lane was given a chunk.
+    /// A lane has received a chunk.
     ///
-    /// A page may be cut twice in an iteration, when a lost lane's pages go
-    /// again; but not with a reading of the dirty log in between: no mark
-    /// would keep its two versions apart, and its bit is taken.
+    /// A page may be cut twice in an iteration if a lost lane's pages are
+    /// resent, but not with a reading of the dirty log in between: no mark
+    /// would order its two versions, and its dirty bit is cleared.
     pub(crate) fn check_cut(&mut self, iteration: u32, readings: u32, pages: &[u32]) {
         for &page in pages {
             let cut = (iteration, readings);
@@ -144,13 +145,13 @@ impl World<'_> {
 
     /// A lane's thread is about to write a page.
     ///
-    /// Of two chunks with the same page, between whose cuts the dirty log was
-    /// read, the later must be written later: that reading has taken the
-    /// page's bit, and nothing else would bring its newer version. Without a
-    /// reading in between they may come in any order, and the one with the
-    /// older version last: whatever was written in between is still in the
-    /// log. So lanes may be slow to read, and a lost lane's pages go again in
-    /// an iteration that has some of them already.
+    /// If the dirty log was read between the cuts of two chunks with the same
+    /// page, the later chunk must be written later: that reading cleared the
+    /// page's bit, and nothing else would send the newer version. Without a
+    /// reading in between, any order is allowed, even with the older version
+    /// last: whatever was written in between is still in the log. So lanes may
+    /// be slow to read, and a lost lane's pages may be resent in an iteration
+    /// that has sent some of them already.
     pub(crate) fn check_write(&mut self, lane: u16, page: u32, readings: u32) {
         let Some(session) = &self.destination.session else {
             return;
@@ -162,7 +163,7 @@ impl World<'_> {
         if session.fenced.contains(&lane) {
             self.violate(
                 "I4",
-                format!("lane {lane} writes page {page} behind its fence"),
+                format!("lane {lane} writes page {page} after its fence"),
             );
         } else if there > readings {
             let text = format!(
@@ -180,12 +181,12 @@ impl World<'_> {
                 | Destination::Running
                 | Destination::Released
         ) {
-            let text = format!("lane {lane} writes page {page} after everything had come");
+            let text = format!("lane {lane} writes page {page} after everything had arrived");
             self.violate("I4", text);
         }
     }
 
-    /// A chunk has come to a closed end.
+    /// A chunk has arrived at a closed end.
     pub(crate) fn late_chunk(&mut self, lane: u16) {
         let session = self.destination.session.as_ref();
         if session.is_some_and(|session| session.fenced.contains(&lane)) {
@@ -210,7 +211,7 @@ impl World<'_> {
         }
     }
 
-    /// The destination is about to tell what became of the attempt.
+    /// The destination is about to report the outcome of the attempt.
     pub(crate) fn check_tell(&mut self, verdict: Verdict) {
         let recorded = self.destination.journal.durable;
         let Some(session) = &self.destination.session else {
@@ -224,13 +225,13 @@ impl World<'_> {
         let lives = session.copy.as_ref().is_some_and(|copy| copy.lives);
         let forgotten = session.machine == Destination::Released;
         if recorded != Some((session.attempt, wanted)) && !forgotten {
-            let text = format!("it tells {verdict:?}, and its journal says {recorded:?}");
+            let text = format!("it reports {verdict:?}, but its journal says {recorded:?}");
             self.violate("I2", text);
         } else if verdict == Verdict::Aborted && self.destination.holds {
-            let text = "it tells that it has aborted, and still holds disks".into();
+            let text = "it reports *aborted* and still holds disks".into();
             self.violate("I1", text);
         } else if verdict == Verdict::Running && !lives {
-            self.violate("I2", "it tells that the VM runs, which is dead".into());
+            self.violate("I2", "it reports *running* for a dead VM".into());
         }
     }
 
@@ -246,7 +247,7 @@ impl World<'_> {
             && self.marks.ran == number
             && record != Some(SourceRecord::RunHere)
         {
-            let text = "it goes back to the pause, and nobody has decided that".into();
+            let text = "it goes back to the pause without an operator's decision".into();
             self.violate("I1", text);
         }
     }
@@ -261,10 +262,10 @@ impl World<'_> {
         let lives = session.is_some_and(|session| {
             session.attempt == number && session.copy.as_ref().is_some_and(|copy| copy.lives)
         });
-        // Where it has died since, it had been told truly.
+        // If it has died since, the report had been true.
         let died = self.destination.died == Some(number);
         if machine == Source::Released && !lives && !died && !self.given_up() {
-            let text = "the copy at the source is destroyed, and no other lives".into();
+            let text = "the copy at the source is destroyed, and no other copy lives".into();
             self.violate("I2", text);
         }
     }
@@ -274,12 +275,12 @@ impl World<'_> {
         let record = self.source.journal.durable.map(|(_, record)| record);
         if record != Some(SourceRecord::Released) {
             let text =
-                format!("the destination may forget, and the source's journal says {record:?}");
+                format!("the destination may forget, but the source's journal says {record:?}");
             self.violate("I2", text);
         }
     }
 
-    /// How the run has ended.
+    /// Checks at the end of the run.
     pub(crate) fn conclude(&mut self) {
         if self.failure.is_some() || self.ends.last() == Some(&End::GivenUp) {
             return;
@@ -290,7 +291,7 @@ impl World<'_> {
         let died = self.destination.died.is_some();
         if self.source.guest.is_some() {
             if self.ends.last() != Some(&End::TakenBack) {
-                self.violate("liveness", "nothing happens any more".into());
+                self.violate("liveness", "no event is left".into());
             }
         } else if let Some(running) = lives {
             if running == self.plan.paused {
@@ -311,7 +312,7 @@ impl World<'_> {
         }
     }
 
-    /// A packet on a control lane has come to `to`.
+    /// A packet on a control lane has arrived at `to`.
     pub(crate) fn control_packet(
         &mut self,
         connection: usize,

@@ -1,4 +1,4 @@
-//! Faults strike.
+//! Execution of faults.
 
 use crate::network::{Kind, Packet, Side};
 use crate::plan::Fault;
@@ -6,7 +6,7 @@ use crate::tally::FaultKind;
 use crate::world::{Event, World};
 
 impl World<'_> {
-    /// The fault of this index, if it finds something to strike at.
+    /// Executes the fault with this index, if it can have an effect.
     pub(crate) fn strike(&mut self, index: usize) {
         if self.quiet {
             return;
@@ -20,7 +20,7 @@ impl World<'_> {
         }
     }
 
-    /// Returns whether it has struck; those that lie in wait count later.
+    /// Returns whether it had an effect; delayed faults count later.
     fn strikes(&mut self, fault: Fault) -> bool {
         let until_ns = self.now_ns + fault.for_ns;
         match fault.kind {
@@ -133,7 +133,7 @@ impl World<'_> {
         true
     }
 
-    /// Somebody on the path says again what a lane has said.
+    /// An attacker on the path replays a lane's opening.
     fn replay(&mut self) -> bool {
         let Some(session) = &self.destination.session else {
             return false;

@@ -19,7 +19,7 @@ pub(crate) struct Guest {
 impl Guest {
     pub(crate) fn new(seed: u64, pages: u32, paused_by_owner: bool) -> Self {
         let mut random = Random::new(seed, 1);
-        // Some pages have never been written: as a new copy has them.
+        // Some pages have never been written, as in a new copy.
         let pages: Vec<u32> = (0..pages).map(|_| u32::from(!random.chance(20))).collect();
         Self {
             readings: 0,
@@ -31,7 +31,7 @@ impl Guest {
         }
     }
 
-    /// Writes to `burst` pages, four of five times within a hot set.
+    /// Writes to `burst` pages, four of five within a hot set.
     pub(crate) fn write(&mut self, burst: u32) {
         let hot = (self.pages.len() as u64 / 4).max(1);
         for _ in 0..burst {
@@ -46,7 +46,7 @@ impl Guest {
         }
     }
 
-    /// Reads the dirty log, and so clears it.
+    /// Reads the dirty log, which clears it.
     pub(crate) fn fetch(&mut self) -> Vec<u64> {
         self.readings += 1;
         let empty = vec![0; self.dirty.len()];

@@ -1,4 +1,4 @@
-//! A journal: what is on the disk, and what is being written to it.
+//! A journal: the record on disk, and the one being written.
 
 use crate::random::Random;
 
@@ -27,8 +27,8 @@ impl<T: Copy> Journal<T> {
         self.writing = Some(record);
     }
 
-    /// The write has ended; returns whether it succeeded. One that failed may
-    /// have reached the disk all the same.
+    /// The write has ended; returns whether it succeeded. A failed write may
+    /// still have reached the disk.
     pub(crate) fn end(&mut self, random: &mut Random) -> bool {
         let failed = std::mem::take(&mut self.fails);
         let written = self.writing.take();

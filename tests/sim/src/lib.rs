@@ -1,13 +1,13 @@
 //! A seeded simulator of a migration over the real decisions of `dunlin-proto`.
 //!
-//! Two hosts, a network between them and a guest that writes, in virtual time
-//! and on one thread. What `dunlin-proto` decides is asked of it; what the
-//! engine does around it is written here a second time, as thin as it goes.
-//! One `u64` decides a whole run: [`Plan::new`] draws sizes, paces and faults
-//! from it, [`run`] plays the plan and asserts the invariants at every step,
-//! [`shrink`] makes a plan that fails as small as it gets.
+//! Two hosts, a network between them and a running guest, in virtual time and
+//! on one thread. Decisions come from `dunlin-proto`; what the engine does
+//! around them is written here a second time, as small as possible. One `u64`
+//! seed determines a whole run: [`Plan::new`] draws sizes, rates and faults
+//! from it, [`run`] executes the plan and asserts the invariants at every step,
+//! and [`shrink`] minimises a failing plan.
 //!
-//! README.md says how to read, replay and extend it.
+//! README.md explains how to read, replay and extend it.
 #![forbid(unsafe_code)]
 
 mod check;
@@ -34,21 +34,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use world::World;
 
-/// Real pages for which one page of the simulation stands, where bandwidth and
-/// downtime are weighed: 512 KiB, so that a small array takes a guest's time.
+/// Real pages that one simulated page represents in bandwidth and downtime
+/// calculations: 512 KiB, so a small array takes as long as a real guest.
 pub const PAGES_EACH: u64 = 128;
 
-/// Plays a plan to its end.
+/// Runs a plan to its end.
 ///
 /// # Errors
-/// An invariant did not hold, an honest peer was accused, or something
-/// panicked.
+/// An invariant was violated, an honest peer was accused, or code panicked.
 pub fn run(plan: &Plan) -> Result<Tally, Violation> {
     let played = catch_unwind(AssertUnwindSafe(|| play(plan, None)));
     played.unwrap_or_else(|panic| Err(Violation::of_panic(panic.as_ref())))
 }
 
-/// The same, with a line for everything that happens.
+/// Like [`run`], and prints a line for each event.
 ///
 /// # Errors
 /// As [`run`].

@@ -1,4 +1,4 @@
-//! The network: connections that keep their order and nothing else.
+//! The network: connections that guarantee order and nothing else.
 
 use std::collections::VecDeque;
 
@@ -24,8 +24,7 @@ impl Side {
     }
 }
 
-/// What a connection carries. Bytes are the codecs' matter; here it is their
-/// meaning.
+/// Content of a connection, as values instead of encoded bytes.
 #[derive(Clone, Debug)]
 pub(crate) enum Packet {
     /// Opens a control lane.
@@ -33,9 +32,9 @@ pub(crate) enum Packet {
         attempt: u32,
         epoch: u32,
     },
-    /// The destination takes it.
+    /// The destination accepts it.
     Select,
-    /// Describes the VM: from here on it is an attempt.
+    /// Describes the VM: from here on the connection belongs to an attempt.
     Describe,
     Message(Message),
     /// Opens a data lane.
@@ -53,11 +52,11 @@ pub(crate) enum Packet {
     },
     Mark(u32),
     End(u64),
-    /// Nothing more comes from the other end.
+    /// The other end has closed.
     Closed,
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Control,
@@ -78,15 +77,15 @@ pub(crate) struct Connection {
     pub(crate) kind: Kind,
     /// Whether each end is open.
     open: [bool; 2],
-    /// What is under way to each.
+    /// Packets in flight to each end.
     to: [Pipe; 2],
     cut: bool,
-    /// How many times longer than the shortest way its own is.
+    /// Factor of its delay over the smallest delay.
     slowness: u64,
     random: Random,
 }
 
-/// A time that never comes.
+/// A time that is never reached.
 const NEVER: u64 = u64::MAX;
 /// After this, a dead connection is noticed at the ends that send nothing.
 const LIVENESS_NS: u64 = 1500 * MS;
@@ -98,7 +97,7 @@ impl Connection {
         self.open[side as usize]
     }
 
-    /// Whether the source has to wait before it can send more.
+    /// Whether the source must wait before it can send more.
     pub(crate) fn is_full(&self) -> bool {
         self.to[Side::Destination as usize].queue.len() >= WINDOW
     }
@@ -107,7 +106,7 @@ impl Connection {
         &mut self.to[to as usize]
     }
 
-    /// Takes the next packet for `to`, if it has come.
+    /// Takes the next packet for `to`, if it has arrived.
     pub(crate) fn take(&mut self, to: Side, now_ns: u64) -> Option<Packet> {
         let queue = &mut self.pipe(to).queue;
         if queue.front()?.0 > now_ns {
@@ -138,7 +137,7 @@ impl World<'_> {
         id
     }
 
-    /// Puts a packet on its way.
+    /// Sends a packet.
     pub(crate) fn send(&mut self, id: usize, to: Side, packet: Packet) {
         if self.connections[id].is_open(to.other()) && !self.connections[id].cut {
             self.put(id, to, packet, 0);
@@ -167,8 +166,8 @@ impl World<'_> {
         self.at(at_ns, Event::Arrive { connection: id, to });
     }
 
-    /// Closes one end. What it has sent may still come; if it is torn rather
-    /// than closed, the last of it may not.
+    /// Closes one end. What it has sent may still arrive; after a torn
+    /// connection the last of it may not.
     pub(crate) fn close(&mut self, id: usize, side: Side, torn: bool) {
         let connection = &mut self.connections[id];
         if !std::mem::take(&mut connection.open[side as usize]) || connection.cut {
@@ -181,7 +180,7 @@ impl World<'_> {
         self.put(id, to, Packet::Closed, 0);
     }
 
-    /// One end is gone without a word; the other finds out in time.
+    /// One end vanishes without a message; the other notices after a while.
     pub(crate) fn vanish(&mut self, id: usize, side: Side) {
         let connection = &mut self.connections[id];
         if std::mem::take(&mut connection.open[side as usize]) {
@@ -190,12 +189,12 @@ impl World<'_> {
         }
     }
 
-    /// The connection dies, and some of what is under way with it.
+    /// The connection dies, with some of the packets in flight.
     pub(crate) fn cut(&mut self, id: usize) {
         for to in [Side::Source, Side::Destination] {
             let connection = &mut self.connections[id];
             connection.lose_tail(to);
-            // Now and then one end hears nothing of it for long.
+            // Sometimes one end notices only much later.
             let extra_ns = if connection.random.chance(15) {
                 connection.random.between(0, LIVENESS_NS)
             } else {
@@ -208,7 +207,7 @@ impl World<'_> {
         self.connections[id].cut = true;
     }
 
-    /// What is sent to `to` from now on, and what is under way, waits.
+    /// Delays all packets to `to`, in flight and new.
     pub(crate) fn hold(&mut self, id: usize, to: Side, until_ns: u64) {
         let pipe = self.connections[id].pipe(to);
         pipe.held_until_ns = until_ns;
@@ -219,7 +218,7 @@ impl World<'_> {
         self.at(until_ns, Event::Arrive { connection: id, to });
     }
 
-    /// Nothing comes through any more.
+    /// Drops all further packets.
     pub(crate) fn swallow(&mut self, id: usize) {
         for to in [Side::Source, Side::Destination] {
             let pipe = self.connections[id].pipe(to);
@@ -228,12 +227,12 @@ impl World<'_> {
                 *at_ns = NEVER;
             }
         }
-        // A data lane's dead peer is found out later than its standstill is.
-        let patience = match self.connections[id].kind {
+        // On a data lane, a dead peer is detected later than a stall.
+        let periods = match self.connections[id].kind {
             Kind::Control => 1,
             Kind::Lane(_) => 3,
         };
-        let at_ns = self.now_ns + patience * LIVENESS_NS;
+        let at_ns = self.now_ns + periods * LIVENESS_NS;
         self.at(at_ns, Event::Dead { connection: id });
     }
 
@@ -241,7 +240,7 @@ impl World<'_> {
         self.connections[id].slowness *= 10;
     }
 
-    /// Each end that is left is told that the other is dead.
+    /// Notifies each remaining end that the other is dead.
     pub(crate) fn found_dead(&mut self, id: usize) {
         self.connections[id].cut = true;
         for to in [Side::Source, Side::Destination] {

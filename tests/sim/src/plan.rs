@@ -1,4 +1,4 @@
-//! What one run is made of: everything that its seed decides beforehand.
+//! The plan of a run: everything that its seed determines in advance.
 
 use dunlin_proto::precopy::AtTimeLimit;
 
@@ -8,26 +8,26 @@ use crate::tally::FaultKind;
 /// A millisecond of virtual time; all times are in nanoseconds.
 pub const MS: u64 = 1_000_000;
 
-/// One run: sizes, paces and faults. [`Plan::new`] draws it from a seed, and
+/// One run: sizes, rates and faults. [`Plan::new`] draws it from a seed, and
 /// [`crate::shrink`] makes it smaller.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Decides whatever the plan leaves open.
+    /// Seed of all random choices outside the plan.
     pub seed: u64,
-    /// Pages of the guest. Each stands for [`crate::PAGES_EACH`] of a real one,
-    /// so that pre-copy has something to weigh.
+    /// Pages of the guest. Each represents [`crate::PAGES_EACH`] real pages, so
+    /// that pre-copy takes a realistic time.
     pub pages: u32,
     /// Data lanes that the source wants.
     pub lanes: u16,
-    /// Between two bursts of the guest's writes.
+    /// Time between two bursts of guest writes.
     pub write_every_ns: u64,
-    /// Pages written in one.
+    /// Pages written in a burst.
     pub burst: u32,
-    /// Shortest and longest way through the network.
+    /// Smallest and largest network delay.
     pub latency_ns: (u64, u64),
-    /// Frames after which a lane has to be replaced.
+    /// Frames after which a lane must be replaced.
     pub record_limit: Option<u64>,
-    /// Whether lanes are held back for a rate now and then.
+    /// Whether the rate cap sometimes delays lanes.
     pub paced: bool,
     /// Whether the guest outlives the process that migrates it.
     pub elsewhere: bool,
@@ -37,43 +37,42 @@ pub struct Plan {
     pub at_time_limit: AtTimeLimit,
     /// How long pre-copy may take.
     pub time_limit_ns: u64,
-    /// The number of the first attempt: those before it were aborted.
+    /// The number of the first attempt: earlier ones were aborted.
     pub first_attempt: u32,
-    /// Whether the operator takes the VM back when it has run and died at the
+    /// Whether the operator takes the VM back after it ran and died at the
     /// destination.
     pub takes_back: bool,
     /// Whether the disks under the journals are slow.
     pub slow_disk: bool,
-    /// What goes wrong.
+    /// The faults.
     pub faults: Vec<Fault>,
 }
 
-/// Something that goes wrong.
+/// A fault of the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What.
+    /// The kind of fault.
     pub kind: FaultKind,
-    /// After which moment.
+    /// The moment after which it strikes.
     pub moment: Moment,
-    /// How long after it.
+    /// Delay after that moment.
     pub after_ns: u64,
-    /// How long it lasts, for those that last; how long until the restart,
-    /// for a crash.
+    /// Duration, if the fault lasts; time until the restart, for a crash.
     pub for_ns: u64,
 }
 
-/// A moment that faults wait for. Each is the first of its kind in a run.
+/// A moment that triggers faults: the first of its kind in a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Moment {
-    /// The first attempt begins.
+    /// The first attempt starts.
     Begun,
-    /// The guest's memory begins to move.
+    /// The guest's memory starts to move.
     Copying,
     /// A control lane is lost during pre-copy.
     Lost,
-    /// A new control lane stands in its place.
+    /// A new control lane has replaced it.
     Resumed,
-    /// The source gives a lane up.
+    /// The source gives up a lane.
     Fencing,
     /// Pre-copy has converged.
     Converged,
@@ -85,17 +84,17 @@ pub enum Moment {
     Ready,
     /// *commit* is sent.
     Commit,
-    /// *commit* is taken.
+    /// *commit* is processed.
     Taken,
     /// *running* is recorded.
     Decided,
-    /// *running* is told.
-    Told,
+    /// *running* is sent.
+    Reported,
     /// The source is in doubt.
     Doubt,
     /// The source has destroyed its copy.
     Destroyed,
-    /// The second attempt begins to move memory.
+    /// The second attempt starts to move memory.
     Again,
 }
 
@@ -107,7 +106,7 @@ const SWITCHOVER: [Moment; 9] = [
     Moment::Commit,
     Moment::Taken,
     Moment::Decided,
-    Moment::Told,
+    Moment::Reported,
     Moment::Doubt,
 ];
 
@@ -165,8 +164,8 @@ fn fault(
     }
 }
 
-/// A fault of any kind at a moment at which it can do harm. Those that find
-/// nothing to do in many runs are drawn more often.
+/// A fault of any kind at a moment at which it can do harm. Kinds that often
+/// have no effect are drawn more often.
 fn any(random: &mut Random) -> Fault {
     let kind = random.pick(&FaultKind::ALL);
     let kind = if random.chance(45) {
@@ -224,7 +223,7 @@ const RARE: [FaultKind; 12] = [
     FaultKind::DestinationCancelled,
 ];
 
-/// Faults that only bite together, or at one moment.
+/// Faults that have an effect only together, or at one moment.
 fn theme(random: &mut Random) -> Vec<Fault> {
     use FaultKind as Kind;
     let mut faults = Vec::new();
@@ -246,7 +245,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, Kind::InquiryMisrouted, Moment::Begun, 0, (0, 0));
             }
         }
-        // The destination is slow to take *commit*, and is asked meanwhile.
+        // The destination processes *commit* slowly and receives an inquiry meanwhile.
         12 | 13 => {
             let kind = random.pick(&[
                 Kind::DestinationStalled,
@@ -295,7 +294,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, kind, moment, 60 * MS, (0, 0));
             }
         }
-        // Lanes, one after the other, while others cannot be had.
+        // Lanes are lost one after another while no lane can connect.
         8 | 15 => {
             for _ in 0..random.between(2, 5) {
                 let kind = random.pick(&[

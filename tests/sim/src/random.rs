@@ -1,4 +1,4 @@
-//! Numbers that one seed decides.
+//! Pseudo-random numbers from one seed.
 
 /// SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 /// Generators", 2014): one addition and a mix, and any seed is a good one.
@@ -14,9 +14,8 @@ fn mix(mut z: u64) -> u64 {
 }
 
 impl Random {
-    /// A stream of its own for each `stream`, so that a draw more or less in
-    /// one place does not change what happens in another: shrinking depends
-    /// on it.
+    /// An independent generator for each `stream`, so an additional draw in one
+    /// place does not change the others: shrinking depends on it.
     #[must_use]
     pub fn new(seed: u64, stream: u64) -> Self {
         Self(mix(seed ^ mix(stream.wrapping_add(GOLDEN))))
@@ -42,10 +41,10 @@ impl Random {
         self.below(100) < percent
     }
 
-    /// One of them.
+    /// A random element.
     ///
     /// # Panics
-    /// There is none.
+    /// The slice is empty.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len() as u64) as usize]
     }

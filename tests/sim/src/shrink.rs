@@ -1,18 +1,17 @@
-//! Making a plan that fails as small as it gets.
+//! Minimises a failing plan.
 
 use crate::check::Violation;
 use crate::plan::{MS, Plan};
 use crate::run;
 
-/// Runs of a plan that shrinking may take.
+/// Limit on the runs of one shrinking.
 const TRIES: usize = 2000;
-/// Other courses of chance that are tried with one fault less: whatever is left
-/// out changes what chance does to the rest.
+/// Other random streams that are tried with one fault less, because removing a
+/// fault changes all later random events.
 const COURSES: u64 = 16;
 
-/// The smallest plan that was found to violate the same invariant, beginning
-/// with one that does: fewer faults, then fewer pages and lanes and a shorter
-/// run.
+/// The smallest plan found that violates the same invariant as the given one:
+/// fewer faults, then fewer pages and lanes, and a shorter run.
 #[must_use]
 pub fn shrink(plan: &Plan, violation: &Violation) -> (Plan, Violation) {
     let mut best = (plan.clone(), violation.clone());
@@ -32,7 +31,7 @@ pub fn shrink(plan: &Plan, violation: &Violation) -> (Plan, Violation) {
     }
 }
 
-/// Plans with one thing less, the largest step first.
+/// Plans with one element less, the largest reduction first.
 fn candidates(plan: &Plan) -> Vec<Plan> {
     let mut all = Vec::new();
     let mut add = |change: &dyn Fn(&mut Plan)| {

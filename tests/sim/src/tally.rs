@@ -1,9 +1,9 @@
-//! What happened in a run, and in many.
+//! Statistics of one run, or of many.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// One row for each kind: how the tally calls it.
+/// One row for each kind: with its name in the tally.
 macro_rules! kinds {
     ($(#[$doc:meta])* $name:ident { $( $(#[$row:meta])* $variant:ident = $text:literal; )* }) => {
         $(#[$doc])*
@@ -26,34 +26,34 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// What can go wrong. It counts where it did something.
+    /// Faults. A fault counts if it had an effect.
     FaultKind {
-        /// A data lane's connection dies, and what was under way on it.
+        /// A data lane's connection dies, with the packets in flight.
         LaneCut = "lane cut";
-        /// A data lane holds what it is given, and lets it go later.
+        /// A data lane delays its data.
         LaneHeld = "lane held";
-        /// A data lane swallows what it is given.
+        /// A data lane drops its data.
         LaneSwallowed = "lane swallowed";
         /// A data lane is ten times slower than the others.
         LaneSlow = "lane slow";
         /// Lanes cannot connect for a while.
         NoNewLanes = "no new lanes";
-        /// A lane's opening is replayed on another connection.
+        /// *lane open* is replayed on another connection.
         LaneReplayed = "lane replayed";
         /// The control lane's connection dies.
         ControlCut = "control cut";
-        /// The control lane holds what one side sends.
+        /// The control lane delays one direction.
         ControlHeld = "control held";
-        /// The control lane swallows everything.
+        /// The control lane drops everything.
         ControlSwallowed = "control swallowed";
-        /// What was said on a lost control lane is said again on the new one.
+        /// Messages of a lost control lane are repeated on the new one.
         MessagesRepeated = "messages repeated";
-        /// The source's main thread stands still; its readers go on.
+        /// The source's main thread stops; its readers continue.
         SourceStalled = "source stalled";
-        /// The destination's main thread stands still; its readers go on.
+        /// The destination's main thread stops; its readers continue.
         DestinationStalled = "destination stalled";
-        /// A control lane's reader at the destination has read something and
-        /// does not get to hand it over.
+        /// A control lane's reader at the destination has read a packet and
+        /// cannot hand it over.
         ReaderStalled = "reader stalled";
         /// Everything takes longer.
         Delay = "delay";
@@ -77,11 +77,11 @@ kinds! {
 }
 
 kinds! {
-    /// How an attempt ends. The last one's end is the run's.
+    /// Outcomes of an attempt. The outcome of the last one is that of the run.
     End {
         /// The VM lives at the destination.
         Moved = "moved";
-        /// The same, after the source had to ask.
+        /// The VM lives at the destination, after an inquiry.
         MovedAfterDoubt = "moved after doubt";
         /// An operator cancelled; the VM lives at the source.
         Cancelled = "cancelled";
@@ -89,49 +89,49 @@ kinds! {
         Failed = "failed";
         /// The guest outran the link; the VM lives at the source.
         OutOfTime = "out of time";
-        /// The source's process died before *commit*, and another took over.
+        /// The source's process died before *commit*, and a new process took over.
         TakenOver = "taken over";
-        /// The source asked, and the destination had aborted.
+        /// The source inquired, and the destination had aborted.
         KeptAfterDoubt = "kept after doubt";
-        /// The VM ran and died at the destination; the operator took the copy
-        /// at the source.
+        /// The VM ran and died at the destination; the operator resumed the
+        /// copy at the source.
         TakenBack = "taken back";
-        /// The same, and the operator gave that copy up.
+        /// The VM ran and died at the destination; the operator gave up the copy at the source.
         GivenUp = "given up";
         /// The VM died with the process at the source.
         DiedAtSource = "died at the source";
-        /// The VM died at the destination after the source had let go.
+        /// The VM died at the destination after the source had released it.
         DiedAtDestination = "died at the destination";
     }
 }
 
 kinds! {
-    /// What is worth knowing that it was passed through.
+    /// Situations that must occur in enough runs.
     Passage {
-        /// A control lane was lost and another stood, in pre-copy.
+        /// A control lane was lost and replaced during pre-copy.
         ControlResumed = "control lane resumed";
         /// A lane was fenced.
         Fenced = "lane fenced";
-        /// A worn lane was replaced.
+        /// A lane near its limit was replaced.
         Replaced = "lane replaced";
         /// *final* was sent again.
         FinalAgain = "final sent again";
-        /// A lane was turned away.
+        /// A lane was refused.
         LaneRefused = "lane refused";
-        /// A *commit* was found on the old control lane when the source asked.
+        /// A *commit* was found on the old control lane after an inquiry.
         CommitDrained = "commit found by draining";
-        /// A held or swallowed lane let go after its fence.
+        /// A delayed or dropped lane delivered data after its fence.
         HeldBeyondFence = "held beyond the fence";
         /// A cancellation came too late.
         TooLate = "cancelled too late";
-        /// A source that had crashed asked.
+        /// A restarted source inquired.
         AskedAfterRestart = "asked after a restart";
-        /// A destination that had crashed answered.
+        /// A restarted destination answered.
         AnsweredAfterRestart = "answered after a restart";
     }
 }
 
-/// How often what was seen: in how many of the runs.
+/// Counts of runs.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     /// Runs.
@@ -142,14 +142,14 @@ pub struct Tally {
     pub virtual_ns: u128,
     /// Runs with such a fault.
     pub faults: BTreeMap<FaultKind, u64>,
-    /// Runs with an attempt that ended so.
+    /// Runs with such an outcome.
     pub ends: BTreeMap<End, u64>,
-    /// Runs that passed there.
+    /// Runs with such a situation.
     pub passages: BTreeMap<Passage, u64>,
 }
 
 impl Tally {
-    /// Adds another's.
+    /// Adds another tally.
     pub fn add(&mut self, other: &Self) {
         fn sum<K: Ord + Copy>(into: &mut BTreeMap<K, u64>, from: &BTreeMap<K, u64>) {
             for (&key, &count) in from {
@@ -164,8 +164,8 @@ impl Tally {
         sum(&mut self.passages, &other.passages);
     }
 
-    /// Kinds of faults and ends that were seen in fewer than `percent` of the
-    /// runs.
+    /// Kinds of faults and outcomes that occurred in fewer than `percent` of
+    /// the runs.
     #[must_use]
     pub fn rarer_than(&self, percent: u64) -> Vec<String> {
         let rare = |count: Option<&u64>| count.copied().unwrap_or(0) * 100 < self.runs * percent;

@@ -12,16 +12,16 @@ use crate::random::Random;
 use crate::source::SourceHost;
 use crate::tally::{End, FaultKind, Passage, Tally};
 
-/// Something that is due at a time.
+/// An event that is due at a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
-    /// A packet has come to an end of a connection.
+    /// A packet has arrived at an end of a connection.
     Arrive { connection: usize, to: Side },
     /// A dead connection is noticed.
     Dead { connection: usize },
     /// The guest writes.
     Write,
-    /// A process's main thread has something to do.
+    /// A process's main thread is due.
     Main { side: Side, life: u32 },
     /// A lane's thread at the source.
     SourceLane { life: u32, lane: u16 },
@@ -29,9 +29,9 @@ pub(crate) enum Event {
     DestinationLane { session: u32, lane: u16 },
     /// The plan's fault of this index strikes.
     Fault(usize),
-    /// A crashed process's host has another.
+    /// A crashed process is restarted.
     Restart(Side),
-    /// The next attempt begins.
+    /// The next attempt starts.
     Begin,
     /// The operator decides.
     Operator { life: u32 },
@@ -64,7 +64,7 @@ impl Ord for Due {
     }
 }
 
-/// Two hosts and what is between them.
+/// Two hosts and the network between them.
 pub(crate) struct World<'a> {
     pub(crate) plan: &'a Plan,
     line: Option<&'a mut dyn FnMut(&str)>,
@@ -74,14 +74,14 @@ pub(crate) struct World<'a> {
     pub(crate) connections: Vec<Connection>,
     pub(crate) delayed_until_ns: u64,
     pub(crate) no_lanes_until_ns: u64,
-    /// Until when each side's main thread stands still.
+    /// Until when each side's main thread is stopped.
     pub(crate) stalled_until_ns: [u64; 2],
-    /// When the last fault had spent itself.
+    /// When the last fault had ended.
     pub(crate) disturbed_until_ns: u64,
     pub(crate) random: Random,
     pub(crate) source: SourceHost,
     pub(crate) destination: DestinationHost,
-    /// What the checks remember.
+    /// State of the checks.
     pub(crate) marks: Marks,
     pub(crate) failure: Option<Violation>,
     pub(crate) seen: BTreeSet<Moment>,
@@ -91,13 +91,13 @@ pub(crate) struct World<'a> {
     pub(crate) struck: BTreeSet<FaultKind>,
     pub(crate) ends: Vec<End>,
     pub(crate) passages: BTreeSet<Passage>,
-    /// When the run is over, once its outcome is clear.
+    /// When the run ends, once its outcome is clear.
     pub(crate) over_ns: Option<u64>,
 }
 
-/// What is still under way may come this long after the end.
+/// Packets in flight may arrive this long after the end.
 const GRACE_NS: u64 = 8000 * MS;
-/// More than the longest run needs, by far.
+/// Far more than the longest run needs.
 const LONGEST_NS: u64 = 300_000 * MS;
 const STEPS_MAX: u64 = 400_000;
 
@@ -196,13 +196,13 @@ impl<'a> World<'a> {
         }));
     }
 
-    /// After a moment of no known length.
+    /// After a short random time.
     pub(crate) fn soon(&mut self, event: Event) {
         let at_ns = self.now_ns + self.random.below(MS);
         self.at(at_ns, event);
     }
 
-    /// How long a journal's write takes.
+    /// Duration of a journal write.
     pub(crate) fn sync_ns(&mut self) -> u64 {
         let longest_ms = if self.plan.slow_disk { 60 } else { 6 };
         self.random.between(1, longest_ms) * MS
@@ -216,7 +216,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Faults that wait for `moment` are on their way from now on.
+    /// Schedules the faults that wait for `moment`.
     pub(crate) fn moment(&mut self, moment: Moment) {
         if !self.seen.insert(moment) {
             return;

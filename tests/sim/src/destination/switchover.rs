@@ -1,4 +1,4 @@
-//! What the destination's machine asks for.
+//! The actions of the destination's machine.
 
 use dunlin_proto::control::{Accept, Message, Verdict};
 use dunlin_proto::fault::FaultCode;
@@ -78,7 +78,7 @@ impl World<'_> {
         self.session().doing = Some((until_ns, doing));
     }
 
-    /// The main thread's call has returned.
+    /// The main thread's blocking call has returned.
     pub(super) fn destination_has_done(&mut self, doing: Doing) {
         use DestinationEvent as On;
         let event = match doing {
@@ -92,7 +92,7 @@ impl World<'_> {
                     On::RecordFailed
                 }
             }
-            // One of the three fails, where that is planned.
+            // One of the three fails if the plan says so.
             Doing::Loads if self.vmm_fails(0) => On::Failed,
             Doing::Acquires if self.vmm_fails(1) => On::Failed,
             Doing::Resumes if self.vmm_fails(2) => {
@@ -147,11 +147,11 @@ impl World<'_> {
         };
         self.destination_says(message);
         if verdict == Verdict::Running {
-            self.moment(Moment::Told);
+            self.moment(Moment::Reported);
         }
     }
 
-    /// Drops the copy here: lanes are closed and their threads joined first.
+    /// Closes the lanes, joins their threads and drops the copy here.
     fn discard(&mut self) {
         let session = self.session();
         session.copy = None;
