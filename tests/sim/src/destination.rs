@@ -1,5 +1,5 @@
-//! The destination's host: a process that takes sessions in and answers for
-//! those that it remembers.
+//! The destination's host: a process that receives sessions and answers for the
+//! recorded ones.
 
 mod control;
 mod intake;
@@ -23,26 +23,26 @@ use lane::Lane;
 /// The destination's host.
 #[derive(Debug)]
 pub(crate) struct DestinationHost {
-    /// Whether there is a process.
+    /// Whether the process is alive.
     pub(crate) up: bool,
     life: u32,
     main_ns: Option<u64>,
     pub(crate) journal: Journal<(u32, DestinationRecord)>,
     pub(crate) session: Option<Session>,
-    /// What the readers of control lanes have read and the main thread has
-    /// not taken.
+    /// Packets that the readers of control lanes have read and the main thread
+    /// has not processed.
     inboxes: BTreeMap<usize, VecDeque<Packet>>,
-    /// Connections that have made an offer and not said what for.
+    /// Connections with an offer and no further message yet.
     pending: BTreeMap<usize, (u32, u32)>,
-    /// Data lanes that want to be let in: connection, attempt, lane.
+    /// Data lanes to be admitted: connection, attempt, lane.
     arrivals: VecDeque<(usize, u32, u16)>,
     sessions: u32,
-    /// Whether it may hold disks and devices.
+    /// Whether disks and devices may be held.
     pub(crate) holds: bool,
     pub(crate) cancelled: bool,
-    /// A connection whose reader hands nothing over until then.
+    /// A connection with a reader that is stalled until then.
     pub(crate) stalled_reader: Option<(usize, u64)>,
-    /// In which attempt the VM died here with its process, after it had run.
+    /// The attempt in which the VM died here with its process, after it had run.
     pub(crate) died: Option<u32>,
 }
 
@@ -70,10 +70,10 @@ impl Default for DestinationHost {
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) pages: Vec<u32>,
-    /// After how many readings of the dirty log each page's chunk was cut.
+    /// For each page: readings of the dirty log before its chunk was cut.
     pub(crate) writers: Vec<u32>,
     pub(crate) running: bool,
-    /// Whether it is the VM: *running* was recorded.
+    /// Whether the VM lives here: *running* was recorded.
     pub(crate) lives: bool,
 }
 
@@ -88,9 +88,9 @@ pub(crate) struct Session {
     pub(crate) copy: Option<Copy>,
     receiving: Receiving,
     lanes: BTreeMap<u16, Lane>,
-    /// Threads that have ended and wait to be joined.
+    /// Threads that have ended and must be joined.
     ended: VecDeque<u16>,
-    /// Lanes of which *fenced* was told, or is about to be.
+    /// Lanes with *fenced* sent, or about to be sent.
     pub(crate) fenced: BTreeSet<u16>,
     /// Every lane that has opened.
     pub(crate) opened: BTreeSet<u16>,
@@ -100,7 +100,7 @@ pub(crate) struct Session {
     epoch: u32,
     asked_on: Option<usize>,
     draining: Option<VecDeque<Packet>>,
-    /// What old control lanes had read, to be drained.
+    /// Packets read from old control lanes, to be drained.
     drained_later: VecDeque<Packet>,
     lost_until_ns: Option<u64>,
     reports_ns: Option<u64>,
@@ -188,7 +188,7 @@ impl World<'_> {
         self.destination_goes_on();
     }
 
-    /// Goes on with what the session is in the middle of; false if it is not.
+    /// Continues an operation in progress; false if there is none.
     fn session_goes_on(&mut self) -> bool {
         let now_ns = self.now_ns;
         let Some(session) = &mut self.destination.session else {
@@ -218,8 +218,8 @@ impl World<'_> {
         true
     }
 
-    /// Takes one of the things that have come, in no particular order among
-    /// those that came over different connections.
+    /// Processes one of the packets that have arrived, in random order across
+    /// connections.
     fn take_input(&mut self) {
         let host = &mut self.destination;
         if host.cancelled {
@@ -271,8 +271,7 @@ impl World<'_> {
         }
     }
 
-    /// Connections of which something waits that their readers have handed
-    /// over.
+    /// Connections with packets that their readers have handed over.
     fn handed_over(&self) -> Vec<usize> {
         let host = &self.destination;
         let stalled = |connection: usize| {
@@ -323,7 +322,7 @@ impl World<'_> {
         self.destination_wakes(after_ns);
     }
 
-    /// An event for the machine.
+    /// Passes an event to the machine.
     fn destination_feeds(&mut self, event: DestinationEvent) {
         let session = self.session();
         let before = session.machine;
@@ -371,7 +370,7 @@ impl World<'_> {
         host.inboxes.clear();
         host.pending.clear();
         host.arrivals.clear();
-        // The kernel lets go for it.
+        // The kernel closes its connections.
         host.holds = false;
         host.cancelled = false;
         if let Some(session) = host.session.take()
@@ -388,7 +387,7 @@ impl World<'_> {
         }
     }
 
-    /// Another process takes over what the journal says.
+    /// A new process continues from the journal.
     pub(crate) fn destination_restarts(&mut self) {
         if self.destination.up {
             return;

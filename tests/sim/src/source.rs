@@ -1,5 +1,4 @@
-//! The source's host: attempts, one after the other, and the process that
-//! makes them.
+//! The source's host: successive attempts, and the process that makes them.
 
 mod control;
 mod lane;
@@ -32,13 +31,13 @@ const TIMEOUTS: Timeouts = Timeouts {
     retry_last_ns: 300 * MS,
     alone_ns: 3000 * MS,
 };
-/// From the pause to *ready*.
+/// Timeout from the pause to *ready*.
 const READY_LIMIT_NS: u64 = 20_000 * MS;
 
 /// The source's host.
 #[derive(Debug)]
 pub(crate) struct SourceHost {
-    /// The copy here; none once it is destroyed or dead.
+    /// The copy here; `None` once it is destroyed or dead.
     pub(crate) guest: Option<Guest>,
     pub(crate) killed: bool,
     pub(crate) journal: Journal<(u32, SourceRecord)>,
@@ -46,23 +45,23 @@ pub(crate) struct SourceHost {
     /// The next attempt's number.
     pub(crate) next: u32,
     lives: u32,
-    /// The guest's memory at the pause, and in which attempt that was.
+    /// The guest's memory at the pause, with the attempt.
     pub(crate) paused: Option<(u32, Vec<u32>)>,
     /// The epoch of the newest control lane.
     epoch: u32,
-    /// Clean attempts that were turned away because the last one's traces
-    /// were not gone.
+    /// Fault-free attempts that were refused because traces of the last one
+    /// remained.
     turned_away: u32,
 }
 
-/// One attempt, or what a restarted process makes of one.
+/// One attempt, or its continuation in a restarted process.
 #[derive(Debug)]
 pub(crate) struct Attempt {
     pub(crate) life: u32,
     pub(crate) number: u32,
     pub(crate) machine: Source,
     todo: VecDeque<SourceAction>,
-    /// What the main thread is blocked in, and until when.
+    /// The call that blocks the main thread, and until when.
     doing: Option<(u64, Doing)>,
     main_ns: Option<u64>,
     inbox: VecDeque<(usize, Packet)>,
@@ -77,7 +76,7 @@ pub(crate) struct Attempt {
     asked: u32,
     pub(crate) cancelled: bool,
     end: End,
-    /// Whether no fault had struck since it began.
+    /// Whether no fault has struck since it started.
     clean: bool,
     refused: bool,
     /// The lanes are given up.
@@ -89,11 +88,11 @@ pub(crate) struct Attempt {
 struct Passes {
     precopy: Precopy,
     began_ns: u64,
-    /// When the newest one began, once memory moves.
+    /// When the newest one started, once memory moves.
     pass_ns: Option<u64>,
     acked_pages: u64,
     throttle: u8,
-    /// The next one is decided on and has not begun.
+    /// The next one is decided but has not started.
     begins: bool,
 }
 
@@ -142,7 +141,7 @@ impl World<'_> {
             self.source.next = self.plan.first_attempt;
             self.moment(Moment::Begun);
         }
-        // After a few attempts nothing goes wrong any more, and it must work.
+        // After a few attempts no more faults strike, and an attempt must succeed.
         if self.ends.len() >= 2 {
             self.quiet = true;
             self.armed.clear();
@@ -213,7 +212,7 @@ impl World<'_> {
         }
     }
 
-    /// The main thread is to be woken after `after_ns`.
+    /// Wakes the main thread after `after_ns`.
     pub(crate) fn source_wakes(&mut self, after_ns: u64) {
         let at_ns = self.now_ns + after_ns;
         let now_ns = self.now_ns;
@@ -277,7 +276,7 @@ impl World<'_> {
         self.source_goes_on();
     }
 
-    /// Ends the attempt, or sees to it that the main thread wakes.
+    /// Ends the attempt, or schedules the main thread.
     fn source_goes_on(&mut self) {
         let Some(attempt) = &self.source.attempt else {
             return;
@@ -304,7 +303,7 @@ impl World<'_> {
         self.source_wakes(after_ns);
     }
 
-    /// An event for the machine.
+    /// Passes an event to the machine.
     fn source_feeds(&mut self, event: SourceEvent) {
         let attempt = self.attempt();
         let before = attempt.machine;
@@ -358,7 +357,7 @@ impl World<'_> {
 
     fn mark_everything(&mut self) {
         let count = u64::from(self.plan.pages);
-        // What was dirty before is part of everything.
+        // The first iteration covers all earlier writes.
         if let Some(guest) = &mut self.source.guest {
             guest.fetch();
         }
@@ -394,7 +393,7 @@ impl World<'_> {
             if end == End::GivenUp {
                 self.ends.push(end);
             }
-            // Whether it lives there is seen at the end.
+            // The end of the run checks whether the VM lives there.
             self.marks.doubted = end == End::MovedAfterDoubt;
             self.settle();
             return;
@@ -440,13 +439,13 @@ impl World<'_> {
         }
     }
 
-    /// Another process takes over what the journal says.
+    /// A new process continues from the journal.
     pub(crate) fn source_restarts(&mut self) {
         if self.source.attempt.is_some() || self.over_ns.is_some() {
             return;
         }
         let Some((number, record)) = self.source.journal.durable else {
-            // It had not even begun.
+            // The attempt had not started.
             self.ends.push(End::TakenOver);
             self.at(self.now_ns + MS, Event::Begin);
             return;
@@ -467,8 +466,8 @@ impl World<'_> {
 
     /// A packet on a control lane for this side has been read.
     pub(crate) fn source_reads(&mut self, connection: usize, packet: Packet) {
-        // Acknowledgements are taken by the reader, so that lanes go on while
-        // the main thread is busy.
+        // The reader processes acknowledgements itself, so that lanes continue
+        // while the main thread is busy.
         let copies = self.copies();
         if let Some(attempt) = &mut self.source.attempt
             && attempt.link.connection() == Some(connection)

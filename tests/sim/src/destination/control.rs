@@ -1,4 +1,4 @@
-//! What comes over control lanes at the destination.
+//! Messages on control lanes at the destination.
 
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
@@ -11,7 +11,7 @@ use crate::tally::{FaultKind, Passage};
 use crate::world::World;
 
 /// How long the destination waits for a new control lane during pre-copy:
-/// longer than the source goes on trying.
+/// longer than the source retries.
 const RESUME_LIMIT_NS: u64 = 3000 * MS;
 
 impl World<'_> {
@@ -25,7 +25,7 @@ impl World<'_> {
         self.destination_wakes(MS / 10);
     }
 
-    /// The main thread takes what a reader had read.
+    /// The main thread processes a packet that a reader had read.
     pub(super) fn destination_takes(&mut self, connection: usize, packet: Packet) {
         self.say(|| format!("destination: takes {packet:?} on #{connection}"));
         match packet {
@@ -44,7 +44,7 @@ impl World<'_> {
             .as_ref()
             .map(|s| (s.attempt, s.epoch));
         if known.is_some_and(|known| (attempt, epoch) <= known) {
-            // It was held on its way until another took its place.
+            // It was delayed until another control lane had replaced it.
             self.close(connection, Side::Destination, true);
             return;
         }
@@ -69,7 +69,7 @@ impl World<'_> {
         }
     }
 
-    /// Says again on the new control lane what the source may not have heard.
+    /// Repeats on the new control lane what the source may have missed.
     fn resume(&mut self) {
         if self.repeats() {
             for message in std::mem::take(&mut self.session().said) {
@@ -84,7 +84,7 @@ impl World<'_> {
         }
     }
 
-    /// A new attempt, if nothing stands in its way.
+    /// Starts a new attempt, if possible.
     fn described(&mut self, connection: usize) {
         let Some((attempt, epoch)) = self.destination.pending.remove(&connection) else {
             return;
@@ -111,7 +111,7 @@ impl World<'_> {
                 self.destination.session = Some(session);
                 return;
             }
-            // Its source has given it up, and begins another.
+            // The source has given it up and starts another.
             Some(Destination::Receiving | Destination::Loading | Destination::Prepared) => {
                 self.destination_feeds(DestinationEvent::ControlLost);
             }
@@ -154,7 +154,7 @@ impl World<'_> {
             return;
         }
         if session.restarted && message != Message::Release {
-            // Its lanes and its copy went with the process before.
+            // Its lanes and its copy died with the previous process.
             let refusal = Message::Refuse {
                 fault: FaultCode::UnknownSession,
                 text: String::new(),
@@ -182,12 +182,12 @@ impl World<'_> {
         }
     }
 
-    /// Who runs the VM?
+    /// Answers which side runs the VM
     fn asked(&mut self, connection: usize, attempt: u32) {
         let misrouted = FaultKind::InquiryMisrouted;
         if attempt > 1 && self.armed.remove(&misrouted) {
-            // It came to the process of the attempt before, which knows of
-            // that one alone.
+            // It arrived at the process of the previous attempt, which has only
+            // that record.
             self.struck.insert(misrouted);
             let answer = Message::Answer {
                 attempt: attempt - 1,
@@ -221,8 +221,8 @@ impl World<'_> {
         }
     }
 
-    /// Closes every control lane but the newest and joins their readers.
-    /// Returns what those had read, if it is wanted.
+    /// Closes every control lane except the newest and joins their readers.
+    /// Returns the packets that these had read, if wanted.
     pub(super) fn close_old(&mut self, wanted: bool) -> std::collections::VecDeque<Packet> {
         let mut read = std::collections::VecDeque::new();
         let controls = &mut self.session().controls;
@@ -240,7 +240,7 @@ impl World<'_> {
         read
     }
 
-    /// One of the packets that the old control lane's reader had read.
+    /// Processes a packet that the old control lane's reader had read.
     pub(super) fn drained(&mut self, packet: Packet) {
         self.say(|| format!("destination: drains {packet:?}"));
         match packet {

@@ -1,4 +1,4 @@
-//! Lanes that come and go at the destination, and what is told of them.
+//! Opening and closing of lanes at the destination, and reports about them.
 
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
@@ -25,10 +25,10 @@ impl World<'_> {
         }
     }
 
-    /// Lets a lane in, or turns it away.
+    /// Admits or refuses a lane.
     pub(super) fn admit(&mut self, connection: usize, attempt: u32, number: u16) {
         let session = self.destination.session.as_mut().filter(|session| {
-            // Another attempt's lane does not know the secret.
+            // A lane of another attempt lacks the secret.
             session.attempt == attempt && session.copy.is_some()
         });
         let Some(session) = session else {
@@ -80,14 +80,14 @@ impl World<'_> {
         self.destination_says(Message::Fenced { lane: number, acks });
     }
 
-    /// Something has to be acknowledged before long.
+    /// Schedules an acknowledgement.
     pub(super) fn report_soon(&mut self) {
         let at_ns = self.now_ns + REPORT_DELAY_NS;
         self.session().reports_ns.get_or_insert(at_ns);
         self.destination_wakes(REPORT_DELAY_NS);
     }
 
-    /// Nothing has come: looks at the clock.
+    /// No event: checks the clock.
     pub(super) fn destination_waits(&mut self) {
         let now_ns = self.now_ns;
         let Some(session) = &mut self.destination.session else {
@@ -95,7 +95,7 @@ impl World<'_> {
         };
         if session.reports_ns.is_some_and(|at_ns| now_ns >= at_ns) {
             session.reports_ns = None;
-            // Without a control lane they wait for the next.
+            // Without a control lane they wait for the next one.
             if session.lost_until_ns.is_none() && session.receiving.has_reports() {
                 let (sets, reached) = session.receiving.take_reports();
                 self.destination_says(Message::Ack { sets, reached });
@@ -111,7 +111,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether everything has come.
+    /// Whether everything has arrived.
     pub(super) fn may_be_complete(&mut self) {
         let Some(session) = &mut self.destination.session else {
             return;

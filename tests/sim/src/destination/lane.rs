@@ -50,7 +50,7 @@ impl World<'_> {
             self.wake_receiver(number);
             return true;
         }
-        // What follows an opening waits until the lane is let in.
+        // Frames after *lane open* wait until the lane is admitted.
         self.destination
             .arrivals
             .iter()
@@ -76,7 +76,7 @@ impl World<'_> {
         }
     }
 
-    /// The connection is closed under the thread's hands.
+    /// The connection is closed while the thread uses it.
     pub(super) fn close_lane(&mut self, number: u16) {
         if let Some(lane) = self.session().lanes.get(&number) {
             let connection = lane.connection;
@@ -122,7 +122,7 @@ impl World<'_> {
             return Ok(());
         };
         let connection = lane.connection;
-        // What has come before the close can still be read.
+        // Data that arrived before the close can still be read.
         let ends = closing && self.random.chance(70);
         let packet = if ends {
             None
@@ -201,7 +201,7 @@ impl World<'_> {
     /// Writes a third of a chunk's pages.
     fn receiver_writes(&mut self, number: u16, closing: bool) -> Result<(), CourseError> {
         if closing && self.random.chance(40) {
-            // The rest of the chunk had not come.
+            // The rest of the chunk had not arrived.
             self.receiver_ends(number);
             return Ok(());
         }

@@ -1,5 +1,4 @@
-//! The source's end of the control lane: standing it up again and again, and
-//! what comes over it.
+//! The source's end of the control lane: reconnecting, and incoming messages.
 
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::lanes::ReportError;
@@ -10,20 +9,20 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, Passage};
 use crate::world::World;
 
-/// How long the destination may take to answer an offer or a question.
+/// Timeout for the answer to an offer or an inquiry.
 const ANSWER_LIMIT_NS: u64 = 900 * MS;
-/// How long pre-copy goes on without a control lane.
+/// How long pre-copy continues without a control lane.
 const RESUME_LIMIT_NS: u64 = 2000 * MS;
 
-/// The control lane, as far as it stands.
+/// State of the control lane.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Link {
-    /// The next connection is made at `at_ns`; given up at `until_ns`.
+    /// Connects next at `at_ns`; gives up at `until_ns`.
     Connecting {
         at_ns: u64,
         until_ns: u64,
     },
-    /// An offer waits for its answer.
+    /// An offer awaits its answer.
     Offered {
         connection: usize,
         answer_ns: u64,
@@ -62,7 +61,7 @@ impl Link {
 }
 
 impl World<'_> {
-    /// Sends a message, if there is a lane for it.
+    /// Sends a message, if a control lane is up.
     pub(super) fn source_says(&mut self, message: Message) {
         if let Link::Up(connection) = self.attempt().link {
             self.say(|| format!("source: says {message:?}"));
@@ -73,7 +72,7 @@ impl World<'_> {
         }
     }
 
-    /// What the link has to do by itself.
+    /// Timed steps of the link.
     pub(super) fn link_waits(&mut self) {
         let now_ns = self.now_ns;
         match self.attempt().link {
@@ -115,7 +114,7 @@ impl World<'_> {
         self.source_feeds(SourceEvent::ControlLost);
     }
 
-    /// The control lane is gone.
+    /// The control lane is lost.
     fn link_lost(&mut self) {
         let now_ns = self.now_ns;
         let link = self.attempt().link;
@@ -140,7 +139,7 @@ impl World<'_> {
         self.link_given_up();
     }
 
-    /// Closes the control lane there is and asks over a new one.
+    /// Closes the current control lane and inquires over a new one.
     pub(super) fn inquire(&mut self) {
         if let Some(connection) = self.attempt().link.connection() {
             self.close(connection, Side::Source, true);
@@ -155,7 +154,7 @@ impl World<'_> {
         self.attempt().link = Link::connecting(at_ns, RESUME_LIMIT_NS);
     }
 
-    /// Something has come over the control lane.
+    /// A message has arrived on the control lane.
     pub(super) fn source_takes(&mut self, connection: usize, packet: Packet) {
         if self.attempt().link.connection() != Some(connection) {
             return;

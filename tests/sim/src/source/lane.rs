@@ -34,7 +34,7 @@ enum Does {
 }
 
 impl Lane {
-    /// The pages of the chunk that it was given.
+    /// The pages of its chunk.
     fn pages(&self) -> impl Iterator<Item = u32> + '_ {
         self.plan.ranges.iter().flat_map(|range| {
             let first = range.run.first as u32;
@@ -70,7 +70,7 @@ impl World<'_> {
         };
         lane.broken = true;
         if let Some(connection) = lane.connection {
-            // What is under way may still come, or not.
+            // Frames in flight may or may not arrive.
             self.close(connection, Side::Source, connection % 2 == 0);
         }
         self.wake_lane(number);
@@ -96,7 +96,7 @@ impl World<'_> {
         }
     }
 
-    /// The lane's thread hears that its connection is dead.
+    /// The lane's thread learns that its connection is dead.
     pub(crate) fn source_lane_broke(&mut self, connection: usize, number: u16) {
         if let Some(attempt) = &mut self.source.attempt
             && let Some(lane) = attempt.lanes.get_mut(&number)
@@ -144,7 +144,7 @@ impl World<'_> {
         lane.expect("a step of a lane begins by looking for it")
     }
 
-    /// The thread goes on after `after_ns`.
+    /// The thread continues after `after_ns`.
     fn lane_goes_on(&mut self, number: u16, after_ns: u64) {
         let life = self.attempt().life;
         self.lane(number).awake = true;
@@ -236,7 +236,7 @@ impl World<'_> {
         lane.read.extend(read);
         let is_read = lane.read.len() as u64 == lane.plan.pages;
         if is_read && lane.random.chance(25) {
-            // Some of them were zero, and the chunk takes in others.
+            // Some pages were zero, so the chunk is extended.
             self.extend_chunk(number, readings);
         }
         let lane = self.lane(number);

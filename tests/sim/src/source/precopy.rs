@@ -1,4 +1,4 @@
-//! The source's waits: iterations, deadlines, *final*.
+//! The source's waiting phases: iterations, deadlines, *final*.
 
 use dunlin_proto::control::{Final, Message, Section};
 use dunlin_proto::limits::PAGE_BYTES;
@@ -11,15 +11,15 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, Passage};
 use crate::world::World;
 
-/// A pass lasts at least this long.
+/// Minimum duration of an iteration.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
-/// After this time without a fault, nothing may hang on one any more.
+/// After this time without a fault, no wait may depend on a fault.
 const UNDISTURBED_NS: u64 = 10_000 * MS;
-/// What the switchover costs besides the last pages.
+/// Fixed costs of the switchover.
 const FIXED_NS: u64 = 20 * MS;
 
 impl World<'_> {
-    /// *accept* has come: memory begins to move.
+    /// *accept* has arrived: memory starts to move.
     pub(super) fn begin_copying(&mut self) {
         let now_ns = self.now_ns;
         self.moment(Moment::Copying);
@@ -35,7 +35,7 @@ impl World<'_> {
         attempt.passes.began_ns = now_ns;
     }
 
-    /// When the main thread has to wake if nothing happens.
+    /// When the main thread must wake without an event.
     pub(super) fn source_due_ns(&self) -> Option<u64> {
         let attempt = self.source.attempt.as_ref()?;
         let lanes = self.copies().then(|| attempt.sending.due_ns()).flatten();
@@ -43,7 +43,7 @@ impl World<'_> {
             .then_some(attempt.passes.pass_ns)
             .flatten()
             .map(|began_ns| {
-                // When pages still wait, a lane's thread wakes us.
+                // While pages are pending, a lane's thread wakes it.
                 let shortest_ns = began_ns + SHORTEST_PASS_NS;
                 if attempt.sending.schedule().pending_pages() == 0 {
                     shortest_ns
@@ -63,7 +63,7 @@ impl World<'_> {
         .min()
     }
 
-    /// Nothing has come: looks at the clock.
+    /// No event: checks the clock.
     pub(super) fn source_waits(&mut self) {
         let now_ns = self.now_ns;
         self.link_waits();
@@ -139,7 +139,7 @@ impl World<'_> {
                 attempt.passes.throttle = throttle;
                 attempt.passes.pass_ns = Some(now_ns);
                 attempt.passes.begins = true;
-                // Lanes may ask before the next iteration has begun.
+                // Lanes may ask for work before the next iteration starts.
                 self.wake_lanes();
                 self.source_wakes(0);
             }
@@ -157,7 +157,7 @@ impl World<'_> {
         }
     }
 
-    /// Begins the iteration that was decided on.
+    /// Starts the iteration that was decided.
     pub(super) fn begin_iteration(&mut self) {
         self.attempt().sending.schedule_mut().begin_iteration();
         self.wake_lanes();
@@ -178,8 +178,8 @@ impl World<'_> {
         self.wake_lanes();
     }
 
-    /// Sends *final* once everything has gone, and again when a lane was
-    /// fenced after it.
+    /// Sends *final* once everything is sent, and again if a lane is fenced
+    /// after it.
     pub(super) fn may_be_final(&mut self) {
         let Some(attempt) = &mut self.source.attempt else {
             return;
@@ -223,7 +223,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether messages of a lost control lane are said again on the next.
+    /// Whether messages of a lost control lane are repeated on the next.
     pub(crate) fn repeats(&mut self) -> bool {
         let kind = crate::tally::FaultKind::MessagesRepeated;
         let repeats = self.armed.contains(&kind);
@@ -233,7 +233,7 @@ impl World<'_> {
         repeats
     }
 
-    /// What the source says to the destination before it goes its own way.
+    /// The source's last message to the destination when it leaves the attempt.
     pub(super) fn farewell(&mut self) {
         self.source_says(Message::Cancel {
             fault: dunlin_proto::fault::FaultCode::Cancelled,

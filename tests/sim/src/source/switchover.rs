@@ -1,4 +1,4 @@
-//! What the source's machine asks for.
+//! The actions of the source's machine.
 
 use dunlin_proto::control::Message;
 use dunlin_proto::journal::SourceRecord;
@@ -9,9 +9,9 @@ use crate::plan::{MS, Moment};
 use crate::tally::{End, FaultKind, Passage};
 use crate::world::{Event, World};
 
-/// How long the operator thinks.
+/// Delay of an operator's decision.
 const OPERATOR_NS: u64 = 200 * MS;
-/// How long the destination may take from *commit* to *running*.
+/// Timeout from *commit* to *running*.
 const RUNNING_LIMIT_NS: u64 = 1200 * MS;
 
 impl World<'_> {
@@ -65,7 +65,7 @@ impl World<'_> {
         self.attempt().doing = Some((until_ns, doing));
     }
 
-    /// The main thread's call has returned.
+    /// The main thread's blocking call has returned.
     pub(super) fn source_has_done(&mut self, doing: Doing) {
         if self.source.journal.fails {
             self.struck.insert(FaultKind::SourceJournalFails);
