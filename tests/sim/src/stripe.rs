@@ -1,9 +1,9 @@
 //! A second simulator, over `dunlin_proto::stripe`: two tunnels, the sockets of
-//! those whom they serve, and lanes that are lost.
+//! their users, and lanes that are lost.
 //!
-//! Every piece carries where it was read, apart from what the protocol says of
-//! it, so that a byte too many, too few or out of order is seen at the socket
-//! that it is written to.
+//! Every piece of data carries its true origin, independent of the protocol's
+//! headers. So the socket to which it is written detects missing, duplicate and
+//! reordered bytes.
 
 mod channel;
 mod check;
@@ -21,16 +21,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::check::Violation;
 use world::World;
 
-/// Plays a plan to its end.
+/// Runs a plan to its end.
 ///
 /// # Errors
-/// Something did not hold, an honest peer was accused, or something panicked.
+/// An invariant was violated, an honest peer was accused, or code panicked.
 pub fn run(plan: &Plan) -> Result<Tally, Violation> {
     let played = catch_unwind(AssertUnwindSafe(|| World::new(plan, None).play()));
     played.unwrap_or_else(|panic| Err(Violation::of_panic(panic.as_ref())))
 }
 
-/// The same, with a line for everything that happens.
+/// Like [`run`], and prints a line for each event.
 ///
 /// # Errors
 /// As [`run`].

@@ -142,7 +142,7 @@ impl<'a> World<'a> {
             self.step(due.event);
             self.check_step();
             if steps > STEPS_MAX || self.now_ns > LONGEST_NS {
-                self.violate("liveness", "the run does not come to an end".into());
+                self.violate("liveness", "the run does not end".into());
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);

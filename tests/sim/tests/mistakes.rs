@@ -1,5 +1,5 @@
-//! Each planted mistake is found. The switch is the process's, so that they
-//! have this one to themselves.
+//! Each planted mistake is found. The switch is process-wide, so these tests
+//! have their own process.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! Many seeds, and one again.
+//! Many seeds, and the replay of one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ use dunlin_proto::mistake::{Mistake, planted};
 use dunlin_sim::{Plan, Tally, Violation, run, shrink, trace};
 
 const THREADS: usize = 2;
-/// Seeds that a thread takes at once.
+/// Seeds that a thread takes at a time.
 const BATCH: u64 = 64;
 
 fn number(name: &str) -> Option<u64> {
@@ -19,8 +19,8 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().expect("a number"))
 }
 
-/// Plays the seeds from 0 to `seeds - 1`; returns the tally, or the lowest
-/// seed that a thread has found to fail.
+/// Runs the seeds from 0 to `seeds - 1`; returns the tally, or the lowest
+/// failing seed that a thread found.
 fn play(seeds: u64) -> Result<Tally, (u64, Violation)> {
     let next = AtomicU64::new(0);
     let sum = Mutex::new(Tally::default());
@@ -57,7 +57,7 @@ fn play(seeds: u64) -> Result<Tally, (u64, Violation)> {
     }
 }
 
-/// Says everything that is needed to look into a seed that fails.
+/// Describes a failing seed with everything needed to investigate it.
 fn explain(seed: u64, violation: &Violation) -> String {
     let (plan, smallest) = shrink(&Plan::new(seed), violation);
     let mut lines = Vec::new();
@@ -95,8 +95,8 @@ fn i1_i2_i3_i4_i5_hold_for_every_seed() {
     );
 }
 
-/// With DUNLIN_SEED prints all of that run; without, shows that a seed decides
-/// all of it.
+/// With DUNLIN_SEED, prints that run; without, checks that a seed determines
+/// the whole run.
 #[test]
 fn replay() {
     let seed = number("DUNLIN_SEED");
@@ -120,7 +120,7 @@ fn no_mistake_is_planted_unless_a_test_does() {
     assert!(!Mistake::ALL.iter().any(|mistake| planted(*mistake)));
 }
 
-/// What is shipped must not even contain the switch.
+/// Release builds must not contain the switch.
 #[test]
 fn the_command_is_built_without_mistakes() {
     let tree = Command::new(env!("CARGO"))

@@ -1,4 +1,4 @@
-//! The tunnel: many seeds, and one again.
+//! The tunnel: many seeds, and the replay of one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +16,7 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().expect("a number"))
 }
 
-/// Says everything that is needed to look into a seed that fails.
+/// Describes a failing seed with everything needed to investigate it.
 fn explain(seed: u64, violation: &Violation) -> String {
     let plan = Plan::new(seed);
     let mut lines = Vec::new();
@@ -61,13 +61,13 @@ fn i8_every_byte_once_and_in_order_or_the_channel_fails_on_both_sides() {
     }
     let tally = sum.into_inner().unwrap();
     println!("{tally:?} in {:.1} s", began.elapsed().as_secs_f64());
-    // Something is done by most of the runs, and everything by some.
+    // Most runs have some faults, and every fault occurs in some runs.
     assert!(tally.closed > seeds && tally.aborted > seeds / 2);
     assert!(tally.again > seeds / 2 && tally.resumed > seeds / 4);
 }
 
-/// With DUNLIN_SEED prints all of that run; without, shows that a seed decides
-/// all of it.
+/// With DUNLIN_SEED, prints that run; without, checks that a seed determines
+/// the whole run.
 #[test]
 fn replay() {
     let seed = number("DUNLIN_SEED");

@@ -1,22 +1,22 @@
-//! The sockets at both ends of a channel, and those who hold them.
+//! The sockets at both ends of a channel, and the programs that hold them.
 
 use super::plan::Talk;
 
-/// Bytes that a socket takes before somebody reads them.
+/// Bytes that a socket buffers.
 const SOCKET_BYTES: u64 = 200_000;
 
-/// What a piece really is, apart from what the protocol says of it.
+/// The true origin of a piece of data, independent of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) channel: usize,
-    /// The side where it was read.
+    /// The side on which it was read.
     pub(super) from: usize,
-    /// Bytes that were read before it.
+    /// Bytes read before it.
     pub(super) at: u64,
     pub(super) length: u32,
 }
 
-/// How a side's connection is over.
+/// How a side's connection has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
     Closed,
@@ -28,21 +28,21 @@ pub(super) enum Over {
 #[derive(Clone, Debug)]
 pub(super) struct Socket {
     pub(super) talk: Talk,
-    /// Said by whoever holds it.
+    /// Bytes sent by the program.
     pub(super) said: u64,
-    /// Read by the tunnel.
+    /// Bytes read by the tunnel.
     pub(super) read: u64,
     /// Whether the tunnel has read the end.
     pub(super) ended: bool,
-    /// Written by the tunnel.
+    /// Bytes written by the tunnel.
     pub(super) written: u64,
-    /// Taken by whoever holds it.
+    /// Bytes received by the program.
     pub(super) taken: u64,
     pub(super) shut: bool,
     /// Whether the tunnel may read it.
     pub(super) open: bool,
     pub(super) over: Option<Over>,
-    /// Whether an event is under way that takes, or says, more.
+    /// Whether an event that receives, or sends, more is scheduled.
     pub(super) takes: bool,
     pub(super) says: bool,
 }
@@ -69,7 +69,7 @@ impl Socket {
         self.said - self.read
     }
 
-    /// Whether everything is said.
+    /// Whether everything is sent.
     pub(super) fn at_end(&self) -> bool {
         self.said == self.talk.bytes
     }
@@ -78,7 +78,7 @@ impl Socket {
         self.open && !self.ended && (self.unread() > 0 || self.at_end())
     }
 
-    /// Bytes that may still be said at once.
+    /// Bytes that can be sent at once.
     pub(super) fn says_now(&self) -> u64 {
         let room = SOCKET_BYTES.saturating_sub(self.unread());
         room.min(self.talk.burst).min(self.talk.bytes - self.said)
@@ -90,20 +90,19 @@ impl Socket {
     }
 }
 
-/// A channel as an onlooker sees it.
+/// A channel as seen from outside the tunnel.
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
     /// Its number on the wire, once it has one.
     pub(super) number: Option<u32>,
     /// By side.
     pub(super) sockets: [Socket; 2],
-    /// What had been said on earlier channels of the listener when it was
-    /// accepted.
+    /// The bytes sent on earlier channels of the listener when it was accepted.
     pub(super) before: Vec<(usize, u64)>,
 }
 
 impl Channel {
-    /// Whether nothing of it is left; one that was reset early may never have
+    /// Whether it has ended completely. One that was reset early may never have
     /// had a far side.
     pub(super) fn is_over(&self) -> bool {
         let [one, other] = &self.sockets;

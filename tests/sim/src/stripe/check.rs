@@ -1,4 +1,4 @@
-//! What has to hold.
+//! The invariants.
 
 use super::channel::Over;
 use super::plan::Ending;
@@ -34,8 +34,8 @@ impl World<'_> {
         }
     }
 
-    /// A channel's other half is about to be connected: all that had been said
-    /// before on earlier ones is there, or as much as is taken there.
+    /// A channel's far side is about to be connected: all bytes sent before on
+    /// earlier channels must have arrived, or as many as the consumer accepts.
     pub(super) fn check_order(&mut self, index: usize) {
         let near = self.plan.channels[index].opener;
         for (earlier, said) in self.channels[index].before.clone() {
@@ -52,7 +52,7 @@ impl World<'_> {
         }
     }
 
-    /// Somebody writes to a socket: it is what comes next.
+    /// A write to a socket: it must be the next data.
     pub(super) fn check_piece(&mut self, writing: &Writing) {
         let piece = writing.piece;
         let channel = &self.channels[piece.channel];
@@ -68,7 +68,7 @@ impl World<'_> {
         }
     }
 
-    /// A consumer is told of the end: it has everything.
+    /// A consumer sees the end: it must have everything.
     pub(super) fn check_end(&mut self, index: usize, side: usize) {
         let channel = &self.channels[index];
         let (near, far) = (&channel.sockets[1 - side], &channel.sockets[side]);
@@ -94,12 +94,12 @@ impl World<'_> {
         }
     }
 
-    /// The other side was told of a reset long ago, and no lane was lost.
+    /// A reset was reported long ago, and no lane was lost since.
     pub(super) fn must_be_over(&mut self, index: usize, side: usize, epoch: u32) {
         let undisturbed =
             epoch == self.control.epoch && self.control.arrives_by(self.plan).is_some();
         let socket = &self.channels[index].sockets[side];
-        // It may not have been connected; then nothing is to be reset.
+        // If it was never connected, there is nothing to reset.
         if undisturbed && socket.open && socket.over.is_none() {
             self.broken(
                 "abort",
@@ -113,7 +113,7 @@ impl World<'_> {
         none(0) && none(1) && (self.control.is_quiet() || self.control.is_over())
     }
 
-    /// Nothing more happens.
+    /// Checks after the last event.
     pub(super) fn finish(&mut self) -> Result<(), Violation> {
         for side in &mut self.sides {
             side.drain();
@@ -139,7 +139,7 @@ impl World<'_> {
         let channel = &self.channels[index];
         let ends = [0, 1].map(|side| channel.sockets[side].over);
         let near = self.plan.channels[index].opener;
-        // One that was never connected has nothing to end at the far side.
+        // A channel that was never connected has no far side to end.
         let never = !channel.sockets[1 - near].open;
         match ends {
             [Some(Over::Closed), Some(_)] | [Some(_), Some(Over::Closed)] => self.tally.closed += 1,
@@ -159,6 +159,6 @@ impl World<'_> {
         let channel = &self.channels[index];
         let number = channel.number.unwrap_or(u32::MAX);
         let held = [0, 1].map(|side| self.sides[side].held(number));
-        format!("channel {index} (number {number}) stands still, {held:?} held: {channel:?}")
+        format!("channel {index} (number {number}) stalls, {held:?} held: {channel:?}")
     }
 }

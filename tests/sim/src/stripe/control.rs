@@ -1,4 +1,4 @@
-//! The control lane, and how it is made anew.
+//! The control lane, and its replacement.
 
 use std::collections::VecDeque;
 
@@ -8,25 +8,24 @@ use super::plan::Plan;
 use super::world::{Event, World};
 use crate::plan::MS;
 
-/// The control lane that stands, or is being made.
+/// The control lane that is established or being opened.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Control {
     pub(super) epoch: u32,
-    stands: bool,
-    /// Whether each side takes the lane of this epoch for its control lane.
+    established: bool,
+    /// Whether each side uses this epoch's control lane.
     up: [bool; 2],
-    /// What is on its way to each side: when it arrives, and in which epoch it
-    /// was said.
+    /// Messages in flight to each side, with arrival time and epoch.
     packets: [VecDeque<(u64, u32, Vec<u8>)>; 2],
     /// Whether a side has given up.
     over: [bool; 2],
 }
 
 impl Control {
-    /// In what time a message arrives that is said now; `None` where that is
-    /// not sure.
+    /// The delay of a message that is sent now; `None` if its arrival is not
+    /// certain.
     pub(super) fn arrives_by(&self, plan: &Plan) -> Option<u64> {
-        let sure = self.stands && self.up == [true, true] && self.over == [false, false];
+        let sure = self.established && self.up == [true, true] && self.over == [false, false];
         sure.then_some(plan.latency_ns * 2 + MS)
     }
 
@@ -48,7 +47,7 @@ impl World<'_> {
         if let Err(error) = message.encode(epoch, &mut bytes) {
             return self.broken("sim", error.to_string());
         }
-        if !self.control.stands || !self.control.up[side] {
+        if !self.control.established || !self.control.up[side] {
             return;
         }
         let late_ns = self.random.between(0, self.plan.latency_ns / 4);
@@ -90,13 +89,13 @@ impl World<'_> {
         }
     }
 
-    /// The connection breaks; some of what is under way is still heard, before
-    /// a side hears of the break or after.
+    /// The connection breaks; some messages in flight still arrive, before or
+    /// after a side notices the break.
     pub(super) fn cut_control(&mut self) {
-        if !self.control.stands {
+        if !self.control.established {
             return;
         }
-        self.control.stands = false;
+        self.control.established = false;
         for side in 0..2 {
             let keep = self
                 .random
@@ -106,7 +105,7 @@ impl World<'_> {
             self.after(for_ns, Event::ControlNotices(side, self.control.epoch));
         }
         let for_ns = self.plan.latency_ns * 3 + self.random.between(0, 300 * MS);
-        self.after(for_ns, Event::ControlStands(self.control.epoch + 1));
+        self.after(for_ns, Event::ControlUp(self.control.epoch + 1));
     }
 
     pub(super) fn control_notices(&mut self, side: usize, epoch: u32) {
@@ -116,19 +115,19 @@ impl World<'_> {
         }
     }
 
-    pub(super) fn control_stands(&mut self, epoch: u32) {
+    pub(super) fn control_up(&mut self, epoch: u32) {
         if self.control.over.contains(&true) {
             return;
         }
         if self.now_ns < self.no_control_until_ns {
-            return self.after(100 * MS, Event::ControlStands(epoch));
+            return self.after(100 * MS, Event::ControlUp(epoch));
         }
         self.tally.resumed += u64::from(epoch > 1);
-        self.say(|| format!("control lane {epoch} stands"));
+        self.say(|| format!("control lane {epoch} is up"));
         self.control.epoch = epoch;
-        self.control.stands = true;
-        // Both readers of the old lane are joined; what they had read has been
-        // heard, and now and then something of it comes late nonetheless.
+        self.control.established = true;
+        // Both readers of the old lane are joined. What they had read is
+        // processed, sometimes partly later.
         let late = self.random.chance(30);
         for side in 0..2 {
             if !late {
@@ -139,11 +138,10 @@ impl World<'_> {
         }
     }
 
-    /// A side has given up: the other hears of it by the end of all
-    /// connections.
+    /// A side has given up: the other notices by the end of all connections.
     pub(super) fn give_up(&mut self, side: usize) {
         self.control.over[side] = true;
-        self.control.stands = false;
+        self.control.established = false;
         self.cut_all();
         let other = 1 - side;
         if self.control.up[other] {

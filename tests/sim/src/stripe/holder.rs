@@ -1,5 +1,5 @@
-//! Whoever holds the sockets at a channel's ends, and how the tunnel reads and
-//! writes them.
+//! The programs that hold the sockets at a channel's ends, and how the tunnel
+//! reads and writes them.
 
 use dunlin_proto::stripe::{Delivery, Outcome};
 
@@ -24,7 +24,7 @@ impl World<'_> {
         }
     }
 
-    /// The tunnel has read: there is room to say more.
+    /// The tunnel has read: there is room to send more.
     pub(super) fn says_more(&mut self, index: usize, side: usize) {
         let socket = &mut self.channels[index].sockets[side];
         if !socket.says && !socket.at_end() && socket.over.is_none() {
@@ -70,7 +70,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether this side of the channel takes nothing yet.
+    /// Whether this side of the channel receives nothing yet.
     pub(super) fn stalls(&self, index: usize, side: usize) -> bool {
         let stalls = |socket: &Socket| socket.talk.stalls;
         stalls(&self.channels[index].sockets[side])
@@ -135,7 +135,7 @@ impl World<'_> {
         }
     }
 
-    /// What a lane's thread gets from a socket.
+    /// The data that a lane's thread reads from a socket.
     pub(super) fn read_socket(&mut self, side: usize, number: u32, most: u32) -> Outcome<Piece> {
         let index = self.by_number[&number];
         let cap = self.random.between(1, 300_000);

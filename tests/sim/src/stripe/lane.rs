@@ -14,7 +14,7 @@ pub(super) enum Packet {
     Open,
     Data(Data, Piece),
     End(u64),
-    /// The connection is over.
+    /// The connection has ended.
     Over,
 }
 
@@ -23,19 +23,19 @@ pub(super) enum Packet {
 pub(super) struct Lane {
     pub(super) from: usize,
     pub(super) number: u16,
-    /// What is under way, and when it arrives.
+    /// Packets in flight, with arrival times.
     packets: VecDeque<(u64, Packet)>,
     last_arrival_ns: u64,
     rate: u64,
     held_until_ns: u64,
     swallows: bool,
     frames: u64,
-    /// Whether the sending thread waits for something to do.
+    /// Whether the sending thread waits for work.
     waits: bool,
     sender_over: bool,
     receiver_over: bool,
     admitted: bool,
-    /// Whether the receiving thread is busy, and with what it puts aside.
+    /// The piece that the receiving thread is buffering, if busy.
     busy: bool,
     keeping: Option<(Data, Piece)>,
 }
@@ -49,10 +49,10 @@ impl Lane {
 impl World<'_> {
     pub(super) fn open_lane(&mut self, side: usize, number: u16) {
         let for_ns = self.plan.latency_ns * 2 + self.moment();
-        self.after(for_ns, Event::LaneStands(side, number));
+        self.after(for_ns, Event::LaneConnected(side, number));
     }
 
-    pub(super) fn lane_established(&mut self, side: usize, number: u16) {
+    pub(super) fn lane_connected(&mut self, side: usize, number: u16) {
         if self.now_ns < self.no_lanes_until_ns {
             return self.sides[side].lane_over(number, self.now_ns);
         }
@@ -93,8 +93,8 @@ impl World<'_> {
         self.at(at_ns, Event::Arrives(lane));
     }
 
-    /// Gives one waiting thread of this side something to do; returns whether
-    /// there was anything.
+    /// Gives one waiting thread of this side work; returns whether there was
+    /// any.
     pub(super) fn work(&mut self, side: usize) -> bool {
         let waits = |lane: &Lane| lane.from == side && lane.waits && !lane.sender_over;
         let waiting = (0..self.lanes.len()).filter(|&lane| waits(&self.lanes[lane]));
@@ -172,7 +172,7 @@ impl World<'_> {
 
     /// A thread seals and writes.
     fn send(&mut self, lane: usize, data: Data, piece: Piece) {
-        // What is on the wire is what the encoder writes.
+        // The simulated wire carries the encoder's output.
         let frame = Frame::Data(data);
         assert_eq!(Frame::decode(&frame.to_bytes()), Ok(frame));
         self.lanes[lane].frames += 1;
@@ -256,7 +256,7 @@ impl World<'_> {
         };
         let (to, number) = (1 - self.lanes[lane].from, self.lanes[lane].number);
         if self.lanes[lane].receiver_over {
-            // The thread was ended while it put the piece aside.
+            // The thread was ended while it buffered the piece.
             return;
         }
         match self.sides[to].keep(number, &data, piece, self.now_ns) {
@@ -271,8 +271,8 @@ impl World<'_> {
         self.after(0, Event::Arrives(lane));
     }
 
-    /// The connection breaks: some of what is under way arrives, and each side
-    /// notices for itself.
+    /// The connection breaks: some packets in flight arrive, and each side
+    /// notices on its own.
     pub(super) fn cut(&mut self, lane: usize) {
         let keep = self.random.below(self.lanes[lane].packets.len() as u64 + 1);
         self.lanes[lane].packets.truncate(keep as usize);
@@ -317,7 +317,7 @@ impl World<'_> {
         self.lanes[lane].rate = (self.lanes[lane].rate / 30).max(100_000);
     }
 
-    /// The trunk wants a lane ended.
+    /// The trunk ends a lane.
     pub(super) fn cut_lane(&mut self, side: usize, number: u16) {
         if let Some(lane) = self.lane_of(side, number) {
             self.sender_closes(lane);
@@ -330,7 +330,7 @@ impl World<'_> {
         }
         self.lanes[lane].sender_over = true;
         if self.lanes[lane].swallows {
-            // Only the receiver's own clock tells it.
+            // Only the receiver's own timeout detects it.
             self.lanes[lane].swallows = false;
             let later_ns = self.random.between(1_000 * MS, 9_000 * MS);
             self.lanes[lane].held_until_ns = self.now_ns + later_ns;
@@ -350,7 +350,7 @@ impl World<'_> {
             self.sides[1 - one.from].admitted_over(one.number);
         }
         if !one.sender_over {
-            // The control lane may be faster with the news.
+            // The report on the control lane may arrive first.
             let latency_ns = self.plan.latency_ns;
             let for_ns = self.random.between(latency_ns, latency_ns * 3);
             self.after(for_ns, Event::SenderNotices(lane));

@@ -1,68 +1,68 @@
-//! What a seed decides beforehand.
+//! The plan: everything that a seed determines in advance.
 
 use crate::plan::MS;
 use crate::random::Random;
 
-/// What goes wrong.
+/// Kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StrikeKind {
-    /// A lane is cut; some of what is under way still arrives.
+    /// A lane is cut; some packets in flight still arrive.
     LaneCut,
-    /// Nothing more arrives on a lane, and nobody is told.
+    /// A lane drops everything silently.
     LaneSwallowed,
-    /// A lane holds everything back for so long, and delivers it then.
+    /// A lane delays everything for a while.
     LaneHeld,
-    /// A lane carries a thirtieth of what it did.
+    /// A lane drops to a thirtieth of its rate.
     LaneSlow,
-    /// The control lane is cut; some of what is under way still arrives.
+    /// The control lane is cut; some messages in flight still arrive.
     ControlCut,
-    /// No lane can be opened for so long.
+    /// No lane can be opened for a while.
     NoNewLanes,
-    /// No control lane can be opened for so long, and the one is cut.
+    /// The control lane is cut, and none can be opened for a while.
     NoControl,
 }
 
-/// Something goes wrong.
+/// A fault.
 #[derive(Clone, Copy, Debug)]
 pub struct Strike {
-    /// What.
+    /// The kind.
     pub kind: StrikeKind,
     /// When.
     pub at_ns: u64,
-    /// For how long, where it ends by itself.
+    /// Duration, if it ends by itself.
     pub for_ns: u64,
 }
 
 /// How a channel ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// Each direction when everything is said.
+    /// Each direction ends when everything is sent.
     Well,
-    /// One of the two resets its connection so long after it was accepted.
+    /// One side resets its connection some time after it was accepted.
     Reset {
-        /// 0 is whoever has connected.
+        /// 0 is the connecting program.
         side: usize,
-        /// How long after.
+        /// Time after the accept.
         after_ns: u64,
     },
-    /// Nobody takes the connection at the far side.
+    /// No program accepts the connection at the far side.
     Refused,
 }
 
-/// What one side says on a channel, and how it listens.
+/// What one side sends on a channel, and how it receives.
 #[derive(Clone, Copy, Debug)]
 pub struct Talk {
-    /// Bytes that it says.
+    /// Bytes that it sends.
     pub bytes: u64,
-    /// Bytes that it says at once, at most.
+    /// Largest burst.
     pub burst: u64,
     /// Between two bursts.
     pub pause_ns: u64,
-    /// Bytes that it takes at once.
+    /// Bytes that it receives at once.
     pub bite: u64,
-    /// Between two bites.
+    /// Between two reads.
     pub bite_ns: u64,
-    /// Whether it takes nothing until all other channels have ended.
+    /// Whether it receives nothing until all other channels have ended.
     pub stalls: bool,
 }
 
@@ -71,40 +71,40 @@ pub struct Talk {
 pub struct Channel {
     /// The side that accepts the connection.
     pub opener: usize,
-    /// By which listener.
+    /// The listener.
     pub listener: u64,
     /// When.
     pub at_ns: u64,
     /// Its largest window.
     pub window_bytes: u64,
-    /// What is said, by the opener and by the other.
+    /// The data of the connecting side and of the other.
     pub talks: [Talk; 2],
     /// How it ends.
     pub ending: Ending,
 }
 
-/// A whole run.
+/// A run.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// What decides it.
+    /// The seed.
     pub seed: u64,
     /// Lanes of each side.
     pub lanes: u16,
-    /// One way.
+    /// One-way delay.
     pub latency_ns: u64,
-    /// Of a lane, in bytes a second.
+    /// Rate of a lane, in bytes per second.
     pub rate: u64,
     /// The bound of all channels.
     pub peer_bytes: u64,
-    /// Frames after which a lane is worn.
+    /// Frames after which a lane is near its limit.
     pub lane_frames: u64,
     /// The channels.
     pub channels: Vec<Channel>,
-    /// What goes wrong.
+    /// The faults.
     pub strikes: Vec<Strike>,
 }
 
-/// Channels that a run has at most.
+/// Largest number of channels of a run.
 pub(super) const CHANNELS: usize = 64;
 
 impl Plan {

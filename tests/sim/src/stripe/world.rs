@@ -14,10 +14,10 @@ use crate::check::Violation;
 use crate::plan::MS;
 use crate::random::Random;
 
-/// A run that takes longer has come to a stop.
+/// A run that takes longer hangs.
 const LONGEST_NS: u64 = 400_000 * MS;
 
-/// What happened in a run, or in many.
+/// Statistics of one run, or of many.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     /// Runs.
@@ -32,9 +32,9 @@ pub struct Tally {
     pub aborted: u64,
     /// Pieces that arrived.
     pub pieces: u64,
-    /// Pieces that were sent again.
+    /// Pieces that were resent.
     pub again: u64,
-    /// Control lanes that were made anew.
+    /// Control lanes that were replaced.
     pub resumed: u64,
     /// Messages on control lanes.
     pub messages: u64,
@@ -57,22 +57,22 @@ impl Tally {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
-    /// A side looks at the time.
+    /// A side's timer fires.
     Wake(usize),
     Accept(usize),
     Says(usize, usize),
     Takes(usize, usize),
     Connected(usize, usize),
-    LaneStands(usize, u16),
+    LaneConnected(usize, u16),
     /// A sending thread has read a socket.
     Read(usize, u16, u32, u32),
     /// A sending thread is free again.
     Free(usize),
     /// The first packet of a connection may have arrived.
     Arrives(usize),
-    /// A receiving thread has put a piece aside.
+    /// A receiving thread has buffered a piece.
     Kept(usize),
-    /// Somebody has written what is noted under this number.
+    /// The write with this number is done.
     Wrote(u64),
     /// A receiving thread is ended wherever it is.
     ThreadEnds(usize),
@@ -80,14 +80,14 @@ pub(super) enum Event {
     SenderNotices(usize),
     Message(usize),
     ControlNotices(usize, u32),
-    ControlStands(u32),
+    ControlUp(u32),
     Resets(usize, usize),
-    /// By now the other side must have heard of a reset.
+    /// Deadline for the report of a reset.
     MustBeOver(usize, usize, u32),
     Strike(usize),
 }
 
-/// Somebody writes to a socket: a receiving thread, or who watches sockets.
+/// A write to a socket, by a receiving thread or by the socket watcher.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Writing {
     pub(super) side: usize,
@@ -112,7 +112,7 @@ pub(super) struct World<'a> {
     pub(super) no_lanes_until_ns: u64,
     pub(super) no_control_until_ns: u64,
     pub(super) cut_at_next_keep: bool,
-    /// Whether channels may have been given up for want of lanes or control.
+    /// Whether channels may have been given up for lack of lanes or a control lane.
     pub(super) hopeless: bool,
     pub(super) tally: Tally,
     pub(super) violation: Option<Violation>,
@@ -167,7 +167,7 @@ impl<'a> World<'a> {
             wakes_ns: [None; 2],
             line,
         };
-        world.at(0, Event::ControlStands(1));
+        world.at(0, Event::ControlUp(1));
         for (index, channel) in plan.channels.iter().enumerate() {
             world.at(channel.at_ns, Event::Accept(index));
         }
@@ -208,7 +208,7 @@ impl<'a> World<'a> {
         self.at(self.now_ns + for_ns, event);
     }
 
-    /// A moment of a thread's time.
+    /// A short delay of a thread.
     pub(super) fn moment(&mut self) -> u64 {
         match self.random.below(50) {
             0 => self.random.between(0, 3 * MS),
@@ -244,7 +244,7 @@ impl<'a> World<'a> {
             Event::Says(channel, side) => self.says(channel, side),
             Event::Takes(channel, side) => self.takes(channel, side),
             Event::Connected(channel, side) => self.connected(channel, side),
-            Event::LaneStands(side, lane) => self.lane_established(side, lane),
+            Event::LaneConnected(side, lane) => self.lane_connected(side, lane),
             Event::Read(side, lane, number, most) => self.has_read(side, lane, number, most),
             Event::Free(lane) => self.is_free(lane),
             Event::Arrives(lane) => self.arrives(lane),
@@ -254,7 +254,7 @@ impl<'a> World<'a> {
             Event::SenderNotices(lane) => self.sender_notices(lane),
             Event::Message(side) => self.hears(side),
             Event::ControlNotices(side, epoch) => self.control_notices(side, epoch),
-            Event::ControlStands(epoch) => self.control_stands(epoch),
+            Event::ControlUp(epoch) => self.control_up(epoch),
             Event::Resets(channel, side) => self.resets(channel, side),
             Event::MustBeOver(channel, side, epoch) => self.must_be_over(channel, side, epoch),
             Event::Strike(strike) => self.strike(strike),
@@ -264,7 +264,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// What a caller does after each call.
+    /// The caller's steps after each call.
     fn drive(&mut self, side: usize) {
         loop {
             while let Some(action) = self.sides[side].poll(self.now_ns) {
@@ -391,23 +391,20 @@ impl<'a> World<'a> {
         }
         if self.plan.channels[index].ending == Ending::Refused {
             self.channels[index].sockets[side].over = Some(Over::Refused);
-            let text = "nobody is there".to_owned();
+            let text = "no program accepts".to_owned();
             self.sides[side].refuse(number, FaultCode::Unauthorised, text, self.now_ns);
             return;
         }
         let window_bytes = self.plan.channels[index].window_bytes;
         if !self.sides[side].connected(number, window_bytes) {
-            return self.broken(
-                "sim",
-                format!("channel {number} is over and nobody said so"),
-            );
+            return self.broken("sim", format!("channel {number} ended without a report"));
         }
         self.channels[index].sockets[side].open = true;
         self.after(0, Event::Says(index, side));
         self.tell_readable(index, side);
     }
 
-    /// Whoever holds the connection resets it.
+    /// The program that holds the connection resets it.
     fn resets(&mut self, index: usize, side: usize) {
         let channel = &mut self.channels[index];
         let connected = side == self.plan.channels[index].opener || channel.sockets[side].open;
@@ -430,9 +427,9 @@ impl<'a> World<'a> {
         let strike = self.plan.strikes[index];
         self.say(|| format!("STRIKE {strike:?}"));
         let until_ns = self.now_ns + strike.for_ns;
-        let patience_ns = Timeouts::default().alone_ns;
+        let timeout_ns = Timeouts::default().alone_ns;
         match strike.kind {
-            // Where it is most delicate: while a thread puts a piece aside.
+            // At the most delicate moment: while a thread buffers a piece.
             StrikeKind::LaneCut if self.random.chance(40) => self.cut_at_next_keep = true,
             StrikeKind::LaneCut => self.on_lane(|world, lane| world.cut(lane)),
             StrikeKind::LaneSwallowed => self.on_lane(|world, lane| world.swallow(lane)),
@@ -441,11 +438,11 @@ impl<'a> World<'a> {
             StrikeKind::ControlCut => self.cut_control(),
             StrikeKind::NoNewLanes => {
                 self.no_lanes_until_ns = self.no_lanes_until_ns.max(until_ns);
-                self.hopeless |= strike.for_ns * 2 >= patience_ns;
+                self.hopeless |= strike.for_ns * 2 >= timeout_ns;
             }
             StrikeKind::NoControl => {
                 self.no_control_until_ns = self.no_control_until_ns.max(until_ns);
-                self.hopeless |= strike.for_ns * 2 >= patience_ns;
+                self.hopeless |= strike.for_ns * 2 >= timeout_ns;
                 self.cut_control();
             }
         }
