@@ -135,7 +135,7 @@ pub fn fuzz_schedule(bytes: &[u8]) {
                 let known = schedule.acknowledge(choices.number(), choices.number());
                 // Only a number beyond the last chunk is certainly wrong.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
-                // The model does not know which chunks it named: stop.
+                // The named chunks are unknown to the model: stop.
                 if known.is_ok_and(|pages| pages > 0) {
                     return;
                 }
