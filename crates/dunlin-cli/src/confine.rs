@@ -1,18 +1,19 @@
-//! Confinement: what a process that owns a VM, or is a tunnel, gives up once it has started.
+//! Confinement: the privileges that a VM's process or a tunnel drops after its start.
 //!
-//! Whoever takes such a process over, from the guest's side or a peer's, finds no privileges, files
-//! only where the process needs them, and few system calls. Each thread inherits it, so it comes
-//! before there is a second one. docs/decisions/0010-confinement.md says why it is as it is.
+//! An attacker that takes over such a process, from the guest or a peer, finds no privileges,
+//! access only to the files that the process needs, and few system calls. New threads inherit the
+//! confinement, so it must precede the second thread. docs/decisions/0010-confinement.md gives the
+//! reasons.
 //!
-//! | part | what is left |
+//! | part | what remains |
 //! | --- | --- |
-//! | privileges | no capabilities, and none by executing something |
-//! | [`files`] | reading where identities and the system's own settings are, writing in the journal and beside the control socket; no TCP port to listen on; no signals to others |
-//! | [`calls`] | the system calls of a list; no programs, no debugging, no mounts, no new kinds of socket |
+//! | privileges | no capabilities, and none through `execve` |
+//! | [`files`] | reading identities and system settings; writing in the journal and next to the control socket; no listening TCP ports; no signals to other processes |
+//! | [`calls`] | a list of system calls; no programs, debugging, mounts, or new kinds of socket |
 //!
-//! A tunnel's routes may change while it runs, and with them the paths that it goes to: it keeps
-//! the capabilities for other users' sockets and for low ports, and reads files and makes local
-//! sockets wherever it may, but writes, makes and executes nothing else.
+//! A tunnel's routes may change while it runs, and with them its paths: it keeps the capabilities
+//! for other users' sockets and for low ports, and reads files and creates local sockets wherever
+//! file permissions allow, but writes, creates and executes nothing else.
 
 mod calls;
 mod files;
@@ -31,25 +32,25 @@ use dunlin_linux::privileges::{self, Capability};
 
 use crate::line::Line;
 
-/// What a process goes on needing.
+/// What a process needs after its start.
 #[derive(Debug, Default)]
 pub(crate) struct Needs {
     /// The directory of its control socket.
     pub(crate) control: PathBuf,
     /// The directory of its journal.
     pub(crate) journal: PathBuf,
-    /// A directory that goes with it.
+    /// A directory that it removes when it ends.
     pub(crate) scratch: Option<PathBuf>,
-    /// An identity that it reads again.
+    /// An identity that it reloads.
     pub(crate) identity: Option<PathBuf>,
-    /// Whether it still has a control socket to make.
+    /// Whether it still has to create a control socket.
     pub(crate) makes_sockets: bool,
-    /// The ports from which its lanes may go over IPsec.
+    /// The source ports of its lanes over IPsec.
     pub(crate) ipsec: Option<PortRange>,
 }
 
 impl Needs {
-    /// The directory in which a socket is made.
+    /// The directory of a socket.
     pub(crate) fn directory_of(socket: &Path) -> PathBuf {
         match socket.parent() {
             Some(directory) if directory != "" => directory.into(),
@@ -61,12 +62,12 @@ impl Needs {
 /// How far a process is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Confining {
-    /// Whether this process gives up, once it has started, what it does not need: `auto` as far
-    /// as the kernel can, `yes` all of it or it does not start.
-    #[arg(long, value_enum, value_name = "WHETHER", default_value_t)]
+    /// Whether the process, after its start, drops what it does not need: `auto` drops what the
+    /// kernel supports, `yes` everything or the process does not start.
+    #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
     /// A directory from which the confined process may read identities; repeatable [default: to
-    /// receive, that of --identity; to run, any, since a migration names its own].
+    /// receive, that of --identity; to run, any directory, since a migration names its own].
     #[arg(long, value_name = "DIR")]
     identities: Vec<PathBuf>,
 }
@@ -79,123 +80,125 @@ enum Whether {
     No,
 }
 
-/// Below the ephemeral ports of Linux, and none of Kubernetes' or libvirt's.
+/// Below Linux's ephemeral ports, and not used by Kubernetes or libvirt.
 pub(crate) const LANE_PORTS: &str = "24576-28671";
 
-/// Whether this process has given up what changes the network.
+/// Set when this process has dropped CAP_NET_ADMIN.
 static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();
 
-/// Whether lanes over IPsec can still be had, which tells more than the kernel's refusal would.
+/// Checks that lanes over IPsec are still possible, for an error that says more than the kernel's
+/// EPERM.
 ///
 /// # Errors
-/// This process has given up what they take.
+/// This process has dropped the necessary privileges.
 pub(crate) fn allows_ipsec() -> Result<()> {
     if GAVE_UP_NETWORK.get().is_some() {
         bail!(
-            "the VM's process is confined and has given up what lanes over IPsec take (at fault: \
+            "the VM's process is confined and lacks the privileges for lanes over IPsec (at fault: \
              configuration): start it with --ipsec"
         );
     }
     Ok(())
 }
 
-/// Where this process may read identities, once that is confined.
+/// Where this process may read identities, once confined.
 static IDENTITIES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 
 impl Confining {
-    /// Confines this process for good, as far as that is wanted and can be; returns what there is
-    /// to say about it. Threads that exist already stay as they are.
+    /// Confines this process permanently, as far as requested and possible; returns the line that
+    /// reports it. Existing threads are not confined.
     ///
     /// # Errors
-    /// With `yes`, the part that cannot be had; some others may be in force then.
+    /// With `yes`, the part that failed; other parts may be in force.
     pub(crate) fn apply(&self, needs: &Needs) -> Result<Line> {
         if self.confine == Whether::No {
-            return Ok(Taking::new(self.confine).line());
+            return Ok(Applied::new(self.confine).line());
         }
-        // Later it cannot listen, not even for itself; what the kernel says now is remembered.
+        // A confined process cannot listen, not even to probe kernel TLS; the results are cached.
         for suite in CipherSuite::ALL {
             let _ = abilities(suite);
         }
         let mut identities = self.identities.clone();
         identities.extend(needs.identity.clone());
         let rules = files::Rules::new(needs, &identities)?;
-        let mut taking = Taking::new(self.confine);
+        let mut applied = Applied::new(self.confine);
         let privileges = match needs.ipsec {
-            // What lanes over IPsec take.
+            // For lanes over IPsec.
             Some(_) => keep_privileges(&[Capability::Network], "no privileges but for the network"),
             None => keep_privileges(&[], "no privileges"),
         };
-        if taking.take("privileges", privileges)? && needs.ipsec.is_none() {
+        if applied.take("privileges", privileges)? && needs.ipsec.is_none() {
             let _ = GAVE_UP_NETWORK.set(());
         }
-        if taking.take("files", rules.apply())? && !identities.is_empty() {
-            // Nobody else sets it.
+        if applied.take("files", rules.apply())? && !identities.is_empty() {
+            // The only place that sets it.
             let _ = IDENTITIES.set(identities);
         }
         let work = calls::Work::Guest {
             makes_sockets: needs.makes_sockets,
             ipsec: needs.ipsec.is_some(),
         };
-        taking.take("system calls", calls::apply(work))?;
-        Ok(taking.line())
+        applied.take("system calls", calls::apply(work))?;
+        Ok(applied.line())
     }
 }
 
 /// How far a tunnel is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ConfiningTunnel {
-    /// Whether the tunnel gives up, once it has started, what it does not need: `auto` as far as
-    /// the kernel can and where no route has `exec`, `yes` all of it or it does not start.
-    #[arg(long, value_enum, value_name = "WHETHER", default_value_t)]
+    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops what the
+    /// kernel supports unless a route has `exec`, `yes` everything or the tunnel does not start.
+    #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }
 
 impl ConfiningTunnel {
-    /// As [`Confining::apply`]; `control` is the directory of the control socket. Where something stands against it, and there is what to do, the
-    /// tunnel is not confined: what a route with `exec` starts would be confined with it.
+    /// As [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
+    /// reason not to confine, and its remedy: the programs of routes with `exec` would be confined
+    /// with the tunnel, for example.
     ///
     /// # Errors
-    /// With `yes`, the part that cannot be had; some others may be in force then.
+    /// With `yes`, the part that failed; other parts may be in force.
     pub(crate) fn apply(
         &self,
         against: Option<(&str, &str)>,
         control: Option<&Path>,
     ) -> Result<Line> {
-        let mut taking = Taking::new(self.confine);
+        let mut applied = Applied::new(self.confine);
         if self.confine == Whether::No {
-            return Ok(taking.line());
+            return Ok(applied.line());
         }
         if let Some((text, to_do)) = against {
             if self.confine == Whether::Yes {
                 bail!(
-                    "the tunnel cannot be confined (at fault: configuration): {text}; {to_do}, or \
+                    "cannot confine the tunnel (at fault: configuration): {text}; {to_do}, or \
                      use --confine auto"
                 );
             }
-            taking.lacks.push(text.to_owned());
-            return Ok(taking.line());
+            applied.lacks.push(text.to_owned());
+            return Ok(applied.line());
         }
-        // Those that routes may need.
+        // Routes may need these.
         let privileges = keep_privileges(
             &[Capability::OthersFiles, Capability::LowPorts],
             "no privileges but for others' sockets and low ports",
         );
-        taking.take("privileges", privileges)?;
+        applied.take("privileges", privileges)?;
         let rules = files::Rules::changing_none(control).and_then(files::Rules::apply);
-        taking.take("files", rules)?;
-        taking.take("system calls", calls::apply(calls::Work::Channels))?;
-        Ok(taking.line())
+        applied.take("files", rules)?;
+        applied.take("system calls", calls::apply(calls::Work::Channels))?;
+        Ok(applied.line())
     }
 }
 
-/// What is in force so far.
-struct Taking {
+/// The parts in force so far.
+struct Applied {
     whole: bool,
     by: Vec<String>,
     lacks: Vec<String>,
 }
 
-impl Taking {
+impl Applied {
     fn new(confine: Whether) -> Self {
         Self {
             whole: confine == Whether::Yes,
@@ -204,10 +207,10 @@ impl Taking {
         }
     }
 
-    /// Whether one part is in force now.
+    /// Records the result of one part; returns whether the part is in force.
     ///
     /// # Errors
-    /// All are wanted, and something of this one cannot be had.
+    /// With `yes`, a part or a piece of it failed.
     fn take(&mut self, part: &str, taken: Result<files::Taken>) -> Result<bool> {
         let held = match taken {
             Ok(taken) => {
@@ -224,8 +227,8 @@ impl Taking {
             && let Some(lack) = self.lacks.first()
         {
             bail!(
-                "this process cannot be confined (at fault: this side): {lack}; use a kernel \
-                 that can, or --confine auto"
+                "cannot confine this process (at fault: this side): {lack}; use a kernel that \
+                 supports it, or --confine auto"
             );
         }
         Ok(held)
@@ -239,19 +242,18 @@ impl Taking {
     }
 }
 
-/// Gives up all capabilities but some, and gaining any; `left` says what is left.
+/// Drops all capabilities but some, and the ability to gain any; `left` describes the rest.
 fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     privileges::gain_none()?;
     privileges::keep_capabilities(kept)?;
     Ok(files::Taken::wholly(left))
 }
 
-/// No local socket can be made any more: other local services, some of which would do anything
-/// for root, are out of reach. For all threads; nothing changes where system calls are not
-/// confined.
+/// Forbids new local sockets in all threads: other local services, some of which act as root for
+/// their clients, become unreachable. No effect if system calls are not confined.
 ///
 /// # Errors
-/// The kernel does not do it. All else goes on as before.
+/// The kernel rejected the filter. The previous confinement stays in force.
 pub(crate) fn make_no_more_sockets(confined: &Line) -> Result<()> {
     match confined {
         Line::Confined { by, .. } if by.iter().any(|part| part == calls::NAME) => {
@@ -261,10 +263,10 @@ pub(crate) fn make_no_more_sockets(confined: &Line) -> Result<()> {
     }
 }
 
-/// Whether an identity may be read, which tells more than the kernel's refusal would.
+/// Checks that an identity may be read, for an error that says more than the kernel's EACCES.
 ///
 /// # Errors
-/// It lies elsewhere.
+/// The directory is not an allowed one.
 pub(crate) fn allows_identity(directory: &Path) -> Result<()> {
     let Some(allowed) = IDENTITIES.get() else {
         return Ok(());
@@ -281,14 +283,14 @@ pub(crate) fn allows_identity(directory: &Path) -> Result<()> {
         .map(|one| one.display().to_string())
         .collect();
     bail!(
-        "the VM's process is confined and reads identities in {} alone (at fault: configuration): \
+        "the VM's process is confined and reads identities only in {} (at fault: configuration): \
          start it with --identities {}, or move the files",
         allowed.join(", "),
         directory.display()
     )
 }
 
-/// Whether anything is in force.
+/// Whether any part is in force.
 pub(crate) fn is_confined(confined: &Line) -> bool {
     matches!(confined, Line::Confined { by, .. } if !by.is_empty())
 }

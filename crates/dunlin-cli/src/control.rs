@@ -1,8 +1,8 @@
-//! Control sockets: how the commands of an operator speak to a process that runs.
+//! Control sockets: how operators' commands reach a running process.
 //!
-//! A request is one JSON line, the answer any number of JSON lines, mostly [`Line`]s, after
-//! which the connection is closed. The process implements [`Service`]; a command is a
-//! [`Client`]. The socket is for its owner alone.
+//! A request is one JSON line. The answer is any number of JSON lines, mostly [`Line`]s, after
+//! which the server closes the connection. The process implements [`Service`]; a command is a
+//! [`Client`]. The socket accepts only its owner's user, and root.
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -24,10 +24,10 @@ use crate::code::DONE;
 use crate::line::{FailedLine, Line};
 use crate::service::start;
 
-/// A request line is at most this long.
+/// Maximum length of a request line.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
 
-/// The control socket, removed when its owner ends.
+/// The control socket, removed when dropped.
 pub(crate) struct Socket {
     listener: UnixListener,
     path: PathBuf,
@@ -35,21 +35,21 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// Takes the path, unless a process that runs has it; `whose` says what it is
-    /// that would have it, such as "a VM".
-    pub(crate) fn bind(path: &Path, whose: &str) -> Result<Self> {
+    /// Binds the path, unless a running process holds it; `owner` describes the process in the
+    /// error, such as "a VM".
+    pub(crate) fn bind(path: &Path, owner: &str) -> Result<Self> {
         if let Some(directory) = path.parent() {
-            // No other user may put anything into it, whatever the umask allows.
+            // No other user may write to the directory, whatever the umask.
             make_directory(directory, 0o755)?;
         }
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            if is_held(path).with_context(|| format!("cannot look at {}", path.display()))? {
+            if is_held(path).with_context(|| format!("cannot look up {}", path.display()))? {
                 bail!(
-                    "{} belongs to {whose} that runs: choose another name or --control",
+                    "{} belongs to {owner} that runs: choose another name or --control",
                     path.display()
                 );
             }
-            // Left behind by a process that has died.
+            // Left by a dead process.
             let _ = fs::remove_file(path);
         }
         let listener = UnixListener::bind(path)
@@ -62,7 +62,7 @@ impl Socket {
         })
     }
 
-    /// Answers at this socket, each request on a thread of its own, until this is dropped.
+    /// Serves requests, each on its own thread, until the socket is dropped.
     pub(crate) fn serve<S: Service>(&self, service: &Arc<S>) -> Result<()> {
         let listener = self.listener.try_clone()?;
         let closed = Arc::clone(&self.closed);
@@ -73,7 +73,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Where it is.
+    /// The socket's path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -82,23 +82,23 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::SeqCst);
-        // Wakes the thread that accepts, if there is one.
+        // Wakes the accepting thread, if there is one.
         let _ = UnixStream::connect(&self.path);
-        // Somebody may have removed it before.
+        // Another program may have removed it.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Makes a directory, and those above it, with at most this mode; one that exists stays as it is.
+/// Creates a directory and its parents, with at most this mode; leaves an existing one unchanged.
 pub(crate) fn make_directory(directory: &Path, mode: u32) -> Result<()> {
     let mut made = fs::DirBuilder::new();
     made.recursive(true).mode(mode);
     made.create(directory)
-        .with_context(|| format!("cannot make {}", directory.display()))
+        .with_context(|| format!("cannot create {}", directory.display()))
 }
 
-/// How long nobody is accepted after descriptors or memory ran out.
-const SHORTAGE_REST: Duration = Duration::from_millis(100);
+/// Pause in accepting after descriptors or memory ran out.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &AtomicBool) {
     let mut short = false;
@@ -111,16 +111,16 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
             Err(error) => {
                 if !std::mem::replace(&mut short, true) {
                     service.warn(&format!(
-                        "no request can be taken: {error}; if it is for want of descriptors, raise \
-                         this process's limit of open files (`ulimit -n`)"
+                        "cannot accept requests: {error}; if descriptors ran out, raise this \
+                         process's limit of open files (`ulimit -n`)"
                     ));
                 }
-                std::thread::sleep(SHORTAGE_REST);
+                std::thread::sleep(SHORTAGE_PAUSE);
                 continue;
             }
         };
         short = false;
-        // The mode keeps others out from when it is set, a moment after the socket is there.
+        // The mode keeps other users out only after the chmod, shortly after the bind.
         let user = peer_user(&connection);
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
             continue;
@@ -128,63 +128,62 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
         let service = Arc::clone(service);
         let spawned = start("control-request", move || answer(&connection, &service));
         if let Err(error) = spawned {
-            eprintln!("warning: a request cannot be served: {error}");
+            eprintln!("warning: cannot serve a request: {error}");
         }
     }
 }
 
-/// What a process does with the requests at its control socket.
+/// A process's handler of requests at its control socket.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// What can be asked of it.
+    /// The requests that it accepts.
     type Request: DeserializeOwned;
 
-    /// Carries one request out and sends the answer; `requests` has what follows it on the
-    /// connection.
-    fn obey(
+    /// Carries out one request and sends the answer; `requests` reads the rest of the connection.
+    fn handle(
         self: &Arc<Self>,
         request: Self::Request,
         requests: BufReader<UnixStream>,
         connection: &UnixStream,
     ) -> Result<()>;
 
-    /// The last line of the answer to a request that failed.
+    /// The last line of the answer to a failed request.
     fn refused(&self, error: &Error) -> FailedLine;
 
-    /// Logs what the operator should know.
+    /// Logs a warning for the operator.
     fn warn(&self, text: &str);
 
-    /// The requests whose answers are incomplete.
+    /// Counter of requests with incomplete answers.
     fn pending(&self) -> &Pending;
 }
 
 fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
     service.pending().add();
-    let obeyed = match connection.try_clone().map(BufReader::new) {
+    let handled = match connection.try_clone().map(BufReader::new) {
         Ok(mut requests) => match read_request(&mut requests) {
-            Ok(Some(request)) => service.obey(request, requests, connection),
-            // A client that only tests whether a process is here.
+            Ok(Some(request)) => service.handle(request, requests, connection),
+            // A client that only tests whether the process is alive.
             Ok(None) => Ok(()),
             Err(error) => Err(error),
         },
         Err(error) => {
-            // The client must have sent the whole request before it reads an answer.
+            // The client sends its whole request before it reads the answer.
             let _ = read_request::<S::Request>(&mut BufReader::new(connection));
-            Err(error).context("the request cannot be carried out")
+            Err(error).context("cannot carry out the request")
         }
     };
-    if let Err(error) = obeyed {
-        // The client may have gone.
+    if let Err(error) = handled {
+        // The client may be gone.
         let _ = send(connection, &Line::Failed(service.refused(&error)));
     }
-    // A thread that reads may hold the other half.
+    // A reading thread may hold a clone of the connection.
     let _ = connection.shutdown(Shutdown::Both);
     service.pending().remove();
 }
 
-/// How long a process that could end waits for clients that do not read.
-const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
+/// How long an ending process waits for clients that do not read.
+const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Counts requests whose answers are incomplete.
+/// Counts requests with incomplete answers.
 #[derive(Default)]
 pub(crate) struct Pending {
     count: Mutex<usize>,
@@ -201,23 +200,23 @@ impl Pending {
         self.changed.notify_all();
     }
 
-    /// Waits until every request is answered; a client may be stopped.
-    pub(crate) fn farewell(&self) {
+    /// Waits until every request is answered, at most [`DRAIN_LIMIT`]: a client may be stopped.
+    pub(crate) fn drain(&self) {
         let count = lock(&self.count);
         let _ = self
             .changed
-            .wait_timeout_while(count, FAREWELL_LIMIT, |count| *count > 0);
+            .wait_timeout_while(count, DRAIN_LIMIT, |count| *count > 0);
     }
 }
 
-/// The next request; none after the client has hung up.
+/// The next request; `None` after the client hung up.
 pub(crate) fn read_request<R: DeserializeOwned>(from: &mut impl BufRead) -> Result<Option<R>> {
     let mut request = String::new();
     if from.take(REQUEST_LIMIT_BYTES).read_line(&mut request)? == 0 {
         return Ok(None);
     }
     Ok(Some(
-        serde_json::from_str(&request).context("that is no request")?,
+        serde_json::from_str(&request).context("malformed request")?,
     ))
 }
 
@@ -226,21 +225,21 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
     Ok(writeln!(connection, "{}", line.to_json())?)
 }
 
-/// What an answer did that is not one to the request.
-const ODD: &str = "answered something else: is it of another release?";
+/// Suffix of the error for an unexpected answer.
+const UNEXPECTED: &str = "sent an unexpected answer: is it another release?";
 
-/// One request and the lines that answer it.
+/// A request, and the lines of its answer.
 pub(crate) struct Client {
     answer: BufReader<UnixStream>,
-    whom: &'static str,
+    owner: &'static str,
 }
 
 impl Client {
-    /// Asks the process behind a control socket, whose lines each come within
-    /// `limit`; `whom` is what it is to an operator: "VM" or "tunnel".
+    /// Sends a request to the process behind a control socket; `limit` applies to each line of the
+    /// answer. `owner` names the process's kind in errors: "VM" or "tunnel".
     pub(crate) fn ask(
         socket: &Path,
-        whom: &'static str,
+        owner: &'static str,
         request: &impl Serialize,
         limit: Option<Duration>,
     ) -> Result<Self> {
@@ -248,10 +247,10 @@ impl Client {
             let at = socket.display();
             let what = match error.kind() {
                 ErrorKind::PermissionDenied => {
-                    format!("{at} is for the {whom}'s owner alone: ask as that user, or as root")
+                    format!("{at} accepts only the {owner}'s user: run the command as that user, or as root")
                 }
                 _ => format!(
-                    "no {whom} answers at {at}: is its process running, and is --control the same?"
+                    "no {owner} answers at {at}: is its process running, and is --control the same?"
                 ),
             };
             anyhow::Error::new(error).context(what)
@@ -259,41 +258,43 @@ impl Client {
         stream.set_read_timeout(limit)?;
         writeln!(stream, "{}", serde_json::to_string(request)?)?;
         let answer = BufReader::new(stream);
-        Ok(Self { answer, whom })
+        Ok(Self { answer, owner })
     }
 
-    /// A connection over which more can be asked while an answer comes.
+    /// The connection, for further requests during the answer.
     pub(crate) fn more(&self) -> Result<UnixStream> {
         Ok(self.answer.get_ref().try_clone()?)
     }
 
-    /// The next line; none when the answer is complete.
+    /// The next line; `None` when the answer is complete.
     pub(crate) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
         let mut text = String::new();
-        let whom = self.whom;
+        let owner = self.owner;
         let read = self
             .answer
             .read_line(&mut text)
-            .with_context(|| format!("the {whom}'s process does not answer; is it stopped?"))?;
+            .with_context(|| format!("no answer from the {owner}'s process: is it stopped?"))?;
         if read == 0 {
             return Ok(None);
         }
-        let line =
-            serde_json::from_str(&text).with_context(|| format!("the {whom}'s process {ODD}"))?;
+        let line = serde_json::from_str(&text)
+            .with_context(|| format!("the {owner}'s process {UNEXPECTED}"))?;
         Ok(Some(line))
     }
 
-    /// The next line, of which `wanted` takes what was asked for.
+    /// The next line, from which `wanted` extracts the expected answer.
     pub(crate) fn expect<T>(&mut self, wanted: impl FnOnce(Line) -> Option<T>) -> Result<T> {
-        let whom = self.whom;
+        let owner = self.owner;
         match self.next()? {
             Some(Line::Failed(failed)) => Err(failed.into()),
-            Some(line) => wanted(line).with_context(|| format!("the {whom}'s process {ODD}")),
-            None => bail!("the {whom}'s process has ended"),
+            Some(line) => {
+                wanted(line).with_context(|| format!("the {owner}'s process {UNEXPECTED}"))
+            }
+            None => bail!("the {owner}'s process has ended"),
         }
     }
 
-    /// The last line of a request that was carried out, printed with `json`; returns the exit
+    /// Reads the last line of a successful request, and prints it with `json`; returns the exit
     /// code.
     pub(crate) fn done(&mut self, json: bool) -> Result<i32> {
         self.expect(|line| matches!(line, Line::Done).then_some(()))?;

@@ -1,9 +1,8 @@
-//! `dunlin demo`: a real VM moves between two processes of this host.
+//! `dunlin demo`: moves a real VM between two processes of this host.
 //!
-//! The two are the same `dunlin vm run` and `dunlin vm receive` that two hosts
-//! would use, with certificates made for the occasion. The guest checks every
-//! page that it visits, before and after. Without KVM the guest is one of
-//! threads of a process, and the demo says so.
+//! The two processes are `dunlin vm run` and `dunlin vm receive`, as on two hosts, with
+//! certificates made for this run. The guest checks every page that it visits, before and after the
+//! move. Without KVM the guest consists of threads of a process, and the demo says so.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,28 +20,27 @@ use crate::process::{Pair, Scratch};
 use crate::vm::request::ANSWER_LIMIT;
 use crate::vm::{Ended, status};
 
-/// How long the guest runs at the source before it moves, and at the
-/// destination before the demo ends.
+/// Run time of the guest at the source before the move, and at the destination afterwards.
 const RUNS_FOR: Duration = Duration::from_millis(1500);
 
 #[derive(Debug, Args)]
 pub(crate) struct Demo {
-    /// What moves [default: kvm, or process where there is no /dev/kvm].
+    /// Kind of guest [default: kvm, or process if /dev/kvm is missing].
     #[arg(long, value_parser = named(GUESTS))]
     guest: Option<GuestKind>,
     /// The guest's memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
-    /// Data lanes, 1 to 128.
+    /// Number of data lanes, 1 to 128.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
     lanes: u16,
-    /// How the data lanes are secured.
+    /// Security of the data lanes.
     #[arg(long, value_enum, default_value_t)]
     security: SecurityName,
     /// Pages that the guest writes per second.
     #[arg(long, value_name = "PAGES_PER_S", default_value_t = 20_000)]
     dirty_rate: u64,
-    /// One JSON object a line; the last one is the demo's result.
+    /// Print one JSON object per line; the last one is the demo's result.
     #[arg(long)]
     json: bool,
 }
@@ -51,8 +49,8 @@ impl Demo {
     pub(crate) fn run(&self) -> Result<i32> {
         if let SecurityName::Ipsec = self.security {
             bail!(
-                "the demo moves a guest within this host, and what a host sends to itself passes no \
-                 IPsec (at fault: configuration): use tls or plain"
+                "the demo moves a guest within this host, and packets to the own host bypass IPsec \
+                 (at fault: configuration): use tls or plain"
             );
         }
         let mut display = Display::new(self.json);
@@ -67,7 +65,7 @@ impl Demo {
                 GuestKind::Process => "(threads of a process)",
             };
             display.say(&format!(
-                "a guest of {} MiB {what} goes over a hot set of its pages, {} a second; it moves \
+                "a guest of {} MiB {what} writes a hot set of its pages, {} per second; it moves \
                  over {} {} lanes",
                 self.memory >> 20,
                 self.dirty_rate,
@@ -128,7 +126,7 @@ impl Demo {
             );
         } else {
             display.say(&format!(
-                "The guest runs on at the destination: it has checked {} pages, {} of them since it \
+                "The guest runs at the destination: it has checked {} pages, {} of them since it \
                  arrived, and found every one right.",
                 later.pages_checked,
                 later.pages_checked - arrived.pages_checked
@@ -165,20 +163,19 @@ fn kvm() -> io::Result<()> {
         .map(drop)
 }
 
-/// The guest to show, and what to say where it is not the one that was to be
-/// expected.
+/// The kind of guest to run, and a notice if it is not the expected one.
 fn choose(asked: Option<GuestKind>, kvm: io::Result<()>) -> Result<(GuestKind, Option<String>)> {
     match (asked, kvm) {
         (Some(GuestKind::Process), _) => Ok((GuestKind::Process, None)),
         (_, Ok(())) => Ok((GuestKind::Kvm, None)),
         (Some(GuestKind::Kvm), Err(error)) => Err(error).context(
             "a KVM guest needs /dev/kvm: load the kvm module, and run as root or in the group kvm; \
-             or leave --guest out",
+             or omit --guest",
         ),
         (None, Err(error)) => {
             let text = format!(
-                "/dev/kvm cannot be opened ({error}), so the guest is no VM but threads that write \
-                 to the memory of a process"
+                "cannot open /dev/kvm ({error}): instead of a VM, threads write the memory of a \
+                 process"
             );
             Ok((GuestKind::Process, Some(text)))
         }
@@ -191,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_demo_shows_kvm_where_it_can_and_says_where_it_cannot() {
+    fn the_demo_uses_kvm_if_available_and_says_otherwise() {
         let no = || Err(io::Error::from(io::ErrorKind::NotFound));
         let kvm = (GuestKind::Kvm, None);
         assert_eq!(choose(None, Ok(())).unwrap(), kvm);
@@ -202,7 +199,7 @@ mod tests {
         }
         let (guest, said) = choose(None, no()).unwrap();
         assert_eq!(guest, GuestKind::Process);
-        assert!(said.unwrap().contains("/dev/kvm cannot be opened"));
+        assert!(said.unwrap().contains("cannot open /dev/kvm"));
         let refused = choose(Some(GuestKind::Kvm), no()).unwrap_err();
         assert!(refused.to_string().contains("load the kvm module"));
     }

@@ -1,5 +1,5 @@
-//! Shows a migration to a person: one line that is rewritten on a terminal,
-//! plain lines elsewhere, a table at the end; or JSON lines.
+//! Shows a migration to people: one line that is rewritten on a terminal, plain lines elsewhere,
+//! and a table at the end; or JSON lines.
 
 use std::io::{IsTerminal, Write};
 
@@ -8,11 +8,11 @@ use crate::text::clean;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// Where a migration is shown.
+/// Output of a migration.
 pub(crate) struct Display {
     json: bool,
     terminal: bool,
-    /// Whether the last thing shown can be overwritten.
+    /// Whether the last line can be overwritten.
     transient: bool,
 }
 
@@ -35,15 +35,15 @@ impl Display {
             Line::Accepted { peer } => self.say(&format!("destination: {}", clean(peer))),
             Line::Progress(progress) => self.progress(progress),
             Line::Iterated(iteration) => self.say(&iterated(iteration)),
-            Line::Throttled { percent: 0 } => self.say("the guest runs at full speed again"),
+            Line::Throttled { percent: 0 } => self.say("guest no longer throttled"),
             Line::Throttled { percent } => {
                 self.say(&format!(
-                    "the guest outruns the link: slowed down by {percent} %"
+                    "guest dirties memory faster than the link: throttled by {percent} %"
                 ));
             }
             Line::Paused => self.say("guest paused"),
             Line::InDoubt { text } => self.say(&format!(
-                "in doubt: the guest stays paused here, and the destination is asked: {}",
+                "in doubt: the guest stays paused here while the destination is queried: {}",
                 clean(text)
             )),
             Line::Moved(moved) => self.say(&table(moved)),
@@ -68,7 +68,7 @@ impl Display {
             progress.bytes_per_s as f64 / MIB,
             progress.remaining_bytes as f64 / MIB,
         );
-        // Nobody knows what the guest dirties before the first pass is over.
+        // Before the end of the first pass the dirty rate is unknown.
         if progress.iteration > 1 {
             text.push_str(&format!(
                 "  {} pages/s dirtied  predicted downtime {:.0} ms",
@@ -77,10 +77,9 @@ impl Display {
         }
         text.push_str(&format!("  lanes {}", lanes.join(" ")));
         if self.terminal {
-            // A line that wrapped could not be rewritten: a narrow terminal
-            // cuts it off instead.
+            // A wrapped line could not be rewritten: a narrow terminal truncates it.
             print!("\r\x1b[K\x1b[?7l{text}\x1b[?7h");
-            // A terminal that has gone shows nothing more.
+            // A closed terminal is not an error.
             let _ = std::io::stdout().flush();
             self.transient = true;
         } else {

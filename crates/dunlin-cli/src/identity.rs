@@ -1,5 +1,5 @@
-//! Who this host is and whom it talks to, as flags; the certificates behind
-//! them, read when they are needed and again when that is asked for.
+//! Flags for this host's identity and its peers, and the certificates that they name, loaded at
+//! start and at each reload.
 
 use dunlin_lane::sync::lock;
 use std::path::{Path, PathBuf};
@@ -19,16 +19,16 @@ use serde::{Deserialize, Serialize};
 use crate::confine;
 use crate::options::text_of;
 
-/// Who this host is, and whom it talks to.
+/// This host's identity, and its peers.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 pub(crate) struct Common {
-    /// Directory with `ca-cert.pem`, `cert.pem` and `key.pem`, or with QEMU's,
-    /// Cloud Hypervisor's or libvirt's files (`/etc/pki`).
+    /// Directory with `ca-cert.pem`, `cert.pem` and `key.pem`, or with the files of QEMU, Cloud
+    /// Hypervisor or libvirt (`/etc/pki`).
     #[arg(long, value_name = "DIR")]
     pub(crate) identity: PathBuf,
-    /// A name that the peer's certificate must bear, or the pin of its
-    /// certificate (sha256:HEX) or key (spki-sha256:HEX); repeatable [default:
-    /// to migrate, the host of --to; to receive, anybody of the authority].
+    /// A name that the peer's certificate must contain, or the pin of its certificate (sha256:HEX)
+    /// or key (spki-sha256:HEX); repeatable [default: to migrate, the host of --to; to receive, any
+    /// certificate of the authority].
     #[arg(long = "peer", value_name = "NAME|PIN", value_parser = text_of::<Peer>)]
     pub(crate) peers: Vec<String>,
     #[command(flatten)]
@@ -40,7 +40,7 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    /// This host's identity and its peers, with records left to the faster of kernel and process.
+    /// An identity and its peers, with automatic choice between kernel and process TLS.
     pub(crate) fn new(identity: &Path, peers: Vec<String>, reading: &Reading) -> Self {
         Self {
             identity: identity.to_owned(),
@@ -51,13 +51,13 @@ impl Common {
     }
 }
 
-/// Who seals and opens TLS records.
+/// Where TLS records are sealed and opened.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Records {
-    /// Who seals and opens the data lanes' TLS records: kernel, process, or
-    /// auto, the kernel where it has TLS and a fast cipher.
-    #[arg(long = "tls-offload", value_name = "WHO", value_parser = text_of::<Offload>,
+    /// Where the data lanes' TLS records are sealed and opened: kernel, process, or auto, which is
+    /// the kernel if it has TLS and a fast cipher.
+    #[arg(long = "tls-offload", value_name = "WHERE", value_parser = text_of::<Offload>,
           default_value_t = Records::default().offload)]
     offload: String,
 }
@@ -75,13 +75,13 @@ impl Records {
         Ok(crypto(self.offload.parse()?))
     }
 
-    /// Who does it, and why.
+    /// The choice, and its reason.
     pub(crate) fn choice(&self) -> Result<Choice> {
         chosen(&self.crypto()?)
     }
 }
 
-/// The fastest library on this processor, and who is asked to do its work.
+/// The fastest provider on this processor, with the given offload preference.
 pub(crate) fn crypto(offload: Offload) -> Crypto {
     Crypto {
         offload,
@@ -89,7 +89,7 @@ pub(crate) fn crypto(offload: Offload) -> Crypto {
     }
 }
 
-/// Who seals and opens records, and why.
+/// The choice between kernel and process, and its reason.
 pub(crate) fn chosen(crypto: &Crypto) -> Result<Choice> {
     let suite = crypto.suites.first().copied();
     Ok(choose(
@@ -98,19 +98,18 @@ pub(crate) fn chosen(crypto: &Crypto) -> Result<Choice> {
     )?)
 }
 
-/// How an identity's files are read.
+/// How an identity's files are loaded.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Reading {
-    /// Whose files these are: dunlin, qemu, cloud-hypervisor or libvirt
-    /// [default: told by which there are].
+    /// Layout of the files: dunlin, qemu, cloud-hypervisor or libvirt [default: detected].
     #[arg(long, value_name = "LAYOUT", value_parser = text_of::<Layout>)]
     identity_layout: Option<String>,
-    /// Use a key that every user of this host can read.
+    /// Accept a key file that every user of this host can read.
     #[arg(long)]
     allow_open_key: bool,
-    /// Days before the end of a certificate's validity from which on it is
-    /// warned of; no sooner than in the last third of it.
+    /// Days before a certificate expires at which warnings start, but not before the last third of
+    /// its validity.
     #[arg(long, value_name = "DAYS", default_value_t = Reading::default().expiry_warning)]
     expiry_warning: u32,
 }
@@ -126,7 +125,7 @@ impl Default for Reading {
 }
 
 impl Reading {
-    /// The usual way, with a key that every user can read or not.
+    /// Defaults, except for the permission to load a world-readable key.
     pub(crate) fn with_open_key(allow_open_key: bool) -> Self {
         Self {
             allow_open_key,
@@ -134,7 +133,7 @@ impl Reading {
         }
     }
 
-    /// The layout of a directory, given or told by its files.
+    /// The layout of a directory, given or detected from its files.
     pub(crate) fn layout(&self, directory: &Path) -> Result<Layout> {
         match &self.identity_layout {
             Some(layout) => Ok(layout.parse()?),
@@ -143,14 +142,13 @@ impl Reading {
     }
 }
 
-/// Peers as given; none means anybody from our authority.
+/// Parses peers; an empty list means any peer of our authority.
 pub(crate) fn allowed_peers(peers: &[String]) -> Result<Peers> {
     let peers: Result<Vec<Peer>, _> = peers.iter().map(|peer| peer.parse()).collect();
     Ok(peers?.into_iter().collect())
 }
 
-/// Loads an identity for one side of a migration, with what should be said
-/// about it.
+/// Loads an identity for one side of a migration; returns it with its warnings.
 pub(crate) fn load_identity(
     directory: &Path,
     role: Role,
@@ -158,7 +156,7 @@ pub(crate) fn load_identity(
 ) -> Result<(Identity, Vec<String>)> {
     confine::allows_identity(directory)?;
     let day = Duration::from_secs(24 * 60 * 60);
-    let unusable = || format!("the identity in {} cannot be used", directory.display());
+    let unusable = || format!("cannot use the identity in {}", directory.display());
     let options = LoadOptions {
         layout: Some(reading.layout(directory).with_context(unusable)?),
         role: Some(role),
@@ -169,11 +167,11 @@ pub(crate) fn load_identity(
     Ok((identity, warnings.iter().map(ToString::to_string).collect()))
 }
 
-/// What a control lane to `to` is secured with, and what should be said.
+/// TLS settings of a control lane to `to`, with the identity's warnings.
 pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Source, &common.reading)?;
     let peers = if common.peers.is_empty() {
-        // Whoever connects to a host expects that host.
+        // By default the peer must be the host that was dialled.
         let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']');
         allowed_peers(&[host.to_owned()])?
@@ -183,51 +181,51 @@ pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<St
     Ok((identity.client(&common.records.crypto()?, peers)?, warnings))
 }
 
-/// The identity of a process that accepts sources, for as long as it lives.
+/// The identity of a process that accepts sources.
 pub(crate) struct Accepting {
     pub(crate) tls: ServerTls,
     common: Common,
     identity: Mutex<Identity>,
-    told: Mutex<Vec<String>>,
+    reported: Mutex<Vec<String>>,
 }
 
 impl Accepting {
-    /// Loads it, with what should be said about it.
+    /// Loads the identity; returns it with its warnings.
     pub(crate) fn load(common: &Common) -> Result<(Self, Vec<String>)> {
         let (identity, warnings) = read(common)?;
         let accepting = Self {
             tls: settings(&identity, common)?,
             common: common.clone(),
             identity: Mutex::new(identity),
-            told: Mutex::new(warnings.clone()),
+            reported: Mutex::new(warnings.clone()),
         };
         Ok((accepting, warnings))
     }
 
-    /// Reads the files again, for the handshakes to come; returns until when
-    /// the certificate is valid, and what should be said.
+    /// Reloads the files for future handshakes; returns the end of the certificate's validity, and
+    /// warnings.
     ///
     /// # Errors
-    /// Everything stays as it was.
+    /// The previous identity stays in use.
     pub(crate) fn reload(&self) -> Result<(String, Vec<String>)> {
         let (identity, warnings) = read(&self.common)?;
         self.tls.replace(&settings(&identity, &self.common)?);
         let until = identity.summary()?.not_after;
         *lock(&self.identity) = identity;
-        lock(&self.told).clone_from(&warnings);
+        lock(&self.reported).clone_from(&warnings);
         Ok((until, warnings))
     }
 
-    /// What has come near its end since it was last asked.
+    /// Warnings of expiry that were not reported before.
     pub(crate) fn expiring(&self) -> Vec<String> {
         let warnings = lock(&self.identity).expiring(SystemTime::now());
-        let mut told = lock(&self.told);
+        let mut reported = lock(&self.reported);
         let fresh: Vec<_> = warnings
             .iter()
             .map(ToString::to_string)
-            .filter(|warning| !told.contains(warning))
+            .filter(|warning| !reported.contains(warning))
             .collect();
-        told.extend(fresh.iter().cloned());
+        reported.extend(fresh.iter().cloned());
         fresh
     }
 }

@@ -1,6 +1,5 @@
-//! What the command says about a migration, one JSON object a line: on its
-//! standard output with `--json`, and from a VM's process to `dunlin vm
-//! migrate` over the control socket.
+//! Output of the commands about a migration, as one JSON object per line: on standard output with
+//! `--json`, and from a VM's process to `dunlin vm migrate` over the control socket.
 
 use std::time::Duration;
 
@@ -32,7 +31,7 @@ impl From<&Choice> for Line {
     }
 }
 
-/// What of the kernel's seals and opens records.
+/// The kernel's cipher driver for TLS records.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct DriverLine {
     name: String,
@@ -51,8 +50,8 @@ impl From<&Driver> for DriverLine {
 }
 
 impl From<&VmLocation> for Line {
-    fn from(standing: &VmLocation) -> Self {
-        let (vm, text) = match standing {
+    fn from(location: &VmLocation) -> Self {
+        let (vm, text) = match location {
             VmLocation::AtSource => ("at-source", ""),
             VmLocation::AtDestination => ("at-destination", ""),
             VmLocation::RanThenDied => ("ran-then-died", ""),
@@ -65,7 +64,7 @@ impl From<&VmLocation> for Line {
     }
 }
 
-/// One thing that happened.
+/// One event.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub(crate) enum Line {
@@ -77,19 +76,19 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
-    /// What this process has given up, and what of it the kernel cannot do.
+    /// What confines this process, and what this kernel lacks for it.
     Confined {
         by: Vec<String>,
         lacks: Vec<String>,
     },
-    /// Who seals and opens TLS records, the kernel or the process, and why.
+    /// Whether the kernel or the process seals and opens TLS records, and why.
     Records {
         by: String,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         driver: Option<DriverLine>,
         text: String,
     },
-    /// The certificates were read again, at a signal.
+    /// A signal made the process reload its certificates.
     IdentityRead {
         valid_until: String,
     },
@@ -112,7 +111,7 @@ pub(crate) enum Line {
     Throttled {
         percent: u8,
     },
-    /// The journal holds this.
+    /// The journal contains this record.
     Recorded {
         state: String,
     },
@@ -128,7 +127,7 @@ pub(crate) enum Line {
     },
     Moved(Box<MovedLine>),
     Failed(FailedLine),
-    /// The destination has taken a VM in.
+    /// The destination received a VM.
     Received {
         name: String,
         pid: u32,
@@ -137,26 +136,26 @@ pub(crate) enum Line {
         downtime_ms: Option<f64>,
         cpu_s: f64,
     },
-    /// The destination turned something away, or an attempt failed there.
+    /// The destination rejected a connection or VM, or an attempt failed there.
     Rejected {
         text: String,
     },
-    /// The guest's life here is over.
+    /// The guest ended here.
     Ended {
         state: String,
         code: i32,
     },
     Status(StatusLine),
-    /// What the destination says became of a VM in doubt; see [`VmLocation`].
+    /// The destination's answer about a VM in doubt; see [`VmLocation`].
     Answered {
         vm: String,
         text: String,
     },
-    /// What a journal says of a session.
+    /// A session in the journal.
     Session(Box<SessionLine>),
-    /// How a tunnel is.
+    /// Status of a tunnel.
     Tunnel(Box<TunnelLine>),
-    /// What a tunnel has opened for one purpose.
+    /// An on-demand listener of a tunnel.
     Listener(ListenerLine),
     Done,
 }
@@ -215,16 +214,16 @@ pub(crate) struct DowntimeLine {
 pub(crate) struct FailedLine {
     pub(crate) fault: String,
     pub(crate) at_fault: String,
-    /// Where the VM is; nothing where there is no VM to speak of.
+    /// Where the VM is; empty if no VM is concerned.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) vm: String,
     pub(crate) text: String,
-    /// The exit code that goes with it.
+    /// The exit code for this failure.
     pub(crate) code: i32,
 }
 
 impl FailedLine {
-    /// A failure by a cause, with where the VM is.
+    /// A failure with its cause, and where the VM is.
     pub(crate) fn new(fault: FaultCode, vm: &str, text: impl Into<String>, code: i32) -> Self {
         Self {
             fault: fault.to_string(),
@@ -236,7 +235,7 @@ impl FailedLine {
     }
 }
 
-/// What was asked of another process, which did not do it and said why.
+/// As an error: another process rejected or failed a request, with its reason.
 impl std::error::Error for FailedLine {}
 
 impl std::fmt::Display for FailedLine {
@@ -275,7 +274,7 @@ pub(crate) struct StatusLine {
     pub(crate) full_passes: u64,
     pub(crate) downtime_ms: Option<f64>,
     pub(crate) largest_gap_ms: f64,
-    /// What moves it, if anything does.
+    /// The migration under way, if any.
     pub(crate) migration: Option<MigrationLine>,
 }
 
@@ -290,17 +289,17 @@ pub(crate) struct SessionLine {
     pub(crate) attempt: u32,
     /// `lives` or `died`.
     pub(crate) process: String,
-    /// The control socket of the process that has the VM.
+    /// The control socket of the process that owns the VM.
     pub(crate) owner: String,
     pub(crate) started_ms: u64,
     pub(crate) recorded_ms: u64,
-    /// Whether `dunlin resolve` has something to decide.
+    /// Whether `dunlin resolve` has a question to settle.
     pub(crate) resolvable: bool,
-    /// What that process says, if it answers.
+    /// Status from that process, if it answers.
     pub(crate) live: Option<StatusLine>,
 }
 
-/// A migration under way, as either side's process sees it.
+/// A migration under way, as seen by one side's process.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct MigrationLine {
     pub(crate) role: String,
@@ -313,8 +312,7 @@ pub(crate) struct MigrationLine {
 }
 
 impl Line {
-    /// Prints the line on standard output; a reader that has gone is no
-    /// reason to stop.
+    /// Prints the line on standard output. A closed output is not an error: the process continues.
     pub(crate) fn print(&self) {
         use std::io::Write;
         let mut out = std::io::stdout().lock();
@@ -322,7 +320,7 @@ impl Line {
         let _ = out.flush();
     }
 
-    /// Prints the line, or what a person reads of it.
+    /// Prints the line as JSON or as text for people.
     pub(crate) fn say(&self, json: bool) {
         if json {
             self.print();
@@ -331,16 +329,16 @@ impl Line {
         }
     }
 
-    /// What a person reads of it, where that is a line or a few.
+    /// The text for people, if there is one.
     pub(crate) fn text(&self) -> Option<String> {
         Some(match self {
             Self::Listening { address } => format!("waiting for a VM on {address}"),
-            Self::Accepted { peer } => format!("{} has connected", clean(peer)),
-            Self::Rejected { text } => format!("turned away: {}", clean_lines(text)),
+            Self::Accepted { peer } => format!("{} connected", clean(peer)),
+            Self::Rejected { text } => format!("rejected: {}", clean_lines(text)),
             Self::Warning { text } => format!("warning: {}", clean(text)),
             Self::Records { text, .. } => clean(text),
             Self::IdentityRead { valid_until } => {
-                format!("the identity was read again; its certificate is valid until {valid_until}")
+                format!("identity reloaded; its certificate is valid until {valid_until}")
             }
             Self::Confined { by, lacks } => {
                 let (by, lacks) = (by.join(", "), lacks.join(", "));
@@ -353,9 +351,9 @@ impl Line {
                     }
                 }
             }
-            Self::LaneLost { lane, text } => format!("lane {lane} is lost: {}", clean(text)),
-            Self::ControlLost { text } => format!("the control lane is lost: {}", clean(text)),
-            Self::ControlResumed => "a new control lane stands".into(),
+            Self::LaneLost { lane, text } => format!("lane {lane} lost: {}", clean(text)),
+            Self::ControlLost { text } => format!("control lane lost: {}", clean(text)),
+            Self::ControlResumed => "control lane replaced".into(),
             Self::Failed(failed) => clean_lines(&failed.text),
             Self::Received {
                 name,
@@ -384,16 +382,15 @@ impl Line {
 
     pub(crate) fn to_json(&self) -> String {
         let json = serde_json::to_string(self).unwrap_or_else(|error| {
-            // Only a map with odd keys or a failing Serialize could do this.
-            format!(r#"{{"event":"warning","text":"cannot be written as JSON: {error}"}}"#)
+            // Only a map with non-string keys or a failing `Serialize` gets here.
+            format!(r#"{{"event":"warning","text":"cannot write JSON: {error}"}}"#)
         });
         plain(json)
     }
 }
 
-/// The same value without characters that steer a terminal, which JSON allows in
-/// its strings: there it has another way to write them, and nowhere else can they
-/// be. All of them have four digits.
+/// Escapes the characters that control terminals. JSON allows them only inside strings, where
+/// `\uXXXX` is equivalent. All of them have four hexadecimal digits.
 fn plain(json: String) -> String {
     if !json.contains(is_harmful) {
         return json;
@@ -519,7 +516,7 @@ impl From<&MigrateError> for FailedLine {
             VmIs::RanThenDied => ("ran-then-died", IN_DOUBT),
             VmIs::Gone => ("gone", FAILED),
         };
-        // The lines are ours; what is in them may be a peer's.
+        // Only the line breaks are ours; a peer may have sent the text.
         let mut text = harmless(&error.to_string());
         let mut next = std::error::Error::source(error);
         while let Some(cause) = next {
@@ -543,7 +540,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_what_a_peer_says_neither_steers_a_terminal_nor_breaks_a_line() {
+    fn i7_a_peers_text_neither_controls_a_terminal_nor_breaks_a_line() {
         let text = "\u{1b}]0;x\u{7}\u{9b}2J\r\n{\"event\":\"moved\"}\u{202e}\u{2028}\u{7f}\"\\";
         let line = Line::Rejected { text: text.into() };
         let json = line.to_json();

@@ -1,4 +1,4 @@
-//! The log of the commands that run until they are told to end: lines on standard error.
+//! The log of long-running commands: lines on standard error.
 
 use std::io::Write;
 
@@ -11,7 +11,7 @@ pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
     }
 }
 
-/// Writes one line. That nothing reads it is no failure.
+/// Writes one line. A closed standard error is not an error.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));
 }

@@ -1,6 +1,6 @@
-//! The `dunlin` command.
+//! The `dunlin` command: parses the command line, runs the subcommand, prints errors.
 //!
-//! Its exit codes are in [`code`].
+//! [`code`] lists the exit codes.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -30,14 +30,14 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::line::{FailedLine, Line};
 
-/// Live migration of virtual machines over many encrypted lanes at once.
+/// Live migration of virtual machines over many encrypted lanes in parallel.
 #[derive(Debug, Parser)]
 #[command(
     name = "dunlin",
     version,
-    after_help = "Exit codes: 0 moved, or done; 1 failed, with the VM at the source; 2 usage; \
-                  3 in doubt, or at the destination and not running: ask there; 4 cancelled, with \
-                  the VM at the source."
+    after_help = "Exit codes: 0 success; 1 failed, the VM is at the source; 2 usage error; \
+                  3 in doubt, or the VM is at the destination and does not run: check there; \
+                  4 cancelled, the VM is at the source."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -46,38 +46,37 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Move a running VM between two processes, with throw-away certificates.
+    /// Move a running VM between two local processes, with throw-away certificates.
     Demo(demo::Demo),
     /// The reference VMM: run, receive and migrate VMs.
     #[command(subcommand)]
     Vm(vm::Command),
-    /// List the sessions of this host: those under way, and those whose end is
-    /// not settled; and its tunnels.
+    /// List this host's migration sessions (under way or unresolved) and its tunnels.
     Status(sessions::Status),
-    /// Decide where a VM runs whose destination never answered.
+    /// Decide where a VM runs after its destination did not answer.
     Resolve(sessions::Resolve),
-    /// End a migration that is under way; the VM goes on at the source.
+    /// Cancel a migration that is under way; the VM keeps running at the source.
     Cancel(sessions::Cancel),
-    /// Measure lanes and migrations on this host, one JSON object a line.
+    /// Measure lanes and migrations on this host; prints one JSON object per line.
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Carry other hypervisors' connections over encrypted lanes; they notice nothing of it.
+    /// Carry other hypervisors' migration connections over encrypted lanes, transparently.
     #[command(subcommand)]
     Tunnel(tunnel::Command),
-    /// Sockets whose TLS is the kernel's, for programs that know nothing of TLS.
+    /// Pass sockets with kernel TLS to programs that do not implement TLS.
     #[command(subcommand)]
     Handoff(handoff::Command),
-    /// IPsec for other programs' connections, an SA for each CPU or connection.
+    /// Protect other programs' connections with IPsec, with one SA per CPU or connection.
     #[command(subcommand)]
     Ipsec(ipsec::Command),
-    /// A small certificate authority for trying things out.
+    /// A small certificate authority for trials.
     #[command(subcommand)]
     Pki(pki::Command),
 }
 
 fn main() -> ExitCode {
     let helper = handoff::helper(std::env::args_os().collect());
-    // A helper's standard output is its caller's: nothing, or what was handed over.
+    // A helper's standard output belongs to its caller: it stays empty or carries the sockets.
     let (cli, json) = match helper {
         Some(words) => (
             Cli::try_parse_from(words).map_err(|error| handoff::refused(&error)),
@@ -98,7 +97,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// The command line, and whether the answer is to be JSON.
+/// The parsed command line, and whether `--json` was given.
 fn parse() -> (anyhow::Result<Cli>, bool) {
     let matches = Cli::command().get_matches();
     let mut last = &matches;

@@ -1,4 +1,4 @@
-//! Arguments that several commands share, and how their values are written.
+//! Arguments that several commands share, and the syntax of their values.
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -22,15 +22,14 @@ use crate::confine::LANE_PORTS;
 use crate::ipsec::ModeName;
 use crate::ipsec::advice::event_text;
 
-/// The directories of control sockets of tunnels and of IPsec, beside those of VMs.
+/// Subdirectories of the control directory: sockets of tunnels, and of IPsec sessions.
 pub(crate) const TUNNELS: &str = "tunnels";
 pub(crate) const IPSEC: &str = "ipsec";
 
-/// Where the control sockets of VMs and tunnels are.
+/// Location of the control sockets of VMs and tunnels.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ControlPath {
-    /// Directory of control sockets, or one socket [default:
-    /// $RUNTIME_DIRECTORY or /run/dunlin].
+    /// Directory of control sockets, or one socket [default: $RUNTIME_DIRECTORY or /run/dunlin].
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
 }
@@ -45,7 +44,7 @@ impl ControlPath {
     pub(crate) fn ipsec(&self, name: &str) -> Result<PathBuf> {
         let file = name.replace(['/', '\0', ':', '[', ']'], "_");
         if file.is_empty() || file.starts_with('.') {
-            bail!("{name:?} is no name for a session");
+            bail!("invalid session name {name:?}");
         }
         Ok(self.socket_in(IPSEC, &file))
     }
@@ -58,7 +57,7 @@ impl ControlPath {
         path.join(directory).join(format!("{name}.sock"))
     }
 
-    /// All control sockets in one of the directories, also of processes that have died.
+    /// All control sockets in one of the directories, including those of dead processes.
     pub(crate) fn sockets_in(&self, directory: &str) -> Vec<PathBuf> {
         let path = self.path();
         if is_socket(&path) {
@@ -79,7 +78,7 @@ impl ControlPath {
         })
     }
 
-    /// The control socket that is meant by a VM's name, or by its own path.
+    /// The control socket of a VM, given by the VM's name or by the socket's path.
     pub(crate) fn of(&self, vm: &str) -> Result<PathBuf> {
         if vm.contains('/') {
             return Ok(vm.into());
@@ -89,16 +88,16 @@ impl ControlPath {
 
     /// The control socket of the VM with this name.
     ///
-    /// A name may come from a source, so that it must not lead out of the directory (I7).
+    /// A source may have sent the name, which therefore must not lead out of the directory (I7).
     pub(crate) fn socket(&self, name: &str) -> Result<PathBuf> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
-            bail!("a VM cannot have the name {name:?}: it is part of its control socket's path");
+            bail!("invalid VM name {name:?}: a VM cannot have the name of a path or a hidden file");
         }
         Ok(self.socket_in("", name))
     }
 }
 
-/// Whether a path means one socket, by its name.
+/// Whether the path names a socket, by its extension.
 fn is_socket(path: &Path) -> bool {
     path.extension()
         .is_some_and(|extension| extension == "sock")
@@ -123,32 +122,31 @@ impl From<SecurityName> for LaneSecurity {
     }
 }
 
-/// A flag whose values are the names in a table.
+/// Parses a flag that takes the names in a table.
 pub(crate) fn named<T: Copy + Send + Sync + 'static>(
     table: &'static [(&'static str, T)],
 ) -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(table.iter().map(|(name, _)| *name)).map(|name| {
         let found = table.iter().find(|(known, _)| *known == name);
-        found.expect("clap takes the names of the table alone").1
+        found.expect("clap accepts only names of the table").1
     })
 }
 
-/// What runs in a VM.
+/// Kinds of guest.
 pub(crate) const GUESTS: &[(&str, GuestKind)] =
     &[("kvm", GuestKind::Kvm), ("process", GuestKind::Process)];
 
-/// What a migration is asked for: the flags of `dunlin vm migrate`, and the
-/// same over the control socket.
+/// Parameters of a migration: the flags of `dunlin vm migrate`, also sent over the control socket.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 pub(crate) struct MigrateFlags {
     /// The destination's host and port.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) to: String,
-    /// Data lanes, 1 to 128.
+    /// Number of data lanes, 1 to 128.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = parse_lanes())]
     pub(crate) lanes: u16,
-    /// How the data lanes are secured; plain needs the destination's
-    /// `--allow-plain`, ipsec `--ipsec` of both VMs' processes.
+    /// Security of the data lanes; `plain` needs `--allow-plain` at the destination, `ipsec` needs
+    /// `--ipsec` on both VMs' processes.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) security: SecurityName,
     #[command(flatten)]
@@ -160,36 +158,36 @@ pub(crate) struct MigrateFlags {
     /// Longest time for pre-copy, such as 10m [default: no limit].
     #[arg(long, value_name = "DURATION", value_parser = parse_limit)]
     pub(crate) time_limit: Option<Duration>,
-    /// What happens then: `cancel` leaves the VM where it is, `stop` pauses it
-    /// and moves it, however long the downtime [default: cancel].
+    /// Action at the time limit: `cancel` keeps the VM at the source, `stop` pauses and moves it,
+    /// however long the downtime [default: cancel].
     #[arg(long, value_enum, requires = "time_limit")]
     pub(crate) at_time_limit: Option<AtTimeLimitName>,
-    /// How long a destination that was told to run the VM and does not answer
-    /// is asked before this is left to `dunlin resolve`.
+    /// After *commit*, how long to query a destination that does not answer; then `dunlin resolve`
+    /// decides.
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_limit)]
     pub(crate) doubt_limit: Duration,
-    /// Compare both memories before the switchover; costs downtime.
+    /// Compare both memories before the switchover; lengthens the downtime.
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Whether the guest is slowed down, step by step, when it dirties its
-    /// memory faster than the lanes carry it.
+    /// Whether to slow the guest down, in steps, when it dirties memory faster than the lanes carry
+    /// it.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) throttle: ThrottleName,
-    /// Cap for all data lanes together, such as 500M (bytes per second);
-    /// `dunlin vm set --rate` changes it while it runs.
+    /// Rate limit of all data lanes together, such as 500M (bytes per second); `dunlin vm set
+    /// --rate` changes it during the migration.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) rate: Option<u64>,
-    /// The same for the last pass, when the guest stands still [default: no
-    /// cap].
+    /// Rate limit of all data lanes during the last pass, while the guest is paused [default: no
+    /// limit].
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) last_pass_rate: Option<u64>,
-    /// Cap for each data lane, kept by the kernel.
+    /// Rate limit of each data lane, enforced by the kernel.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) lane_rate: Option<u64>,
 }
 
 impl MigrateFlags {
-    /// A migration to `to` as one without flags would be.
+    /// A migration to `to` with every other flag at its default.
     pub(crate) fn new(to: String) -> Self {
         let command = Self::augment_args(clap::Command::new("migrate").no_binary_name(true));
         let flags = Self::from_arg_matches(&command.get_matches_from(["--to", &to]));
@@ -212,18 +210,18 @@ impl MigrateFlags {
     }
 }
 
-/// How lanes go over IPsec.
+/// Flags for lanes over IPsec.
 #[derive(Clone, Debug, Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct IpsecFlags {
-    /// Over IPsec, one SA for each CPU or for each lane.
+    /// With IPsec: one SA per CPU or one per lane.
     #[arg(long, value_enum, default_value_t)]
     ipsec_mode: ModeName,
-    /// Over IPsec, the source ports of lanes; the destination's `--ipsec-ports` hold them.
+    /// With IPsec: source ports of the lanes; the destination's `--ipsec-ports` must include them.
     #[arg(long, value_name = "A-B", value_parser = text_of::<PortRange>, default_value = LANE_PORTS)]
     ipsec_ports: String,
-    /// Over IPsec with an SA for each CPU, those on which lanes are, such as 0,2-3 [default: those
-    /// on which the VM's process may run].
+    /// With IPsec and one SA per CPU: the lanes' CPUs, such as 0,2-3 [default: the CPUs on which
+    /// the VM's process may run].
     #[arg(long, value_name = "LIST", value_parser = text_of::<Cpus>)]
     cpus: Option<String>,
 }
@@ -239,7 +237,7 @@ impl Default for IpsecFlags {
 }
 
 impl IpsecFlags {
-    /// What lanes of this process are to be like.
+    /// Options for the lanes of this process; `records` is where installed state is recorded.
     pub(crate) fn options(&self, records: PathBuf) -> Result<ipsec::Options> {
         let cpus = self.cpus.as_deref().map(str::parse).transpose();
         let ports = self.ipsec_ports.parse()?;
@@ -250,10 +248,10 @@ impl IpsecFlags {
     }
 }
 
-/// How long the ends of lanes are waited for: both sides close them.
+/// How long to wait for the peer to close its lanes: both sides close them.
 pub(crate) const LANES_QUIET: Duration = Duration::from_secs(5);
 
-/// A text as it is given, if it is one of a `T`: requests carry it so.
+/// Checks that a text parses as a `T` and returns the text: requests carry it unparsed.
 pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, String> {
     match text.parse::<T>() {
         Ok(_) => Ok(text.to_owned()),
@@ -261,12 +259,12 @@ pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, St
     }
 }
 
-/// Lanes over IPsec by these options; of what happens to them `warn` is told what somebody should
-/// know.
+/// Creates a dialer and acceptor of lanes over IPsec. Events that an operator should see go to
+/// `warn`.
 ///
 /// # Errors
-/// What the kernel, or this process, lacks.
-pub(crate) fn shelter(
+/// What the kernel or this process lacks.
+pub(crate) fn ipsec_lanes(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,
 ) -> Result<IpsecLanes> {
@@ -280,16 +278,16 @@ pub(crate) fn shelter(
     Ok(IpsecLanes::new(options, observer)?)
 }
 
-/// What makes IPsec faster on this kernel, if it is done before there is an SA.
+/// Advice to load the ESP offload module, which has effect only before the first SA exists.
 pub(crate) fn offload_advice() -> Option<String> {
     let command = esp_offload().how_to_load()?;
     Some(format!(
-        "TCP hands IPsec one packet for each segment on this kernel; `{command}` before this \
-         process starts makes it faster"
+        "without ESP segmentation offload TCP passes IPsec one packet per segment; run `{command}` \
+         before this process starts to make it faster"
     ))
 }
 
-/// The CPUs of a flag or, without one, those on which this process may run.
+/// The CPUs of the flag; without it, those on which this process may run.
 pub(crate) fn ipsec_cpus(given: Option<&Cpus>) -> Result<Vec<u32>> {
     let cpus = match given {
         Some(Cpus(cpus)) => cpus.clone(),
@@ -323,7 +321,7 @@ impl From<AtTimeLimitName> for AtTimeLimit {
     }
 }
 
-/// A list of CPUs, as cpuset(7) and taskset(1) write it: `0,2-3`.
+/// A list of CPUs in the syntax of cpuset(7) and taskset(1): `0,2-3`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cpus(pub(crate) Vec<usize>);
 
@@ -331,9 +329,9 @@ impl FromStr for Cpus {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        /// Those that a set of the kernel's library holds (sched_setaffinity(2)).
+        /// Capacity of glibc's `cpu_set_t` (sched_setaffinity(2)).
         const MOST: usize = 1024;
-        let wrong = || format!("{text:?} is no list of CPUs: write 0,2-3");
+        let wrong = || format!("invalid CPU list {text:?}: write 0,2-3");
         let mut cpus = Vec::new();
         for part in text.split(',') {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -348,30 +346,29 @@ impl FromStr for Cpus {
     }
 }
 
-/// As many lanes as the engine takes.
+/// The engine's range of lane counts.
 pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=128)
 }
 
-/// A cap in bytes per second; at 0 nothing would ever arrive.
+/// Parses a limit in bytes per second; with 0 no byte would ever arrive.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_bytes(text)? {
-        0 => Err("a rate of 0 would never end: leave it out for no cap".into()),
+        0 => Err("rate 0 out of range: omit the flag for no limit".into()),
         rate => Ok(rate),
     }
 }
 
-/// A limit in time; at 0 it could never be kept.
+/// Parses a time limit; 0 could never be met.
 pub(crate) fn parse_limit(text: &str) -> Result<Duration, String> {
     match parse_duration(text)? {
-        Duration::ZERO => Err("a limit of 0 cannot be kept".into()),
+        Duration::ZERO => Err("limit 0 out of range".into()),
         limit => Ok(limit),
     }
 }
 
-/// A whole number with its unit: ms, s, m or h. Without one it is not clear
-/// what is meant: others take milliseconds for one limit and seconds for the
-/// other.
+/// Parses a whole number with a unit: ms, s, m or h. The unit is required: other tools read bare
+/// numbers as milliseconds for one limit and seconds for another.
 fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit_ms = match &text[digits.len()..] {
@@ -383,14 +380,14 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     };
     product(digits, unit_ms)
         .map(Duration::from_millis)
-        .ok_or_else(|| format!("{text:?} is no duration: write 300ms, 10s, 2m or 1h"))
+        .ok_or_else(|| format!("invalid duration {text:?}: write 300ms, 10s, 2m or 1h"))
 }
 
 fn product(digits: &str, unit: Option<u64>) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(unit?)
 }
 
-/// Bytes with an optional suffix K, M, G or T (powers of 1024).
+/// Parses bytes with an optional suffix K, M, G or T (powers of 1024).
 pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim_end_matches("iB").trim_end_matches('B');
     let digits = trimmed.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -403,7 +400,7 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
         _ => None,
     };
     product(digits, unit)
-        .ok_or_else(|| format!("{text:?} is no size: write 512M, 2G or a number of bytes"))
+        .ok_or_else(|| format!("invalid size {text:?}: write 512M, 2G or a number of bytes"))
 }
 
 #[cfg(test)]
@@ -412,7 +409,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i7_a_name_leads_nowhere_but_into_its_directory() {
+    fn i7_a_name_stays_in_its_directory() {
         let control = ControlPath {
             control: Some("/run/x".into()),
         };
@@ -426,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_have_a_unit() {
+    fn durations_need_a_unit() {
         assert_eq!(parse_duration("300ms"), Ok(Duration::from_millis(300)));
         assert_eq!(parse_duration("10s"), Ok(Duration::from_secs(10)));
         assert_eq!(parse_duration("2m"), Ok(Duration::from_secs(120)));
@@ -449,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_cpus_has_numbers_and_spans() {
+    fn a_list_of_cpus_has_numbers_and_ranges() {
         assert_eq!("0".parse(), Ok(Cpus(vec![0])));
         assert_eq!("0,2-4,7".parse(), Ok(Cpus(vec![0, 2, 3, 4, 7])));
         for bad in [
@@ -469,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn without_flags_the_options_are_the_librarys() {
+    fn without_flags_the_options_are_the_library_defaults() {
         let flags = MigrateFlags::new("host:1".into());
         assert_eq!(
             format!("{:?}", flags.options().build().unwrap()),

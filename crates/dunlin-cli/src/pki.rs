@@ -1,4 +1,4 @@
-//! `dunlin pki`: a small certificate authority for trying things out.
+//! `dunlin pki`: a small certificate authority for trials.
 
 use std::fs;
 use std::io::Write;
@@ -21,25 +21,25 @@ use time::{Duration, OffsetDateTime};
 use crate::identity::{Reading, load_identity};
 use crate::state::hex;
 
-/// The authority's own key, beside its certificate. It stays where it is.
+/// The authority's key, next to its certificate. It never leaves the directory.
 const AUTHORITY_KEY_FILE: &str = "ca-key.pem";
-/// Clocks of two hosts differ; a fresh certificate must not be of tomorrow.
+/// Clocks of two hosts differ; a new certificate must be valid on both.
 const BACKDATE: Duration = Duration::hours(1);
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Make an authority.
+    /// Create an authority.
     Init {
         /// A new directory for its certificate and key.
         directory: PathBuf,
         /// Days until it expires.
         #[arg(long, value_name = "N", default_value_t = 3650)]
         days: u32,
-        /// One JSON object that names the directory.
+        /// Print one JSON object that names the directory.
         #[arg(long)]
         json: bool,
     },
-    /// Give a host a certificate and key of that authority.
+    /// Issue a host's certificate and key.
     Issue {
         /// The authority's directory.
         #[arg(long, value_name = "DIR")]
@@ -50,20 +50,20 @@ pub(crate) enum Command {
         /// Days until it expires.
         #[arg(long, value_name = "N", default_value_t = 365)]
         days: u32,
-        /// A new directory for the host: what `--identity` takes.
+        /// A new directory for the host, for `--identity`.
         directory: PathBuf,
-        /// One JSON object that names the directory.
+        /// Print one JSON object that names the directory.
         #[arg(long)]
         json: bool,
     },
-    /// Say what is in an identity's directory, and whether it is sound.
+    /// Show and check the content of an identity directory.
     Show {
-        /// The directory: one of ours, QEMU's, Cloud Hypervisor's or libvirt's.
+        /// The directory, in the layout of Dunlin, QEMU, Cloud Hypervisor or libvirt.
         directory: PathBuf,
         #[command(flatten)]
         reading: Reading,
-        /// One JSON object instead of text; one for each side of a migration
-        /// where each has its own certificate.
+        /// Print one JSON object instead of text; two if each side of a migration has its own
+        /// certificate.
         #[arg(long)]
         json: bool,
     },
@@ -95,23 +95,23 @@ pub(crate) fn run(command: &Command) -> Result<()> {
             json,
         } => return show(directory, reading, *json),
     };
-    // For a person, no error is enough.
+    // Without --json, success prints nothing.
     if *json {
         println!("{}", serde_json::json!({ "directory": directory }));
     }
     Ok(())
 }
 
-/// A name by which peers can know a host.
+/// A name that identifies a host to its peers.
 fn parse_name(text: &str) -> Result<String, String> {
     match text.parse::<Peer>() {
         Ok(Peer::Name(_)) => Ok(text.to_owned()),
-        Ok(_) => Err("a pin is of a certificate that there is already".to_owned()),
+        Ok(_) => Err("a pin cannot be a certificate's name".to_owned()),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// Makes an authority in a new directory.
+/// Creates an authority in a new directory.
 pub(crate) fn init(directory: &Path, days: u32) -> Result<()> {
     let mut params = CertificateParams::new(Vec::new())?;
     params
@@ -128,24 +128,20 @@ pub(crate) fn init(directory: &Path, days: u32) -> Result<()> {
     write(&key_file, &key.serialize_pem(), 0o600)
 }
 
-/// Gives a host an identity in a new directory.
+/// Issues a host's identity into a new directory.
 pub(crate) fn issue(ca: &Path, names: &[String], days: u32, directory: &Path) -> Result<()> {
     let authority = read(&ca.join(AUTHORITIES_FILE))?;
     let key = KeyPair::from_pem(&read(&ca.join(AUTHORITY_KEY_FILE))?)
-        .with_context(|| format!("the authority's key in {} is no key", ca.display()))?;
-    let issuer = Issuer::from_ca_cert_pem(&authority, key).with_context(|| {
-        format!(
-            "the authority's certificate in {} is no certificate",
-            ca.display()
-        )
-    })?;
+        .with_context(|| format!("invalid authority key in {}", ca.display()))?;
+    let issuer = Issuer::from_ca_cert_pem(&authority, key)
+        .with_context(|| format!("invalid authority certificate in {}", ca.display()))?;
     let (uris, others): (Vec<_>, Vec<_>) = names.iter().cloned().partition(|n| n.contains("://"));
-    let mut params = CertificateParams::new(others)
-        .context("a name is neither a DNS name nor an IP address nor a URI")?;
+    let mut params =
+        CertificateParams::new(others).context("a name is not a DNS name, IP address or URI")?;
     for uri in uris {
         let uri = uri
             .try_into()
-            .context("a URI has characters beyond ASCII")?;
+            .context("a URI contains non-ASCII characters")?;
         params.subject_alt_names.push(SanType::URI(uri));
     }
     params
@@ -166,7 +162,7 @@ pub(crate) fn issue(ca: &Path, names: &[String], days: u32, directory: &Path) ->
     write(&directory.join(KEY_FILE), &key.serialize_pem(), 0o600)
 }
 
-/// Shows the identity of either side, which is one in our own layout.
+/// Shows the identity of each side; in Dunlin's layout both sides share one.
 fn show(directory: &Path, reading: &Reading, json: bool) -> Result<()> {
     let layout = reading.layout(directory)?;
     let sides: &[(&str, Role)] = if layout == Layout::Dunlin {
@@ -177,7 +173,7 @@ fn show(directory: &Path, reading: &Reading, json: bool) -> Result<()> {
     let mut shown = 0;
     for (side, role) in sides {
         let files = Files::in_directory(directory, Some(layout), Some(*role))?;
-        // A host may be set up for one side alone.
+        // A host may be set up for one side only.
         if sides.len() > 1 && !files.certificate.exists() {
             continue;
         }
@@ -247,7 +243,7 @@ fn show_one(
     Ok(())
 }
 
-/// When something is valid, in seconds since 1970, and how many days are left.
+/// A validity period in seconds since 1970, and the days left.
 fn date(dated: &Dated) -> serde_json::Value {
     let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
     let left = dated.not_after.duration_since(SystemTime::now()).ok();
@@ -270,11 +266,11 @@ fn validity(params: &mut CertificateParams, days: u32) {
 fn make_directory(directory: &Path) -> Result<()> {
     if directory.exists() && fs::read_dir(directory)?.next().is_some() {
         bail!(
-            "{} is not empty: nothing in it was touched; name a new directory",
+            "{} is not empty: nothing in it was changed; name a new directory",
             directory.display()
         );
     }
-    fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))
+    fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))
 }
 
 fn read(path: &Path) -> Result<String> {

@@ -1,5 +1,5 @@
-//! Other `dunlin` processes of this host, read line by line: the demo and a bench move VMs
-//! between the same processes as two hosts would.
+//! Child `dunlin` processes on this host, read line by line: the demo and a bench move VMs between
+//! the same processes as two hosts would.
 
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
@@ -17,9 +17,9 @@ use crate::pki;
 use crate::text::clean_lines;
 use crate::vm::{Ended, follow};
 
-/// One process that owns a VM or waits for one. It is killed with its owner; if the owner dies
-/// first, it ends and removes the scratch directory. One that neither speaks nor ends holds its
-/// owner up: each has deadlines of its own.
+/// A process that owns a VM or waits for one. Dropping it kills the process; if the parent dies
+/// first, the process ends by itself and removes the scratch directory. A process that neither
+/// prints nor ends blocks the reader: the processes have their own deadlines.
 pub(crate) struct Process {
     child: Child,
     out: BufReader<ChildStdout>,
@@ -36,13 +36,13 @@ impl Process {
             .arg(&scratch.0)
             .arg("--state-dir")
             .arg(scratch.join("state"))
-            // The terminal's Ctrl-C, which ends the owner, does not reach it, so that it can
+            // Keep the terminal's Ctrl-C, which ends the parent, from the child, which must still
             // remove the scratch directory.
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("a process cannot be started")?;
+            .context("cannot start a process")?;
         let out = child.stdout.take().context("a process has no output")?;
         Ok(Self {
             child,
@@ -50,18 +50,18 @@ impl Process {
         })
     }
 
-    /// Its process identifier.
+    /// Its process id.
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Reads lines until `wanted` makes something of one.
+    /// Reads lines until `wanted` returns a value for one.
     pub(crate) fn wait_for<T>(&mut self, wanted: impl Fn(Line) -> Option<T>) -> Result<T> {
         loop {
             let mut text = String::new();
             if self.out.read_line(&mut text)? == 0 {
                 let code = self.child.wait()?;
-                bail!("a process ended early ({code}); its reason is above");
+                bail!("a process ended early ({code}); see its error above");
             }
             match serde_json::from_str(&text)? {
                 Line::Failed(failed) => bail!("{}", failed.text),
@@ -95,7 +95,7 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Starts both, with further flags of `vm run` and of `vm receive`; `scratch` has the
+    /// Starts both, with further flags for `vm run` and `vm receive`; `scratch` must have the
     /// certificates of [`Scratch::with_identities`].
     pub(crate) fn start(scratch: &Scratch, run: &[&str], receive: &[&str]) -> Result<Self> {
         let purpose = scratch.1;
@@ -126,12 +126,12 @@ impl Pair {
         })
     }
 
-    /// A migration of the guest as one without flags would be.
+    /// Flags for a migration of the guest, all at their defaults.
     pub(crate) fn flags(&self) -> MigrateFlags {
         MigrateFlags::new(self.address.clone())
     }
 
-    /// Moves the guest, and has `show` called with each line of the migration.
+    /// Moves the guest; calls `show` with each line of the migration.
     pub(crate) fn migrate(
         &self,
         flags: &MigrateFlags,
@@ -143,23 +143,23 @@ impl Pair {
     }
 }
 
-/// A directory that goes with its owner, and what it is for.
+/// A directory that is removed on drop, and its purpose.
 pub(crate) struct Scratch(PathBuf, &'static str);
 
 impl Scratch {
-    /// A new directory, readable by nobody else.
+    /// A new directory with mode 0700.
     pub(crate) fn new(purpose: &'static str) -> Result<Self> {
         let name = format!("dunlin-{purpose}-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         DirBuilder::new()
             .mode(0o700)
             .create(&path)
-            .with_context(|| format!("cannot make {}", path.display()))?;
+            .with_context(|| format!("cannot create {}", path.display()))?;
         Ok(Self(path, purpose))
     }
 
     /// A new directory with an authority and the certificates of two hosts, `source` and
-    /// `destination`, whose names end in the purpose.
+    /// `destination`; their names end in the purpose.
     pub(crate) fn with_identities(purpose: &'static str) -> Result<Self> {
         let scratch = Self::new(purpose)?;
         let ca = scratch.join("ca");
@@ -170,7 +170,7 @@ impl Scratch {
         Ok(scratch)
     }
 
-    /// A name within it.
+    /// A path in the directory.
     pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
@@ -178,7 +178,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Keys for one occasion; nothing is lost if they stay.
+        // The keys are for this run only: leftovers do no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -1,5 +1,4 @@
-//! What the commands have in common that run until they are told to end: signals, the service
-//! manager and its sockets.
+//! Common parts of the long-running commands: signals, the service manager and its sockets.
 
 mod notify;
 
@@ -16,52 +15,52 @@ use dunlin_tunnel::Sockets;
 pub(crate) use self::notify::Manager;
 use crate::code::SIGNAL;
 
-/// What the main thread waits for.
-pub(crate) enum Told {
-    Again,
+/// Signals for the main thread.
+pub(crate) enum ServiceEvent {
+    Reload,
     End(EndSignal),
 }
 
-/// Why nobody can be taken in at an address, which was `chosen` there.
-pub(crate) fn cannot_listen(address: impl Display, chosen: &str, error: &io::Error) -> Error {
+/// The error of a failed bind; `flag` names the setting of the address.
+pub(crate) fn cannot_listen(address: impl Display, flag: &str, error: &io::Error) -> Error {
     let why = match error.kind() {
         ErrorKind::AddrInUse => "another process listens there; end it, or",
         ErrorKind::AddrNotAvailable => "that is not an address of this host;",
-        ErrorKind::PermissionDenied => "ports below 1024 are root's;",
+        ErrorKind::PermissionDenied => "ports below 1024 need root;",
         ErrorKind::InvalidInput => "give an address and a port, such as 0.0.0.0:4444 or [::]:4444;",
-        _ => "there is no such address;",
+        _ => "no such address;",
     };
     anyhow!(
-        "cannot listen on {address} (at fault: configuration): {why} choose another {chosen}: {error}"
+        "cannot listen on {address} (at fault: configuration): {why} choose another {flag}: {error}"
     )
 }
 
-/// The sockets that the service manager has passed.
+/// The sockets passed by the service manager.
 pub(crate) fn passed() -> Result<Sockets> {
     let mut sockets = Sockets::default();
     for one in dunlin_linux::passed::take()? {
         let name = one.name;
         sockets
             .insert(&name, one.socket)
-            .map_err(|error| anyhow!("the socket {name:?} that was passed: {error}"))?;
+            .map_err(|error| anyhow!("passed socket {name:?}: {error}"))?;
     }
     Ok(sockets)
 }
 
-/// Tells of signals. A second one to end waits for nobody.
-pub(crate) fn wait_for<T: From<Told> + Send + 'static>(
-    told: Sender<T>,
+/// Sends the process's signals as events. A second signal to end exits immediately.
+pub(crate) fn wait_for<T: From<ServiceEvent> + Send + 'static>(
+    sender: Sender<T>,
     ends: EndSignals,
     hang_ups: HangUps,
 ) -> Result<()> {
-    let again = told.clone();
+    let reloads = sender.clone();
     start("dunlin-hang-ups", move || {
-        while hang_ups.wait().is_ok() && again.send(Told::Again.into()).is_ok() {}
+        while hang_ups.wait().is_ok() && reloads.send(ServiceEvent::Reload.into()).is_ok() {}
     })?;
     start("dunlin-signals", move || {
         if let Ok(signal) = ends.wait() {
-            // The main thread is there until the process ends.
-            let _ = told.send(Told::End(signal).into());
+            // The main thread receives until the process ends.
+            let _ = sender.send(ServiceEvent::End(signal).into());
         }
         if let Ok(signal) = ends.wait() {
             exit(SIGNAL + signal.number());
@@ -70,7 +69,7 @@ pub(crate) fn wait_for<T: From<Told> + Send + 'static>(
     Ok(())
 }
 
-/// Starts a thread that ends by itself, or with the process.
+/// Starts a detached thread.
 pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let named = thread::Builder::new().name(name.to_owned());
     named.spawn(work).map(drop)

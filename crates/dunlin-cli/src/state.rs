@@ -1,4 +1,4 @@
-//! The directory with what this host remembers of its sessions.
+//! The state directory: journals and IPsec records of this host.
 
 use std::path::PathBuf;
 
@@ -8,15 +8,14 @@ use dunlin::engine::journal::{Entry, Journal, Record, Role};
 
 use crate::text::clean;
 
-/// The directory of IPsec's records, within that of journals.
+/// Subdirectory of the IPsec records.
 pub(crate) const IPSEC_RECORDS: &str = "ipsec";
 
-/// Where sessions are remembered.
+/// Location of the state directory.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct StatePath {
-    /// Directory of what this host remembers: journals of migrations, and records
-    /// of what IPsec has installed [default: /var/lib/dunlin for root, else
-    /// $XDG_STATE_HOME/dunlin or ~/.local/state/dunlin].
+    /// Directory of persistent state: journals of migrations and records of installed IPsec state
+    /// [default: /var/lib/dunlin for root, else $XDG_STATE_HOME/dunlin or ~/.local/state/dunlin].
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
 }
@@ -27,7 +26,7 @@ impl StatePath {
         if let Some(directory) = &self.state_dir {
             return Ok(directory.clone());
         }
-        // The kernel lets a process's own entry belong to its effective user.
+        // The owner of /proc/self is the effective user.
         if std::fs::metadata("/proc/self").is_ok_and(|entry| entry.uid() == 0) {
             return Ok("/var/lib/dunlin".into());
         }
@@ -39,30 +38,30 @@ impl StatePath {
             .context("neither $XDG_STATE_HOME nor $HOME is set: give --state-dir")
     }
 
-    /// The directory of what IPsec has installed.
+    /// The directory of IPsec records.
     pub(crate) fn ipsec_records(&self) -> Result<PathBuf> {
         Ok(self.directory()?.join(IPSEC_RECORDS))
     }
 
-    /// The journal, made if it is not there.
+    /// Opens the journal and creates it if necessary.
     pub(crate) fn open(&self) -> Result<Journal> {
         Ok(Journal::open(&self.directory()?)?)
     }
 
-    /// Every session that is remembered. Looking makes no directory.
+    /// Every session in the journal. Creates no directory.
     pub(crate) fn list(&self) -> Result<Vec<Entry>> {
         let directory = self.directory()?;
         let is_there = directory
             .try_exists()
-            .with_context(|| format!("{} cannot be looked at", directory.display()))?;
+            .with_context(|| format!("cannot look up {}", directory.display()))?;
         if !is_there {
             return Ok(Vec::new());
         }
         Ok(self.open()?.list()?)
     }
 
-    /// The one session whose name begins with `prefix`: its source's side,
-    /// where both sides are on this host.
+    /// The one session with this prefix of its identifier: the source's side, if both sides are on
+    /// this host.
     pub(crate) fn find(&self, prefix: &str) -> Result<(Entry, Record)> {
         let prefix = prefix.to_ascii_lowercase();
         let mut found: Vec<Entry> = self
@@ -73,13 +72,13 @@ impl StatePath {
         found.sort_by_key(|entry| entry.role);
         let Some(first) = found.first() else {
             bail!(
-                "no session {prefix} is remembered in {}: see `dunlin status`, and is --state-dir \
-                 the same?",
+                "no session {prefix} in {}: see `dunlin status`, and check that --state-dir is the \
+                 same",
                 self.directory()?.display()
             );
         };
         if found.iter().any(|entry| entry.session != first.session) {
-            bail!("several sessions begin with {prefix}: give more of it");
+            bail!("several sessions begin with {prefix}: give more digits");
         }
         let entry = found.swap_remove(0);
         match &entry.record {
@@ -87,7 +86,7 @@ impl StatePath {
                 let record = record.clone();
                 Ok((entry, record))
             }
-            Ok(None) => bail!("the session has recorded nothing: it has just begun, or never did"),
+            Ok(None) => bail!("the session has no record: it has just started, or never did"),
             Err(why) => bail!("the journal of this session cannot be relied upon: {why}"),
         }
     }
@@ -98,7 +97,10 @@ pub(crate) fn parse_session(text: &str) -> Result<String, String> {
     if digits && (4..=32).contains(&text.len()) {
         Ok(text.into())
     } else {
-        Err("a session has 32 hexadecimal digits, of which 4 may do: see `dunlin status`".into())
+        Err(
+            "invalid session: give 4 to 32 hexadecimal digits, as `dunlin status` shows them"
+                .into(),
+        )
     }
 }
 
@@ -106,14 +108,14 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Which session, in a few words.
+/// Short description of a session.
 pub(crate) fn about(role: Role, record: &Record) -> String {
-    let way = match role {
+    let direction = match role {
         Role::Source => "to",
         Role::Destination => "from",
     };
     format!(
-        "VM {} {way} {}",
+        "VM {} {direction} {}",
         clean(&record.vm_name),
         clean(&record.peer)
     )

@@ -1,9 +1,9 @@
 //! Text for terminals and logs.
 
-/// Text that may be a peer's, fit for a line on a terminal.
+/// Text that a peer may have sent, made safe for one line on a terminal.
 pub(crate) use dunlin::engine::harmless as clean;
 
-/// An error with its causes, each of which is said once: some name theirs themselves.
+/// An error and its causes, each printed once: some errors include their cause's text.
 pub(crate) fn chained(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -16,8 +16,7 @@ pub(crate) fn chained(error: &anyhow::Error) -> String {
     text
 }
 
-/// The same for a text of ours that has several lines, each with something of a
-/// peer's in it: how a migration has failed.
+/// Like [`clean`], for a text of several lines each of which may contain a peer's text.
 pub(crate) fn clean_lines(text: &str) -> String {
     let lines: Vec<String> = text.split('\n').map(clean).collect();
     lines.join("\n")
@@ -30,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cause_is_said_once() {
+    fn a_cause_is_printed_once() {
         let cause = anyhow!("no such file");
         assert_eq!(
             chained(

@@ -290,19 +290,19 @@ fn limits_that_make_no_sense_are_refused_with_words() {
     let migrate = "vm migrate --name x --to host:1 --identity d";
     for (flags, says) in [
         ("--downtime-limit 300", "300ms, 10s, 2m or 1h"),
-        ("--downtime-limit 0ms", "cannot be kept"),
+        ("--downtime-limit 0ms", "limit 0"),
         ("--time-limit soon", "300ms, 10s, 2m or 1h"),
         ("--time-limit -5s", "unexpected argument"),
         ("--at-time-limit stop", "--time-limit"),
         ("--time-limit 5s --at-time-limit postcopy", "cancel, stop"),
         ("--throttle 50", "auto, never"),
-        ("--rate 0", "leave it out for no cap"),
+        ("--rate 0", "rate 0"),
     ] {
         let done = finish(words(&format!("{migrate} {flags}"))).expect(2);
         assert!(done.err.contains(says), "{flags}: {}", done.err);
     }
     let done = finish(words("vm set --name x --rate fast")).expect(2);
-    assert!(done.err.contains("none for no cap"), "{}", done.err);
+    assert!(done.err.contains("none for no limit"), "{}", done.err);
     let done = finish(words("vm set --name x --rate 0")).expect(2);
-    assert!(done.err.contains("none for no cap"), "{}", done.err);
+    assert!(done.err.contains("none for no limit"), "{}", done.err);
 }

@@ -424,7 +424,7 @@ fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
         let mut far = scene.client_of_old();
         far.read_exact(&mut [0]).unwrap();
         accept.process.signal("TERM");
-        accept.process.wait_for("no more clients are taken");
+        accept.process.wait_for("no new clients");
         let until = Instant::now() + PATIENCE;
         while TcpStream::connect(&accept.address).is_ok() {
             assert!(Instant::now() < until, "it listens on");
@@ -456,7 +456,7 @@ fn certificates_are_read_anew_at_a_signal() {
         fs::copy(scene.path("b").join(file), scene.path("own").join(file)).unwrap();
     }
     accept.process.signal("HUP");
-    accept.process.wait_for("were read anew");
+    accept.process.wait_for("certificates reloaded");
     let client = scene.client(&accept.address, "own.test", "-tls1_2");
     client.wait_for("hostname mismatch");
     fs::write(scene.path("own").join("cert.pem"), "nothing").unwrap();

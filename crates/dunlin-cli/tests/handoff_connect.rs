@@ -160,7 +160,7 @@ fn what_cannot_be_is_refused_in_one_line() {
         ),
         (&["--host", "::1"], "::1"),
         (&["--sni", "not a name"], "as a server's name"),
-        (&["--timeout", "0s"], "a limit of 0"),
+        (&["--timeout", "0s"], "limit 0"),
         (&["--fallback", "process"], "--fallback"),
     ] {
         assert_refused(with(more), &[words]);
@@ -169,8 +169,8 @@ fn what_cannot_be_is_refused_in_one_line() {
     assert_refused(command, &["cannot be reached: Connection refused"]);
 
     for (number, words) in [
-        ("77", "no descriptor that is open"),
-        ("1", "no unix socket"),
+        ("77", "not an open descriptor"),
+        ("1", "not a unix socket"),
     ] {
         let command = with(&["--send-fd", number]);
         let done = support::finish(command).expect(1);

@@ -138,7 +138,7 @@ fn status_lists_both_sides_and_says_whose_process_lives() {
         "VM web from host-b.example:4444",
         "source, committing, attempt 1",
         "its process has died",
-        "its process lives",
+        "its process is alive",
         "may run at the destination",
         "`dunlin resolve 01010101` decides it",
         "ran here until it died",
@@ -238,10 +238,10 @@ fn resolve_refuses_where_nothing_is_in_doubt() {
     let scratch = Scratch::new();
     let state = Memory::of(&scratch);
     let all = [
-        (source(SourceRecord::Migrating), "never given away"),
+        (source(SourceRecord::Migrating), "before commit"),
         (source(SourceRecord::Kept), "is here"),
         (source(SourceRecord::RunHere), "is here"),
-        (source(SourceRecord::Released), "has said that it runs"),
+        (source(SourceRecord::Released), "confirmed that it runs"),
         (source(SourceRecord::GivenUp), "was given up"),
         (
             State::Destination(DestinationRecord::Prepared),

@@ -190,7 +190,7 @@ fn sighup_changes_routes_and_no_channel() {
     assert!(why.contains("near.toml:1:"), "{why}");
     fs::write(&scene.near.config, changed).unwrap();
     scene.near.signal("HUP");
-    scene.near.wait_for("read anew");
+    scene.near.wait_for("configuration reloaded");
     assert!(UnixStream::connect(scene.hosts.scratch.join("in")).is_err());
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
@@ -238,7 +238,7 @@ fn routes_come_and_go_while_a_gibibyte_moves() {
             for (config, is_there) in [(&with, true), (&without, false)] {
                 fs::write(&scene.near.config, config).unwrap();
                 scene.near.signal("HUP");
-                scene.near.wait_for("read anew");
+                scene.near.wait_for("configuration reloaded");
                 assert_eq!(UnixStream::connect(&more).is_ok(), is_there);
                 reloads += 1;
             }

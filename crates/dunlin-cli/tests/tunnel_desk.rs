@@ -258,7 +258,7 @@ fn a_listener_is_closed_by_number_or_by_place() {
     let path = waiting.path.clone();
     let (code, said) = waiting.end();
     assert_eq!(code, 4, "{said}");
-    assert!(said.contains("before anybody had connected"), "{said}");
+    assert!(said.contains("before the first connection"), "{said}");
     assert!(!is_there(&path));
 
     let opened = scene.asked("open plain --json").expect(0);
@@ -268,7 +268,7 @@ fn a_listener_is_closed_by_number_or_by_place() {
         scene.status("near")["listeners"] == Value::Array(Vec::new())
     });
     let gone = scene.asked(&format!("close {place}")).expect(1);
-    assert!(gone.err.contains("no listener"), "{gone:?}");
+    assert!(gone.err.contains("no open listener"), "{gone:?}");
 }
 
 #[test]
@@ -451,7 +451,7 @@ fn an_input_that_cannot_be_read_is_an_error() {
     drop(patient(web.accept().unwrap().0));
     let (code, said) = piped.end();
     assert_eq!(code, 1, "{said}");
-    assert!(said.contains("the input cannot be read"), "{said}");
+    assert!(said.contains("cannot read the input"), "{said}");
 }
 
 #[test]
@@ -472,7 +472,7 @@ fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
     tunnel.child.wait().unwrap();
     let (code, said) = piped.end();
     assert_eq!(code, 1, "{said}");
-    assert!(said.contains("did not end well"), "{said}");
+    assert!(said.contains("1 of 1 connections failed"), "{said}");
 }
 
 /// A channel that is refused while input of its own waits in it is reset, which is no failure of
@@ -487,7 +487,7 @@ fn a_refused_channel_is_told_of_also_where_input_was_waiting() {
         let (code, said) = piped.end();
         assert_eq!(code, 1, "{said}");
         assert!(said.contains("none.sock cannot be reached"), "{said}");
-        assert!(!said.contains("put cannot be"), "{said}");
+        assert!(!said.contains("put: "), "{said}");
     }
 }
 
@@ -599,7 +599,7 @@ fn status_shows_tunnels_whatever_is_wrong_with_the_journal() {
 
     fs::set_permissions(&state, fs::Permissions::from_mode(0o755)).unwrap();
     let shown = show("", &both).expect(1);
-    for part in ["sessions cannot be shown", "755"] {
+    for part in ["cannot show sessions", "755"] {
         assert!(shown.err.contains(part), "{shown:?}");
     }
     let json = show("--json", &["\"near\"", "\"far\""]).expect(1);

@@ -128,7 +128,7 @@ impl Scene {
                 self.path("out").display()
             ),
         );
-        let line = process.wait_for("takes TLS clients on");
+        let line = process.wait_for("accepts TLS clients on");
         let port = line.rsplit_once(':').unwrap().1.parse().unwrap();
         (process, port)
     }
@@ -421,7 +421,7 @@ fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
         ),
     );
     let far = Process::start(wire.at_b(&far));
-    let line = far.wait_for("takes TLS clients on");
+    let line = far.wait_for("accepts TLS clients on");
     let port = line.rsplit_once(':').unwrap().1;
     let near = scene.command(
         "a",

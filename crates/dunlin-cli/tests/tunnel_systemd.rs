@@ -102,12 +102,12 @@ fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
     let without = config.replace("listen = \"systemd:ram\"\n", "");
     fs::write(&near.config, without).unwrap();
     near.signal("HUP");
-    near.wait_for("read anew");
+    near.wait_for("configuration reloaded");
     let mut waits = connect(hosts.scratch.join("in"));
     waits.write_all(b"later").unwrap();
     fs::write(&near.config, &config).unwrap();
     near.signal("HUP");
-    near.wait_for("read anew");
+    near.wait_for("configuration reloaded");
     let mut second = patient(target.accept().unwrap().0);
     second.read_exact(&mut came).unwrap();
     assert_eq!(&came, b"later");
@@ -213,7 +213,7 @@ fn told(hosts: &Hosts, socket: UnixDatagram, name: &Path) {
     assert!(clock.parse::<u64>().unwrap() > 0, "{reloading}");
     let ready = manager.hear();
     assert!(
-        ready.starts_with("READY=1\nSTATUS=everything stays"),
+        ready.starts_with("READY=1\nSTATUS=configuration not reloaded"),
         "{ready}"
     );
     assert_eq!(ready.lines().count(), 2, "{ready}");

@@ -1,5 +1,5 @@
-//! `dunlin bench connections`: what more lanes bring where the network, or a
-//! provider's cap, holds each connection to a rate of its own.
+//! `dunlin bench connections`: the benefit of more lanes if the network, or a provider's cap,
+//! limits each connection's rate.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -13,11 +13,11 @@ use super::rig::{Rig, connection};
 use crate::options::parse_bytes;
 
 const LANES: [usize; 5] = [1, 2, 4, 8, 16];
-/// What Cloud Hypervisor sends on a connection before it waits for the
-/// destination's answer (`CHUNK_SIZE` in vmm/src/migration/transport.rs).
+/// Bytes that Cloud Hypervisor sends on a connection before it waits for the destination's answer
+/// (`CHUNK_SIZE` in vmm/src/migration/transport.rs).
 const STOP_AND_WAIT_BYTES: f64 = (64 << 20) as f64;
-/// A second's worth of bytes for each lane, by which the start-up of a
-/// connection's pacing does not count.
+/// Seconds' worth of bytes per lane, enough to make the start-up of a connection's pacing
+/// negligible.
 const SECONDS: u64 = 1;
 const PINGS: u32 = 200;
 
@@ -25,11 +25,11 @@ const PINGS: u32 = 200;
 pub(crate) struct Connections {
     #[command(flatten)]
     common: Common,
-    /// What the kernel lets through on each connection, in bytes a second.
+    /// Rate at which the kernel paces each connection, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "100M")]
     rate: u64,
-    /// Round trip for the stop-and-wait column, in milliseconds [default: as
-    /// measured here].
+    /// Round-trip time for the stop-and-wait column, in milliseconds [default: measured over
+    /// loopback].
     #[arg(long)]
     rtt_ms: Option<f64>,
 }
@@ -55,7 +55,7 @@ impl Connections {
                 figures.add([
                     ("gib_per_s", gibibytes / spent.wall_s),
                     ("cpu_s_per_gib", spent.cpu_s / gibibytes),
-                    // Near 1 the processors are full, and lanes bring no more.
+                    // Near 1 all CPUs are busy, and more lanes do not help.
                     ("cpu_busy", spent.cpu_s / (spent.wall_s * cpus as f64)),
                 ]);
             }
@@ -83,7 +83,7 @@ impl Connections {
     }
 }
 
-/// The middle one of many round trips of a byte over loopback.
+/// The median of many one-byte round trips over loopback.
 fn round_trip() -> Result<Duration> {
     let (mut near, mut far) = connection()?;
     near.set_nodelay(true)?;

@@ -1,10 +1,10 @@
-//! Figures of several rounds, and the lines that carry them.
+//! Figures of several rounds, and their output lines.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-/// One figure over the rounds.
+/// One figure over all rounds.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Figure(Vec<f64>);
 
@@ -13,8 +13,8 @@ impl Figure {
         self.0.push(value);
     }
 
-    /// The middle value, and the mean of the two in the middle where the
-    /// rounds are even; 0 without rounds.
+    /// The median, which is the mean of the two middle values for an even number of rounds; 0
+    /// without rounds.
     pub(super) fn median(&self) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
@@ -39,19 +39,19 @@ impl Figure {
     }
 }
 
-/// The figures of one variant, by their names in its line.
+/// The figures of one variant, by name.
 #[derive(Default)]
 pub(super) struct Figures(BTreeMap<&'static str, Figure>);
 
 impl Figures {
-    /// Adds what a round has measured.
+    /// Adds a round's measurements.
     pub(super) fn add<const N: usize>(&mut self, measured: [(&'static str, f64); N]) {
         for (name, value) in measured {
             self.0.entry(name).or_default().add(value);
         }
     }
 
-    /// The median of one; 0 without rounds.
+    /// The median of one figure; 0 without rounds.
     pub(super) fn median(&self, name: &str) -> f64 {
         self.0.get(name).map_or(0.0, Figure::median)
     }
@@ -73,7 +73,7 @@ impl Record {
         self
     }
 
-    /// Each figure, and how many rounds there were.
+    /// Adds each figure, and the number of rounds.
     pub(super) fn figures(self, figures: &Figures) -> Self {
         let rounds = figures.0.values().map(Figure::rounds).max();
         let all = figures.0.iter();
@@ -88,8 +88,7 @@ impl Record {
             .with(&format!("{name}_max"), rounded(figure.largest()))
     }
 
-    /// Prints the line on standard output; a reader that has gone is no reason
-    /// to stop.
+    /// Prints the line on standard output. A closed output is not an error: the bench continues.
     pub(super) fn print(self) {
         use std::io::Write;
         let mut out = std::io::stdout().lock();
@@ -98,7 +97,7 @@ impl Record {
     }
 }
 
-/// Four digits behind the point: more would be noise.
+/// Rounds to four decimal places: more would be noise.
 pub(super) fn rounded(value: f64) -> Value {
     json!((value * 1e4).round() / 1e4)
 }
@@ -108,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_median_is_the_middle_and_the_extremes_stand_beside_it() {
+    fn a_figure_has_its_median_and_its_extremes() {
         let mut figure = Figure::default();
         for value in [9.0, 1.0, 5.0] {
             figure.add(value);

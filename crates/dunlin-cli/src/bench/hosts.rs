@@ -1,11 +1,11 @@
-//! `dunlin bench lanes --security ipsec`: what lanes carry between two hosts, since what a host sends
-//! to itself passes no IPsec.
+//! `dunlin bench lanes --security ipsec`: lane throughput between two hosts, since packets to the
+//! own host bypass IPsec.
 //!
 //! ```text
 //!  --to                                                  --listen
-//!   how many lanes ── control connection (TLS) ────────▶ takes them, reads them to their end
-//!   lanes: TLS, by one SA, one a CPU, one a lane ═══════▶
-//!   ◀──────────────────── how busy its CPUs were ─────── when all have ended
+//!   number of lanes ─ control connection (TLS) ────────▶ accepts them, reads them to their end
+//!   lanes: TLS, one SA, one per CPU, one per lane ══════▶
+//!   ◀──────────────────── CPU time of the receiver ───── when all lanes have ended
 //! ```
 
 use dunlin_lane::sync::lock;
@@ -39,17 +39,17 @@ use super::figures::{Figures, Record};
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::ipsec::ModeName;
-use crate::options::{IpsecFlags, shelter};
+use crate::options::{IpsecFlags, ipsec_lanes};
 use crate::state::StatePath;
 
-/// For connecting, and for the other side's answers.
+/// Time limit for connecting, and for the other side's answers.
 const LIMIT: Duration = Duration::from_secs(60);
 const SESSION: [u8; 16] = *b"dunlin bench ---";
 
 /// Lanes between two hosts.
 #[derive(Debug, Args)]
 pub(super) struct BetweenHosts {
-    /// Take lanes in at this address from another host, until it is killed.
+    /// Accept lanes from another host at this address, until killed.
     #[arg(
         long,
         value_name = "ADDR",
@@ -57,14 +57,14 @@ pub(super) struct BetweenHosts {
         conflicts_with = "to"
     )]
     listen: Option<String>,
-    /// Send to the host that listens.
+    /// Send lanes to a host that runs with --listen.
     #[arg(long, value_name = "HOST:PORT", requires = "identity")]
     to: Option<String>,
-    /// Directory with this host's certificates, between two hosts.
+    /// Directory with this host's certificates, for lanes between two hosts.
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
-    /// The name that the other host's certificate must bear [default: the host of --to, or
-    /// anybody of the authority].
+    /// A name that the other host's certificate must contain [default: the host of --to, or any
+    /// certificate of the authority].
     #[arg(long, value_name = "NAME|PIN")]
     peer: Vec<String>,
     #[command(flatten)]
@@ -73,7 +73,7 @@ pub(super) struct BetweenHosts {
     state: StatePath,
 }
 
-/// What is measured: TLS, and IPsec by its mode and whether there is an SA for each of the CPUs.
+/// The variants: TLS, and IPsec by mode and whether there is an SA for each CPU.
 const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
     ("tls", None),
     ("ipsec-one-sa", Some((ModeName::Cpu, false))),
@@ -83,26 +83,26 @@ const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
 
 impl BetweenHosts {
     /// # Errors
-    /// What the other host, or the kernel, does not do.
+    /// Failures of the other host or the kernel.
     pub(super) fn run(&self, counts: &[usize], rounds: usize, bytes: u64) -> Result<()> {
         let identity = self.identity.as_deref().context(
-            "IPsec is measured between two hosts: --listen on one, --to on the other, with --identity",
+            "IPsec needs two hosts: give --listen on one, --to on the other, and --identity on both",
         )?;
         let common = Common::new(identity, self.peer.clone(), &Reading::default());
         match (&self.listen, &self.to) {
             (Some(listen), None) => self.take(listen, &common, bytes),
             (None, Some(to)) => self.measure(to, &common, counts, rounds, bytes),
-            _ => bail!("say --listen on one host, and --to on the other"),
+            _ => bail!("give --listen on one host, and --to on the other"),
         }
     }
 
-    fn shelter(&self, mode: ModeName, per_cpu: bool) -> Result<IpsecLanes> {
+    fn ipsec_lanes(&self, mode: ModeName, per_cpu: bool) -> Result<IpsecLanes> {
         let mut options = self.ipsec.options(self.state.ipsec_records()?)?;
         options.mode = mode.into();
         if !per_cpu {
             options.cpus.clear();
         }
-        shelter(options, |text| eprintln!("warning: {text}"))
+        ipsec_lanes(options, |text| eprintln!("warning: {text}"))
     }
 
     fn measure(
@@ -137,9 +137,9 @@ impl BetweenHosts {
             let mut all = VARIANTS.map(|_| Figures::default());
             for round in 0..=rounds {
                 for ((_, ipsec), figures) in VARIANTS.into_iter().zip(&mut all) {
-                    let shelter = ipsec.map(|(mode, per_cpu)| self.shelter(mode, per_cpu));
-                    let shelter = shelter.transpose()?;
-                    let dialer: Arc<dyn LaneDialer> = match &shelter {
+                    let sealed = ipsec.map(|(mode, per_cpu)| self.ipsec_lanes(mode, per_cpu));
+                    let sealed = sealed.transpose()?;
+                    let dialer: Arc<dyn LaneDialer> = match &sealed {
                         None => Arc::new(TlsDialer),
                         Some(lanes) => lanes.dialer(),
                     };
@@ -175,12 +175,12 @@ impl BetweenHosts {
         for text in warnings {
             eprintln!("warning: {text}");
         }
-        let own = self.shelter(ModeName::Connection, true)?;
+        let own = self.ipsec_lanes(ModeName::Connection, true)?;
         let target = Arc::new(memory(bytes, 2)?);
         let listener =
             TcpListener::bind(listen).with_context(|| format!("cannot listen on {listen}"))?;
-        eprintln!("takes lanes in on {}", listener.local_addr()?);
-        // It ends with its process.
+        eprintln!("accepting lanes on {}", listener.local_addr()?);
+        // The wait ends with the process.
         let (_waker, stop) = waker()?;
         let measured = Mutex::<Option<Measured>>::default();
         accept(&listener, &accepting.tls, &stop, |arrival| {
@@ -189,14 +189,14 @@ impl BetweenHosts {
             };
             let taken = admit(arrival, &own, &target, &measured);
             if let Err(error) = taken {
-                eprintln!("turned away: {error:#}");
+                eprintln!("rejected: {error:#}");
             }
         })?;
         Ok(())
     }
 }
 
-/// Whose lanes are taken in, and who is told of their ends.
+/// The measuring side's control connection, and the results of its lanes.
 struct Measured {
     control: Arc<ControlStream>,
     ended: Sender<Result<()>>,
@@ -204,7 +204,7 @@ struct Measured {
 
 fn admit(
     arrival: Arrival,
-    shelter: &IpsecLanes,
+    sealed: &IpsecLanes,
     target: &Arc<MappedMemory>,
     measured: &Mutex<Option<Measured>>,
 ) -> Result<()> {
@@ -218,7 +218,7 @@ fn admit(
             let control = Arc::new(stream);
             let own = Arc::clone(&control);
             thread::Builder::new().spawn(move || {
-                // It ends with the side that measures.
+                // The thread ends with the measuring side.
                 let _ = answer(&own, &ends);
             })?;
             *measured = Some(Measured { control, ended });
@@ -227,27 +227,28 @@ fn admit(
         Arrival::Lane { socket, .. } => {
             let known = measured
                 .as_ref()
-                .context("a lane comes before its control connection")?;
+                .context("lane before its control connection")?;
             let peer = known.control.peer();
             let is_peer = |other: &PeerIdentity| other.is(&peer.principal());
             let receiver = match socket {
                 LaneSocket::Tls(_) => TlsAcceptor.admit(socket, &is_peer)?,
-                LaneSocket::Plain(_) => shelter.admit(socket, &is_peer)?,
+                LaneSocket::Plain(_) => sealed.admit(socket, &is_peer)?,
             };
             let (target, ended) = (Arc::clone(target), known.ended.clone());
             thread::Builder::new().spawn(move || {
-                // Whoever counts may have gone.
+                // The counting thread may have ended.
                 let _ = ended.send(receive(&target, receiver));
             })?;
             Ok(())
         }
-        Arrival::Control { .. } => bail!("a control connection begins with an offer"),
+        Arrival::Control { .. } => bail!("a control connection must begin with an offer"),
         Arrival::Rejected { from, reason } => bail!("{from}: {reason}"),
         Arrival::Starved(error) => Err(error.into()),
     }
 }
 
-/// Tells how busy this host was while so many lanes came to their ends.
+/// Answers each request, which is a number of lanes, with this host's CPU time until that many
+/// lanes have ended.
 fn answer(control: &ControlStream, ends: &Receiver<Result<()>>) -> Result<()> {
     loop {
         let mut lanes = [0; 2];
@@ -271,8 +272,8 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// How long it took from the moment that all lanes stood, and for how long CPUs of both hosts
-    /// were busy. Sealing by the kernel is in no thread's account.
+    /// The wall time from when all lanes were open, and the CPU time of both hosts. Kernel
+    /// encryption is not in any thread's CPU time.
     fn once(&self, source: &MappedMemory, bytes: u64, lanes: usize) -> Result<(f64, f64)> {
         self.control.send(&u16::try_from(lanes)?.to_le_bytes())?;
         let (next, barrier) = (AtomicU64::new(0), Barrier::new(lanes + 1));
@@ -328,16 +329,16 @@ impl Run<'_> {
     }
 }
 
-/// For how long CPUs of this host have done something, interrupts included (proc_stat(5)).
+/// Busy time of this host's CPUs, including interrupts (proc_stat(5)).
 fn busy() -> Result<Duration> {
-    /// USER_HZ, the same on every architecture that Linux has had lately.
+    /// USER_HZ, which is the same on all current architectures.
     const TICKS_PER_S: u64 = 100;
-    let stat = fs::read_to_string("/proc/stat").context("/proc/stat cannot be read")?;
+    let stat = fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
     let line = stat
         .lines()
         .next()
         .and_then(|line| line.strip_prefix("cpu "));
-    let fields = line.context("/proc/stat has no line of all CPUs")?;
+    let fields = line.context("no line of all CPUs in /proc/stat")?;
     let fields: Vec<u64> = fields
         .split_whitespace()
         .map_while(|one| one.parse().ok())

@@ -1,4 +1,4 @@
-//! `dunlin bench lanes`: what securing a lane costs.
+//! `dunlin bench lanes`: the cost of securing a lane.
 
 use std::io::{Read, Write};
 
@@ -14,27 +14,27 @@ use super::rig::{Rig, Spent, Work, connection, in_step};
 use crate::options::SecurityName;
 
 const LANES: [usize; 3] = [1, 2, 4];
-/// Bytes written at once by the floor's plain copy.
+/// Bytes per write of the floor's plain copy.
 const WRITE_BYTES: usize = 1 << 20;
-/// Records that the floor seals and opens again and again: they stay in the
-/// cache, which is the cheapest that sealing can be.
+/// Records that the floor seals and opens repeatedly: they stay in the cache, the cheapest case of
+/// sealing.
 const HOT_RECORDS: usize = 16;
 
 #[derive(Debug, Args)]
 pub(crate) struct Lanes {
     #[command(flatten)]
     common: Common,
-    /// Only this many lanes, instead of 1, 2 and 4.
+    /// Measure only this number of lanes, instead of 1, 2 and 4.
     #[arg(long)]
     lanes: Option<usize>,
-    /// Measure TLS and IPsec between two hosts instead, or plain and TLS on this one (tls).
+    /// `ipsec` measures TLS and IPsec between two hosts; otherwise plain and TLS on this host.
     #[arg(long, value_enum, default_value_t)]
     security: SecurityName,
     #[command(flatten)]
     between: BetweenHosts,
 }
 
-/// What one round of a variant has measured.
+/// The measurements of one round of a variant.
 fn measured(spent: Spent, gibibytes: f64) -> [(&'static str, f64); 2] {
     [
         ("gib_per_s", gibibytes / spent.wall_s),
@@ -54,7 +54,7 @@ impl Lanes {
         }
         let rig = Rig::new(self.common.size)?;
         let providers = self.common.providers();
-        // Written, so that both stand in memory before anything is timed.
+        // Written, to be resident before the measurement.
         let source = vec![5; usize::try_from(rig.bytes)?];
         let mut target = vec![6; source.len()];
         for lanes in counts {
@@ -101,8 +101,7 @@ impl Lanes {
     }
 }
 
-/// As many bytes as the guest has, over plain TCP, by as many connections as
-/// lanes.
+/// Copies the guest's bytes over plain TCP, with one connection per lane.
 fn tcp_copy(source: &[u8], target: &mut [u8], lanes: usize) -> Result<Spent> {
     let share = source.len().div_ceil(lanes);
     let mut work: Vec<Work> = Vec::new();
@@ -119,8 +118,7 @@ fn tcp_copy(source: &[u8], target: &mut [u8], lanes: usize) -> Result<Spent> {
     in_step(work)
 }
 
-/// Seals and opens as many bytes as the guest has, in as many threads as the
-/// lanes have ends.
+/// Seals and opens the guest's bytes, with one thread per lane end.
 fn seal_and_open(bytes: u64, provider: Provider, lanes: usize) -> Result<Spent> {
     let ends = 2 * lanes as u64;
     let turns = bytes / (ends * (HOT_RECORDS * CONTENT_BYTES) as u64);

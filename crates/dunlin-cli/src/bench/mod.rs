@@ -1,10 +1,7 @@
-//! `dunlin bench`: what lanes and migrations cost on this host, one JSON
-//! object a line.
+//! `dunlin bench`: the cost of lanes and migrations on this host, as one JSON object per line.
 //!
-//! Variants are measured in turn, round after round, so that whatever else
-//! runs on the host falls on all of them; every figure is a median with its
-//! smallest and largest value beside it. docs/benchmarking.md says how to read
-//! the lines.
+//! Variants run in turn, round after round, so that other load on the host affects all of them;
+//! every figure is a median with its minimum and maximum. docs/benchmarking.md describes the lines.
 
 mod connections;
 mod figures;
@@ -21,14 +18,13 @@ use crate::options::parse_bytes;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// What securing a lane costs: plain and TLS against the floor, for each
-    /// crypto library and 1, 2 and 4 lanes.
+    /// Cost of securing a lane: plain and TLS against the floor, for each crypto library and 1, 2
+    /// and 4 lanes.
     Lanes(lanes::Lanes),
-    /// How throughput grows with lanes when the network limits each
-    /// connection.
+    /// Throughput by number of lanes, when the network limits each connection.
     Connections(connections::Connections),
-    /// How long a guest takes to move that dirties its memory faster than one
-    /// lane carries it: one lane against two.
+    /// Migration time of a guest that dirties memory faster than one lane carries it: one lane
+    /// against two.
     Thrash(thrash::Thrash),
 }
 
@@ -42,23 +38,23 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
     Ok(0)
 }
 
-/// What the benches of lanes have in common.
+/// Flags of the benches of lanes.
 #[derive(Debug, Args)]
 struct Common {
-    /// Measured rounds; one more comes first and does not count.
+    /// Number of measured rounds, after one warm-up round.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Guest memory on each side; both are touched before anything is timed.
+    /// Guest memory on each side; both are touched before the measurement.
     #[arg(long, value_parser = parse_bytes, default_value = "1G")]
     size: u64,
-    /// Only this crypto library: ring or aws-lc-rs.
+    /// Measure only this crypto library: ring or aws-lc-rs.
     #[arg(long)]
     provider: Option<Provider>,
 }
 
 impl Common {
     fn check(&self) -> Result<()> {
-        ensure!(self.rounds > 0, "no rounds, no figures: --rounds 1 or more");
+        ensure!(self.rounds > 0, "--rounds must be 1 or more");
         ensure!(
             self.size >= 64 << 20 && self.size.is_multiple_of(2 << 20),
             "--size must be a multiple of 2 MiB, and 64M or more"
@@ -74,7 +70,7 @@ impl Common {
         }
     }
 
-    /// The one library of a bench that does not compare them.
+    /// The library for a bench that does not compare them.
     fn one_provider(&self) -> Provider {
         self.provider.unwrap_or_else(|| auto().provider)
     }

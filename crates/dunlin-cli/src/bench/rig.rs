@@ -1,5 +1,5 @@
-//! Two guests' memories and lanes between them: what an engine's lane threads
-//! do to the bytes, without an engine around them.
+//! Two guests' memories and lanes between them: the work of an engine's lane threads, without the
+//! engine.
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,11 +23,11 @@ use dunlin_linux::mapping::{Backing, allocate};
 use crate::identity::allowed_peers;
 use crate::process::Scratch;
 
-/// Where a chunk belongs and how long it is.
+/// A chunk's offset and length.
 const HEADER_BYTES: usize = 16;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 
-/// What a transfer took.
+/// The time that a transfer took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Spent {
     pub(super) wall_s: f64,
@@ -35,8 +35,7 @@ pub(super) struct Spent {
     pub(super) cpu_s: f64,
 }
 
-/// The memory of a source that is full and of a destination that is mapped
-/// and touched.
+/// Source memory with content, and destination memory that is mapped and touched.
 pub(super) struct Rig {
     pub(super) source: MappedMemory,
     pub(super) target: MappedMemory,
@@ -63,13 +62,13 @@ impl Rig {
     pub(super) fn verify(&self) -> Result<()> {
         ensure!(
             digest(&self.source, 2)? == digest(&self.target, 2)?,
-            "the destination's memory is not the source's: nothing that was measured counts"
+            "destination memory differs from source memory: all figures are invalid"
         );
         Ok(())
     }
 
-    /// Sends the first `bytes` over `lanes` lanes, plain or with the TLS of a provider, each held
-    /// to `rate` bytes a second. Lanes are open before the clock starts.
+    /// Sends the first `bytes` over `lanes` lanes, plain or with a provider's TLS, each limited to
+    /// `rate` bytes per second. The lanes are open before the clock starts.
     pub(super) fn transfer(
         &self,
         provider: Option<Provider>,
@@ -107,11 +106,10 @@ impl Rig {
     }
 }
 
-/// What one thread does.
+/// The work of one thread.
 pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
-/// Runs every piece of work on a thread of its own, all from the same moment
-/// on.
+/// Runs every piece of work on its own thread, all starting at the same moment.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {
@@ -141,7 +139,7 @@ pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     })
 }
 
-/// Two ends of a connection over loopback.
+/// Two ends of a loopback connection.
 pub(super) fn connection() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let near = TcpStream::connect(listener.local_addr()?)?;
@@ -152,7 +150,8 @@ pub(super) fn connection() -> Result<(TcpStream, TcpStream)> {
 fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceiver)> {
     let (near, far) = connection()?;
     let Some((client, server)) = tls else {
-        let consent = PlainConsent::both(true, true).context("a bench consents to itself")?;
+        let consent =
+            PlainConsent::both(true, true).context("both sides consent to plain lanes")?;
         return Ok((
             DataSender::plain(near, consent, STALL_LIMIT)?,
             DataReceiver::plain(far, consent, STALL_LIMIT)?,
@@ -171,7 +170,7 @@ fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceive
     ))
 }
 
-/// What a lane's thread does at the source, chunk after chunk.
+/// The work of a lane's thread at the source, chunk by chunk.
 pub(super) fn send(
     memory: &MappedMemory,
     bytes: u64,
@@ -189,7 +188,7 @@ pub(super) fn send(
         let mut frame = sender.frame();
         for at in (0..length).step_by(PAGE_BYTES) {
             let kept = frame.guest_page(&slice.subslice(at, PAGE_BYTES)?)?;
-            ensure!(kept, "the bench's memory has a zero page");
+            ensure!(kept, "zero page in the bench's memory");
         }
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&offset.to_le_bytes());
@@ -198,7 +197,7 @@ pub(super) fn send(
     }
 }
 
-/// What a lane's thread does at the destination.
+/// The work of a lane's thread at the destination.
 pub(super) fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Result<()> {
     let mut header = [0; HEADER_BYTES];
     while receiver.next(&mut header, None)? {
@@ -213,7 +212,7 @@ pub(super) fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Resu
     Ok(())
 }
 
-/// Memory that has been written to.
+/// Memory that has been written.
 pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
     let memory = Arc::new(allocate(bytes, Backing::Private)?);
     let mapped = MappedMemory::new(memory, PAGE_BYTES as u32);
@@ -221,8 +220,7 @@ pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
     Ok(mapped)
 }
 
-/// Fills memory with bytes that no two pages share and none of whose pages is
-/// zero.
+/// Fills memory with pages that all differ and are not zero.
 fn fill(memory: &MappedMemory, seed: u64) -> Result<()> {
     let mut state = seed;
     let mut piece = vec![0_u8; 1 << 20];
@@ -233,7 +231,7 @@ fn fill(memory: &MappedMemory, seed: u64) -> Result<()> {
         .sum::<u64>();
     for offset in (0..length).step_by(piece.len()) {
         for word in piece.chunks_exact_mut(8) {
-            // SplitMix64: one multiplication-and-shift chain a word.
+            // SplitMix64: one multiply-and-shift chain per word.
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

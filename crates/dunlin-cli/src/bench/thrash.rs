@@ -1,10 +1,9 @@
-//! `dunlin bench thrash`: a guest that dirties its memory faster than one lane
-//! carries it, over one lane and over two.
+//! `dunlin bench thrash`: a guest that dirties its memory faster than one lane carries it, over one
+//! lane and over two.
 //!
-//! The guest runs on KVM in one process and moves to another: `vm run` and
-//! `vm receive`, as two hosts would use them. Lanes are held
-//! to 300 MiB/s each by the kernel and the session to 500 MiB/s by its own
-//! cap, so that the network and not this host's processors set the pace.
+//! The guest runs on KVM in one process and moves to another: `vm run` and `vm receive`, as on two
+//! hosts. The kernel limits each lane to 300 MiB/s, and the session limits itself to 500 MiB/s, so
+//! that the network and not this host's CPUs is the bottleneck.
 
 use std::time::Duration;
 
@@ -22,32 +21,31 @@ use crate::vm::Ended;
 const RUNS_FOR: Duration = Duration::from_secs(1);
 const PAGE_BYTES: u64 = 4096;
 const LANES: [u16; 2] = [1, 2];
-/// A pass shorter than this shows the guest's bursts and not its rate.
+/// A shorter pass shows the guest's bursts instead of its rate.
 const MEASURABLE_MS: f64 = 100.0;
 
 #[derive(Debug, Args)]
 pub(crate) struct Thrash {
-    /// Measured rounds.
+    /// Number of measured rounds.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
     /// The guest's memory, all of which it dirties.
     #[arg(long, value_parser = parse_bytes, default_value = "1G")]
     size: u64,
-    /// What the kernel lets through on each lane, in bytes a second.
+    /// Rate limit of each lane by the kernel, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "300M")]
     lane_rate: u64,
-    /// What all lanes together may send, in bytes a second.
+    /// Rate limit of all lanes together, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "500M")]
     rate: u64,
-    /// What the guest dirties, in bytes a second; repeatable [default: 350M
-    /// and 450M].
+    /// Dirty rate of the guest, in bytes per second; repeatable [default: 350M and 450M].
     #[arg(long = "dirty", value_parser = parse_bytes)]
     dirty: Vec<u64>,
 }
 
 impl Thrash {
     pub(super) fn run(&self) -> Result<()> {
-        ensure!(self.rounds > 0, "no rounds, no figures: --rounds 1 or more");
+        ensure!(self.rounds > 0, "--rounds must be 1 or more");
         let rates = match &self.dirty[..] {
             [] => &[350 << 20, 450 << 20],
             some => some,
@@ -124,14 +122,14 @@ impl Thrash {
             .figures(figures)
             .with("guest_bytes", self.size)
             .with("content", "random")
-            // Pages a second; times 4096 it lies between the two caps.
+            // Pages per second; in bytes it lies between the two limits.
             .with("dirty_rate", pages_per_s)
             .with("last_round", iterations.collect::<Vec<_>>())
             .print();
     }
 }
 
-/// What one migration has measured.
+/// The measurements of one migration.
 fn measured(moved: &MovedLine) -> [(&'static str, f64); 7] {
     let passes = &moved.iterations;
     let seen = passes
@@ -148,8 +146,8 @@ fn measured(moved: &MovedLine) -> [(&'static str, f64); 7] {
         ("cpu_s_per_gib", cpu),
         ("iterations", passes.len() as f64),
         ("throttle_percent", f64::from(throttle.unwrap_or(0))),
-        // Pages a second that the dirty log showed while the guest was not slowed down: what it
-        // really wrote.
+        // Dirtied pages per second by the dirty log while the guest was not throttled: its real
+        // write rate.
         ("dirty_rate_seen", seen),
     ]
 }

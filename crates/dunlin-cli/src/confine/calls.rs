@@ -1,9 +1,8 @@
 //! System calls, by seccomp (Documentation/userspace-api/seccomp_filter.rst).
 //!
-//! What is not listed fails with `ENOSYS`, as on a kernel that has never heard of it: libraries
-//! know how to go on without, and a VM is not lost by a library that tries something new.
-//! `clone3` is left out on purpose: what it is asked for lies in memory, where a filter cannot look,
-//! and the C library then takes `clone`.
+//! Unlisted calls fail with `ENOSYS`, as on an old kernel: libraries have fallbacks for that, so a
+//! library that tries a new call does not cost a VM. `clone3` is left out deliberately: its
+//! arguments are in memory, which a filter cannot read, and the C library falls back to `clone`.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +14,10 @@ use seccompiler::{
 
 use super::files::Taken;
 
-/// What is said of it.
+/// Name in the report.
 pub(super) const NAME: &str = "seccomp";
 
-/// Allowed whatever the arguments.
+/// Allowed with any arguments.
 const ALLOWED: &[libc::c_long] = &[
     // Descriptors.
     libc::SYS_read,
@@ -40,7 +39,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
-    // Files; which ones is for Landlock to say.
+    // Files; Landlock restricts which.
     libc::SYS_openat,
     libc::SYS_fstat,
     libc::SYS_newfstatat,
@@ -59,12 +58,12 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_fsync,
     libc::SYS_fdatasync,
     libc::SYS_flock,
-    // Memory; what may be executed is below.
+    // Memory; executable mappings are restricted below.
     libc::SYS_munmap,
     libc::SYS_mremap,
     libc::SYS_madvise,
     libc::SYS_brk,
-    // Threads, and this process itself.
+    // Threads, and the process itself.
     libc::SYS_futex,
     libc::SYS_set_robust_list,
     libc::SYS_get_robust_list,
@@ -85,7 +84,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_uname,
     libc::SYS_sysinfo,
     libc::SYS_getrandom,
-    // Signals, to itself alone: see below.
+    // Signals, only to itself: see below.
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
@@ -99,7 +98,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_clock_nanosleep,
     libc::SYS_nanosleep,
     libc::SYS_gettimeofday,
-    // Sockets; of which kinds is below.
+    // Sockets; their kinds are restricted below.
     libc::SYS_connect,
     libc::SYS_bind,
     libc::SYS_listen,
@@ -118,14 +117,14 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// Besides, for the memory of a guest.
+/// Also for guest memory.
 const FOR_GUESTS: &[libc::c_long] = &[
     libc::SYS_mincore,
     libc::SYS_memfd_create,
     libc::SYS_userfaultfd,
 ];
 
-/// Besides, for records of IPsec, which are written anew and take the place of older ones.
+/// Also for IPsec records: a new file replaces the old one by rename.
 const FOR_RECORDS: &[libc::c_long] = &[
     #[cfg(target_arch = "x86_64")]
     libc::SYS_rename,
@@ -133,10 +132,10 @@ const FOR_RECORDS: &[libc::c_long] = &[
     libc::SYS_renameat2,
 ];
 
-/// Besides, for channels: where the kernel seals, it moves their bytes too.
+/// Also for channels: with kernel TLS the kernel moves their bytes.
 const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
 
-/// The same by their older names, which other architectures do not have.
+/// Older forms of the same calls, which only x86-64 has.
 #[cfg(target_arch = "x86_64")]
 const ALLOWED_HERE: &[libc::c_long] = &[
     libc::SYS_open,
@@ -157,17 +156,16 @@ const ALLOWED_HERE: &[libc::c_long] = &[];
 /// `PAGEMAP_SCAN` of include/uapi/linux/fs.h.
 const PAGEMAP_SCAN: u64 = 0xc060_6610;
 
-/// The types of the requests of KVM and of userfaultfd, in their second byte.
+/// Ioctl types of KVM and userfaultfd, in the request's second byte.
 const REQUEST_TYPES: [u64; 2] = [0xae00, 0xaa00];
 
-/// Requests besides those, of a process with a guest: page maps.
+/// Further ioctls of a process with a guest: page maps.
 const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 
-/// Requests of a process with channels: what a socket has not sent yet.
+/// Ioctls of a process with channels: the unsent bytes of a socket.
 const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
-/// Requests of everybody: whether something is a terminal, and how wide; waiting or
-/// not, and closing at exec.
+/// Ioctls of every process: terminal detection and size, blocking mode, close-on-exec.
 const REQUESTS: [u64; 6] = [
     libc::TCGETS,
     libc::TCGETS2,
@@ -177,24 +175,24 @@ const REQUESTS: [u64; 6] = [
     libc::FIONREAD,
 ];
 
-/// `PR_SET_VMA` of include/uapi/linux/prctl.h: names of mappings, which the C library sets.
+/// `PR_SET_VMA` of include/uapi/linux/prctl.h: mapping names, which the C library sets.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
-/// Whose system calls they are.
+/// The kind of process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
-    /// A VM's.
+    /// A VM's process.
     Guest {
-        /// Whether it still has a control socket to make.
+        /// Whether it still has to create a control socket.
         makes_sockets: bool,
-        /// Whether its lanes may go over IPsec.
+        /// Whether its lanes may use IPsec.
         ipsec: bool,
     },
-    /// A tunnel's.
+    /// A tunnel.
     Channels,
 }
 
-/// Holds from now on for every thread.
+/// Installs the filter for every thread.
 pub(super) fn apply(work: Work) -> Result<Taken> {
     let mut allowed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     let besides = match work {
@@ -221,7 +219,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     Ok(Taken::wholly(NAME))
 }
 
-/// One more filter: no local socket from now on, for every thread.
+/// Installs a second filter for every thread: no new local sockets.
 pub(super) fn deny_local_sockets() -> Result<()> {
     let denied = BTreeMap::from([(
         libc::SYS_socket,
@@ -239,13 +237,13 @@ fn install(
     let architecture = std::env::consts::ARCH.try_into()?;
     let filter = SeccompFilter::new(rules, otherwise, then, architecture)?;
     let program: BpfProgram = filter.try_into()?;
-    apply_filter_all_threads(&program).context("the kernel does not take the filter")
+    apply_filter_all_threads(&program).context("the kernel rejected the filter")
 }
 
-/// Allowed with some arguments alone.
+/// Calls allowed only with certain arguments.
 fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let (execute, write) = (libc::PROT_EXEC as u64, libc::PROT_WRITE as u64);
-    // A socket's kind has flags beside it.
+    // A socket's type is combined with flags.
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
     let mut sockets = Vec::new();
     let mut domains = vec![libc::AF_INET, libc::AF_INET6];
@@ -264,7 +262,7 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         }
     }
     if let Work::Guest { ipsec: true, .. } = work {
-        // IPsec, connections, and by which device the peer is reached.
+        // For IPsec, connections, and the network device towards the peer.
         for protocol in [
             libc::NETLINK_XFRM,
             libc::NETLINK_SOCK_DIAG,
@@ -301,20 +299,20 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         }
     );
     if one_more {
-        // One more filter is to come.
+        // One more filter will be installed.
         controls.push(rule(&[equals(0, libc::PR_SET_NO_NEW_PRIVS as u64)])?);
     }
     let process = u64::from(std::process::id());
     let mut with = vec![
         (libc::SYS_socket, sockets),
-        // Two ends within this process.
+        // Both ends stay in this process.
         (
             libc::SYS_socketpair,
             vec![rule(&[equals(0, libc::AF_UNIX as u64)])?],
         ),
         (libc::SYS_ioctl, requests),
         (libc::SYS_prctl, controls),
-        // Threads, no processes.
+        // Threads, not processes.
         (
             libc::SYS_clone,
             vec![rule(&[masked(
@@ -325,9 +323,9 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         ),
         (libc::SYS_tgkill, vec![rule(&[equals(0, process)])?]),
         (libc::SYS_sched_setaffinity, vec![rule(&[equals(0, 0)])?]),
-        // Limits are read, not set.
+        // Limits may be read, not set.
         (libc::SYS_prlimit64, vec![rule(&[null(2)])?]),
-        // Code comes from files, and none is written: a library may still be loaded.
+        // Executable mappings must not be writable; libraries may still be loaded.
         (
             libc::SYS_mmap,
             vec![
@@ -341,7 +339,7 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     if one_more {
         let filter = libc::SECCOMP_SET_MODE_FILTER;
         with.push((libc::SYS_seccomp, vec![rule(&[equals(0, filter.into())])?]));
-        // The control socket is its owner's.
+        // The control socket gets mode 0600.
         #[cfg(target_arch = "x86_64")]
         with.push((libc::SYS_chmod, vec![rule(&[equals(1, owner_alone)])?]));
         with.push((libc::SYS_fchmodat, vec![rule(&[equals(2, owner_alone)])?]));
@@ -349,10 +347,10 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     Ok(with)
 }
 
-/// What an argument must be: its position, how much of it counts, how it is compared, with what.
+/// A condition on an argument: position, width, comparison, value.
 type Condition = (u8, SeccompCmpArgLen, SeccompCmpOp, u64);
 
-/// The kernel takes 32 bits of what is an `int`, whatever stands above them.
+/// The kernel uses the low 32 bits of an `int` argument and ignores the rest.
 fn equals(argument: u8, value: u64) -> Condition {
     (argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
 }
@@ -366,7 +364,7 @@ fn null(argument: u8) -> Condition {
     (argument, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)
 }
 
-/// All of the conditions hold.
+/// A rule that requires all conditions.
 fn rule(conditions: &[Condition]) -> Result<SeccompRule> {
     let conditions = conditions
         .iter()

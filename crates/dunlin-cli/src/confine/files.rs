@@ -1,7 +1,7 @@
 //! Files, TCP ports and signals, by Landlock (Documentation/userspace-api/landlock.rst).
 //!
-//! A rule holds for the file or directory that its path led to at the start, and for what is
-//! beneath: whoever replaces a directory as a whole takes it out of reach.
+//! A rule applies to the file or directory that its path named at the start, and to everything
+//! beneath: a directory that replaces it is not accessible.
 
 use std::path::{Path, PathBuf};
 
@@ -17,11 +17,11 @@ use super::Needs;
 use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 
-/// The newest version of Landlock that all of this takes: Linux 6.12.
+/// The newest Landlock version in use: Linux 6.12.
 const ALL: ABI = ABI::V6;
 
-/// What looking a host's name up reads: resolver(3), nsswitch.conf(5), gai.conf(5), and where
-/// links from there lead.
+/// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of
+/// their links.
 const NAMES: [&str; 13] = [
     "/etc/hosts",
     "/etc/resolv.conf",
@@ -38,8 +38,8 @@ const NAMES: [&str; 13] = [
     "/lib64",
 ];
 
-/// What a VM's process reads of the kernel: its own page map, its control groups' limits, the CPUs.
-/// Landlock keeps other processes' files in /proc shut to it, as for a debugger.
+/// Kernel files that a VM's process reads: its page map, its control groups' limits, the CPUs.
+/// Landlock denies other processes' files in /proc, as for a debugger.
 const KERNEL: [&str; 4] = [
     "/proc",
     "/sys/fs/cgroup",
@@ -47,10 +47,10 @@ const KERNEL: [&str; 4] = [
     "/dev/urandom",
 ];
 
-/// One part of the confinement that is in force.
+/// A part of the confinement that is in force.
 pub(super) struct Taken {
     pub(super) by: String,
-    /// What the kernel cannot do of it.
+    /// Pieces that the kernel does not support.
     pub(super) lacks: Vec<String>,
 }
 
@@ -63,15 +63,15 @@ impl Taken {
     }
 }
 
-/// What may still be done with which files; not in force yet.
+/// Access rules for files, not yet in force.
 pub(super) struct Rules {
     ruleset: RulesetCreated,
     files: &'static str,
-    /// What is asked for that not each version has, with the first one that does.
+    /// Restrictions that not every version has, with the first version that has them.
     newer: Vec<(ABI, &'static str)>,
 }
 
-/// What each version has brought of what every process is held to.
+/// What each version added to the restrictions of every process.
 const NEWER: [(ABI, &str); 3] = [
     (ABI::V3, "truncating files"),
     (ABI::V5, "controlling devices"),
@@ -79,17 +79,17 @@ const NEWER: [(ABI, &str); 3] = [
 ];
 
 impl Rules {
-    /// Opens the directories, for which this process may still need its privileges, and makes
-    /// those that are not there. Without any `identities` everything may be read.
+    /// Opens the directories, which may need the process's privileges, and creates missing ones.
+    /// With empty `identities`, every file may be read.
     pub(super) fn new(needs: &Needs, identities: &[PathBuf]) -> Result<Self> {
         make_directory(&needs.control, 0o777)?;
         make_directory(&needs.journal, 0o777)?;
         if needs.ipsec.is_some() {
-            // Later no directory can be made.
+            // Once confined, the process cannot create directories.
             make_directory(&needs.journal.join(IPSEC_RECORDS), 0o700)?;
         }
         Ok(Self {
-            ruleset: ruleset(needs, identities).context("the rules for files cannot be made")?,
+            ruleset: ruleset(needs, identities).context("cannot create the file rules")?,
             newer: [&NEWER[..], &[(ABI::V4, "listening on TCP ports")]].concat(),
             files: if identities.is_empty() {
                 "reading any file"
@@ -99,9 +99,9 @@ impl Rules {
         })
     }
 
-    /// For a process whose files are not known at its start: it reads them, and makes and removes
-    /// local sockets where their paths say; it writes, makes and executes no others. Directories
-    /// for sockets it makes in that of its control socket alone.
+    /// For a process with files that are unknown at its start: it reads any file, and creates and
+    /// removes local sockets at any path; it writes, creates and executes no other files. It
+    /// creates directories for sockets only next to its control socket.
     pub(super) fn changing_none(control: Option<&Path>) -> Result<Self> {
         let left =
             AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::RemoveFile | AccessFs::MakeSock;
@@ -117,20 +117,20 @@ impl Rules {
                 ))
         };
         Ok(Self {
-            ruleset: ruleset().context("the rules for files cannot be made")?,
+            ruleset: ruleset().context("cannot create the file rules")?,
             newer: NEWER.to_vec(),
             files: "writing no file",
         })
     }
 
-    /// Holds from now on for this thread and those that it starts.
+    /// Applies the rules to this thread and the threads that it starts.
     pub(super) fn apply(self) -> Result<Taken> {
         let status = self.ruleset.restrict_self()?;
         let LandlockStatus::Available { effective_abi, .. } = status.landlock else {
-            bail!("this kernel has no Landlock, or it is switched off");
+            bail!("this kernel has no Landlock, or it is disabled");
         };
         if status.ruleset == RulesetStatus::NotEnforced {
-            bail!("Landlock does not hold");
+            bail!("Landlock enforces no rule");
         }
         Ok(Taken {
             by: format!("Landlock {} ({})", effective_abi as i32, self.files),
@@ -138,7 +138,7 @@ impl Rules {
                 .newer
                 .into_iter()
                 .filter(|(since, _)| effective_abi < *since)
-                .map(|(_, what)| format!("what Landlock needs against {what}"))
+                .map(|(_, what)| format!("Landlock's restriction of {what}"))
                 .collect(),
         })
     }
@@ -148,12 +148,12 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(ALL))?
-        // Local sockets of other processes, where the kernel can tell them apart.
+        // Other processes' local sockets, if the kernel can restrict them.
         .handle_access(AccessFs::ResolveUnix)?
         .handle_access(AccessNet::BindTcp)?
         .scope(Scope::from_all(ALL))?
         .create()?;
-    // Lanes over IPsec come from ports of their own.
+    // Lanes over IPsec bind these source ports.
     if let Some(ports) = needs.ipsec {
         for port in ports.first()..=ports.last() {
             ruleset = ruleset.add_rule(NetPort::new(port, AccessNet::BindTcp))?;
@@ -165,7 +165,7 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
     Ok(ruleset)
 }
 
-/// Which access beneath which paths; what is not there needs no rule.
+/// Access rights by path; missing paths need no rule.
 fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<AccessFs>)> {
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let owned = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
@@ -189,14 +189,17 @@ fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<A
         rules.push((owned(&["/"]), read));
     } else {
         rules.push((
-            identities.iter().flat_map(|one| places(one)).collect(),
+            identities
+                .iter()
+                .flat_map(|one| directories_of(one))
+                .collect(),
             read,
         ));
     }
     if let Some(scratch) = &needs.scratch {
         let remove = AccessFs::RemoveFile | AccessFs::RemoveDir;
         rules.push((vec![scratch.clone()], read | remove));
-        // A directory is removed from the one that it is in.
+        // Removing a directory takes the right on its parent.
         if let Some(above) = scratch.parent() {
             rules.push((vec![above.to_owned()], AccessFs::RemoveDir.into()));
         }
@@ -204,12 +207,12 @@ fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<A
     rules
 }
 
-/// Where the files of an identity are, and those that they are links to: what renews certificates
-/// puts new ones beside the old, as certbot does.
-fn places(identity: &Path) -> Vec<PathBuf> {
-    let mut places = vec![identity.to_owned()];
+/// The directories of an identity's files, and those of their link targets: tools that renew
+/// certificates, such as certbot, put the new files next to the old ones.
+fn directories_of(identity: &Path) -> Vec<PathBuf> {
+    let mut directories = vec![identity.to_owned()];
     for role in [Role::Source, Role::Destination] {
-        // Whether it can be used is found when it is.
+        // Loading reports unusable files.
         let Ok(files) = Files::in_directory(identity, None, Some(role)) else {
             continue;
         };
@@ -222,11 +225,11 @@ fn places(identity: &Path) -> Vec<PathBuf> {
         ];
         for path in paths.into_iter().flatten() {
             let target = path.canonicalize().unwrap_or_else(|_| path.clone());
-            places.extend(path.parent().map(Into::into));
-            places.extend(target.parent().map(Into::into));
+            directories.extend(path.parent().map(Into::into));
+            directories.extend(target.parent().map(Into::into));
         }
     }
-    places.sort();
-    places.dedup();
-    places
+    directories.sort();
+    directories.dedup();
+    directories
 }

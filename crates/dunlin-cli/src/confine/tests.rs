@@ -1,7 +1,8 @@
-//! A confined child of the test's own tries what must now fail, and what must not.
+//! A confined child process tries operations that must fail and operations that must work.
 //!
-//! The child is this test program again, told by its environment which parts of the confinement to
-//! take: each is tried alone, since where two forbid a thing either would hide the other's absence.
+//! The child is this test program, started again with the parts to apply in its environment. Each
+//! part is also tested alone, because another part that forbids the same operation would hide a
+//! failure.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -29,26 +30,26 @@ use vm_memory::mmap::{MmapRegion, MmapRegionError};
 
 use super::*;
 
-/// Which parts the child takes, and in which directory it does.
+/// Parts that the child applies, and its directory.
 const PARTS: &str = "DUNLIN_TEST_CONFINED";
 const DIRECTORY: &str = "DUNLIN_TEST_CONFINED_IN";
 
-/// What became of everything that a child has tried, by name: `done`, or the error's name.
+/// The outcome of each operation by name: `done`, or the error's name.
 type Outcomes = BTreeMap<String, String>;
 
-/// A directory with what a VM's process has.
+/// A directory with the files of a VM's process.
 fn directory() -> Scratch {
     let scratch = Scratch::new();
     for directory in ["control", "journal", "identity", "elsewhere"] {
         fs::create_dir_all(scratch.join(directory)).unwrap();
     }
     for file in ["identity/key.pem", "elsewhere/secret", "journal/old"] {
-        fs::write(scratch.join(file), "what is in it").unwrap();
+        fs::write(scratch.join(file), "content").unwrap();
     }
     scratch
 }
 
-/// Runs a child that takes `parts`.
+/// Runs a child that applies `parts`.
 fn confined(parts: &str) -> Outcomes {
     let scratch = directory();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -88,7 +89,7 @@ fn assert_each(outcomes: &Outcomes, outcome: &str, what: &[&str]) {
     }
 }
 
-/// What a VM's process does all the time.
+/// Operations of a VM's normal work.
 const STILL_WORKS: &[&str] = &[
     "read an identity",
     "read the journal",
@@ -104,7 +105,7 @@ const STILL_WORKS: &[&str] = &[
 ];
 
 #[test]
-fn a_confined_process_does_its_work_and_nothing_else() {
+fn a_confined_process_can_only_do_its_work() {
     let outcomes = confined("all");
     assert_each(&outcomes, "done", STILL_WORKS);
     let by_files = [
@@ -138,13 +139,13 @@ fn a_confined_process_does_its_work_and_nothing_else() {
     ];
     assert_each(&outcomes, "ENOSYS", &by_calls);
     assert_eq!(outcomes["make a local socket later"], "EACCES");
-    // Threads that were started before are held too.
+    // Threads that already ran are restricted too.
     assert_eq!(outcomes["make a local socket in an older thread"], "EACCES");
 }
 
-/// Beside its work it sets up IPsec, and connects from the ports that it was given for lanes.
+/// Besides its work it sets up IPsec, and binds the source ports of its lanes.
 #[test]
-fn a_process_whose_lanes_go_over_ipsec_keeps_what_that_takes_and_nothing_else() {
+fn a_process_with_lanes_over_ipsec_keeps_only_what_they_need() {
     let outcomes = confined("ipsec");
     assert_each(&outcomes, "done", STILL_WORKS);
     let kept = [
@@ -172,7 +173,7 @@ fn a_process_whose_lanes_go_over_ipsec_keeps_what_that_takes_and_nothing_else() 
 }
 
 #[test]
-fn landlock_alone_holds_what_it_is_for() {
+fn landlock_alone_restricts_files_ports_and_signals() {
     let outcomes = confined("files");
     assert_each(&outcomes, "done", STILL_WORKS);
     let denied = [
@@ -196,7 +197,7 @@ fn landlock_alone_holds_what_it_is_for() {
 }
 
 #[test]
-fn without_capabilities_root_is_like_anybody() {
+fn without_capabilities_root_is_an_ordinary_user() {
     let outcomes = confined("privileges");
     let denied = [
         "mount",
@@ -208,9 +209,9 @@ fn without_capabilities_root_is_like_anybody() {
     assert_eq!(outcomes["execute a program"], "done");
 }
 
-/// What it does all the time, and what only its unit or nobody keeps from it.
+/// The tunnel's normal work, and operations that only its systemd unit can deny.
 #[test]
-fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
+fn a_confined_tunnel_reads_and_connects_but_changes_nothing() {
     let outcomes = confined("tunnel");
     let works = [
         "read an identity",
@@ -255,7 +256,7 @@ fn a_confined_tunnel_reads_and_connects_and_changes_nothing() {
 }
 
 #[test]
-fn a_tunnel_with_programs_is_confined_by_its_unit_alone_and_says_so() {
+fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     let confining = |confine| ConfiningTunnel { confine };
     let against = Some(("the programs of routes would be confined", "leave them out"));
     let confined = confining(Whether::Auto).apply(against, None).unwrap();
@@ -276,8 +277,8 @@ fn a_tunnel_with_programs_is_confined_by_its_unit_alone_and_says_so() {
 }
 
 #[test]
-fn what_the_kernel_cannot_do_is_said_or_refused() {
-    // A filter that lets neither Landlock nor a further filter in stands for such a kernel.
+fn missing_kernel_support_is_reported_or_an_error() {
+    // A filter that forbids Landlock and further filters simulates such a kernel.
     let outcomes = confined("nothing-left");
     let said = &outcomes["auto"];
     for part in [
@@ -294,7 +295,7 @@ fn what_the_kernel_cannot_do_is_said_or_refused() {
     assert_eq!(outcomes["no"], "[] []");
 }
 
-/// The child; nothing where it is run among the other tests.
+/// The child; does nothing when run as an ordinary test.
 #[test]
 fn inside() {
     let (Some(parts), Some(directory)) = (std::env::var_os(PARTS), std::env::var_os(DIRECTORY))
@@ -319,29 +320,29 @@ fn inside() {
         "all" => {
             let confined = confining(Whether::Yes).apply(&needs).unwrap();
             change_root(&directory);
-            // The C library does it in every thread, and ends a process in which they differ.
-            tell("become another user", setuid(Uid::from_raw(12_345)));
+            // The C library changes the user in every thread, and aborts if a thread differs.
+            report("become another user", setuid(Uid::from_raw(12_345)));
             try_everything(&directory);
             make_no_more_sockets(&confined).unwrap();
-            tell("make a local socket later", local_socket());
-            tell("make a local socket in an older thread", older());
+            report("make a local socket later", local_socket());
+            report("make a local socket in an older thread", older());
         }
         "ipsec" => {
             confining(Whether::Yes).apply(&needs).unwrap();
             let bound = TcpListener::bind("127.0.0.1:24600").map(drop);
-            tell("bind a lane's port", bound.map_err(number));
+            report("bind a lane's port", bound.map_err(number));
             let asking = socket(
                 AddressFamily::Netlink,
                 SockType::Raw,
                 SockFlag::empty(),
                 SockProtocol::NetlinkSockDiag,
             );
-            tell("ask about connections", asking.map(drop));
+            report("ask about connections", asking.map(drop));
             let record = directory
                 .join("journal")
                 .join(crate::state::IPSEC_RECORDS)
                 .join("new");
-            tell(
+            report(
                 "keep records of IPsec",
                 fs::write(record, "x").map_err(number),
             );
@@ -357,13 +358,13 @@ fn inside() {
             confining.apply(None, Some(&needs.control)).unwrap();
             change_root(&directory);
             try_everything(&directory);
-            tell("make a local socket later", local_socket());
-            tell("move bytes in the kernel", moved_in_the_kernel());
-            for place in ["control", "elsewhere"] {
-                let made = directory.join(place).join("sockets.d");
+            report("make a local socket later", local_socket());
+            report("move bytes in the kernel", moved_in_the_kernel());
+            for parent in ["control", "elsewhere"] {
+                let made = directory.join(parent).join("sockets.d");
                 let both = fs::create_dir(&made).and_then(|()| fs::remove_dir(&made));
-                tell(
-                    &format!("make and remove a directory in {place}"),
+                report(
+                    &format!("make and remove a directory in {parent}"),
                     both.map_err(number),
                 );
             }
@@ -387,14 +388,14 @@ fn inside() {
             .unwrap();
             let Line::Confined { by, lacks } = confining(Whether::Auto).apply(&needs).unwrap()
             else {
-                panic!("something else was said");
+                panic!("unexpected line");
             };
             assert!(by.is_empty(), "{by:?}");
             println!("tried auto: {}", lacks.join(", "));
             let refused = confining(Whether::Yes).apply(&needs).unwrap_err();
             println!("tried yes: {refused}");
             let Line::Confined { by, lacks } = confining(Whether::No).apply(&needs).unwrap() else {
-                panic!("something else was said");
+                panic!("unexpected line");
             };
             println!("tried no: {by:?} {lacks:?}");
         }
@@ -402,7 +403,7 @@ fn inside() {
     }
 }
 
-/// A thread that tries for a local socket when it is asked.
+/// A thread that tries to create a local socket when triggered.
 fn older_thread() -> impl FnOnce() -> Result<(), Errno> {
     let (ask, asked) = std::sync::mpsc::channel();
     let thread = std::thread::spawn(move || {
@@ -415,7 +416,7 @@ fn older_thread() -> impl FnOnce() -> Result<(), Errno> {
     }
 }
 
-/// A byte from a pipe to another one.
+/// Moves a byte from one pipe to another.
 fn moved_in_the_kernel() -> Result<(), Errno> {
     let (from, into) = nix::unistd::pipe()?;
     let (_out, to) = nix::unistd::pipe()?;
@@ -424,7 +425,7 @@ fn moved_in_the_kernel() -> Result<(), Errno> {
     nix::fcntl::splice(from, None, to, None, 1, flags).map(drop)
 }
 
-/// By both interfaces, for a thread that reads its clocks.
+/// Waits with poll and epoll, after reading a thread's clocks.
 fn waited() -> std::io::Result<()> {
     let limit = Some(clock::monotonic() + affinity::thread_cpu_time());
     let (waker, wakeup) = poll::waker()?;
@@ -447,8 +448,8 @@ fn made(family: AddressFamily, kind: SockType) -> Result<(), Errno> {
     socket(family, kind, SockFlag::empty(), None).map(drop)
 }
 
-fn tell(what: &str, outcome: Result<(), Errno>) {
-    // libtest has a line of its own under way.
+fn report(what: &str, outcome: Result<(), Errno>) {
+    // libtest has an unfinished line.
     match outcome {
         Ok(()) => println!("\ntried {what}: done"),
         Err(error) => println!("\ntried {what}: {error:?}"),
@@ -463,11 +464,11 @@ fn number(error: std::io::Error) -> Errno {
 
 fn change_root(to: &Path) {
     let changed = std::os::unix::fs::chroot(to);
-    tell("change its root", changed.map_err(number));
+    report("change its root", changed.map_err(number));
 }
 
 fn try_everything(directory: &Path) {
-    let io = |what: &str, outcome: std::io::Result<()>| tell(what, outcome.map_err(number));
+    let io = |what: &str, outcome: std::io::Result<()>| report(what, outcome.map_err(number));
     let at = |name: &str| directory.join(name);
     let read = |path: &Path| fs::read(path).map(drop);
     let write = |path: &Path| {
@@ -537,9 +538,9 @@ fn try_everything(directory: &Path) {
         Command::new("/bin/true").status().map(drop),
     );
 
-    // Unlike attach this stops nobody, should it go well.
+    // Unlike attach, a successful seize does not stop the process.
     let seized = ptrace::seize(parent, ptrace::Options::empty());
-    tell("debug its parent", seized);
+    report("debug its parent", seized);
     let mut byte = [0];
     let (mut here, there) = (
         [std::io::IoSliceMut::new(&mut byte)],
@@ -548,31 +549,31 @@ fn try_everything(directory: &Path) {
             len: 1,
         }],
     );
-    tell(
+    report(
         "read its parent's memory",
         process_vm_readv(parent, &mut here, &there).map(drop),
     );
-    tell("signal its parent", kill(parent, None));
+    report("signal its parent", kill(parent, None));
     let none: Option<&str> = None;
     let bind = MsFlags::MS_BIND;
-    tell(
+    report(
         "mount",
         mount(Some(directory), &at("elsewhere"), none, bind, none),
     );
-    tell(
+    report(
         "raise a limit",
         setrlimit(Resource::RLIMIT_NOFILE, 100, 100),
     );
-    tell(
+    report(
         "make a packet socket",
         made(AddressFamily::Packet, SockType::Raw),
     );
-    // Whose protocol is that of routes.
-    tell(
+    // Its protocol is NETLINK_ROUTE.
+    report(
         "make a netlink socket",
         made(AddressFamily::Netlink, SockType::Raw),
     );
-    tell(
+    report(
         "make a netlink socket for packet filters",
         socket(
             AddressFamily::Netlink,
@@ -582,7 +583,7 @@ fn try_everything(directory: &Path) {
         )
         .map(drop),
     );
-    tell(
+    report(
         "make a raw socket",
         socket(
             AddressFamily::Inet,
@@ -595,7 +596,7 @@ fn try_everything(directory: &Path) {
     let both = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
     let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let mapped = MmapRegion::<()>::build(None, 4096, both, anonymous);
-    tell(
+    report(
         "map memory to write and execute",
         match mapped {
             Ok(_) => Ok(()),
@@ -607,10 +608,10 @@ fn try_everything(directory: &Path) {
     let address = SocketAddr::from_abstract_name(name).unwrap();
     let connected = UnixStream::connect_addr(&address);
     io("connect to an abstract socket", connected.map(drop));
-    tell("make a user namespace", unshare(CloneFlags::CLONE_NEWUSER));
-    // Last: where it goes well nothing comes after it.
+    report("make a user namespace", unshare(CloneFlags::CLONE_NEWUSER));
+    // Last: if it succeeds, nothing runs after it.
     println!("\ntried execute a program: done");
     let program = c"/bin/true";
     let Err(error) = execv(program, &[program]);
-    tell("execute a program", Err(error));
+    report("execute a program", Err(error));
 }

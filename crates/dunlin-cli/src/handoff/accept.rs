@@ -1,5 +1,4 @@
-//! `dunlin handoff accept`: one port for names that are handed over and for those of the server
-//! behind.
+//! `dunlin handoff accept`: one port for clients to hand over and clients to forward to a server.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -22,75 +21,75 @@ use crate::code::{DONE, FAILED};
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::log::say;
 use crate::options::parse_limit;
-use crate::service::{Manager, Told, cannot_listen, passed, wait_for};
+use crate::service::{Manager, ServiceEvent, cannot_listen, passed, wait_for};
 use crate::text::chained;
 use crate::tunnel::{Port, host_of, parse_port, socket_path};
 
-/// What a client of TLS 1.2 may choose from, best first.
+/// Cipher suites for TLS 1.2, best first.
 const CIPHERS: &str = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384:\
                        ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES128-GCM-SHA256";
-/// The same in TLS 1.3.
+/// Cipher suites for TLS 1.3, best first.
 const CIPHERS_1_3: &str = "TLS_AES_256_GCM_SHA384:TLS_AES_128_GCM_SHA256";
 const CURVES: &str = "X25519:secp384r1:secp256r1";
 
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("certificate").required(true).args(["identity", "cert"])))]
 pub(crate) struct Accept {
-    /// Where clients come in: 0.0.0.0:443, or systemd:NAME.
+    /// Listen address for clients: 0.0.0.0:443, or systemd:NAME.
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = parse_port)]
     listen: Port,
-    /// A name whose connections are handed over; repeatable.
+    /// Hand over the connections for this server name; repeatable.
     #[arg(long = "sni", value_name = "NAME", required = true, value_parser = parse_name)]
     names: Vec<String>,
-    /// The unix socket at which they are taken, unix:PATH: one for all names, or one for each, in
-    /// their order.
+    /// The unix socket that receives the connections, unix:PATH: one for all names, or one for each
+    /// name in the same order.
     #[arg(long = "to", value_name = "unix:PATH", required = true, value_parser = parse_path)]
     to: Vec<PathBuf>,
-    /// The server of all other names, and of clients without one: tcp:HOST:PORT or unix:PATH.
-    /// Without it they are refused.
+    /// Forward clients with other names or without one to this server: tcp:HOST:PORT or unix:PATH
+    /// [default: reject them].
     #[arg(long = "else", value_name = "TARGET", value_parser = parse_target)]
     other: Option<Target>,
-    /// Tell it where a client comes from, in front of what the client says.
+    /// Send the forwarded client's address to the server in a PROXY protocol header.
     #[arg(long, value_name = "VERSION", requires = "other")]
     proxy_protocol: Option<Header>,
-    /// Connect it with clients that do not speak TLS, too.
+    /// Also forward clients that do not speak TLS.
     #[arg(long, requires = "other")]
     forward_plain: bool,
-    /// So many of its clients at most; each takes two threads and eight files.
+    /// Maximum number of forwarded clients; each takes two threads and eight files.
     #[arg(long, value_name = "N", default_value_t = Limits::default().forwarded as u16,
           value_parser = clap::value_parser!(u16).range(1..))]
     forwarded: u16,
     /// Directory with this host's certificate and key.
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
-    /// The certificate alone, with its chain (PEM).
+    /// Certificate file with its chain (PEM), instead of --identity.
     #[arg(long, value_name = "FILE", requires = "key")]
     cert: Option<PathBuf>,
-    /// Its key.
+    /// Key file of the certificate.
     #[arg(long, value_name = "FILE", requires = "cert")]
     key: Option<PathBuf>,
     #[command(flatten)]
     reading: Reading,
-    /// Let in only clients with a certificate of this name, or the pin of it; repeatable.
+    /// Accept only clients with a certificate of this name or pin; repeatable.
     #[arg(long = "peer", value_name = "NAME|PIN")]
     peers: Vec<String>,
-    /// Let in only clients with a certificate of the identity's authorities.
+    /// Accept only clients with a certificate of the identity's authorities.
     #[arg(long, requires = "identity", conflicts_with = "cert")]
     verify_clients: bool,
-    /// The version of TLS of what is handed over. The keys of a 1.3 socket cannot be changed by
-    /// who gets it, so a client that changes its own ends the connection.
+    /// TLS version of the sockets that are handed over. The receiver of a 1.3 socket cannot update
+    /// its keys, so a client's key update ends the connection.
     #[arg(long, value_enum, default_value_t)]
     tls: Version,
-    /// What may be negotiated, in OpenSSL's words, best first [default: AES-GCM].
+    /// Cipher suites to negotiate, by OpenSSL name, best first [default: AES-GCM].
     #[arg(long, value_name = "LIST")]
     ciphers: Option<String>,
-    /// The same for the key exchange.
+    /// Groups for the key exchange, best first.
     #[arg(long, value_name = "LIST", default_value = CURVES)]
     curves: String,
-    /// How long a client may take for its handshake.
+    /// Time limit of a client's handshake.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_limit)]
     timeout: Duration,
-    /// How long forwarded clients may go on after SIGTERM.
+    /// Time limit of forwarded clients after SIGTERM.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_limit)]
     drain: Duration,
 }
@@ -101,23 +100,23 @@ enum Header {
     V2,
 }
 
-/// What the main thread waits for.
-enum Heard {
-    Told(Told),
-    /// Nobody is accepted any more.
+/// Events for the main thread.
+enum MainEvent {
+    Service(ServiceEvent),
+    /// The acceptor failed and accepts no more clients.
     Failed,
 }
 
-impl From<Told> for Heard {
-    fn from(told: Told) -> Self {
-        Self::Told(told)
+impl From<ServiceEvent> for MainEvent {
+    fn from(event: ServiceEvent) -> Self {
+        Self::Service(event)
     }
 }
 
 impl Accept {
     pub(crate) fn run(&self) -> Result<i32> {
         let sockets = passed()?;
-        let (told, events) = channel();
+        let (sender, events) = channel();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
         let tls = self.tls()?;
@@ -128,46 +127,49 @@ impl Accept {
                 .tcp(name)
                 .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,
         };
-        // It would keep the port open behind the last who is taken.
+        // Otherwise the port would stay open after the acceptor stops.
         drop(sockets);
-        let failed = told.clone();
+        let failed = sender.clone();
         let observer = move |event| {
             say(&format!("{event}"));
             if matches!(event, Event::Failed(_)) {
-                // The main thread is there until the process ends.
-                let _ = failed.send(Heard::Failed);
+                // The main thread receives until the process ends.
+                let _ = failed.send(MainEvent::Failed);
             }
         };
         let acceptor = Acceptor::start(listener, tls.clone(), self.options()?, observer)?;
-        wait_for(told, ends, hang_ups)?;
+        wait_for(sender, ends, hang_ups)?;
         println!("listening on {}", acceptor.address());
         manager.ready(&format!("clients connect to {}", acceptor.address()));
         for event in events {
             match event {
-                Heard::Failed => break,
-                Heard::Told(Told::Again) => {
+                MainEvent::Failed => break,
+                MainEvent::Service(ServiceEvent::Reload) => {
                     manager.reloading();
                     let how = match self.tls() {
                         Ok(fresh) => {
                             tls.replace(&fresh);
-                            "the certificates were read anew".to_owned()
+                            "certificates reloaded".to_owned()
                         }
-                        Err(error) => format!("everything stays as it was: {}", chained(&error)),
+                        Err(error) => format!(
+                            "certificates not reloaded, everything stays as it was: {}",
+                            chained(&error)
+                        ),
                     };
                     say(&how);
                     manager.ready(&how);
                 }
-                Heard::Told(Told::End(signal)) => {
+                MainEvent::Service(ServiceEvent::End(signal)) => {
                     manager.stopping();
                     say(&format!(
-                        "{}: no more clients are taken, and those that are forwarded have {} s to end",
+                        "{}: no new clients; forwarded clients have {} s to end",
                         signal.name(),
                         self.drain.as_secs()
                     ));
                     return Ok(match acceptor.drain(self.drain) {
                         0 => DONE,
                         cut => {
-                            say(&format!("{cut} connections were cut off"));
+                            say(&format!("{cut} connections were aborted"));
                             FAILED
                         }
                     });
@@ -182,7 +184,7 @@ impl Accept {
             [path] => vec![path; self.names.len()],
             paths if paths.len() == self.names.len() => paths.iter().collect(),
             paths => bail!(
-                "{} names and {} times --to: give one --to for all names, or one for each",
+                "{} names and {} --to: give one --to for all names, or one for each name",
                 self.names.len(),
                 paths.len()
             ),
@@ -209,7 +211,7 @@ impl Accept {
         })
     }
 
-    /// What handshakes are made with, read from the files as they are now.
+    /// Settings of the handshakes, from the current files.
     fn tls(&self) -> Result<ServerTls> {
         let ciphers = match self.tls {
             Version::V1_2 => CIPHERS,
@@ -229,9 +231,8 @@ impl Accept {
         };
         let tls = identity.handoff_server(offer, clients);
         Ok(match self.cert {
-            Some(_) if !self.peers.is_empty() => tls.context(
-                "with --cert there are no authorities: --identity has some, and a pin needs none",
-            )?,
+            Some(_) if !self.peers.is_empty() => tls
+                .context("--cert has no authorities: use --identity, or a pin, which needs none")?,
             _ => tls?,
         })
     }
@@ -241,7 +242,7 @@ impl Accept {
             return load_identity(directory, Role::Destination, &self.reading);
         }
         let (Some(certificate), Some(key)) = (&self.cert, &self.key) else {
-            bail!("--cert and --key are given together");
+            bail!("--cert and --key must be given together");
         };
         let files = Files {
             certificate: certificate.clone(),
@@ -255,18 +256,18 @@ impl Accept {
             ..LoadOptions::default()
         };
         let (identity, warnings) = Identity::load_files(files, options)
-            .with_context(|| format!("{} cannot be used", certificate.display()))?;
+            .with_context(|| format!("cannot use {}", certificate.display()))?;
         Ok((identity, warnings.iter().map(ToString::to_string).collect()))
     }
 }
 
-/// A name as a ClientHello can say it (RFC 6066, section 3).
+/// A server name as in a ClientHello (RFC 6066, section 3).
 fn parse_name(text: &str) -> Result<String, String> {
     let fits = (1..=255).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic());
     match fits {
         true => Ok(text.to_owned()),
         false => Err(format!(
-            "{text:?} is no server's name: write it in ASCII, as clients send it"
+            "invalid server name {text:?}: write it in ASCII, as clients send it"
         )),
     }
 }
@@ -274,7 +275,7 @@ fn parse_name(text: &str) -> Result<String, String> {
 fn parse_path(text: &str) -> Result<PathBuf, String> {
     match text.strip_prefix("unix:") {
         Some(path) => socket_path(path),
-        None => Err(format!("{text:?} is no unix socket: write unix:PATH")),
+        None => Err(format!("invalid unix socket {text:?}: write unix:PATH")),
     }
 }
 
@@ -287,6 +288,6 @@ fn parse_target(text: &str) -> Result<Target, String> {
         return Ok(Target::Tcp(to.to_owned()));
     }
     Err(format!(
-        "{text:?} is no server: write tcp:HOST:PORT or unix:PATH"
+        "invalid server {text:?}: write tcp:HOST:PORT or unix:PATH"
     ))
 }

@@ -1,9 +1,9 @@
-//! `dunlin handoff connect`: what a toolstack runs to get a socket with the kernel's TLS.
+//! `dunlin handoff connect`: a toolstack's helper that returns a connected socket with kernel TLS.
 //!
-//! Everything happens in this order, so that each failure is reported as what it is: arguments,
-//! TCP, handshake with the peer's certificate, the kernel's TLS in both directions, one line on
-//! standard output, the socket. What fails is one line on standard error and exit code 1, and no
-//! socket is passed.
+//! The steps run in this order, so that each failure is reported precisely: arguments, TCP,
+//! handshake with the peer's certificate, kernel TLS in both directions, one line on standard
+//! output, the socket. A failure prints one line on standard error, exits with code 1 and passes no
+//! socket.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
@@ -25,7 +25,7 @@ use crate::code;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::options::parse_limit;
 
-/// The byte that carries the sockets; nobody looks at it.
+/// The byte that carries the sockets; receivers ignore its value.
 const CARRIER: &[u8] = b"x";
 
 #[derive(Debug, Args)]
@@ -34,30 +34,30 @@ pub(crate) struct Connect {
     /// Name or address of the peer.
     #[arg(long)]
     host: String,
-    /// Its port.
+    /// Port of the peer.
     #[arg(long)]
     port: u16,
-    /// The number of a unix socket that the caller has left open: over it goes one byte with the
-    /// socket attached.
+    /// Descriptor number of a unix socket inherited from the caller; the connected socket is sent
+    /// over it, attached to one byte.
     #[arg(long, value_name = "N")]
     send_fd: RawFd,
-    /// What may be negotiated, in OpenSSL's words, best first: ECDHE-RSA-AES256-GCM-SHA384:...
+    /// Cipher suites to negotiate, by OpenSSL name, best first: ECDHE-RSA-AES256-GCM-SHA384:...
     #[arg(long, value_name = "LIST")]
     ciphers: String,
-    /// The same for the key exchange: secp384r1, P-256, X25519.
+    /// Groups for the key exchange, best first: secp384r1, P-256, X25519.
     #[arg(long, value_name = "LIST")]
     curves: String,
-    /// Certificates to believe (PEM): authorities, and peers' own.
+    /// Certificates to trust (PEM): authorities, or the peers' own.
     #[arg(long, value_name = "FILE", group = "verification")]
     cert_bundle_file: Option<PathBuf>,
-    /// Believe whoever answers. What is sent can be read by whoever that is.
+    /// Do not verify the peer. An impostor can read everything that is sent.
     #[arg(long, group = "verification")]
     no_verify: bool,
-    /// The name by which the peer chooses its certificate.
+    /// Server name to send to the peer (SNI).
     #[arg(long, value_name = "NAME")]
     sni: Option<String>,
-    /// A name that the certificate must bear, or its pin; repeatable. None is demanded otherwise:
-    /// pool certificates have none.
+    /// A name that the certificate must contain, or its pin; repeatable [default: any name, because
+    /// pool certificates have none].
     #[arg(
         long = "peer",
         value_name = "NAME|PIN",
@@ -65,23 +65,23 @@ pub(crate) struct Connect {
         conflicts_with = "no_verify"
     )]
     peers: Vec<String>,
-    /// Directory with a certificate and key to show to the peer.
+    /// Directory with a certificate and key to present to the peer.
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
     #[command(flatten)]
     reading: Reading,
-    /// The version of TLS. The keys of a 1.3 socket cannot be changed by who gets it, so a peer
-    /// that changes its own ends the connection.
+    /// TLS version. The receiver of a 1.3 socket cannot update its keys, so a peer's key update
+    /// ends the connection.
     #[arg(long, value_enum, default_value_t)]
     tls: Version,
-    /// So many connections, whose sockets are passed together.
+    /// Number of connections; their sockets are passed together.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=64))]
     connections: u16,
-    /// After so long it has failed.
+    /// Time limit for everything.
     #[arg(long, value_name = "TIME", default_value = "25s", value_parser = parse_limit)]
     timeout: Duration,
-    /// Print a JSON object for each socket instead of a line for people.
+    /// Print one JSON object per socket instead of a line for people.
     #[arg(long)]
     json: bool,
 }
@@ -107,7 +107,7 @@ impl From<Version> for TlsVersion {
 impl Connect {
     pub(crate) fn run(&self) -> Result<i32> {
         let deadline = Instant::now() + self.timeout;
-        let to = self.desk()?;
+        let to = self.caller()?;
         let tls = self.tls()?;
         let mut handed = Vec::new();
         for _ in 0..self.connections {
@@ -119,25 +119,24 @@ impl Connect {
                 true => writeln!(out, "{}", serde_json::to_string(line)?),
                 false => writeln!(out, "{line}"),
             }
-            .context("standard output takes nothing")?;
+            .context("cannot write standard output")?;
         }
-        // Before the socket goes: whoever has it may end this process.
-        out.flush().context("standard output takes nothing")?;
+        // Before the socket is sent: its receiver may end this process.
+        out.flush().context("cannot write standard output")?;
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
-        pass::give(to, CARRIER, &sockets, deadline).with_context(|| {
-            format!("the socket cannot be passed to --send-fd {}", self.send_fd)
-        })?;
+        pass::give(to, CARRIER, &sockets, deadline)
+            .with_context(|| format!("cannot pass the socket to --send-fd {}", self.send_fd))?;
         Ok(code::DONE)
     }
 
-    /// Where the sockets go.
-    fn desk(&self) -> Result<OwnedFd> {
+    /// The caller's socket, which receives the connections.
+    fn caller(&self) -> Result<OwnedFd> {
         let number = self.send_fd;
-        let desk = fdpass::inherited(number)
-            .with_context(|| format!("--send-fd {number} is no descriptor that is open here"))?;
-        match fdpass::is_unix_socket(&desk) {
-            Ok(true) => Ok(desk),
-            _ => bail!("--send-fd {number} is no unix socket, over which a descriptor could go"),
+        let caller = fdpass::inherited(number)
+            .with_context(|| format!("--send-fd {number} is not an open descriptor"))?;
+        match fdpass::is_unix_socket(&caller) {
+            Ok(true) => Ok(caller),
+            _ => bail!("--send-fd {number} is not a unix socket, which passing a descriptor needs"),
         }
     }
 
@@ -146,7 +145,7 @@ impl Connect {
         let offer = Offer::new(self.tls.into(), &self.ciphers, &self.curves, provider)?;
         let trust = match &self.cert_bundle_file {
             Some(path) => {
-                let bundle = Bundle::load(path).context("--cert-bundle-file cannot be used")?;
+                let bundle = Bundle::load(path).context("cannot use --cert-bundle-file")?;
                 TrustPolicy::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
             }
             None => TrustPolicy::Anybody,
@@ -163,7 +162,7 @@ impl Connect {
         )?)
     }
 
-    /// A socket that can be used without TLS, and what is said about it.
+    /// A socket usable without TLS code, and its description.
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
         let connected = connect::connect(&self.host, self.port, tls, deadline)?;
         let facts = connected.facts.clone();

@@ -1,4 +1,4 @@
-//! What is said of a socket that is handed over.
+//! The description of a socket that is handed over.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,23 +19,23 @@ pub(super) struct HandedLine {
     version: String,
     cipher: &'static str,
     curve: &'static str,
-    /// What of the kernel's does the work.
+    /// The kernel's cipher driver.
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<DriverLine>,
-    /// Where it does.
+    /// Where sealing and opening run.
     #[serde(skip_serializing_if = "Option::is_none")]
     acceleration: Option<AccelerationLine>,
-    /// By which network device it left.
+    /// The network device of its route.
     #[serde(skip_serializing_if = "Option::is_none")]
     device: Option<DeviceLine>,
-    /// What it has counted for this and for all other sockets of the network namespace.
+    /// The kernel's TLS counters, which cover all sockets of the network namespace.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     tls_stat: BTreeMap<String, u64>,
     peer: PeerLine,
-    /// Records that may be sent, and received, before the connection must be replaced: nobody
+    /// Maximum number of records in each direction; then the connection must be replaced. Nothing
     /// counts them for the socket's owner.
     record_limit: u64,
-    /// The same, for an owner who writes 16 KiB at least each time.
+    /// `record_limit` in bytes, for an owner that writes at least 16 KiB at a time.
     bytes_limit: u64,
 }
 
@@ -46,7 +46,7 @@ struct AccelerationLine {
     receiving: &'static str,
 }
 
-/// A device, and whether it is to take keys, as ethtool(8) has it.
+/// A device, and its TLS offload features, named as in ethtool(8).
 #[derive(Debug, Serialize)]
 struct DeviceLine {
     name: String,
@@ -66,10 +66,10 @@ struct PeerLine {
     names: Vec<String>,
 }
 
-/// One that came in at `accept`.
+/// A socket from `accept`.
 #[derive(Debug, Serialize)]
 pub(super) struct AcceptedLine {
-    /// The name that its client wanted.
+    /// The server name that its client sent.
     sni: String,
     #[serde(flatten)]
     handed: HandedLine,
@@ -120,7 +120,7 @@ impl HandedLine {
 
 impl From<Acceleration> for AccelerationLine {
     fn from(acceleration: Acceleration) -> Self {
-        let name = |place| match place {
+        let name = |engine| match engine {
             RecordEngine::Software => "software",
             RecordEngine::Card => "card",
         };

@@ -1,4 +1,4 @@
-//! `dunlin handoff`: connected sockets whose TLS the kernel does, for programs that do no TLS.
+//! `dunlin handoff`: connected sockets with kernel TLS, for programs that do not implement TLS.
 
 mod accept;
 mod connect;
@@ -13,17 +13,17 @@ use clap::error::ErrorKind;
 
 use crate::text::chained;
 
-/// The name under which `dunlin` is `dunlin handoff connect`, as toolstacks call theirs.
+/// As `ktls-helper`, `dunlin` runs `dunlin handoff connect`; toolstacks expect this name.
 const HELPER: &str = "ktls-helper";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Connect, make the TLS handshake, leave the rest of TLS to the kernel, and pass the socket
-    /// to the caller.
+    /// Connect, perform the TLS handshake, move TLS into the kernel, and pass the socket to the
+    /// caller.
     #[command(visible_alias = HELPER)]
     Connect(connect::Connect),
-    /// Take clients in: those of some names are handed over, all others connected with the server
-    /// behind.
+    /// Accept TLS clients: hand over those with the given server names, forward all others to a
+    /// server.
     Accept(accept::Accept),
 }
 
@@ -34,8 +34,8 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
     }
 }
 
-/// The words of a command line, if it is a helper's: its caller reads one line of its errors, and
-/// knows the exit codes 0 and 1.
+/// The command line of a helper call, or `None`. A helper's caller reads one line of errors, and
+/// expects exit codes 0 and 1.
 pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Vec<OsString>> {
     let name = words.first().and_then(|word| Path::new(word).file_name());
     if name.is_some_and(|name| name == HELPER) {
@@ -58,7 +58,7 @@ pub(crate) fn refused(error: &clap::Error) -> Error {
     }
 }
 
-/// What clap says, without how the command is used.
+/// clap's error without the usage text.
 fn without_usage(text: &str) -> String {
     let what = text.split("\n\nUsage:").next().unwrap_or(text);
     let what = what.strip_prefix("error: ").unwrap_or(what);

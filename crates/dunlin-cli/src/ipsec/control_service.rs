@@ -1,4 +1,4 @@
-//! The control socket of `ipsec serve` and `up`: how they stand, and that they end.
+//! The control socket of `ipsec serve` and `up`: status, rekeying and end of their sessions.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -17,9 +17,9 @@ use crate::options::{ControlPath, IPSEC};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
-/// How long an answer may take: `down` waits for connections to end.
+/// Time limit of an answer: `down` waits for connections to end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// How long a process may take to say how it stands, before its record is taken at its word.
+/// Time limit of a status answer; after it, only the session's record is shown.
 const STATUS_LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -39,9 +39,9 @@ pub(super) struct SessionLine {
     ports: Option<String>,
     mode: Option<String>,
     up: bool,
-    /// Whose it is; none where a record of another release does not say so.
+    /// Its process; `None` if a record of another release does not name it.
     process: Option<u32>,
-    /// Whether that process keeps it. If not, it has died or given it up, and has left this.
+    /// Whether that process keeps the session. If not, the process died or gave the session up.
     kept: bool,
     associations: Vec<AssociationLine>,
 }
@@ -49,13 +49,13 @@ pub(super) struct SessionLine {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct AssociationLine {
     direction: String,
-    /// Of the host that seals.
+    /// Of the sealing host.
     cpu: Option<u32>,
-    /// The connection's ports at the host that seals and at the one that opens.
+    /// The connection's ports at the sealing and at the opening host.
     connection: Option<(u16, u16)>,
     spi: u32,
     epoch: u32,
-    /// None of the following where somebody has removed it.
+    /// This and the following are `None` if another program removed the SA.
     bytes: Option<u64>,
     packets: Option<u64>,
     replayed: Option<u32>,
@@ -63,7 +63,7 @@ pub(super) struct AssociationLine {
     not_authentic: Option<u32>,
 }
 
-/// The CPU and the connection's ports of a sender, as JSON has them.
+/// A sender's CPU and connection ports, as in JSON.
 pub(super) fn parts(sender: Sender) -> (Option<u32>, Option<(u16, u16)>) {
     match sender {
         Sender::Fallback => (None, None),
@@ -80,13 +80,13 @@ pub(super) fn sender(cpu: Option<u32>, connection: Option<(u16, u16)>) -> Sender
     }
 }
 
-/// What a process answers.
+/// A process's answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Answer {
     pub(super) name: String,
     pub(super) pid: u32,
     pub(super) sessions: Vec<SessionLine>,
-    /// Records of sessions that are over whose ports stay blocked.
+    /// Records of ended sessions with ports that stay blocked.
     pub(super) blocked: Vec<String>,
     pub(super) failed: Option<String>,
 }
@@ -108,7 +108,7 @@ impl SessionLine {
         }
     }
 
-    /// Of a process that is not asked, or does not answer.
+    /// A session by its record: its process was not asked or did not answer.
     pub(super) fn recorded(session: &Recorded) -> Self {
         let owner = session.owner.as_ref();
         let unknown = || session.record.display().to_string();
@@ -139,15 +139,15 @@ impl SessionLine {
     fn head(&self) -> String {
         let unknown = || "?".to_owned();
         let process = self.process.map_or_else(unknown, |pid| pid.to_string());
-        let whose = match (self.kept, self.up) {
+        let state = match (self.kept, self.up) {
             (true, true) => format!("up, process {process}"),
             (true, false) => format!("not up, process {process}"),
             (false, _) => format!(
-                "left by process {process}, which has died or lost it: `dunlin ipsec clean` takes it back"
+                "left by process {process}, which died or lost it: `dunlin ipsec clean` removes it"
             ),
         };
         format!(
-            "{}: ports {} between {} and {}, by {}, {whose}",
+            "{}: ports {} between {} and {}, by {}, {state}",
             clean(&self.peer),
             self.ports.clone().unwrap_or_else(unknown),
             self.local_address.clone().unwrap_or_else(unknown),
@@ -183,10 +183,10 @@ impl AssociationLine {
     }
 
     fn print(&self) {
-        let whom = sender(self.cpu, self.connection);
+        let sender = sender(self.cpu, self.connection);
         let carried = match (self.bytes, self.packets) {
             (Some(bytes), Some(packets)) => format!("{bytes} bytes, {packets} packets"),
-            _ => "removed by somebody".to_owned(),
+            _ => "removed by another program".to_owned(),
         };
         let errors = [
             (self.replayed, "replayed"),
@@ -199,16 +199,16 @@ impl AssociationLine {
             .map(|(count, what)| format!(", {count} {what}"))
             .collect();
         println!(
-            "  {:3} {whom}: {carried}{errors} (spi {:#010x}, epoch {})",
+            "  {:3} {sender}: {carried}{errors} (spi {:#010x}, epoch {})",
             self.direction, self.spi, self.epoch
         );
     }
 }
 
-/// Which processes are asked.
+/// Selects processes.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Which {
-    /// The one of this name: the peer of `up`, or `serve` [default: all].
+    /// Name of the process: the peer of `up`, or `serve` [default: all].
     name: Option<String>,
     #[command(flatten)]
     control: ControlPath,
@@ -240,12 +240,12 @@ impl Which {
         for socket in sockets {
             match ask(&socket, request) {
                 Ok(answer) => answers.push(answer),
-                // It has died, and was not asked for by name.
+                // The process has died, and the operator did not name it.
                 Err(_) if self.name.is_none() && UnixStream::connect(&socket).is_err() => {}
-                // What it has is on record.
+                // Its sessions are on record.
                 Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
                     let (at, why) = (socket.display(), chained(&error));
-                    say(&format!("{at} does not say how it stands: {why}"));
+                    say(&format!("no status from {at}: {why}"));
                 }
                 Err(error) => return Err(error),
             }
@@ -260,22 +260,24 @@ fn ask(socket: &Path, request: Request) -> Result<Answer> {
         Request::Rekey | Request::Down => ANSWER_LIMIT,
     };
     let mut client = Client::ask(socket, "IPsec session", &request, Some(limit))?;
-    let answer: Answer = client.next()?.context("the process has ended")?;
+    let answer: Answer = client
+        .next()?
+        .context("the process closed the connection")?;
     match &answer.failed {
         Some(why) => bail!("{}: {}", clean(&answer.name), clean(why)),
         None => Ok(answer),
     }
 }
 
-/// How the sessions stand.
+/// Status of the sessions.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
     #[command(flatten)]
     which: Which,
-    /// Renew the keys of what this host sends, first.
+    /// First renew the keys with which this host sends.
     #[arg(long)]
     rekey: bool,
-    /// One JSON object a session.
+    /// Print one JSON object per session.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -289,8 +291,8 @@ impl Status {
         }
         let answers = self.which.ask(Request::Status)?;
         let answered: Vec<u32> = answers.iter().map(|answer| answer.pid).collect();
-        let told = answers.into_iter().flat_map(|answer| answer.sessions);
-        let mut sessions: Vec<SessionLine> = told.collect();
+        let answered_sessions = answers.into_iter().flat_map(|answer| answer.sessions);
+        let mut sessions: Vec<SessionLine> = answered_sessions.collect();
         if self.which.name.is_none() {
             sessions.extend(self.of_others(&answered)?);
         }
@@ -309,8 +311,8 @@ impl Status {
         Ok(DONE)
     }
 
-    /// Sessions on record that none of those who answered has: of lanes, of processes that do
-    /// not answer, and what was left.
+    /// Recorded sessions that no answering process reported: those of lanes, of processes that do
+    /// not answer, and of dead processes.
     fn of_others(&self, answered: &[u32]) -> Result<Vec<SessionLine>> {
         let records = self.state.ipsec_records()?;
         let found = match ipsec::recorded(&records) {
@@ -318,7 +320,7 @@ impl Status {
             Err(error) => {
                 let why = anyhow::Error::from(error);
                 say(&format!(
-                    "sessions of migrations, tunnels and the dead are not shown: {}",
+                    "cannot show sessions of migrations, tunnels and dead processes: {}",
                     chained(&why)
                 ));
                 return Ok(Vec::new());
@@ -327,11 +329,11 @@ impl Status {
         let mut lines = Vec::new();
         for session in found {
             match session {
-                Ok(session) if is_told(&session, answered) => {}
+                Ok(session) if is_reported(&session, answered) => {}
                 Ok(session) => lines.push(SessionLine::recorded(&session)),
                 Err(error) => {
                     let why = anyhow::Error::from(error);
-                    say(&format!("a session is not shown: {}", chained(&why)));
+                    say(&format!("cannot show a session: {}", chained(&why)));
                 }
             }
         }
@@ -339,21 +341,21 @@ impl Status {
     }
 }
 
-/// Whether its process has told of it itself.
-fn is_told(session: &Recorded, answered: &[u32]) -> bool {
+/// Whether the session's process reported it.
+fn is_reported(session: &Recorded, answered: &[u32]) -> bool {
     let pid = session.owner.as_ref().map(|owner| owner.pid);
     session.is_kept && pid.is_some_and(|pid| answered.contains(&pid))
 }
 
-/// What spreads what a host receives over its CPUs; docs/ipsec.md has more.
-const STEERING: &str = "to spread what is received over this host's CPUs, IF being the network card: \
+/// Advice on spreading received packets over CPUs; docs/ipsec.md has more.
+const STEERING: &str = "to spread received packets over this host's CPUs, with IF the network card: \
 `ethtool -N IF rx-flow-hash esp4` (or esp6), or with --udp `ethtool -N IF rx-flow-hash udp4 sdfn`";
 
-/// What is said of ports that are not free when a process ends.
+/// The warning about ports that are still blocked when a process ends.
 pub(super) fn stay_blocked(records: &[String]) -> String {
     format!(
-        "ports stay blocked, by {}: end the connections on them and say `dunlin ipsec clean`, or \
-         begin the session anew",
+        "ports stay blocked, by {}: end the connections on them and run `dunlin ipsec clean`, or \
+         start the session again",
         records.join(", ")
     )
 }
@@ -386,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_of_lanes_is_shown_as_any_other_and_a_dead_ones_as_such() {
+    fn a_session_of_lanes_and_one_of_a_dead_process_are_shown() {
         let line = SessionLine::recorded(&session(true));
         assert_eq!(
             line.head(),
@@ -404,14 +406,14 @@ mod tests {
     }
 
     #[test]
-    fn a_session_whose_process_answered_is_shown_once_and_what_it_left_all_the_same() {
-        assert!(is_told(&session(true), &[3, 7]));
-        assert!(!is_told(&session(true), &[3]));
-        assert!(!is_told(&session(false), &[7]));
-        let nobodys = Recorded {
+    fn an_answered_session_is_shown_once_and_a_left_one_always() {
+        assert!(is_reported(&session(true), &[3, 7]));
+        assert!(!is_reported(&session(true), &[3]));
+        assert!(!is_reported(&session(false), &[7]));
+        let unowned = Recorded {
             owner: None,
             ..session(true)
         };
-        assert!(!is_told(&nobodys, &[7]));
+        assert!(!is_reported(&unowned, &[7]));
     }
 }

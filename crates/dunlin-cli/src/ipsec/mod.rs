@@ -1,8 +1,8 @@
-//! `dunlin ipsec`: other programs' TCP connections between two hosts by IPsec, with a
-//! security association for each CPU or each connection.
+//! `dunlin ipsec`: protects other programs' TCP connections between two hosts with IPsec, with one
+//! security association per CPU or per connection.
 //!
-//! `serve` and `up` keep a session between them and a control socket each ([`control_service`]),
-//! over which `status` and `down` speak to them. `plan` shows what would be installed.
+//! `serve` and `up` keep a session between them, and each serves a control socket
+//! ([`control_service`]) for `status` and `down`. `plan` shows what a session would install.
 
 pub(crate) mod advice;
 mod control_service;
@@ -18,10 +18,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ModeName {
-    /// One SA for each CPU that sends (Linux 6.13).
+    /// One SA per sending CPU (Linux 6.13).
     #[default]
     Cpu,
-    /// One SA for each connection.
+    /// One SA per connection.
     Connection,
 }
 
@@ -36,17 +36,17 @@ impl From<ModeName> for Mode {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Take sessions in, from authorised peers, until SIGTERM.
+    /// Accept sessions from authorised peers until SIGTERM.
     Serve(run::Serve),
-    /// Protect ports between this host and one where `serve` runs, until SIGTERM.
+    /// Protect ports between this host and a host that runs `serve`, until SIGTERM.
     Up(run::Up),
-    /// Say how the sessions of this host stand, and what each SA has carried.
+    /// Show the sessions of this host, and each SA's counters.
     Status(control_service::Status),
-    /// End the sessions of this host's processes, and take back what they installed.
+    /// End the sessions of this host's processes, and remove what they installed.
     Down(control_service::Which),
-    /// Take back what killed processes have left, and free ports that stay blocked.
+    /// Remove what killed processes left, and free blocked ports.
     Clean(run::Clean),
-    /// Print what one side would install, an object a line; changes nothing.
+    /// Print what one side would install, one object per line; changes nothing.
     Plan(plan::Plan),
 }
 

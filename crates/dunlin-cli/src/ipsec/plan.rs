@@ -15,23 +15,22 @@ use super::run::FIRST_SOURCE_PORT;
 use crate::code::DONE;
 use crate::options::{Cpus, parse_lanes};
 
-/// The port that a plan is for unless it is given: `dunlin vm receive`'s, and QEMU's in
-/// its documents.
+/// Default port of a plan: that of `dunlin vm receive` and of QEMU's documentation.
 const PORT: &str = "4444";
-/// SPIs of a plan are examples: real ones are chosen at random by their receiver.
+/// SPIs of a plan are examples: the receiver chooses real ones at random.
 const FIRST_SPI: u32 = 0x1000;
-/// The first of the request ids of a plan; real ones are a block that is free.
+/// First request id of a plan; a real session takes a free block.
 const FIRST_REQID: u32 = 1 << 16;
 
 #[derive(Debug, Args)]
 pub(crate) struct Plan {
-    /// Lanes, or connections: 1 to 128.
+    /// Number of lanes or connections, 1 to 128.
     #[arg(long, value_name = "N", value_parser = parse_lanes())]
     lanes: u16,
-    /// CPUs of this host that lanes are spread over, such as 0,2-3.
+    /// CPUs of this host for the lanes, such as 0,2-3.
     #[arg(long, value_name = "LIST")]
     local_cpus: Cpus,
-    /// The same of the peer.
+    /// CPUs of the peer for the lanes.
     #[arg(long, value_name = "LIST")]
     peer_cpus: Cpus,
     /// This host's address.
@@ -40,37 +39,37 @@ pub(crate) struct Plan {
     /// The peer's address.
     #[arg(long, value_name = "ADDR")]
     peer: IpAddr,
-    /// The ports.
+    /// The protected ports.
     #[arg(long, value_name = "A-B", default_value = PORT)]
     ports: PortRange,
     /// How traffic is spread over SAs.
     #[arg(long, value_enum, default_value_t)]
     mode: ModeName,
-    /// Have ESP in UDP, taken at this port.
+    /// Encapsulate ESP in UDP, received at this port.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
-    /// One JSON object a line.
+    /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
 }
 
-/// An object of the kernel's, as a line.
+/// A kernel object, as a line.
 #[derive(Debug, Serialize)]
 struct ObjectLine {
     /// "policy", "sa" or "listener".
     kind: &'static str,
     /// "in" or "out".
     direction: String,
-    /// The sealing host's; null for a fallback, for an SA of a connection, and for what
-    /// is no SA.
+    /// The sealing host's CPU; null for a fallback SA, an SA of a connection, and objects other
+    /// than SAs.
     cpu: Option<u32>,
     /// The connection's ports at the sealing host and at the other.
     connection: Option<(u16, u16)>,
     spi: Option<u32>,
     selector: String,
-    /// "block" or "protect" of a policy, "open" or "seal" of an SA, "listen".
+    /// "block" or "protect" for a policy, "open" or "seal" for an SA, "listen" for a listener.
     action: &'static str,
-    /// By which a policy finds its SAs.
+    /// The request id by which a policy selects its SAs.
     reqid: Option<u32>,
 }
 
@@ -81,7 +80,7 @@ impl Plan {
             if self.json {
                 out.push_str(&serde_json::to_string(&line)?);
             } else {
-                out.push_str(&line.in_words());
+                out.push_str(&line.as_text());
             }
             out.push('\n');
         }
@@ -92,14 +91,14 @@ impl Plan {
     fn lines(&self) -> Result<Vec<ObjectLine>> {
         if self.local.is_ipv4() != self.peer.is_ipv4() {
             bail!(
-                "{} and {} are of different families: give both as IPv4 or both as IPv6",
+                "addresses {} and {} have different families: give both as IPv4 or both as IPv6",
                 self.local,
                 self.peer
             );
         }
         if self.local == self.peer {
             bail!(
-                "both ends are {}: what a host sends to itself passes no IPsec",
+                "both ends are {}: packets to the own host bypass IPsec",
                 self.local
             );
         }
@@ -128,7 +127,7 @@ impl Plan {
         Ok(steps.map(|step| ObjectLine::new(&step)).collect())
     }
 
-    /// For whom one host has SAs: each CPU that carries a lane, or each connection.
+    /// The senders that need SAs on one host: each CPU that carries a lane, or each connection.
     fn senders(&self, Cpus(cpus): &Cpus, peers: bool) -> Vec<Sender> {
         let lanes = usize::from(self.lanes);
         let mut senders = vec![Sender::Fallback];
@@ -141,7 +140,7 @@ impl Plan {
                 senders.extend(used.into_iter().map(cpu));
             }
             ModeName::Connection => senders.extend((0..self.lanes).map(|lane| {
-                // Examples: the ports that connections will have are not known before.
+                // Examples: the ports of real connections are not known in advance.
                 let (client, server) = (FIRST_SOURCE_PORT + lane, self.ports.first());
                 let (from, to) = if peers {
                     (server, client)
@@ -220,7 +219,7 @@ impl ObjectLine {
         }
     }
 
-    fn in_words(&self) -> String {
+    fn as_text(&self) -> String {
         let Self {
             kind,
             direction,
@@ -228,14 +227,14 @@ impl ObjectLine {
             action,
             ..
         } = self;
-        let mut words = format!("{kind} {direction} {selector}: {action}");
+        let mut text = format!("{kind} {direction} {selector}: {action}");
         if let Some(spi) = self.spi {
-            let whom = sender(self.cpu, self.connection);
-            words.push_str(&format!(" for {whom}, spi {spi:#x}"));
+            let sender = sender(self.cpu, self.connection);
+            text.push_str(&format!(" for {sender}, spi {spi:#x}"));
         }
         if let Some(reqid) = self.reqid {
-            words.push_str(&format!(", reqid {reqid}"));
+            text.push_str(&format!(", reqid {reqid}"));
         }
-        words
+        text
     }
 }

@@ -1,4 +1,4 @@
-//! `dunlin ipsec serve` and `up`: the processes that have sessions.
+//! `dunlin ipsec serve` and `up`: the processes that keep sessions.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
@@ -29,18 +29,18 @@ use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
-use crate::service::{Manager, Told, cannot_listen, start, wait_for};
+use crate::service::{Manager, ServiceEvent, cannot_listen, start, wait_for};
 use crate::state::StatePath;
 use crate::text::chained;
 
-/// Where `serve` listens unless it is told otherwise.
+/// Default port of `serve`.
 const PORT: u16 = 7302;
-/// The first of the ports that are nobody's (RFC 6335, section 6).
+/// The first dynamic port (RFC 6335, section 6).
 pub(super) const FIRST_SOURCE_PORT: u16 = 49_152;
-/// How often it is looked whether a session is over.
+/// Interval at which the end of the sessions is checked.
 const TICK: Duration = Duration::from_millis(200);
 
-/// What both have.
+/// Flags of both commands.
 #[derive(Debug, Args)]
 struct Own {
     /// Directory of this host's certificate and key, as for `dunlin vm receive` and `migrate`.
@@ -48,21 +48,20 @@ struct Own {
     identity: PathBuf,
     #[command(flatten)]
     reading: Reading,
-    /// CPUs of this host that send, such as 0,2-3 [default: those that this process may
-    /// run on].
+    /// CPUs of this host that send, such as 0,2-3 [default: those on which this process may run].
     #[arg(long, value_name = "LIST")]
     cpus: Option<Cpus>,
-    /// SAs that the peer may have for what it sends.
+    /// Maximum number of SAs of the peer for sending.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u16).range(1..=1024))]
     sas: u16,
-    /// How long the peer may take to answer.
+    /// Time limit of the peer's answers.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_limit)]
-    patience: Duration,
-    /// Renew the keys of what this side sends after so long.
+    timeout: Duration,
+    /// Age at which the keys for sending are renewed.
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = parse_limit)]
     rekey_after: Duration,
-    /// How long to wait, at the end, for connections on the ports to end before they are
-    /// left blocked; `dunlin ipsec clean` frees them later.
+    /// How long to wait, at the end, for connections on the ports to end. After that the ports stay
+    /// blocked until `dunlin ipsec clean`.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_limit)]
     quiet_wait: Duration,
     #[command(flatten)]
@@ -80,7 +79,7 @@ impl Own {
         let mut options = Options::new(mode, ports, self.state.ipsec_records()?);
         options.cpus = ipsec_cpus(self.cpus.as_ref())?;
         options.sas_max = self.sas;
-        options.timeout = self.patience;
+        options.timeout = self.timeout;
         options.rekey_after = Some(self.rekey_after);
         options.quiet_wait = self.quiet_wait;
         options.udp = udp.map(|listener| Udp {
@@ -95,7 +94,7 @@ fn observer() -> Observer {
     Arc::new(|event| say(&event_text(event)))
 }
 
-/// Records of sessions of this process whose ports stay blocked.
+/// Records of this process's sessions with ports that stay blocked.
 #[derive(Clone, Debug, Default)]
 struct Blocked(Arc<Mutex<BTreeSet<PathBuf>>>);
 
@@ -110,16 +109,17 @@ impl Blocked {
         })
     }
 
-    /// Those that no later session has taken over, and nobody has freed.
+    /// Records that still exist: no later session took them over, and `ipsec clean` did not remove
+    /// them.
     fn records(&self) -> Vec<String> {
         let records = lock(&self.0);
-        let standing = records.iter().filter(|record| record.exists());
-        standing
+        let remaining = records.iter().filter(|record| record.exists());
+        remaining
             .map(|record| record.display().to_string())
             .collect()
     }
 
-    /// The exit code of a process whose sessions are over.
+    /// The exit code after the end of all sessions.
     fn code(&self) -> i32 {
         let records = self.records();
         if records.is_empty() {
@@ -130,31 +130,31 @@ impl Blocked {
     }
 }
 
-/// Take sessions in.
+/// Accept sessions.
 #[derive(Debug, Args)]
 pub(crate) struct Serve {
     /// Address to listen on for peers, such as 0.0.0.0:7302.
     #[arg(long, value_name = "ADDR", default_value_t = format!("[::]:{PORT}"))]
     listen: String,
-    /// The ports that peers may have protected.
+    /// Ports that peers may protect.
     #[arg(long, value_name = "A-B")]
     ports: PortRange,
-    /// Take ESP in UDP at this port from peers that ask for it.
+    /// Accept ESP in UDP at this port from peers that ask for it.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
-    /// A name that a peer's certificate must bear, or its pin, and the addresses that this
-    /// peer may come from, if not all: host-a.example=192.0.2.1,2001:db8::/64; repeatable
-    /// [default: anybody of the authority].
+    /// A name that a peer's certificate must contain, or its pin, and optionally the addresses from
+    /// which this peer may connect: host-a.example=192.0.2.1,2001:db8::/64; repeatable [default:
+    /// any certificate of the authority].
     #[arg(long = "peer", value_name = "NAME|PIN[=ADDR,…]")]
     peers: Vec<BoundPeer>,
     #[command(flatten)]
     own: Own,
 }
 
-/// A peer, and where it may come from.
+/// A peer, and the addresses from which it may connect.
 #[derive(Clone, Debug)]
 struct BoundPeer {
-    /// As it was given.
+    /// As given on the command line.
     name: String,
     peer: Allowed,
     addresses: Vec<AddressBlock>,
@@ -164,7 +164,7 @@ impl FromStr for BoundPeer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // Neither a name nor a pin has an equals sign in it.
+        // Neither names nor pins contain an equals sign.
         let (peer, addresses) = match text.split_once('=') {
             Some((peer, addresses)) => (peer, Some(addresses)),
             None => (text, None),
@@ -200,25 +200,26 @@ impl Serve {
         println!("listening on {}", server.address());
         let manager = Manager::find();
         manager.ready(&format!("peers connect to {}", server.address()));
-        let (told, events) = channel::<Told>();
-        wait_for(told.clone(), ends, hang_ups)?;
+        let (sender, events) = channel::<ServiceEvent>();
+        wait_for(sender.clone(), ends, hang_ups)?;
         let held = Held::serve(&socket, "serve", server, blocked.clone())?;
         let reload = || match accepting.reload() {
             Ok((until, warnings)) => {
-                say(&format!(
-                    "the certificate was read anew, valid until {until}"
-                ));
+                say(&format!("certificate reloaded, valid until {until}"));
                 warn(warnings);
             }
-            Err(error) => say(&format!("everything stays as it was: {}", chained(&error))),
+            Err(error) => say(&format!(
+                "certificate not reloaded, everything stays as it was: {}",
+                chained(&error)
+            )),
         };
-        if let Some(signal) = attend(&events, reload, || held.is_empty()) {
+        if let Some(signal) = serve_until_end(&events, reload, || held.is_empty()) {
             manager.stopping();
-            say(&format!("{}: all sessions end", signal.name()));
+            say(&format!("{}: ending all sessions", signal.name()));
         }
-        drop(told);
+        drop(sender);
         held.end(Server::stop);
-        held.pending.farewell();
+        held.pending.drain();
         Ok(blocked.code())
     }
 }
@@ -226,20 +227,20 @@ impl Serve {
 /// Protect ports.
 #[derive(Debug, Args)]
 pub(crate) struct Up {
-    /// The other host, and the port of its `serve` if that is not 7302. Its certificate
-    /// must bear this name unless --name says otherwise.
+    /// The other host, and the port of its `serve` if that is not 7302. Its certificate must
+    /// contain this name unless --name is given.
     #[arg(long, value_name = "HOST[:PORT]")]
     peer: String,
-    /// The ports: connections are protected of which either port is one of these.
+    /// Ports to protect: connections with either port in this range.
     #[arg(long, value_name = "A-B")]
     ports: PortRange,
     /// How traffic is spread over SAs.
     #[arg(long, value_enum, default_value_t)]
     mode: ModeName,
-    /// Have ESP in UDP, taken at this port here.
+    /// Encapsulate ESP in UDP, received at this port of this host.
     #[arg(long, value_name = "PORT")]
     udp: Option<u16>,
-    /// A name that the peer's certificate must bear, or its pin; repeatable.
+    /// A name that the peer's certificate must contain, or its pin; repeatable.
     #[arg(long = "name", value_name = "NAME|PIN")]
     names: Vec<String>,
     #[command(flatten)]
@@ -256,19 +257,19 @@ impl Up {
         warn_of_addresses(&self.peer, &to)?;
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
-        let (told, events) = channel::<Told>();
-        wait_for(told.clone(), ends, hang_ups)?;
+        let (sender, events) = channel::<ServiceEvent>();
+        wait_for(sender.clone(), ends, hang_ups)?;
         let blocked = Blocked::default();
         let mut ended = None;
-        let mut given_up = || {
-            while let Ok(told) = events.try_recv() {
-                if let Told::End(signal) = told {
+        let mut should_stop = || {
+            while let Ok(event) = events.try_recv() {
+                if let ServiceEvent::End(signal) = event {
                     ended = Some(signal);
                 }
             }
             ended.is_some()
         };
-        let session = ipsec::up_unless(&to, &tls, &options, &blocked.observer(), &mut given_up);
+        let session = ipsec::up_unless(&to, &tls, &options, &blocked.observer(), &mut should_stop);
         if let (Err(ipsec::IpsecError::Ended), Some(signal)) = (&session, ended) {
             let name = signal.name();
             say(&format!(
@@ -281,7 +282,7 @@ impl Up {
             .map_err(with_advice)
             .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
         if let Some(signal) = ended {
-            let _ = told.send(Told::End(signal));
+            let _ = sender.send(ServiceEvent::End(signal));
         }
         println!("up");
         let manager = Manager::find();
@@ -295,20 +296,20 @@ impl Up {
             let one = lock(&held.one);
             one.as_ref().is_none_or(|one| one.session.is_over())
         };
-        let signal = attend(&events, || (), is_over);
+        let signal = serve_until_end(&events, || (), is_over);
         let ended = match signal {
             Some(signal) => {
                 manager.stopping();
-                say(&format!("{}: the session ends", signal.name()));
+                say(&format!("{}: ending the session", signal.name()));
                 held.end(Named::end)
             }
             None => held.end(|named| named.session.wait()),
         };
-        drop(told);
-        held.pending.farewell();
+        drop(sender);
+        held.pending.drain();
         match ended {
             Some(Err(error)) if signal.is_none() => {
-                Err(anyhow!(error).context("the session is over"))
+                Err(anyhow!(error).context("the session ended"))
             }
             Some(Err(error)) => {
                 say(&chained(&anyhow!(error)));
@@ -319,23 +320,23 @@ impl Up {
     }
 }
 
-/// Reloads at SIGHUP until a signal to end comes, which it returns, or nothing is left.
-fn attend(
-    events: &Receiver<Told>,
+/// Reloads at SIGHUP until a signal ends the process, which it returns, or all sessions have ended.
+fn serve_until_end(
+    events: &Receiver<ServiceEvent>,
     reload: impl Fn(),
     is_over: impl Fn() -> bool,
 ) -> Option<EndSignal> {
     loop {
         match events.recv_timeout(TICK) {
-            Ok(Told::Again) => reload(),
-            Ok(Told::End(signal)) => return Some(signal),
+            Ok(ServiceEvent::Reload) => reload(),
+            Ok(ServiceEvent::End(signal)) => return Some(signal),
             Err(_) if is_over() => return None,
             Err(_) => {}
         }
     }
 }
 
-/// Take back what was left.
+/// Remove what dead processes left.
 #[derive(Debug, Args)]
 pub(crate) struct Clean {
     #[command(flatten)]
@@ -344,14 +345,14 @@ pub(crate) struct Clean {
 
 impl Clean {
     pub(crate) fn run(&self) -> Result<i32> {
-        let any = PortRange::new(1, u16::MAX).context("there are ports")?;
+        let any = PortRange::new(1, u16::MAX).context("1 to 65535 is a range")?;
         let options = Options::new(Mode::Cpu, any, self.state.ipsec_records()?);
         ipsec::clean_up(&options, &observer())?;
         Ok(DONE)
     }
 }
 
-/// Warns of a peer of several addresses, whenever it is known how many it has.
+/// Warns about a peer with several addresses, once they are known.
 fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
     let (peer, to) = (peer.to_owned(), to.to_owned());
     let look_up = move || {
@@ -359,7 +360,7 @@ fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
         if addresses.len() > 1 {
             let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
             warn([format!(
-                "{peer} has several addresses ({}) and one of them will be protected: give --peer \
+                "{peer} has several addresses ({}), of which one will be protected: give --peer \
                  and the programs an address, and --name the name",
                 all.join(", ")
             )]);
@@ -369,14 +370,14 @@ fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
     Ok(())
 }
 
-/// The addresses that a name has; none where it is not known, which is told elsewhere.
+/// The addresses of a name; empty if it does not resolve, which is reported elsewhere.
 fn addresses_of(to: &str) -> BTreeSet<IpAddr> {
     let all = to.to_socket_addrs().into_iter().flatten();
     all.map(|address| address.ip().to_canonical()).collect()
 }
 
 fn with_port(peer: &str) -> String {
-    // An IPv6 address has colons of its own.
+    // An IPv6 address contains colons.
     let bracketed = peer.starts_with('[');
     let has_port = match peer.rsplit_once(':') {
         Some((host, port)) => {
@@ -392,11 +393,11 @@ fn with_port(peer: &str) -> String {
     }
 }
 
-/// What a process has until it ends it: a server, or one session.
+/// The sessions of a process: a server, or one session.
 trait Sessions: Send + 'static {
     fn lines(&self) -> Result<Vec<SessionLine>>;
     fn rekey(&self);
-    /// Returns after connections have ended, or the wait for them.
+    /// Returns when the connections have ended, or the wait for them has timed out.
     fn end(self) -> Result<(), ipsec::IpsecError>;
 }
 
@@ -438,11 +439,11 @@ impl Sessions for Named {
     }
 }
 
-/// What answers for [`Sessions`] until they have ended.
+/// Serves the control socket for [`Sessions`] until they have ended.
 struct Held<T> {
     name: String,
     one: Mutex<Option<T>>,
-    /// Held while they end, which takes as long as connections do; status requests are
+    /// Held while the sessions end, which takes as long as their connections; status requests are
     /// answered meanwhile.
     ending: Mutex<()>,
     blocked: Blocked,
@@ -462,7 +463,7 @@ impl<T: Sessions> Held<T> {
         Ok(held)
     }
 
-    /// Takes it and ends it; returns when it has ended, here or on another thread.
+    /// Takes the sessions and ends them; returns when they have ended, here or on another thread.
     fn end<R>(&self, end: impl FnOnce(T) -> R) -> Option<R> {
         let _ending = lock(&self.ending);
         let taken = lock(&self.one).take();
@@ -478,7 +479,7 @@ impl<T: Sessions> Held<T> {
 impl<T: Sessions> Service for Held<T> {
     type Request = Request;
 
-    fn obey(
+    fn handle(
         self: &Arc<Self>,
         request: Request,
         _: BufReader<UnixStream>,
@@ -511,7 +512,7 @@ impl<T: Sessions> Service for Held<T> {
     }
 
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
-        self.warn(&format!("a request was not answered: {}", chained(error)));
+        self.warn(&format!("cannot answer a request: {}", chained(error)));
         error.into()
     }
 
@@ -529,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_is_bound_to_what_follows_its_name() {
+    fn a_peer_is_bound_to_the_addresses_after_its_name() {
         let bound = |text: &str| {
             let one: BoundPeer = text.parse().expect("a peer");
             let addresses: Vec<String> = one.addresses.iter().map(ToString::to_string).collect();
@@ -546,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_one_address() {
+    fn an_address_resolves_to_itself() {
         for (to, one) in [
             ("192.0.2.1:7302", "192.0.2.1"),
             ("[2001:db8::1]:9", "2001:db8::1"),
@@ -557,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_has_its_port_or_the_usual_one() {
+    fn a_peer_has_its_port_or_the_default() {
         for (peer, to) in [
             ("host-b", "host-b:7302"),
             ("host-b:9", "host-b:9"),

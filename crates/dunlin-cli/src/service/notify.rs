@@ -1,5 +1,5 @@
-//! Tells the service manager how the service is (sd_notify(3)): a datagram with a few
-//! lines to the socket that the environment names, if it names one.
+//! Reports the service's status to the service manager (sd_notify(3)): datagrams of a few lines to
+//! the socket in `NOTIFY_SOCKET`, if that is set.
 
 use std::env;
 use std::io;
@@ -9,11 +9,11 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use crate::log::say;
 
-/// Whoever has started this process and wants to be told.
+/// The service manager, if it wants status reports.
 pub(crate) struct Manager(Option<(UnixDatagram, SocketAddr)>);
 
 impl Manager {
-    /// The one that the environment names.
+    /// The manager from the environment.
     pub(crate) fn find() -> Self {
         let Some(named) = env::var_os("NOTIFY_SOCKET") else {
             return Self(None);
@@ -25,8 +25,8 @@ impl Manager {
         let made = found.and_then(|to| {
             let socket = UnixDatagram::unbound()?;
             if to.as_abstract_name().is_some() {
-                // A process that confines itself reaches those abstract sockets alone to which it
-                // is connected. If nobody is there now, somebody may be later.
+                // A confined process reaches only those abstract sockets to which it is already
+                // connected. If the socket has no receiver yet, one may appear later.
                 let _ = socket.connect_addr(&to);
             }
             Ok((socket, to))
@@ -34,39 +34,39 @@ impl Manager {
         match made {
             Ok(made) => Self(Some(made)),
             Err(error) => {
-                untold(&error);
+                cannot_notify(&error);
                 Self(None)
             }
         }
     }
 
-    /// It listens, or has read its configuration anew.
+    /// The service listens, or has reloaded its configuration.
     pub(crate) fn ready(&self, status: &str) {
-        self.tell(&format!("READY=1\nSTATUS={status}"));
+        self.send(&format!("READY=1\nSTATUS={status}"));
     }
 
-    /// It reads its configuration anew; *ready* follows.
+    /// The service is reloading its configuration; [`Self::ready`] follows.
     pub(crate) fn reloading(&self) {
         let now = dunlin_linux::clock::monotonic().as_micros();
-        self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
+        self.send(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
     }
 
-    /// It takes no more connections and waits for those that are open.
+    /// The service accepts no more connections, and waits for the open ones.
     pub(crate) fn stopping(&self) {
-        self.tell("STOPPING=1\nSTATUS=waiting for connections to end");
+        self.send("STOPPING=1\nSTATUS=waiting for connections to end");
     }
 
-    fn tell(&self, lines: &str) {
+    fn send(&self, lines: &str) {
         if let Some((socket, to)) = &self.0
             && let Err(error) = socket.send_to_addr(lines.as_bytes(), to)
         {
-            untold(&error);
+            cannot_notify(&error);
         }
     }
 }
 
-fn untold(error: &io::Error) {
+fn cannot_notify(error: &io::Error) {
     say(&format!(
-        "warning: the service manager cannot be told: {error}"
+        "warning: cannot notify the service manager: {error}"
     ));
 }

@@ -1,4 +1,4 @@
-//! `dunlin cancel`: ends a migration from a third shell, on either side.
+//! `dunlin cancel`: cancels a migration from another shell, on either side.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use crate::vm::request::Request;
 
 #[derive(Debug, Args)]
 pub(crate) struct Cancel {
-    /// The session, by what `dunlin status` shows; its beginning will do.
+    /// The session, as `dunlin status` shows it; a unique prefix is enough.
     #[arg(value_parser = parse_session, required_unless_present = "vm", conflicts_with = "vm")]
     session: Option<String>,
     /// The VM's name instead, or its control socket.
@@ -21,7 +21,7 @@ pub(crate) struct Cancel {
     control: ControlPath,
     #[command(flatten)]
     state: StatePath,
-    /// One JSON object.
+    /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -41,19 +41,19 @@ impl Cancel {
                 let (entry, record) = self.state.find(session)?;
                 if !entry.lives {
                     bail!(
-                        "nothing to cancel: the process that had the session ({}) has died; its \
-                         record says {}",
+                        "nothing to cancel: the process of the session ({}) has died; its record \
+                         says {}",
                         about(entry.role, &record),
                         record.state
                     );
                 }
                 if record.owner.is_empty() {
-                    bail!("the process that has the session has no control socket: send it SIGINT");
+                    bail!("the session's process has no control socket: send it SIGINT");
                 }
                 Ok(record.owner.into())
             }
             (None, Some(vm)) => self.control.of(vm),
-            (None, None) => bail!("say which session"),
+            (None, None) => bail!("no session given"),
         }
     }
 }

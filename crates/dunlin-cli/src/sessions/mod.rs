@@ -1,6 +1,5 @@
-//! `dunlin status`, `cancel` and `resolve`: what the sessions of this host are
-//! at, by their journals and by the processes that have them, and what an
-//! operator does about it.
+//! `dunlin status`, `cancel` and `resolve`: the state of this host's sessions, from their journals
+//! and their processes, and the operator's actions on them.
 
 mod cancel;
 mod resolve;

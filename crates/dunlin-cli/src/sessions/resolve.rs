@@ -1,11 +1,9 @@
-//! `dunlin resolve`: an operator decides where no answer can.
+//! `dunlin resolve`: an operator decides where a VM runs when the destination did not answer.
 //!
-//! Only a source is ever in doubt: it has told the destination to run the VM,
-//! and has not heard whether it does. With an identity the destination is asked
-//! once more, and its answer settles it. Otherwise, where the process with the
-//! paused copy lives, it writes the decision down and carries it out; where
-//! that has died, the copy is gone and the record is all that is left to
-//! settle.
+//! Only a source can be in doubt: it sent *commit* and has no answer whether the destination
+//! runs the VM. With an identity, the command queries the destination once more, and an answer settles
+//! the session. Otherwise the process that holds the paused copy, if alive, records the decision
+//! and carries it out. If it has died, so has the copy, and only the record is left to settle.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -29,33 +27,31 @@ use crate::vm::request::{ANSWER_LIMIT, Decision, Request, inquiry_options};
 
 #[derive(Debug, Args)]
 pub(crate) struct Resolve {
-    /// The session, by what `dunlin status` shows; its beginning will do.
+    /// The session, as `dunlin status` shows it; a unique prefix is enough.
     #[arg(value_parser = parse_session)]
     session: String,
-    /// The VM shall run here. You vouch that it does not run at the
-    /// destination, and never will; what it did there is lost.
+    /// Run the VM here. You vouch that it does not run at the destination and never will; what it
+    /// did there is lost.
     #[arg(long, conflicts_with = "destroy")]
     run_here: bool,
-    /// The copy here shall go. You vouch that the VM runs at the destination,
-    /// or is not wanted any more.
+    /// Destroy the copy here. You vouch that the VM runs at the destination or is not needed any more.
     #[arg(long)]
     destroy: bool,
-    /// Ask the destination once more before anybody decides, with the identity
-    /// in this directory.
+    /// Query the destination once more before deciding, with the identity in this directory.
     #[arg(long, value_name = "DIR")]
     identity: Option<PathBuf>,
-    /// A name that the destination's certificate must bear; repeatable
-    /// [default: the host that the VM was moved to].
+    /// A name that the destination's certificate must contain; repeatable [default: the host to
+    /// which the VM was moved].
     #[arg(long = "peer", value_name = "NAME", requires = "identity")]
     peers: Vec<String>,
     #[command(flatten)]
     reading: Reading,
-    /// How long it is asked if it does not answer.
+    /// How long to query a destination that does not answer.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_limit, requires = "identity")]
     doubt_limit: Duration,
     #[command(flatten)]
     state: StatePath,
-    /// One JSON object.
+    /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -78,7 +74,7 @@ impl Resolve {
             (true, _) => Decision::RunHere,
             (_, true) => Decision::Destroy,
             _ if !std::io::stdin().is_terminal() => {
-                eprintln!("{doubt}\nSay --run-here or --destroy.");
+                eprintln!("{doubt}\nGive --run-here or --destroy.");
                 return Ok(USAGE);
             }
             _ => {
@@ -90,19 +86,19 @@ impl Resolve {
             }
         };
         if entry.lives {
-            self.tell_owner(&entry, &record, decision)
+            self.send_to_owner(&entry, &record, decision)
         } else {
             self.settle(&entry, decision)
         }
     }
 
-    /// What the destination says, and done what follows from it.
+    /// Queries the destination and acts on its answer; returns the answer.
     fn ask_destination(&self, entry: &Entry, record: &Record, identity: &Path) -> Result<Line> {
         let identity = std::path::absolute(identity)?;
         let common = Common::new(&identity, self.peers.clone(), &self.reading);
         if entry.lives {
             if record.owner.is_empty() {
-                bail!("the process that has the VM has no control socket: it asks by itself");
+                bail!("the VM's process has no control socket: it queries the destination itself");
             }
             let request = Request::AskDestination {
                 session: entry.session,
@@ -111,25 +107,27 @@ impl Resolve {
             };
             let limit = self.doubt_limit + ANSWER_LIMIT;
             let mut client = request.ask_within(Path::new(&record.owner), Some(limit))?;
-            return client.next()?.context("the VM's process hung up");
+            return client
+                .next()?
+                .context("the VM's process closed the connection");
         }
         let (tls, _) = client_tls(&common, &record.peer)?;
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        // The copy has died with its process: there is none to resume.
-        let standing = doubt.ask(None, &tls, &inquiry_options(self.doubt_limit), &host)?;
-        if matches!(standing, VmLocation::AtSource | VmLocation::AtDestination) {
+        // The copy died with its process: there is none to resume.
+        let location = doubt.ask(None, &tls, &inquiry_options(self.doubt_limit), &host)?;
+        if matches!(location, VmLocation::AtSource | VmLocation::AtDestination) {
             doubt.forget()?;
         }
-        Ok((&standing).into())
+        Ok((&location).into())
     }
 
-    /// Shows what the destination has said; returns what is left to decide.
+    /// Shows the destination's answer; returns the question that is left to decide.
     fn take(&self, answered: &Line, entry: &Entry, record: &Record) -> Result<Option<String>> {
         let (vm, why) = match answered {
             Line::Answered { vm, text } => (&**vm, text),
             Line::Failed(failed) => bail!("{}", clean(&failed.text)),
-            _ => bail!("the VM's process answered something else: is it of another release?"),
+            _ => bail!("unexpected answer from the VM's process: is it another release?"),
         };
         let name = clean(&record.vm_name);
         let settled = match (vm, entry.lives) {
@@ -157,9 +155,9 @@ impl Resolve {
         Ok(None)
     }
 
-    fn tell_owner(&self, entry: &Entry, record: &Record, decision: Decision) -> Result<i32> {
+    fn send_to_owner(&self, entry: &Entry, record: &Record, decision: Decision) -> Result<i32> {
         if record.owner.is_empty() {
-            bail!("the process that has the VM has no control socket: it has to be asked there");
+            bail!("the VM's process has no control socket: answer its question where it runs");
         }
         let request = Request::Resolve {
             session: entry.session,
@@ -178,62 +176,62 @@ impl Resolve {
         Ok(code)
     }
 
-    /// The process that had the copy has died: only the record is left.
+    /// The process that held the copy has died: only the record is left.
     fn settle(&self, entry: &Entry, decision: Decision) -> Result<i32> {
         if decision == Decision::RunHere {
             bail!(
-                "it cannot run here: the paused copy went with the process that had it. If the VM \
-                 does not run at the destination either, it has to be started anew; --destroy \
-                 settles this session"
+                "cannot run the VM here: the paused copy went with the process that held it. If \
+                 the VM does not run at the destination either, start it anew; --destroy settles \
+                 this session"
             );
         }
         let mut session = self.state.open()?.take(entry.session, Role::Source)?;
         session.write(State::Source(SourceRecord::GivenUp))?;
-        // Nobody asks a source that has given its copy up.
+        // No peer queries a source that has given up its copy.
         session.forget()?;
         if self.json {
             Line::Done.print();
         } else {
-            println!("settled: nothing of the VM is left here");
+            println!("settled: no copy of the VM is left here");
         }
         Ok(DONE)
     }
 }
 
-/// The question, if there is one.
+/// The question for the operator; an error if nothing is in doubt.
 fn doubt(entry: &Entry, record: &Record) -> Result<String> {
     let (vm, peer) = (clean(&record.vm_name), clean(&record.peer));
     let since = ago(record.written_ms);
     let what = match record.state {
         State::Source(SourceRecord::Committing) => format!(
-            "The destination {peer} was told to run VM {vm} ({}) {since} ago and never answered: \
-             the control lane was lost, or its process or host died. Is it running there?",
+            "The destination {peer} got the command to run VM {vm} ({}) {since} ago and never \
+             answered: the control lane was lost, or its process or host died. Is it running there?",
             hex(&record.vm_uuid)
         ),
         State::Source(SourceRecord::RanThenDied) => format!(
-            "The destination {peer} ran VM {vm} ({}) and said {since} ago that it has died there. \
-             Shall it run here, from where it was paused for the migration? What it did since then \
-             is lost.",
+            "The destination {peer} ran VM {vm} ({}) and reported {since} ago that it has died \
+             there. Run it here, from where it was paused for the migration? What it did since \
+             then is lost.",
             hex(&record.vm_uuid)
         ),
         State::Source(SourceRecord::Migrating) if entry.lives => bail!(
-            "nothing is in doubt: VM {vm} is being migrated, and is here; `dunlin cancel` ends that"
+            "nothing is in doubt: VM {vm} is being migrated, and is here; `dunlin cancel` stops that"
         ),
-        State::Source(SourceRecord::Migrating) => bail!(
-            "nothing is in doubt: VM {vm} died here with its process and was never given away"
-        ),
+        State::Source(SourceRecord::Migrating) => {
+            bail!("nothing is in doubt: VM {vm} died here with its process, before commit")
+        }
         State::Source(SourceRecord::Kept | SourceRecord::RunHere) => {
             bail!("nothing is in doubt: VM {vm} is here")
         }
         State::Source(SourceRecord::Released) => {
-            bail!("nothing is in doubt: {peer} has said that it runs VM {vm}")
+            bail!("nothing is in doubt: {peer} confirmed that it runs VM {vm}")
         }
         State::Source(SourceRecord::GivenUp) => {
             bail!("nothing is in doubt: the copy here was given up")
         }
         State::Destination(_) => bail!(
-            "nothing is in doubt here: this host is VM {vm}'s destination, and decides by its own \
-             record ({}); resolve it at the source, {peer}",
+            "nothing is in doubt here: this host is VM {vm}'s destination, and its own record \
+             ({}) decides; resolve it at the source, {peer}",
             record.state
         ),
     };
@@ -245,20 +243,20 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
     Ok(format!("{what} {rest}"))
 }
 
-/// Puts the question to whoever sits at the terminal.
+/// Asks the operator at the terminal.
 fn ask(doubt: &str, lives: bool) -> Result<Option<Decision>> {
     println!("{doubt}");
     if lives {
-        println!("  run here   it does not run at the destination, and never will");
+        println!("  run here   the VM does not run at the destination, and never will");
     }
-    println!("  destroy    it runs at the destination, or is not wanted any more");
-    print!("Anything else decides nothing: ");
+    println!("  destroy    the VM runs at the destination, or is not needed any more");
+    print!("Any other answer decides nothing: ");
     std::io::stdout().flush()?;
     let mut answer = String::new();
     std::io::stdin()
         .lock()
         .read_line(&mut answer)
-        .context("no answer can be read")?;
+        .context("cannot read the answer")?;
     Ok(match answer.trim() {
         "run here" if lives => Some(Decision::RunHere),
         "destroy" => Some(Decision::Destroy),

@@ -1,5 +1,4 @@
-//! `dunlin status`: every session that this host remembers, and every tunnel that
-//! runs here.
+//! `dunlin status`: every session in this host's journals, and every tunnel that runs here.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -17,7 +16,7 @@ use crate::text::{chained, clean};
 use crate::tunnel;
 use crate::vm::{describe, status};
 
-/// How long a process may take to say how it is; one may be stopped.
+/// Time limit of a process's answer; it may be stopped.
 const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -26,7 +25,7 @@ pub(crate) struct Status {
     state: StatePath,
     #[command(flatten)]
     control: ControlPath,
-    /// One JSON object for each session and each tunnel.
+    /// Print one JSON object for each session and each tunnel.
     #[arg(long)]
     json: bool,
 }
@@ -43,10 +42,10 @@ impl Status {
                 }
                 entries
             }
-            // Tunnels have no journal: they are shown all the same.
+            // Tunnels have no journal: show them anyway.
             Err(error) => {
                 code = FAILED;
-                let error = error.context("sessions cannot be shown");
+                let error = error.context("cannot show sessions");
                 failures.push(FailedLine::from(&error));
                 eprintln!("dunlin: {}", clean(&chained(&error)));
                 Vec::new()
@@ -55,13 +54,13 @@ impl Status {
         for entry in &entries {
             match &entry.record {
                 Ok(Some(record)) => self.show(entry, record),
-                // It has just begun, or has never come to its first record.
+                // The session has just started, or ended before its first record.
                 Ok(None) => {}
                 Err(why) => {
                     code = FAILED;
                     let text = format!(
-                        "the journal of session {}, {}, cannot be relied upon: {why}; \
-                         keep it, and find out where the VM is before it is run anywhere",
+                        "the journal of session {}, {}, cannot be relied upon: {why}; keep it, \
+                         and find out where the VM is before you run it anywhere",
                         hex(&entry.session),
                         entry.role.name()
                     );
@@ -95,7 +94,7 @@ impl Status {
         }
         println!("{}  {}", hex(&entry.session), about(entry.role, record));
         let process = if entry.lives {
-            "its process lives"
+            "its process is alive"
         } else {
             "its process has died"
         };
@@ -144,39 +143,37 @@ fn line(entry: &Entry, record: &Record, live: Option<StatusLine>) -> SessionLine
     }
 }
 
-/// Where the VM is by this record, where that needs saying.
+/// Where the VM is by this record, if the record's name does not say it.
 fn meaning(state: State, lives: bool) -> Option<&'static str> {
     match (state, lives) {
         (State::Source(SourceRecord::Migrating), false) => {
-            Some("the VM was here when it died, and was never given away")
+            Some("the VM was here when its process died, before commit")
         }
         (State::Source(SourceRecord::Committing), false) => {
-            Some("the VM may run at the destination; ask there")
+            Some("the VM may run at the destination; check there")
         }
         (State::Source(SourceRecord::RanThenDied), _) => {
             Some("the VM ran at the destination and died there")
         }
-        (State::Destination(DestinationRecord::Prepared), false) => {
-            Some("the VM was never run here")
-        }
+        (State::Destination(DestinationRecord::Prepared), false) => Some("the VM never ran here"),
         (State::Destination(DestinationRecord::MovedOn), _) => {
-            Some("the VM ran here and was moved on; the source may keep a paused copy of before")
+            Some("the VM ran here and moved on; the source may keep an older paused copy")
         }
         (State::Destination(DestinationRecord::Running), false) => {
-            Some("the VM ran here until it died; the source may keep a paused copy of before")
+            Some("the VM ran here until it died; the source may keep an older paused copy")
         }
         _ => None,
     }
 }
 
-/// What the operator may do about it.
+/// What the operator may do about the session.
 pub(super) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
     match record.state {
         State::Source(SourceRecord::Committing | SourceRecord::RanThenDied)
             if entry.role == Role::Source =>
         {
             Some(format!(
-                "`dunlin resolve {}` decides it",
+                "`dunlin resolve {}` settles it",
                 &hex(&entry.session)[..8]
             ))
         }
@@ -184,7 +181,7 @@ pub(super) fn to_do(entry: &Entry, record: &Record) -> Option<String> {
     }
 }
 
-/// How long ago a time was, by this host's clock.
+/// Age of a time, by this host's clock.
 pub(super) fn ago(ms: u64) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -198,8 +195,8 @@ pub(super) fn ago(ms: u64) -> String {
     }
 }
 
-/// What has to be known before a VM of this name is started again: sessions that moved one, and
-/// whose process died before it was known where the VM is.
+/// Warnings before a VM of this name starts again: sessions in doubt that moved such a VM and have
+/// lost their process.
 pub(crate) fn left_behind(state: &StatePath, name: &str) -> Result<Vec<String>> {
     let entries = state.list()?;
     Ok(entries

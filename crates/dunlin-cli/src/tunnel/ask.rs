@@ -1,4 +1,4 @@
-//! `dunlin tunnel open` and `close`: listeners of a tunnel that runs.
+//! `dunlin tunnel open` and `close`: listeners of a running tunnel.
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -14,15 +14,15 @@ use crate::line::Line;
 use crate::options::{ControlPath, TUNNELS, parse_lanes};
 use crate::text::clean;
 
-/// What a channel, or several, are opened for.
+/// The channels to open.
 #[derive(Debug, Args)]
 pub(super) struct Wanted {
-    /// The route, by its name in the configuration.
+    /// The route's name in the configuration.
     route: String,
-    /// What the target at the peer has a place for, such as vm=web.
+    /// Value for the parameter in the target's address at the peer, such as vm=web.
     #[arg(long, value_name = "NAME=VALUE")]
     param: Option<Parameter>,
-    /// At least so many lanes to the peer, 1 to 128, from now on.
+    /// Open at least this many lanes to the peer, 1 to 128, and keep them.
     #[arg(long, value_name = "N", value_parser = parse_lanes())]
     lanes: Option<u16>,
     #[command(flatten)]
@@ -30,7 +30,8 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Asks the tunnel for a listener; returns what it has opened, and the rest of its answer.
+    /// Requests a listener from the tunnel; returns the listener, and the client that reads the
+    /// rest of the answer.
     pub(super) fn open(
         &self,
         listen: Option<String>,
@@ -58,26 +59,25 @@ impl Wanted {
 pub(crate) struct Open {
     #[command(flatten)]
     wanted: Wanted,
-    /// unix:PATH or tcp:ADDRESS:PORT [default: a unix socket beside the tunnel's
-    /// control socket].
-    #[arg(long, value_name = "PLACE")]
+    /// unix:PATH or tcp:ADDRESS:PORT [default: a unix socket next to the tunnel's control socket].
+    #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
-    /// Return when the last connection has ended: 0 if all of them ended well, 1
-    /// if not, 4 if it was closed before there was one.
+    /// Wait for the last connection to end; exit code 0 if all ended well, 1 if one failed, 4 if
+    /// the listener was closed before the first connection.
     #[arg(long)]
     wait: bool,
-    /// One JSON object a line.
+    /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct Close {
-    /// Its number in `dunlin status`, or its address as `tunnel open` has printed it.
+    /// The listener's number in `dunlin status`, or the address that `tunnel open` printed.
     listener: String,
     #[command(flatten)]
     which: Which,
-    /// One JSON object.
+    /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
@@ -89,7 +89,8 @@ impl Open {
             Line::Listener(opened).print();
         } else {
             use std::io::Write;
-            // A script reads it before the wait is over; one that has gone does not.
+            // A script reads the address before the wait is over; a closed output is not
+            // an error.
             let mut out = std::io::stdout().lock();
             let _ = writeln!(out, "{}", clean(&opened.listen));
             let _ = out.flush();
@@ -107,10 +108,10 @@ impl Close {
     }
 }
 
-/// Which tunnel of this host is meant.
+/// Selects a tunnel of this host.
 #[derive(Clone, Debug, Args)]
 pub(super) struct Which {
-    /// The tunnel of this configuration [default: the only one that runs].
+    /// The tunnel with this configuration [default: the only running tunnel].
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -118,12 +119,12 @@ pub(super) struct Which {
 }
 
 impl Which {
-    /// Asks the tunnel that is meant.
+    /// Sends the request to the selected tunnel.
     fn ask(&self, request: &Request) -> Result<Client> {
         request.ask(&self.socket()?, None)
     }
 
-    /// The control socket of the tunnel that is meant.
+    /// The control socket of the selected tunnel.
     fn socket(&self) -> Result<PathBuf> {
         if let Some(config) = &self.config {
             return Ok(self.control.tunnel(&name_of(config)?));
@@ -132,12 +133,14 @@ impl Which {
         running.retain(|path| UnixStream::connect(path).is_ok());
         match &running[..] {
             [one] => Ok(one.clone()),
-            [] => bail!("no tunnel runs here: is `dunlin tunnel run` up, and --control the same?"),
+            [] => bail!(
+                "no tunnel runs here: start `dunlin tunnel run`, and give it the same --control"
+            ),
             several => {
                 let names = several.iter().map(|path| path.display().to_string());
                 let names: Vec<String> = names.collect();
                 bail!(
-                    "several tunnels run here, say which with --config or --control: {}",
+                    "several tunnels run here, select one with --config or --control: {}",
                     names.join(", ")
                 )
             }

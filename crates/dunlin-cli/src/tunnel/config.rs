@@ -1,5 +1,5 @@
-//! The tunnel's configuration: a TOML file, checked as a whole. Whatever is
-//! wrong in it is named with its line and with what to do.
+//! The tunnel's configuration: a TOML file, checked as a whole. Every mistake is reported with its
+//! line and its remedy.
 
 mod ipsec;
 mod relay;
@@ -23,31 +23,30 @@ use table::{Found, Port, RouteTable, parse_port};
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
 
-/// A configuration without mistakes, as far as can be told without opening
-/// anything.
+/// A configuration without mistakes that can be found without opening files or sockets.
 #[derive(Debug)]
 pub(crate) struct Config {
-    /// Where peers' tunnels connect.
+    /// Address for the peers' tunnels.
     pub(crate) listen: Port,
     pub(crate) identity: PathBuf,
     pub(crate) reading: Reading,
-    /// Who seals and opens TLS records.
+    /// Where TLS records are sealed and opened: kernel or process.
     pub(crate) offload: Offload,
     pub(crate) routes: Routes,
-    /// Whether a route leads to a program.
+    /// Whether a route's target is a program.
     pub(crate) starts_programs: bool,
-    /// By what lanes go over IPsec, where they may.
+    /// Settings of lanes over IPsec, if configured.
     pub(crate) ipsec: Option<Ipsec>,
     pub(crate) limits: Limits,
-    /// How long channels may go on after SIGTERM.
+    /// Time limit of channels after SIGTERM.
     pub(crate) drain: Duration,
 }
 
-/// Everything that is wrong with a file.
+/// All mistakes in a file.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Mistakes {
     file: PathBuf,
-    /// With lines, counted from 1.
+    /// Line numbers, counted from 1, and texts.
     all: Vec<(usize, String)>,
 }
 
@@ -93,10 +92,10 @@ struct LimitsTable {
 }
 
 impl Config {
-    /// What a file's text says.
+    /// Parses a file.
     ///
     /// # Errors
-    /// All of its mistakes; where it is no TOML, or has an unknown key, the first.
+    /// All of its mistakes; for invalid TOML or an unknown key only the first.
     pub(crate) fn parse(file: &Path, text: &str) -> Result<Self, Mistakes> {
         let mut found = Found {
             text,
@@ -107,7 +106,7 @@ impl Config {
             Ok(parsed) => check(parsed, &mut found),
             Err(error) => {
                 let at = error.span().unwrap_or_default();
-                // serde's name for it is no operator's.
+                // serde's type name means nothing to operators.
                 let text = error.message().replace("u64", "a whole number");
                 found.add(&at, text);
                 None
@@ -137,9 +136,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         lanes: found.count("lanes", &table.lanes, usual.lanes, 128),
         vanished: found.or(&table.vanished, usual.vanished, |text| {
             match parse_limit(text)? {
-                limit if limit < Duration::from_secs(1) => {
-                    Err("a peer cannot be missed in less than 1s".to_owned())
-                }
+                limit if limit < Duration::from_secs(1) => Err("vanished below 1s".to_owned()),
                 limit => Ok(limit),
             }
         }),
@@ -180,8 +177,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         }
     }
     if file.route.is_empty() {
-        let text = "there is no route: add [route.NAME] with listen and to on the host where \
-                    connections come in, and with target and allow on the other";
+        let text = "the file has no route: add [route.NAME] with listen and to on the host that \
+                    accepts connections, and with target and allow on the other";
         found.add(&(0..0), text.to_owned());
     }
     if !found.all.is_empty() {
@@ -213,8 +210,8 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     })
 }
 
-/// How long channels may go on after SIGTERM unless the file says otherwise:
-/// what service managers wait before they kill, less a little.
+/// Default time limit of channels after SIGTERM: slightly less than service managers wait before
+/// they send SIGKILL.
 const DRAIN: Duration = Duration::from_secs(80);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The control socket of a tunnel: what is asked of it while it runs.
+//! The control socket of a running tunnel.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -22,60 +22,62 @@ use crate::line::{FailedLine, Line};
 use crate::log::say;
 use crate::service::start;
 
-/// What can be asked of a tunnel.
+/// A request to a tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(crate) enum Request {
-    /// How it is; rates are those of [`RATES_OVER`].
+    /// Status of the tunnel; [`RATES_OVER`] is the period of its rates.
     Status,
-    /// Open a listener for one purpose.
+    /// Open an on-demand listener.
     Open {
         route: String,
         /// `NAME=VALUE`.
         parameter: Option<String>,
-        /// Where; the tunnel has a place of its own.
+        /// Its address; by default a socket next to the control socket.
         listen: Option<String>,
         lanes: Option<u16>,
-        /// For a single connection, which whoever asks makes himself: it is closed
-        /// when he hangs up before.
+        /// Accept one connection, which the client makes itself; close the listener if the client
+        /// hangs up before that.
         once: bool,
-        /// Answer once more when it is over.
+        /// Send a second answer when the listener's last connection has ended.
         wait: bool,
     },
-    /// Close one, by its number or by where it listens.
+    /// Close a listener, given by its number or address.
     Close { listener: String },
 }
 
 impl Request {
-    /// Asks the tunnel behind a control socket, whose lines each come within `limit`.
+    /// Sends the request to the tunnel behind a control socket; `limit` applies to each line of the
+    /// answer.
     pub(super) fn ask(&self, socket: &Path, limit: Option<Duration>) -> Result<Client> {
         Client::ask(socket, "tunnel", self, limit)
     }
 }
 
-/// Over how long rates are measured: a look waits for so long.
+/// Period over which rates are measured; a status request takes this long.
 ///
-/// Formula: long enough that a rate of 10 MiB/s is told from its pauses, and well
-/// within the time that `dunlin status` waits.
-/// Drawback: a look takes a quarter of a second, and says nothing of before.
-/// Alternative: what went since the last look costs no wait; but two who look
-/// would take each other's bytes. A thread that always measures would wake up
-/// without anybody asking. Whoever wants other spans has the totals.
+/// Formula: long enough to average out the pauses of 10 MiB/s, and well within the time limit of
+/// `dunlin status`.
+/// Drawback: a status request takes a quarter of a second, and its rates do not cover the time
+/// before it.
+/// Alternative: rates since the previous request need no wait, but two clients would reset each
+/// other's period; a thread that always measures would wake up without need. Clients that want
+/// other periods compute them from the totals.
 pub(crate) const RATES_OVER: Duration = Duration::from_millis(250);
 
-/// Answers for a tunnel, as long as that runs.
+/// Serves a tunnel's control socket until the tunnel ends.
 pub(super) struct ControlService {
     tunnel: Weak<Tunnel>,
     name: String,
     control: PathBuf,
     began: Instant,
-    /// Names the sockets of listeners that were given no place.
+    /// Numbers the sockets of listeners without a given address.
     next: AtomicU64,
     pending: Pending,
 }
 
 impl ControlService {
-    /// Answers at `socket` from now on.
+    /// Serves requests at `socket` from now on.
     pub(super) fn serve(tunnel: &Arc<Tunnel>, name: &str, socket: &Socket) -> Result<Arc<Self>> {
         let service = Arc::new(Self {
             tunnel: Arc::downgrade(tunnel),
@@ -89,10 +91,10 @@ impl ControlService {
         Ok(service)
     }
 
-    /// Waits until every request is answered, and leaves no socket.
-    pub(super) fn farewell(&self) {
-        self.pending.farewell();
-        // Without a request for a listener there is no directory.
+    /// Waits until every request is answered, and removes the listeners' directory.
+    pub(super) fn drain(&self) {
+        self.pending.drain();
+        // The directory exists only if a listener was requested.
         let _ = fs::remove_dir(self.directory());
     }
 
@@ -129,12 +131,12 @@ impl ControlService {
         })
     }
 
-    /// Where listeners are that were given no place.
+    /// Directory of listeners without a given address.
     fn directory(&self) -> PathBuf {
         self.control.with_extension("d")
     }
 
-    fn place(&self) -> Result<Listen> {
+    fn new_address(&self) -> Result<Listen> {
         let directory = self.directory();
         make_directory(&directory, 0o755)?;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -143,20 +145,20 @@ impl ControlService {
 
     fn close(&self, listener: &str) -> Result<()> {
         let on_demand = self.tunnel()?.on_demand_listeners();
-        let is_meant = |one: &&OnDemandListener| {
+        let matches = |one: &&OnDemandListener| {
             one.number().to_string() == listener || one.listen().to_string() == listener
         };
-        let Some(listener) = on_demand.iter().find(is_meant) else {
+        let Some(listener) = on_demand.iter().find(matches) else {
             bail!(
-                "no listener {listener} is open: `dunlin status` has their numbers, and \
-                 configured ones go with their routes"
+                "no open listener {listener}: `dunlin status` lists their numbers; configured \
+                 listeners close with their routes"
             );
         };
         listener.close();
         Ok(())
     }
 
-    /// Answers when a listener is over.
+    /// Answers when the listener and its connections have ended.
     fn wait(
         self: &Arc<Self>,
         listener: OnDemandListener,
@@ -165,25 +167,25 @@ impl ControlService {
         connection: &UnixStream,
     ) -> Result<()> {
         if once {
-            let heeded = listener.clone();
-            start("control-heed", move || {
-                // Nothing more is asked: this is how a hang-up is noticed.
+            let watched = listener.clone();
+            start("requester", move || {
+                // The client sends nothing more: the read returns when it hangs up.
                 let _ = requests.read_line(&mut String::new());
-                let standing = heeded.status();
-                if standing.open + standing.ended() == 0 {
-                    heeded.close();
+                let status = watched.status();
+                if status.open + status.ended() == 0 {
+                    watched.close();
                 }
             })?;
         }
-        let standing = listener.wait(None);
-        send(connection, &ended(&standing))
+        let status = listener.wait(None);
+        send(connection, &ended(&status))
     }
 }
 
 impl Service for ControlService {
     type Request = Request;
 
-    fn obey(
+    fn handle(
         self: &Arc<Self>,
         request: Request,
         requests: BufReader<UnixStream>,
@@ -210,12 +212,12 @@ impl Service for ControlService {
                 let listen = match listen {
                     Some(text) => match parse_listen(&text).map_err(|text| anyhow!(text))? {
                         Listen::Passed(name) => bail!(
-                            "the socket {name} was passed for a route: a listener of its own \
-                             is at unix:PATH or tcp:ADDRESS:PORT"
+                            "socket {name} was passed for a route: an on-demand listener needs \
+                             unix:PATH or tcp:ADDRESS:PORT"
                         ),
                         listen => listen,
                     },
-                    None => self.place()?,
+                    None => self.new_address()?,
                 };
                 let demand = Demand {
                     route,
@@ -227,16 +229,16 @@ impl Service for ControlService {
                 let listener = self.tunnel()?.open(&demand)?;
                 let line = ListenerLine::from(&listener);
                 say(&described(&line));
-                let told = send(connection, &Line::Listener(line));
-                // The caller has gone, and no other process has the listener's name.
-                if told.is_err() {
+                let sent = send(connection, &Line::Listener(line));
+                // The client is gone, and no other process has its address.
+                if sent.is_err() {
                     listener.close();
                 }
                 if wait {
-                    told?;
+                    sent?;
                     return self.wait(listener, once, requests, connection);
                 }
-                told?;
+                sent?;
                 send(connection, &Line::Done)
             }
         }
@@ -255,11 +257,11 @@ impl Service for ControlService {
     }
 }
 
-/// How a listener and its channels have ended.
-fn ended(standing: &ListenerStatus) -> Line {
-    let (all, bad) = (standing.ended(), standing.failed);
+/// The result of a listener after its last channel has ended.
+fn ended(status: &ListenerStatus) -> Line {
+    let (all, bad) = (status.ended(), status.failed);
     if all == 0 && bad == 0 {
-        let text = "closed before anybody had connected";
+        let text = "closed before the first connection";
         return Line::Failed(FailedLine::new(FaultCode::Cancelled, "", text, CANCELLED));
     }
     if bad == 0 {
@@ -269,10 +271,10 @@ fn ended(standing: &ListenerStatus) -> Line {
         fault: "channel-broken".into(),
         at_fault: "this side".into(),
         vm: String::new(),
-        text: format!("{bad} of {all} connections did not end well"),
+        text: format!("{bad} of {all} connections failed"),
         code: FAILED,
     };
-    if let Some(why) = &standing.why {
+    if let Some(why) = &status.why {
         failed.fault = why.code().to_string();
         failed.at_fault = why.at_fault().to_string();
         failed.text.push_str(&format!(": {why}"));
@@ -290,14 +292,14 @@ pub(super) fn described(line: &ListenerLine) -> String {
     format!("listener {number}: {listen}, route {route}{what}")
 }
 
-/// The name of a tunnel: that of its configuration's file.
+/// A tunnel's name: the stem of its configuration's file name.
 pub(super) fn name_of(config: &Path) -> Result<String> {
     let name = config.file_stem().and_then(|name| name.to_str());
     match name {
         Some(name) if !name.starts_with('.') => Ok(name.to_owned()),
         _ => bail!(
-            "{} has no name that a control socket could have: rename it, or give --control \
-             a path that ends in .sock",
+            "the name of {} does not fit a control socket: rename the file, or give --control a \
+             path that ends in .sock",
             config.display()
         ),
     }

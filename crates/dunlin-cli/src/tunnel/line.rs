@@ -1,29 +1,27 @@
-//! What a tunnel says of itself over its control socket, and `dunlin status
-//! --json` with it.
+//! Status of a tunnel, as sent over its control socket and printed by `dunlin status --json`.
 
 use dunlin_tunnel::{OnDemandListener, RouteStatus, Status};
 use serde::{Deserialize, Serialize};
 
-/// A tunnel that runs.
+/// A running tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct TunnelLine {
-    /// The name of its configuration's file, without what follows the dot.
+    /// The stem of its configuration's file name.
     pub(crate) name: String,
     pub(crate) pid: u32,
     pub(crate) control: String,
-    /// Where the peers' tunnels connect.
+    /// Address for the peers' tunnels.
     pub(crate) address: String,
     pub(crate) running_s: f64,
-    /// Rates are those of so many milliseconds, up to when this was said.
+    /// Rates cover this many milliseconds before the status was taken.
     pub(crate) over_ms: f64,
     pub(crate) routes: Vec<RouteLine>,
     pub(crate) listeners: Vec<ListenerLine>,
     pub(crate) peers: Vec<PeerLine>,
 }
 
-/// A route, and what went over it since the tunnel began. *Read* and *written* are
-/// seen from the tunnel: what it read from hypervisors of this host, and wrote to
-/// them.
+/// A route, and its traffic since the tunnel started. The tunnel *reads* from this host's
+/// hypervisors and *writes* to them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RouteLine {
     pub(crate) route: String,
@@ -42,15 +40,15 @@ pub(crate) struct RouteLine {
     pub(crate) written_bytes_per_s: f64,
 }
 
-/// A listener that was opened for one purpose.
+/// An on-demand listener.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ListenerLine {
     pub(crate) number: u64,
     pub(crate) route: String,
-    /// `NAME=VALUE`, or nothing.
+    /// `NAME=VALUE`, or empty.
     pub(crate) parameter: String,
     pub(crate) listen: String,
-    /// Whether it takes connections still.
+    /// Whether it still accepts connections.
     pub(crate) listens: bool,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
@@ -59,26 +57,26 @@ pub(crate) struct ListenerLine {
     pub(crate) failed: u64,
 }
 
-/// A peer's tunnel that is connected.
+/// A connected peer's tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct PeerLine {
     pub(crate) peer: String,
     pub(crate) at: String,
     pub(crate) channels: u64,
-    /// Those of both sides.
+    /// Lanes of both directions.
     pub(crate) lanes: u64,
-    /// Bytes that wait here for consumers.
+    /// Received bytes that local consumers have not read.
     pub(crate) held_bytes: u64,
-    /// Bytes that were sent and not acknowledged.
+    /// Sent bytes that the peer has not acknowledged.
     pub(crate) unacknowledged_bytes: u64,
 }
 
 impl RouteLine {
-    /// A route with what it carried in the `seconds` since `before`.
+    /// A route, with its rates over the `seconds` since `before`.
     pub(super) fn new(now: &RouteStatus, before: Option<&RouteStatus>, seconds: f64) -> Self {
         let traffic = now.traffic;
         let rate = |now: u64, before: Option<u64>| {
-            // One that has come in the meantime has been here for no time yet.
+            // A route that was added in the meantime has no previous counters.
             now.saturating_sub(before.unwrap_or(now)) as f64 / seconds
         };
         let before = before.map(|one| one.traffic);
@@ -101,17 +99,17 @@ impl RouteLine {
 
 impl From<&OnDemandListener> for ListenerLine {
     fn from(listener: &OnDemandListener) -> Self {
-        let standing = listener.status();
+        let status = listener.status();
         Self {
             number: listener.number(),
             route: listener.route().to_owned(),
             parameter: listener.parameter().to_owned(),
             listen: listener.listen().to_string(),
-            listens: standing.listens,
-            channels: standing.open,
-            closed: standing.closed,
-            left_unread: standing.left_unread,
-            failed: standing.failed,
+            listens: status.listens,
+            channels: status.open,
+            closed: status.closed,
+            left_unread: status.left_unread,
+            failed: status.failed,
         }
     }
 }

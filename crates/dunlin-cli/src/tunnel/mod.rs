@@ -1,8 +1,8 @@
-//! `dunlin tunnel`: carries the connections of hypervisors that know nothing of
-//! it, between two hosts, over encrypted lanes.
+//! `dunlin tunnel`: carries the connections of unmodified hypervisors between two hosts over
+//! encrypted lanes.
 //!
-//! `run` is the service; it keeps a control socket ([`control_service`]) over which the other
-//! commands speak to it, and `dunlin status`.
+//! `run` is the service; it serves a control socket ([`control_service`]) for the other commands
+//! and `dunlin status`.
 
 mod ask;
 mod config;
@@ -20,17 +20,16 @@ pub(crate) use show::{show, status_within};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Carry connections until SIGTERM; SIGHUP reads the configuration anew.
+    /// Carry connections until SIGTERM; SIGHUP reloads the configuration.
     Run(run::Run),
-    /// Read a configuration and the certificates that it names, and say what is
-    /// wrong with them.
+    /// Check a configuration and its certificates, and report every mistake.
     Check(run::Check),
-    /// Have a tunnel that runs listen for one purpose, such as one VM's
-    /// migration; print where. It goes when its last connection has ended.
+    /// Add a listener to a running tunnel, for one VM's migration for example; prints its address.
+    /// It closes with its last connection.
     Open(ask::Open),
-    /// Close what `open` has opened; connections go on.
+    /// Close a listener of `open`; its connections continue.
     Close(ask::Close),
-    /// Carry standard input and output through a tunnel that runs.
+    /// Carry standard input and output through a running tunnel.
     Stdio(stdio::Stdio),
 }
 

@@ -28,16 +28,16 @@ use crate::ipsec::advice::event_text;
 use crate::line::Line;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
-use crate::service::{Manager, Told, cannot_listen, passed, wait_for};
+use crate::service::{Manager, ServiceEvent, cannot_listen, passed, wait_for};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
-    /// The configuration, a TOML file; docs/tunnel.md describes it.
+    /// The configuration, a TOML file; see docs/tunnel.md.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
-    /// Run on these CPUs alone, such as 0,2-3.
+    /// Run only on these CPUs, such as 0,2-3.
     #[arg(long, value_name = "LIST")]
     cpus: Option<Cpus>,
     #[command(flatten)]
@@ -50,7 +50,7 @@ pub(crate) struct Run {
 
 #[derive(Debug, Args)]
 pub(crate) struct Check {
-    /// The configuration, a TOML file; docs/tunnel.md describes it.
+    /// The configuration, a TOML file; see docs/tunnel.md.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }
@@ -58,7 +58,7 @@ pub(crate) struct Check {
 impl Check {
     pub(crate) fn run(&self) -> Result<i32> {
         read(&self.config)?;
-        println!("{}: nothing is wrong with it", self.config.display());
+        println!("{}: valid", self.config.display());
         Ok(DONE)
     }
 }
@@ -67,12 +67,12 @@ impl Run {
     pub(crate) fn run(&self) -> Result<i32> {
         let passed = passed()?;
         if let Some(Cpus(cpus)) = &self.cpus {
-            // Before there are other threads: they go where this one is.
+            // Later threads inherit the CPU affinity.
             keep_to(cpus).map_err(|error| {
-                anyhow!("the tunnel cannot run on CPUs {cpus:?}: {error}; `nproc` counts those that are there")
+                anyhow!("cannot run on CPUs {cpus:?}: {error}; `nproc` prints the number of available CPUs")
             })?;
         }
-        let (told, events) = channel::<Told>();
+        let (sender, events) = channel::<ServiceEvent>();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
@@ -85,20 +85,20 @@ impl Run {
         };
         let observer = |event| say(&format!("{event}"));
         let socket = self.control_socket()?;
-        // Before there are other threads, too.
+        // Threads that already exist would stay unconfined.
         let control = socket
             .as_ref()
             .map(|socket| Needs::directory_of(socket.path()));
         let confined = self
             .confining
             .apply(unconfined(&config), control.as_deref())?;
-        let shelter = match &config.ipsec {
-            Some(ipsec) => Some(self.shelter(ipsec)?),
+        let sealed = match &config.ipsec {
+            Some(ipsec) => Some(self.ipsec_lanes(ipsec)?),
             None => None,
         };
         let given = Given {
             sockets: passed,
-            sealed: shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>),
+            sealed: sealed.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>),
         };
         let tunnel = Tunnel::start_with(
             listener,
@@ -122,34 +122,37 @@ impl Run {
             println!("route {} listens on {listen}", clean(&route));
         }
         for (route, address) in tunnel.relay_ports() {
-            println!("route {} takes TLS clients on {address}", clean(&route));
+            println!("route {} accepts TLS clients on {address}", clean(&route));
         }
         let text = confined.text().unwrap_or_default();
         text.lines().for_each(say);
         manager.ready(&format!("peers connect to {}", tunnel.address()));
         let drain = Arc::new(Mutex::new(config.drain));
-        wait_for(told, ends, hang_ups)?;
+        wait_for(sender, ends, hang_ups)?;
         for event in events {
             match event {
-                Told::Again => {
+                ServiceEvent::Reload => {
                     manager.reloading();
-                    let how = match again(&self.config, &tunnel, &confined) {
+                    let how = match reload(&self.config, &tunnel, &confined) {
                         Ok(limit) => {
                             *lock(&drain) = limit;
-                            "the configuration was read anew".to_owned()
+                            "configuration reloaded".to_owned()
                         }
-                        Err(error) => format!("everything stays as it was: {}", chained(&error)),
+                        Err(error) => format!(
+                            "configuration not reloaded, everything stays as it was: {}",
+                            chained(&error)
+                        ),
                     };
                     say(&how);
-                    // One line.
+                    // The status must be one line.
                     manager.ready(&clean(&how));
                 }
-                Told::End(signal) => {
+                ServiceEvent::End(signal) => {
                     manager.stopping();
                     let limit = *lock(&drain);
                     let code = end(tunnel, signal, limit);
                     if let Some(service) = service {
-                        service.farewell();
+                        service.drain();
                     }
                     return Ok(code);
                 }
@@ -158,8 +161,7 @@ impl Run {
         Ok(FAILED)
     }
 
-    /// Where the other commands find this tunnel. Connections are carried without
-    /// one too, unless it was asked for.
+    /// Binds the control socket. Unless `--control` asks for it, the tunnel also runs without one.
     fn control_socket(&self) -> Result<Option<Socket>> {
         let bound = name_of(&self.config)
             .and_then(|name| Socket::bind(&self.control.tunnel(&name), "a tunnel"));
@@ -169,86 +171,89 @@ impl Run {
             Err(error) => {
                 let why = chained(&error);
                 warn([format!(
-                    "{why}; `dunlin status` and `tunnel open` do not find this tunnel"
+                    "{why}; `dunlin status` and `tunnel open` cannot find this tunnel"
                 )]);
                 Ok(None)
             }
         }
     }
 
-    /// What lanes go over IPsec by.
-    fn shelter(&self, ipsec: &Ipsec) -> Result<IpsecLanes> {
+    /// The dialer and acceptor of lanes over IPsec.
+    fn ipsec_lanes(&self, ipsec: &Ipsec) -> Result<IpsecLanes> {
         warn(offload_advice());
         let records = self.state.ipsec_records()?;
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         options.cpus = ipsec_cpus(ipsec.cpus.as_ref())?;
         let observer: Observer = Arc::new(|event| say(&event_text(event)));
-        IpsecLanes::new(options, observer).context("lanes cannot go over IPsec")
+        IpsecLanes::new(options, observer).context("cannot use IPsec for lanes")
     }
 }
 
-/// Why a tunnel that runs by this file is not to be confined, and what to do.
+/// Why a tunnel with this configuration cannot be confined, and the remedy.
 fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
     if config.starts_programs {
         return Some((
-            "the programs of routes with exec would be confined with the tunnel",
-            "leave those routes to a tunnel of their own",
+            "programs of routes with exec would be confined with the tunnel",
+            "run those routes in a separate tunnel",
         ));
     }
     config.ipsec.as_ref().map(|_| {
         (
-            "lanes over IPsec need what a confined tunnel gives up",
-            "leave [ipsec] out",
+            "lanes over IPsec need privileges that a confined tunnel gives up",
+            "remove [ipsec]",
         )
     })
 }
 
-/// Reads the file again. Returns how long a drain may take now.
-fn again(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
+/// Reloads the configuration; returns the new drain limit.
+fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     let (config, identities) = read(file)?;
     if config.starts_programs && confine::is_confined(confined) {
         bail!(
-            "this tunnel is confined and starts no programs (at fault: configuration): leave out \
-             the routes with exec, or start it anew"
+            "this tunnel is confined and starts no programs (at fault: configuration): remove the \
+             routes with exec, or restart the tunnel"
         );
     }
     if config.ipsec.is_some() && confine::is_confined(confined) {
         bail!(
-            "this tunnel is confined and has no lanes over IPsec (at fault: configuration): leave \
-             out [ipsec], or start it anew"
+            "this tunnel is confined and has no lanes over IPsec (at fault: configuration): remove \
+             [ipsec], or restart the tunnel"
         );
     }
     if let Port::At(at) = config.listen
         && at.port() != 0
         && at != tunnel.address()
     {
-        say("the peers' address stays as it was until the tunnel is started anew");
+        say(&format!(
+            "the address for peers stays {} until the tunnel is restarted",
+            tunnel.address()
+        ));
     }
     tunnel.replace(identities, &config.routes)?;
     Ok(config.drain)
 }
 
-/// Drains, and ends.
+/// Drains the tunnel and ends; returns the exit code.
 fn end(tunnel: Arc<Tunnel>, signal: EndSignal, limit: Duration) -> i32 {
     say(&format!(
-        "{}: no more connections are taken, and channels have {} s to end",
+        "{}: no new connections; channels have {} s to end",
         signal.name(),
         limit.as_secs()
     ));
     match tunnel.drain(limit) {
         0 => DONE,
         cut => {
-            say(&format!("{cut} channels were cut off"));
+            say(&format!("{cut} channels were aborted"));
             FAILED
         }
     }
 }
 
-/// A configuration, and the certificates that it names.
+/// A configuration, and its certificates.
 fn read(file: &Path) -> Result<(Config, Identities)> {
     let text = std::fs::read_to_string(file)
-        .with_context(|| format!("the configuration {} cannot be read", file.display()))?;
+        .with_context(|| format!("cannot read the configuration {}", file.display()))?;
     let config = Config::parse(file, &text)?;
     let load = |role| {
         let (identity, warnings) = load_identity(&config.identity, role, &config.reading)?;

@@ -12,7 +12,7 @@ use crate::text::clean;
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// How the tunnel behind a control socket is.
+/// Status of the tunnel behind a control socket.
 pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<TunnelLine> {
     let mut client = Request::Status.ask(socket, Some(limit))?;
     client.expect(|line| match line {
@@ -21,7 +21,7 @@ pub(crate) fn status_within(socket: &Path, limit: Duration) -> Result<TunnelLine
     })
 }
 
-/// Prints it for a person.
+/// Prints the status for people.
 pub(crate) fn show(line: &TunnelLine) {
     println!(
         "tunnel {}: process {}, for {:.0} s; peers connect to {}",
@@ -37,7 +37,7 @@ pub(crate) fn show(line: &TunnelLine) {
         let closed = if listener.listens {
             ""
         } else {
-            ", takes no more"
+            ", accepts no more"
         };
         let text = format!(
             "{}: {} channels{closed}",
@@ -48,8 +48,8 @@ pub(crate) fn show(line: &TunnelLine) {
     }
     for peer in &line.peers {
         let text = format!(
-            "peer {} at {}: {} channels, {} lanes; {:.1} MiB wait here, {:.1} MiB are not \
-             acknowledged",
+            "peer {} at {}: {} channels, {} lanes; {:.1} MiB queued here, {:.1} MiB \
+             unacknowledged",
             peer.peer,
             peer.at,
             peer.channels,
@@ -73,20 +73,20 @@ fn of_route(route: &RouteLine, over_ms: f64) -> String {
         text.push_str(&format!(", target {target}"));
     }
     text.push_str(&format!(
-        ": {} channels, {} have ended, {} badly",
+        ": {} channels, {} ended, {} of them failed",
         route.channels,
         route.closed + route.left_unread + route.failed,
         route.failed
     ));
     if route.left_unread > 0 {
         text.push_str(&format!(
-            ", {} closed by the hypervisor before their last bytes were read",
+            ", {} closed by the hypervisor before it read their last bytes",
             route.left_unread
         ));
     }
     if route.channels > 0 {
         text.push_str(&format!(
-            "; {:.1} MiB/s come in here and {:.1} MiB/s go out, over the last {over_ms:.0} ms",
+            "; {:.1} MiB/s in and {:.1} MiB/s out over the last {over_ms:.0} ms",
             route.read_bytes_per_s / MIB,
             route.written_bytes_per_s / MIB,
         ));

@@ -1,16 +1,16 @@
-//! `dunlin tunnel stdio`: standard input and output as a channel, for tools that
-//! run a command to reach the other host.
+//! `dunlin tunnel stdio`: standard input and output as a channel, for tools that run a command to
+//! reach the other host.
 //!
 //! ```text
 //!  stdin ──▶ copies ──▶ a listener for one connection ═══▶ the far target
 //!  stdout ◀─ copies ◀──                               ◀═══
-//!                 exit code ◀── control socket: how it has ended
+//!                 exit code ◀── control socket: result of the channel
 //! ```
 //!
-//! The descriptors themselves stay here. They may be files or terminals, which
-//! cannot be waited for, and a mode that the tunnel set on them would be set for
-//! their other owners too; and a unix socket cannot tell an abort from an end, which
-//! the control socket does. From a pipe the kernel moves the bytes by itself.
+//! The process keeps its descriptors to itself. They may be files or terminals, which cannot be
+//! polled, and a mode set by the tunnel would affect their other users. A unix socket also cannot
+//! tell an abort from an end; the control socket does. From a pipe the kernel moves the bytes by
+//! itself.
 
 use std::fs::File;
 use std::io;
@@ -42,32 +42,32 @@ impl Stdio {
             bail!("the tunnel listens on {}", opened.listen);
         };
         let channel = UnixStream::connect(path)
-            .with_context(|| format!("the tunnel does not listen on {path}"))?;
+            .with_context(|| format!("cannot connect to the tunnel at {path}"))?;
         let input = channel.try_clone()?;
         let is_cut = Arc::new(AtomicBool::new(false));
         let cut = Arc::clone(&is_cut);
-        // It is left behind where the channel ends before the input does.
+        // If the channel ends before the input, this thread is abandoned.
         start("stdin", move || send(&input, &cut))?;
         let mut from = &channel;
-        // Not through std's stdout, which keeps back what ends no line.
+        // Not std's stdout, which buffers incomplete lines.
         let mut output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
         let took = io::copy(&mut from, &mut output);
         drop(output);
         let took = match took {
-            // Not the output's failure: how the channel has ended is the tunnel's to tell.
+            // Not a failure of the output: the tunnel reports the channel's result.
             Err(error) if is_channels(&error, &channel) => Ok(()),
             took => took.map(|_| ()),
         };
-        // Whoever reads the output sees its end, while the input may go on.
+        // The reader of the output sees its end even if the input continues.
         let ended = took.and_then(|()| dunlin_linux::stdio::end_output());
         if let Err(error) = ended {
-            // Fails only where it has gone.
+            // Fails only if the channel is closed.
             let _ = channel.shutdown(Shutdown::Both);
-            eprintln!("dunlin: the output cannot be written: {error}");
+            eprintln!("dunlin: cannot write the output: {error}");
             return Ok(FAILED);
         }
         let code = client.done(false)?;
-        // The target took what was read for all there is; whoever runs this hears otherwise.
+        // The target took the truncated input for all of it; the exit code reports the failure.
         Ok(if is_cut.load(Ordering::SeqCst) {
             FAILED
         } else {
@@ -76,30 +76,30 @@ impl Stdio {
     }
 }
 
-/// Whether a copy has failed because the tunnel closed the channel. It does so with bytes of ours
-/// unread where it refuses one, which a unix socket tells as a reset (unix(7)); the other end of the
-/// copy may be a socket that was reset itself.
+/// Whether a copy failed because the tunnel closed the channel. If the tunnel refuses a channel
+/// while our input is unread, a unix socket reports a reset (unix(7)). The other end of the copy
+/// may be a socket that was itself reset.
 fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
-    // Hung up counts as ready, whatever is waited for.
+    // POLLHUP is reported for any requested event.
     let hung_up = Interest::failure(&channel);
     error.kind() == io::ErrorKind::ConnectionReset
         && poll(&[hung_up], Some(Duration::ZERO)).is_ok_and(|ready| ready == [true])
 }
 
-/// Sends the input and its end; says in `cut` that there was an error in its place.
+/// Sends the input and its end; sets `cut` if reading the input failed.
 fn send(to: &UnixStream, cut: &AtomicBool) {
     let mut into = to;
     let how = match io::copy(&mut io::stdin().lock(), &mut into) {
         Ok(_) => Shutdown::Write,
         Err(error) => {
-            // A channel that was aborted is told of by the tunnel.
+            // The tunnel reports aborted channels.
             if error.kind() != io::ErrorKind::BrokenPipe && !is_channels(&error, to) {
                 cut.store(true, Ordering::SeqCst);
-                eprintln!("dunlin: the input cannot be read: {error}");
+                eprintln!("dunlin: cannot read the input: {error}");
             }
             Shutdown::Both
         }
     };
-    // Fails only where it has gone.
+    // Fails only if the channel is closed.
     let _ = to.shutdown(how);
 }

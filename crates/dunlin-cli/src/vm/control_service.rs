@@ -1,13 +1,12 @@
-//! What a VM's process holds, and what may be done with it now.
+//! State of a VM's process, and the operations that each state permits.
 //!
 //! ```text
 //!  vm receive: Waiting ──▶ Arriving ──▶ Vm ◀── vm run
 //!                 ▲            │         │
 //!                 └── failed ──┘         ├ under way ──▶ moved: the process ends
-//!                                        └ in doubt: paused until it is resolved
+//!                                        └ in doubt: paused until resolved
 //! ```
-//! Requests, signals, the arrival and the VM's own end meet here, under one
-//! lock.
+//! Requests, signals, the arrival and the VM's own end are serialised by one lock.
 
 use dunlin_lane::sync::lock;
 use std::path::PathBuf;
@@ -36,13 +35,13 @@ use crate::vm::request::Decision;
 
 pub(crate) struct ControlService {
     json: bool,
-    /// Where this process remembers its sessions.
+    /// The journal of this process's sessions.
     pub(super) journal: Journal,
-    /// Where it remembers what it has installed for lanes over IPsec.
+    /// Directory of the records of what this process installs for lanes over IPsec.
     pub(super) ipsec_records: PathBuf,
     state: Mutex<Now>,
     changed: Condvar,
-    /// The control socket at which this process can be asked.
+    /// Path of this process's control socket.
     owner: Mutex<String>,
     pub(super) pending: Pending,
 }
@@ -51,24 +50,23 @@ struct Now {
     holds: Holds,
     /// The last migration away from here, under way or over.
     moving: Option<Arc<Moving>>,
-    /// It is not known where the VM runs.
+    /// Set while the VM may run here or at the destination.
     doubt: Option<Doubt>,
-    /// How the VM has ended here.
+    /// How the VM ended here.
     vm_ended: Option<VmState>,
-    /// What told this process to end.
+    /// The first signal that asked this process to end.
     ending: Option<EndSignal>,
-    /// Counts the attempts of sources to move a VM here.
+    /// Number of attempts by sources to move a VM here.
     attempt: u64,
     cancel: Cancel,
 }
 
-/// The destination was told to run the VM and has not answered; the copy here
-/// stays paused.
+/// The source sent *commit* and got no answer; the copy here stays paused.
 struct Doubt {
-    /// The record of it, held so that everybody sees that its process lives;
-    /// none without a journal, and while the destination is asked.
+    /// The session's record. Holding it shows other processes that this one is alive. `None`
+    /// without a journal, and while the destination is queried.
     session: Option<source::Doubt>,
-    /// Whether this process has been told to end since.
+    /// Whether this process got a signal to end since then.
     signalled: bool,
 }
 
@@ -84,10 +82,10 @@ struct Arriving {
     since: Instant,
 }
 
-/// The phase of an arrival after which it cannot be called off any more.
+/// Phase of an arrival after which it cannot be cancelled.
 const COMMITTED: &str = "committed";
 
-/// What a VM can be told to do.
+/// Commands to a VM.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Command {
     Pause,
@@ -116,13 +114,13 @@ impl ControlService {
         })
     }
 
-    /// The control socket at which this process can be asked, once it has one.
+    /// Path of the control socket; empty before there is one.
     pub(crate) fn owner(&self) -> String {
         let owner = lock(&self.owner);
         owner.clone()
     }
 
-    /// Answers at the control socket until that is dropped.
+    /// Serves the control socket until `socket` is dropped.
     pub(crate) fn serve(self: &Arc<Self>, socket: &Socket) -> Result<()> {
         *lock(&self.owner) = socket.path().display().to_string();
         socket.serve(self)
@@ -138,8 +136,7 @@ impl ControlService {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends this process in order at the first signal, and at once at the
-    /// second.
+    /// Ends this process in order at the first signal, and immediately at the second.
     pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
         let service = Arc::clone(self);
         start("signals", move || {
@@ -160,7 +157,7 @@ impl ControlService {
             doubt.signalled = true;
             return self.warn(&format!(
                 "{name}: this process keeps the paused copy of a VM that may run elsewhere, and \
-                 stays until `dunlin resolve`; a second signal ends it nevertheless"
+                 stays until `dunlin resolve`; a second signal ends it anyway"
             ));
         }
         if state.ending.is_some() {
@@ -169,10 +166,10 @@ impl ControlService {
         state.ending = Some(signal);
         if let Some(moving) = state.under_way() {
             self.warn(&match moving.ask_to_end() {
-                Ok(()) => format!("{name}: cancels the migration, then ends"),
+                Ok(()) => format!("{name}: cancelling the migration, then ending"),
                 Err(_) => format!(
-                    "{name}: too late to cancel the migration; ends when the destination has \
-                     answered"
+                    "{name}: too late to cancel the migration; ending after the destination's \
+                     answer"
                 ),
             });
         } else if state.held().is_none() {
@@ -181,15 +178,14 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// Something that whoever watches this process should know.
+    /// Logs a warning for the operator.
     pub(crate) fn warn(&self, text: &str) {
         Line::Warning { text: text.into() }.say(self.json);
     }
 
     // The arrival.
 
-    /// The next attempt of a source may begin; none when this process shall
-    /// end.
+    /// Prepares for the next attempt of a source; `None` if this process is ending.
     pub(crate) fn next_attempt(&self) -> Option<Cancel> {
         let mut state = self.lock();
         state.attempt += 1;
@@ -199,7 +195,7 @@ impl ControlService {
         state.ending.is_none().then(|| state.cancel.clone())
     }
 
-    /// What told this process to end, if anything did.
+    /// The signal that asked this process to end, if any.
     pub(crate) fn ending(&self) -> Option<EndSignal> {
         self.lock().ending
     }
@@ -209,7 +205,7 @@ impl ControlService {
         matches!(self.lock().holds, Holds::Arriving(_))
     }
 
-    /// Takes an event of the arrival.
+    /// Updates the state with an event of the arrival.
     pub(crate) fn observe(&self, event: &DestinationEvent) {
         let mut state = self.lock();
         match (event, &mut state.holds) {
@@ -249,8 +245,8 @@ impl ControlService {
 
     // The VM.
 
-    /// Keeps a VM until it has ended or moved away, or until this process is
-    /// told to end; returns the exit code.
+    /// Keeps the VM until it ends, moves away, or a signal ends this process; returns the exit
+    /// code.
     pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
         {
             let mut state = self.lock();
@@ -258,7 +254,7 @@ impl ControlService {
                 && let Some(signal) = state.ending.take()
             {
                 self.warn(&format!(
-                    "{}: too late to cancel: the VM is here, and stays; a second signal ends it",
+                    "{}: too late to cancel: the VM is here and stays; a second signal ends it",
                     signal.name()
                 ));
             }
@@ -284,7 +280,7 @@ impl ControlService {
             state = self.wait(state);
         };
         drop(state);
-        self.pending.farewell();
+        self.pending.drain();
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
@@ -304,7 +300,7 @@ impl ControlService {
         self.changed.notify_all();
     }
 
-    /// How this process and its VM are.
+    /// Status of this process and its VM.
     pub(crate) fn status(&self) -> Result<StatusLine> {
         let state = self.lock();
         match &state.holds {
@@ -321,13 +317,13 @@ impl ControlService {
         }
     }
 
-    /// Obeys, unless the VM is not to be touched.
+    /// Carries out a command, unless a migration or a doubt forbids it.
     pub(crate) fn command(&self, command: Command) -> Result<()> {
         let state = self.lock();
         let vm = state.vm()?;
-        // Whoever resumed it after *commit* would have it run twice (I1).
+        // Resuming the VM after *commit* would run it twice (I1).
         if state.under_way().is_some() && !matches!(command, Command::PowerOff) {
-            bail!("the VM is being migrated: wait until that is over");
+            bail!("the VM is being migrated: wait until the migration ends");
         }
         match command {
             Command::Pause => vm.vm().pause()?,
@@ -337,7 +333,7 @@ impl ControlService {
         Ok(())
     }
 
-    /// Takes the turn to migrate the VM, for `moving`.
+    /// Reserves the VM for the migration `moving`.
     pub(crate) fn begin(&self, moving: &Arc<Moving>) -> Result<Arc<Movable>> {
         let mut state = self.lock();
         let vm = Arc::clone(state.vm()?);
@@ -351,7 +347,7 @@ impl ControlService {
         Ok(vm)
     }
 
-    /// The migration that has the turn is over.
+    /// Ends the migration that holds the reservation.
     pub(crate) fn finish(&self, moving: &Moving, line: Line) {
         let mut state = self.lock();
         if let Line::Failed(failed) = &line
@@ -362,17 +358,17 @@ impl ControlService {
                 session,
                 signalled: false,
             });
-            // What was to end after the migration now waits for an operator.
+            // A pending end of the process now waits for an operator.
             state.ending = None;
         }
         moving.end(line);
         self.changed.notify_all();
     }
 
-    /// The record of the session that has left this VM in doubt.
+    /// The record of the session that left this VM in doubt.
     fn take_record(&self, vm: &Movable) -> Option<source::Doubt> {
         let found = self.journal.list().unwrap_or_else(|error| {
-            self.warn(&format!("the journal cannot be read: {error}"));
+            self.warn(&format!("cannot read the journal: {error}"));
             Vec::new()
         });
         found
@@ -388,8 +384,7 @@ impl ControlService {
             .find_map(|entry| source::Doubt::taken_over(&self.journal, entry.session, false).ok())
     }
 
-    /// Carries out what the operator has decided about a VM in doubt, once it
-    /// is written down.
+    /// Carries out the operator's decision about a VM in doubt, after recording it.
     pub(crate) fn resolve(&self, session: [u8; 16], decision: Decision) -> Result<()> {
         let mut state = self.lock();
         let (vm, mut record) = self.take_doubt(&mut state, session)?;
@@ -402,8 +397,7 @@ impl ControlService {
         Ok(resolved?)
     }
 
-    /// Asks the destination what became of a VM in doubt, and does what
-    /// follows from its answer.
+    /// Queries the destination about a VM in doubt and acts on the answer.
     pub(crate) fn ask_destination(
         &self,
         session: [u8; 16],
@@ -419,7 +413,7 @@ impl ControlService {
         asked
     }
 
-    /// The VM in doubt by this session, and its record.
+    /// The VM that this session left in doubt, and its record.
     fn take_doubt(
         &self,
         state: &mut Now,
@@ -437,17 +431,17 @@ impl ControlService {
         match doubt.session.take() {
             Some(record) if record.record().session == session => Ok((vm, record)),
             None => bail!(
-                "the session has no record here, or its destination is being asked: is --state-dir \
-                 the one of the VM's process?"
+                "the session has no record here, or its destination is being queried: is \
+                 --state-dir the one of the VM's process?"
             ),
             other => {
                 doubt.session = other;
-                bail!("this VM is in doubt by another session: see `dunlin status`");
+                bail!("another session left this VM in doubt: see `dunlin status`");
             }
         }
     }
 
-    /// Ends the doubt if it is over.
+    /// Ends the doubt if it is over; otherwise stores the record again.
     fn put_back(&self, state: &mut Now, record: source::Doubt, over: bool) {
         if !over {
             if let Some(doubt) = &mut state.doubt {
@@ -456,9 +450,11 @@ impl ControlService {
             return;
         }
         state.doubt = None;
-        // Nobody asks a source that has decided.
+        // No peer queries a source that has decided.
         if let Err(error) = record.forget() {
-            self.warn(&format!("the session stays in the journal: {error}"));
+            self.warn(&format!(
+                "cannot remove the session from the journal: {error}"
+            ));
         }
         self.changed.notify_all();
     }
@@ -471,16 +467,16 @@ impl ControlService {
         }
     }
 
-    /// Cancels what is under way and waits for its end.
+    /// Cancels the migration or arrival and waits for its end.
     ///
     /// # Errors
-    /// It did not end by that, with the reason.
+    /// The reason, if it did not end as cancelled.
     pub(crate) fn cancel(&self) -> Result<()> {
         let mut state = self.lock();
         if state.doubt.is_some() {
             bail!(
-                "too late to cancel: the destination was told to run the VM and has not answered; \
-                 see `dunlin status` and `dunlin resolve`"
+                "too late to cancel: the destination got commit and has not answered; see \
+                 `dunlin status` and `dunlin resolve`"
             );
         }
         if let Some(moving) = state.under_way().cloned() {
@@ -492,7 +488,7 @@ impl ControlService {
                 {
                     Ok(())
                 }
-                Line::Failed(failed) => bail!("it ended by itself: {}", failed.text),
+                Line::Failed(failed) => bail!("the migration ended on its own: {}", failed.text),
                 _ => bail!("too late to cancel: the VM has moved"),
             };
         }
@@ -523,12 +519,12 @@ impl Now {
         }
     }
 
-    /// The VM, if one may be asked something of it.
+    /// The VM, if it accepts commands.
     fn vm(&self) -> Result<&Arc<Movable>> {
         match (&self.holds, &self.doubt) {
             (Holds::Vm(_), Some(_)) => bail!(
-                "the VM is in doubt: the destination was told to run it and has not answered, so \
-                 it must not be touched here; see `dunlin status` and `dunlin resolve`"
+                "the VM is in doubt: the destination got commit and has not answered, so it must \
+                 not be changed here; see `dunlin status` and `dunlin resolve`"
             ),
             (Holds::Vm(vm), None) => Ok(vm),
             (Holds::Arriving(_), _) => bail!("the VM is still arriving"),
@@ -552,7 +548,7 @@ impl Arriving {
     }
 }
 
-/// How a VM of this process is.
+/// Status of a VM of this process.
 fn status_of(vm: &Vm) -> StatusLine {
     let stats = vm.stats();
     StatusLine {

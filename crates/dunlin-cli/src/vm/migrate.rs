@@ -1,5 +1,4 @@
-//! `dunlin vm migrate`, `watch`, `set`, `status` and `ask`: what is asked of a
-//! VM's process.
+//! `dunlin vm migrate`, `watch`, `set`, `status` and `ask`: requests to a VM's process.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -22,7 +21,7 @@ use crate::options::{ControlPath, MigrateFlags, parse_rate};
 use crate::service::start;
 use crate::text::clean;
 
-/// Which VM of this host is meant, and how the answer is printed.
+/// The VM to address, and the output format.
 #[derive(Debug, Args)]
 pub(crate) struct Target {
     /// The VM's name.
@@ -30,7 +29,7 @@ pub(crate) struct Target {
     name: String,
     #[command(flatten)]
     control: ControlPath,
-    /// One JSON object a line.
+    /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
 }
@@ -62,9 +61,12 @@ impl Target {
             "  {} pages checked by the guest, {} full passes, {} beats",
             status.pages_checked, status.full_passes, status.beats
         );
-        println!("  longest silence {:.1} ms", status.largest_gap_ms);
+        println!(
+            "  longest gap between beats {:.1} ms",
+            status.largest_gap_ms
+        );
         if let Some(downtime) = status.downtime_ms {
-            println!("  downtime of its last move {downtime:.1} ms");
+            println!("  downtime of the last move {downtime:.1} ms");
         }
         if let Some(migration) = &status.migration {
             println!("  {}", describe(migration));
@@ -72,7 +74,7 @@ impl Target {
         Ok(DONE)
     }
 
-    /// Asks for what is done or not; returns the exit code.
+    /// Sends a request that is answered by success or failure; returns the exit code.
     fn order(&self, request: &Request) -> Result<i32> {
         request.ask(&self.socket()?)?.done(self.json)
     }
@@ -92,13 +94,13 @@ pub(crate) struct Migrate {
 pub(crate) struct Set {
     #[command(flatten)]
     target: Target,
-    /// Cap for all data lanes together, such as 500M (bytes per second), or
-    /// `none`. The last pass keeps its own.
+    /// Rate limit of all data lanes together, such as 500M (bytes per second), or `none`. The last
+    /// pass keeps its own limit.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_cap)]
     rate: Cap,
 }
 
-/// A cap, or none.
+/// A rate limit, or none.
 #[derive(Clone, Copy, Debug)]
 struct Cap(Option<u64>);
 
@@ -108,14 +110,14 @@ fn parse_cap(text: &str) -> Result<Cap, String> {
     }
     parse_rate(text)
         .map(|rate| Cap(Some(rate)))
-        .map_err(|error| format!("{error}; or none for no cap"))
+        .map_err(|error| format!("{error}; or none for no limit"))
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct Ask {
     #[command(flatten)]
     target: Target,
-    /// What it shall do.
+    /// What to ask of the VM.
     #[arg(value_enum)]
     what: Command,
 }
@@ -126,8 +128,8 @@ pub(crate) enum Ended {
     Failed(FailedLine),
 }
 
-/// Asks for a migration and shows it until it ends. A signal cancels it; a
-/// second one leaves it to itself.
+/// Requests a migration and shows it until it ends. The first signal cancels the migration; a
+/// second one stops waiting.
 pub(crate) fn follow(
     socket: &Path,
     common: &Common,
@@ -157,12 +159,12 @@ pub(crate) fn follow(
 fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
     if let (Ok(signal), Ok(cancel)) = (signals.wait(), serde_json::to_string(&Request::Cancel)) {
         eprintln!(
-            "{}: cancelling, and waiting until the VM is known to go on here; a second signal \
-             leaves that to its process",
+            "{}: cancelling, and waiting until the VM runs at the source again; a second signal \
+             stops waiting and leaves the rest to the VM's process",
             signal.name()
         );
         if let Err(error) = writeln!(migration, "{cancel}") {
-            eprintln!("warning: the VM's process cannot be asked to cancel: {error}");
+            eprintln!("warning: cannot ask the VM's process to cancel: {error}");
         }
     }
     if let Ok(signal) = signals.wait() {
@@ -182,12 +184,12 @@ fn until_end(mut client: Client, show: &mut dyn FnMut(&Line)) -> Result<Ended> {
             _ => {}
         }
     }
-    // It died, or the guest with it. Nobody here can tell how far it had come.
+    // The process or its guest died. Only a *committing* line tells how far the migration was.
     let failed = if committing {
-        let text = "the VM's process has gone after it let the destination run the VM: ask there";
+        let text = "the VM's process died after it sent commit to the destination: check there";
         FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)
     } else {
-        let text = "the VM's process has gone, and the VM with it";
+        let text = "the VM's process died, and the VM with it";
         FailedLine::new(FaultCode::Internal, "gone", text, FAILED)
     };
     show(&Line::Failed(failed.clone()));
@@ -227,13 +229,13 @@ impl Set {
 /// A migration under way, in one line.
 pub(crate) fn describe(migration: &MigrationLine) -> String {
     const MIB: f64 = (1_u64 << 20) as f64;
-    let way = if migration.role == "source" {
+    let direction = if migration.role == "source" {
         "moves to"
     } else {
         "comes from"
     };
     let mut text = format!(
-        "{way} {}: {} for {:.0} s",
+        "{direction} {}: {} for {:.0} s",
         clean(&migration.peer),
         migration.phase,
         migration.seconds
@@ -255,7 +257,7 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
     text
 }
 
-/// How the VM behind a control socket is, by an answer within `limit`.
+/// Status of the VM behind a control socket, answered within `limit`.
 pub(crate) fn status(socket: &Path, limit: Duration) -> Result<StatusLine> {
     let mut client = Request::Status.ask_within(socket, Some(limit))?;
     client.expect(|line| match line {

@@ -1,7 +1,7 @@
 //! `dunlin vm`: the reference VMM as separate processes.
 //!
-//! `run` owns a new VM, `receive` one that arrives; either process then keeps
-//! a control socket over which the other commands speak to it ([`owner`]).
+//! `run` owns a new VM, `receive` an arriving one; either process serves a control socket for the
+//! other commands ([`owner`]).
 
 mod control_service;
 mod migrate;
@@ -18,19 +18,19 @@ pub(crate) use migrate::{Ended, describe, follow, status};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Run a new VM in this process until it ends or has moved away.
+    /// Run a new VM in this process until it ends or moves away.
     Run(run::Run),
-    /// Wait for a VM, then run it in this process until it ends or moves on.
+    /// Wait for a VM, then run it in this process until it ends or moves away.
     Receive(receive::Receive),
-    /// Move a VM of this host to another.
+    /// Move a VM of this host to another host.
     Migrate(migrate::Migrate),
     /// Follow the migration of a VM of this host until it ends.
     Watch(migrate::Target),
-    /// Change the migration of a VM of this host while it runs.
+    /// Change the rate limit of a migration under way.
     Set(migrate::Set),
-    /// Say how a VM of this host is.
+    /// Show the status of a VM of this host.
     Status(migrate::Target),
-    /// Pause a VM of this host, let it go on, or have it power itself off.
+    /// Pause or resume a VM of this host, or ask it to power itself off.
     Ask(migrate::Ask),
 }
 

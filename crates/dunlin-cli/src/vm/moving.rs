@@ -1,5 +1,4 @@
-//! A migration that this process carries out: who follows it, how far it is,
-//! how it is steered, and how it ended.
+//! A migration that this process carries out: its followers, progress, settings and result.
 
 use dunlin_lane::sync::lock;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -11,18 +10,18 @@ use dunlin::engine::{Cancel, Event, Tune};
 
 use crate::line::{Line, MigrationLine, ProgressLine};
 
-/// Lines that wait for a follower who does not read. Those beyond are left
-/// out: a follower that was stopped must not stop the migration.
+/// Lines queued for a follower that does not read. Further lines are dropped: a stopped follower
+/// must not stop the migration.
 const FOLLOWER_LINES: usize = 1024;
 
-/// How far a migration is.
+/// Progress of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Connecting,
     PreCopy,
     /// The guest is paused.
     Switchover,
-    /// *commit* has gone out.
+    /// *commit* was sent.
     Committed,
 }
 
@@ -57,8 +56,8 @@ struct Seen {
 }
 
 impl Seen {
-    fn tell(&self, line: &Line) {
-        // One who does not read loses lines, but never the last one.
+    fn send(&self, line: &Line) {
+        // A follower that does not read loses lines, but never the last one.
         for follower in &self.followers {
             let _ = follower.try_send(line.clone());
         }
@@ -88,7 +87,7 @@ impl Moving {
         lock(&self.seen)
     }
 
-    /// Takes an event of the engine's, on whichever of its threads.
+    /// Processes an event of the engine, on any of its threads.
     pub(crate) fn observe(&self, event: &Event) {
         let line = Line::from(event);
         let mut seen = self.lock();
@@ -100,15 +99,15 @@ impl Moving {
             Event::Throttled { percent } => seen.throttle = *percent,
             _ => {}
         }
-        seen.tell(&line);
+        seen.send(&line);
     }
 
-    /// Tells every follower something that is no event of the engine's.
+    /// Sends every follower a warning that is not an event of the engine.
     pub(crate) fn warn(&self, text: String) {
-        self.lock().tell(&Line::Warning { text });
+        self.lock().send(&Line::Warning { text });
     }
 
-    /// It is over.
+    /// Ends the migration with its last line.
     pub(crate) fn end(&self, line: Line) {
         let mut seen = self.lock();
         seen.ended = Some(line);
@@ -116,12 +115,12 @@ impl Moving {
         self.changed.notify_all();
     }
 
-    /// Whether it is over.
+    /// Whether the migration has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.lock().ended.is_some()
     }
 
-    /// Waits until it is over; how it ended.
+    /// Waits for the end; returns the last line.
     pub(crate) fn wait(&self) -> Line {
         let mut seen = self.lock();
         loop {
@@ -135,29 +134,26 @@ impl Moving {
         }
     }
 
-    /// Asks it to end. It ends soon after: [`Self::wait`] says how.
+    /// Requests the end, which [`Self::wait`] then returns.
     ///
     /// # Errors
-    /// Too late; nothing has been asked then.
+    /// Too late to cancel; nothing was requested.
     pub(crate) fn ask_to_end(&self) -> Result<()> {
         if self.lock().phase == Phase::Committed {
-            bail!(
-                "too late to cancel: the destination has been told to run the VM, and nothing is \
-                 left to be called off"
-            );
+            bail!("too late to cancel: the destination got commit and may run the VM");
         }
         self.cancel.cancel();
         Ok(())
     }
 
-    /// Caps its rate from now on.
+    /// Limits the rate from now on.
     pub(crate) fn set_rate(&self, bytes_per_s: Option<u64>) -> Result<()> {
         self.tune.set_rate(bytes_per_s)?;
         self.lock().rate = bytes_per_s;
         Ok(())
     }
 
-    /// How it stands.
+    /// Status of the migration.
     pub(crate) fn line(&self) -> MigrationLine {
         let seen = self.lock();
         MigrationLine {
@@ -171,7 +167,7 @@ impl Moving {
         }
     }
 
-    /// Follows it from here on.
+    /// Follows the migration from now on.
     pub(crate) fn follow(self: &Arc<Self>) -> Follower {
         let (sender, lines) = sync_channel(FOLLOWER_LINES);
         let mut seen = self.lock();
@@ -186,14 +182,14 @@ impl Moving {
     }
 }
 
-/// One who follows a [`Moving`].
+/// A follower of a [`Moving`].
 pub(crate) struct Follower {
     moving: Arc<Moving>,
     lines: Receiver<Line>,
 }
 
 impl Follower {
-    /// Calls `show` with every line up to the last one, unless it fails.
+    /// Calls `show` with every line up to the last one; stops at its first error.
     pub(crate) fn show(self, mut show: impl FnMut(&Line) -> Result<()>) -> Result<()> {
         for line in &self.lines {
             show(&line)?;
@@ -211,10 +207,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_follower_who_does_not_read_holds_nothing_up_and_is_told_the_end() {
+    fn a_follower_that_does_not_read_delays_nothing_and_gets_the_last_line() {
         let moving = Moving::new("host:1".into(), None);
         let follower = moving.follow();
-        let (sender, told) = channel();
+        let (sender, done) = channel();
         std::thread::spawn(move || {
             for lane in 0..5000 {
                 moving.observe(&Event::LaneUp { lane });
@@ -222,7 +218,7 @@ mod tests {
             moving.end(Line::Done);
             sender.send(()).unwrap();
         });
-        told.recv_timeout(Duration::from_secs(10)).unwrap();
+        done.recv_timeout(Duration::from_secs(10)).unwrap();
         let mut lines = Vec::new();
         let show = |line: &Line| {
             lines.push(line.clone());

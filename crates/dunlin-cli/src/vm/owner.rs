@@ -1,9 +1,8 @@
-//! The control socket of the process that owns a VM, or takes one in.
+//! The control socket of the process that owns or receives a VM.
 //!
-//! The last line of an answer ([`crate::control`]) is `done`, `status`, `moved` or
-//! `failed`. Whoever asked for a migration may send `cancel` on the same
-//! connection. If it hangs up instead, the migration goes on: the VM's process
-//! carries it out, and a lost terminal is no reason to call it off.
+//! The last line of an answer ([`crate::control`]) is `done`, `status`, `moved` or `failed`. A
+//! client that requested a migration may send `cancel` on the same connection. If it hangs up, the
+//! migration continues: a lost terminal must not cancel it.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -28,14 +27,14 @@ use crate::confine::{self, Confining, LANE_PORTS, Needs};
 use crate::control::{Pending, Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
-use crate::options::{ControlPath, MigrateFlags, SecurityName, shelter};
+use crate::options::{ControlPath, MigrateFlags, SecurityName, ipsec_lanes};
 use crate::service::start;
 use crate::state::StatePath;
 
-/// What both kinds of process that own a VM have.
+/// Flags of both kinds of process that own a VM.
 #[derive(Debug, Args)]
 pub(crate) struct Own {
-    /// Do not advise transparent huge pages for private guest memory.
+    /// Do not request transparent huge pages for private guest memory.
     #[arg(long)]
     no_huge_pages: bool,
     #[command(flatten)]
@@ -44,18 +43,18 @@ pub(crate) struct Own {
     pub(super) state: StatePath,
     #[command(flatten)]
     confining: Confining,
-    /// Let this VM's lanes go over IPsec where the source asks for that. This process then keeps
+    /// Allow this VM's lanes to use IPsec when the source asks for it. This process then keeps
     /// CAP_NET_ADMIN: an attacker that takes it over could change this host's network.
     #[arg(long)]
     ipsec: bool,
-    /// The source ports of lanes over IPsec, on either host.
+    /// Source ports of lanes over IPsec, on either host.
     #[arg(long, value_name = "A-B", default_value = LANE_PORTS)]
     ipsec_ports: PortRange,
-    /// One JSON object a line.
+    /// Print one JSON object per line.
     #[arg(long)]
     pub(super) json: bool,
-    /// End when standard input ends, and remove this directory: for a parent that must leave
-    /// neither a VM nor a directory behind.
+    /// End when standard input closes, and remove this directory: for a parent that must not leave
+    /// a VM or a directory behind.
     #[arg(long, value_name = "DIR", hide = true)]
     until_stdin_closes: Option<PathBuf>,
 }
@@ -70,14 +69,14 @@ impl Own {
         HostOptions::default().huge_pages(!self.no_huge_pages)
     }
 
-    /// Ends this process after its standard input has ended, if the flag says so: a parent that
-    /// dies, however it dies, closes its end of the pipe.
+    /// With the flag, ends this process when its standard input closes: the kernel closes the pipe
+    /// of a parent that dies.
     pub(super) fn watch_parent(&self) -> Result<()> {
         let Some(directory) = self.until_stdin_closes.clone() else {
             return Ok(());
         };
         start("stdin-watch", move || {
-            // An error, too, means that the parent has gone.
+            // An error also means that the parent is dead.
             let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
             // A sibling may have removed it.
             let _ = fs::remove_dir_all(directory);
@@ -86,13 +85,13 @@ impl Own {
         Ok(())
     }
 
-    /// The ports from which lanes may go over IPsec.
+    /// The ports allowed for lanes over IPsec.
     pub(super) fn ipsec_ports(&self) -> Option<PortRange> {
         self.ipsec.then_some(self.ipsec_ports)
     }
 
-    /// Confines this process, whose control sockets are beside `socket`; with the identity that
-    /// it reads again if it has yet to make one.
+    /// Confines this process; its control sockets are in the directory of `socket`. `identity` is
+    /// set for a process that reloads it and still has to create a socket.
     pub(super) fn confine(&self, socket: &Path, identity: Option<&Path>) -> Result<Line> {
         let confined = self.confining.apply(&Needs {
             control: Needs::directory_of(socket),
@@ -110,7 +109,7 @@ impl Own {
 impl Service for ControlService {
     type Request = Request;
 
-    fn obey(
+    fn handle(
         self: &Arc<Self>,
         request: Request,
         requests: BufReader<UnixStream>,
@@ -130,8 +129,8 @@ impl Service for ControlService {
                 doubt_limit,
             } => {
                 let asking = inquiry_options(doubt_limit);
-                let standing = self.ask_destination(session, &common, &asking)?;
-                return send(connection, &(&standing).into());
+                let location = self.ask_destination(session, &common, &asking)?;
+                return send(connection, &(&location).into());
             }
             Request::Watch => {
                 let moving = self.moving()?;
@@ -143,13 +142,15 @@ impl Service for ControlService {
                 let moving = move_away(self, tls, &flags)?;
                 let follower = moving.follow();
                 for text in warnings {
-                    // Whoever asked may go; the migration goes on.
+                    // The client may be gone; the migration continues.
                     let _ = send(connection, &Line::Warning { text });
                 }
                 let _ = send(connection, &records);
-                let heeded = (Arc::clone(self), Arc::clone(&moving));
-                start("control-heed", move || heed(requests, &heeded.0, &heeded.1))?;
-                // Whoever asked may go; the migration goes on.
+                let watched = (Arc::clone(self), Arc::clone(&moving));
+                start("requester", move || {
+                    watch_requester(requests, &watched.0, &watched.1)
+                })?;
+                // The client may be gone; the migration continues.
                 let _ = follower.show(|line| send(connection, line));
                 return Ok(());
             }
@@ -157,7 +158,7 @@ impl Service for ControlService {
         send(connection, &Line::Done)
     }
 
-    /// The VM is where it was.
+    /// Adds that the VM is where it was.
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         let mut failed = FailedLine::from(error);
         failed.vm = "at-source".into();
@@ -180,8 +181,8 @@ impl Service for ControlService {
     }
 }
 
-/// Listens to whoever asked for a migration while it is under way.
-fn heed(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
+/// Handles further requests of the client that requested the migration, while it is under way.
+fn watch_requester(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
     loop {
         match read_request(&mut requests) {
             Ok(Some(Request::Cancel)) => {
@@ -189,44 +190,46 @@ fn heed(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
                     moving.warn(error.to_string());
                 }
             }
-            Ok(Some(_)) => moving.warn("one thing at a time: the VM is being migrated".into()),
+            Ok(Some(_)) => {
+                moving.warn("only cancel is possible while the VM is being migrated".into())
+            }
             Ok(None) | Err(_) => break,
         }
     }
     if !moving.has_ended() {
         service.warn(
-            "whoever asked for the migration has gone; it goes on: `dunlin vm watch` follows it, \
-             `dunlin cancel` ends it",
+            "the client that requested the migration has gone; it goes on: `dunlin vm watch` \
+             follows it, `dunlin cancel` ends it",
         );
     }
 }
 
-/// Begins a migration, on a thread of its own.
+/// Starts a migration on its own thread.
 fn move_away(
     service: &Arc<ControlService>,
     tls: ClientTls,
     flags: &MigrateFlags,
 ) -> Result<Arc<Moving>> {
     let moving = Moving::new(flags.to.clone(), flags.rate);
-    let shelter = match flags.security {
+    let ipsec = match flags.security {
         SecurityName::Ipsec => {
             confine::allows_ipsec()?;
-            let told = Arc::clone(&moving);
+            let warned = Arc::clone(&moving);
             let options = flags.ipsec.options(service.ipsec_records.clone())?;
-            Some(shelter(options, move |text| told.warn(text))?)
+            Some(ipsec_lanes(options, move |text| warned.warn(text))?)
         }
         _ => None,
     };
     let options = flags
         .options()
-        .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
+        .ipsec(ipsec.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
         .tune(moving.tune.clone())
         .journal(service.journal.clone())
         .owner(service.owner())
         .build()?;
     let vm: Arc<dyn SourceVm> = service.begin(&moving)?;
     let to = flags.to.clone();
-    let (for_thread, its_desk) = (Arc::clone(&moving), Arc::clone(service));
+    let (for_thread, for_service) = (Arc::clone(&moving), Arc::clone(service));
     let spawned = start("migration", move || {
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         let observe = |event: &Event| for_thread.observe(event);
@@ -235,7 +238,7 @@ fn move_away(
             Ok(report) => Line::Moved(Box::new((&report).into())),
             Err(error) => Line::Failed((&error).into()),
         };
-        its_desk.finish(&for_thread, line);
+        for_service.finish(&for_thread, line);
     });
     if let Err(error) = spawned {
         let text = format!("cannot start a thread: {error}");

@@ -21,20 +21,20 @@ use crate::confine;
 use crate::control::Socket;
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
-use crate::options::{ControlPath, LANES_QUIET, parse_limit, shelter};
+use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit};
 use crate::service::{cannot_listen, start};
 use crate::text::{chained, clean};
 
 #[derive(Debug, Args)]
 pub(crate) struct Receive {
-    /// Address to listen on, such as 0.0.0.0:4444; port 0 takes any.
+    /// Address to listen on, such as 0.0.0.0:4444; port 0 selects a free port.
     #[arg(long, value_name = "ADDR")]
     listen: String,
-    /// Allow data lanes without security when the source asks for them.
+    /// Allow data lanes without security if the source requests them.
     #[arg(long)]
     allow_plain: bool,
-    /// After this long without anything from a source but signs of life its
-    /// migration is given up: no other VM can come meanwhile.
+    /// Longest time without progress from a source before its migration is aborted; keep-alives do
+    /// not count. No other VM can arrive meanwhile.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
     #[command(flatten)]
@@ -57,7 +57,7 @@ impl Receive {
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
-        // Before there are other threads, which would stay as they are.
+        // Threads that already exist would stay unconfined.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
         service.watch(signals)?;
@@ -66,7 +66,7 @@ impl Receive {
             address: address.clone(),
         });
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let shelter = match self.own.ipsec_ports() {
+        let ipsec = match self.own.ipsec_ports() {
             Some(ports) => {
                 let mut options = ipsec::Options::new(
                     ipsec::Mode::Connection,
@@ -74,19 +74,19 @@ impl Receive {
                     service.ipsec_records.clone(),
                 );
                 options.quiet_wait = LANES_QUIET;
-                let told = Arc::clone(&service);
-                Some(shelter(options, move |text| told.warn(&text))?)
+                let warned = Arc::clone(&service);
+                Some(ipsec_lanes(options, move |text| warned.warn(&text))?)
             }
             None => None,
         };
         let options = Options::builder()
-            .ipsec(shelter.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
+            .ipsec(ipsec.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
             .allow_plain(self.allow_plain)
             .idle_limit(self.idle_limit)
             .journal(service.journal.clone())
             .build()?;
         self.own.watch_parent()?;
-        let mut builder = Takes {
+        let mut builder = VmBuilder {
             machines: MachineBuilder::new(self.own.memory()),
             control: &self.own.control,
             service: &service,
@@ -96,19 +96,19 @@ impl Receive {
             service.observe(event);
             self.observe(event);
         };
-        let mut called_off = None;
+        let mut cancelled = None;
         let received = loop {
             let Some(cancel) = service.next_attempt() else {
-                service.pending.farewell();
-                return Ok(self.cancelled(&service, called_off));
+                service.pending.drain();
+                return Ok(self.cancelled(&service, cancelled));
             };
             for text in accepting.expiring() {
                 self.say(&Line::Warning { text });
             }
             let again = listener.try_clone().with_context(|| {
                 format!(
-                    "cannot go on listening on {address} (at fault: this side; if it is for want \
-                     of descriptors, raise the limit of open files: `ulimit -n`)"
+                    "cannot keep listening on {address} (at fault: this side; if descriptors ran \
+                     out, raise the limit of open files: `ulimit -n`)"
                 )
             })?;
             let attempt = receive(
@@ -120,28 +120,28 @@ impl Receive {
                 &observe,
                 &cancel,
             );
-            // No source has come yet, and this process still waits for one.
+            // No source has connected, and this process still waits for one.
             let waits = !service.is_arriving() && service.ending().is_none();
             match attempt {
                 Ok(received) => break received,
-                // The VM goes on at the source, which may try again; but what
-                // fails before one has come fails the next time, too.
-                Err(error) if error.vm == VmIs::AtSource && !(waits && is_ours(&error)) => {
+                // The VM is at the source, which may try again. But a local failure before any
+                // source connected would repeat.
+                Err(error) if error.vm == VmIs::AtSource && !(waits && is_local_fault(&error)) => {
                     let FailedLine { text, .. } = (&error).into();
                     if service.ending().is_none() {
                         self.say(&Line::Rejected { text });
                     } else if service.is_arriving() {
-                        called_off = Some(text);
+                        cancelled = Some(text);
                     }
-                    // And with it its control socket.
+                    // This also drops its control socket.
                     drop(builder.take());
                 }
                 Err(error) => {
                     let failed: FailedLine = (&error).into();
                     let code = failed.code;
                     self.say(&Line::Failed(failed));
-                    // It may have run here for a moment, and never will again:
-                    // the source keeps its copy until an operator decides.
+                    // The VM may have run here for a moment, and never will again: the source keeps
+                    // its copy until an operator decides.
                     drop(builder.take());
                     return Ok(code);
                 }
@@ -150,16 +150,16 @@ impl Receive {
         drop(listener);
         let (vm, socket) = builder
             .take()
-            .context("a VM arrived that was never built")?;
+            .context("the engine received a VM that was not built")?;
         if let Err(error) = confine::make_no_more_sockets(&confined) {
-            // The VM is here, and nothing less than its own end takes it away again.
+            // The VM is here; a failure to confine must not end it.
             service.warn(&format!(
-                "local sockets can still be made: {}",
+                "cannot forbid new local sockets: {}",
                 chained(&error)
             ));
         }
         let name = received.offered.vm.name.clone();
-        // A source that has not heard yet that the VM runs here can still ask.
+        // A source that missed the confirmation can still query this process.
         let answering = received.answering;
         self.say(&Line::Received {
             name,
@@ -180,15 +180,15 @@ impl Receive {
         code
     }
 
-    /// Says that it was told to end, and what became of a VM on its way.
-    fn cancelled(&self, service: &ControlService, called_off: Option<String>) -> i32 {
+    /// Reports the signal, and the outcome of an arrival that it cancelled.
+    fn cancelled(&self, service: &ControlService, cancelled: Option<String>) -> i32 {
         let signal = service.ending().map_or("a signal", EndSignal::name);
-        let vm = if called_off.is_some() {
+        let vm = if cancelled.is_some() {
             "at-source"
         } else {
             "none"
         };
-        let text = called_off.unwrap_or_else(|| format!("{signal} before a VM had come"));
+        let text = cancelled.unwrap_or_else(|| format!("{signal} before a VM arrived"));
         let failed = FailedLine::new(FaultCode::Cancelled, vm, text, CANCELLED);
         self.say(&Line::Failed(failed));
         CANCELLED
@@ -217,8 +217,8 @@ impl Receive {
     }
 }
 
-/// Reads the identity again at each SIGHUP. A session under way keeps what it
-/// began with.
+/// Reads the identity again at each SIGHUP. A session under way keeps the identity that it started
+/// with.
 fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Result<()> {
     let accepting = Arc::clone(accepting);
     start("reload", move || {
@@ -229,7 +229,10 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
                     warnings
                 }
                 Err(error) => {
-                    vec![format!("the identity stays as it was: {}", chained(&error))]
+                    vec![format!(
+                        "cannot reload the identity, which stays as it was: {}",
+                        chained(&error)
+                    )]
                 }
             };
             for text in warnings {
@@ -240,40 +243,40 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
     Ok(())
 }
 
-/// Whether this host lacks what it takes to listen.
-fn is_ours(error: &MigrateError) -> bool {
+/// Whether the failure is a lack of resources or kernel support on this host.
+fn is_local_fault(error: &MigrateError) -> bool {
     matches!(
         error.fault,
         FaultCode::DescriptorLimit | FaultCode::NoMemory | FaultCode::Kernel
     )
 }
 
-/// Builds machines, each with its control socket: a VM whose socket cannot be
-/// had is refused while it still runs at the source.
-struct Takes<'a> {
+/// Builds machines, each with its control socket. If the socket cannot be created, the VM is
+/// refused while it still runs at the source.
+struct VmBuilder<'a> {
     machines: MachineBuilder,
     control: &'a ControlPath,
     service: &'a Arc<ControlService>,
     socket: Option<Socket>,
 }
 
-impl Takes<'_> {
-    /// What was built last.
+impl VmBuilder<'_> {
+    /// The machine built last, and its socket.
     fn take(&mut self) -> Option<(Arc<Movable>, Socket)> {
         let socket = self.socket.take();
         self.machines.take().zip(socket)
     }
 }
 
-impl Builder for Takes<'_> {
+impl Builder for VmBuilder<'_> {
     fn owner(&self, offered: &Offered) -> String {
         let socket = self.control.socket(&offered.vm.name);
-        // Without one the VM is refused when it is built.
+        // With an invalid name, `build` refuses the VM.
         socket.map_or_else(|_| String::new(), |path| path.display().to_string())
     }
 
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // That of an attempt that failed may have the same path.
+        // The socket of a failed attempt may have the same path.
         self.socket = None;
         let socket = self
             .control

@@ -1,4 +1,4 @@
-//! What can be asked of a VM's process.
+//! Requests to a VM's process.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use crate::control::Client;
 use crate::identity::Common;
 use crate::options::MigrateFlags;
 
-/// How long an answer may take that needs no migration.
+/// Time limit of an answer that does not wait for a migration.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// What can be asked of a VM's process.
+/// A request to a VM's process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(crate) enum Request {
@@ -29,21 +29,20 @@ pub(crate) enum Request {
     },
     /// Follow the migration under way.
     Watch,
-    /// Change it.
+    /// Change its rate limit.
     Set {
         rate: Option<u64>,
     },
-    /// End it. Alone, the answer comes when it has ended.
+    /// Cancel it. As the first request of a connection, the answer follows when it has ended.
     Cancel,
-    /// Ask the destination once more what became of a VM in doubt, and do what
-    /// follows from its answer.
+    /// Query the destination again about a VM in doubt, and act on its answer.
     AskDestination {
         session: [u8; 16],
         #[serde(flatten)]
         common: Common,
         doubt_limit: Duration,
     },
-    /// Carry out what the operator has decided about a VM in doubt.
+    /// Carry out the operator's decision about a VM in doubt.
     Resolve {
         session: [u8; 16],
         decision: Decision,
@@ -51,19 +50,20 @@ pub(crate) enum Request {
 }
 
 impl Request {
-    /// Asks the process behind a control socket.
+    /// Sends the request to the process behind a control socket.
     pub(crate) fn ask(&self, socket: &Path) -> Result<Client> {
         let takes_long = matches!(self, Self::Migrate { .. } | Self::Watch | Self::Cancel);
         self.ask_within(socket, (!takes_long).then_some(ANSWER_LIMIT))
     }
 
-    /// Asks the process behind a control socket, whose lines each come within `limit`.
+    /// Sends the request to the process behind a control socket; `limit` applies to each line of
+    /// the answer.
     pub(crate) fn ask_within(&self, socket: &Path, limit: Option<Duration>) -> Result<Client> {
         Client::ask(socket, "VM", self, limit)
     }
 }
 
-/// What the operator decides.
+/// The operator's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Decision {
@@ -71,11 +71,11 @@ pub(crate) enum Decision {
     Destroy,
 }
 
-/// Options with which the destination is asked for `doubt_limit`.
+/// Options for querying the destination for at most `doubt_limit`.
 pub(crate) fn inquiry_options(doubt_limit: Duration) -> source::Options {
     source::Options::builder()
         .doubt_limit(doubt_limit)
         .connect_limit(Duration::from_secs(5))
         .build()
-        .expect("five seconds are a valid limit")
+        .expect("a connect limit of five seconds is valid")
 }

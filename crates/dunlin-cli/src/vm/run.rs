@@ -35,35 +35,35 @@ const WORKLOADS: &[(&str, Workload)] = &[
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
-    /// The VM's name, and its control socket's.
+    /// The VM's name, also that of its control socket.
     #[arg(long)]
     name: String,
-    /// What runs in it: a guest on KVM, or threads of this process that go over ordinary memory,
-    /// which run anywhere.
+    /// What runs in the VM: `kvm`, a guest on KVM; `process`, threads of this process that write
+    /// ordinary memory, on any machine.
     #[arg(long, value_parser = named(GUESTS), default_value = "kvm")]
     guest: GuestKind,
-    /// Memory, such as 1G: a multiple of 2 MiB, more than 4 MiB, at most 63 GiB.
+    /// Memory size, such as 1G: a multiple of 2 MiB, more than 4 MiB, at most 63 GiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1G")]
     memory: u64,
-    /// vCPUs, 1 to 4.
+    /// Number of vCPUs, 1 to 4.
     #[arg(long, value_name = "N", default_value_t = 1)]
     vcpus: u8,
-    /// What the guest's memory is made of.
+    /// Backing of the guest's memory.
     #[arg(long, value_parser = named(BACKINGS), default_value = "private")]
     backing: Backing,
-    /// What is in it at first; sparse is one page that is not zero in each 2 MiB.
+    /// Initial content of the memory; `sparse` is one non-zero page in each 2 MiB.
     #[arg(long, value_parser = named(FILLS), default_value = "random")]
     fill: Fill,
-    /// Fill only so much of it; the rest stays untouched.
+    /// Fill only this much memory; the rest stays untouched.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     fill_size: Option<u64>,
-    /// In which order the guest goes over its pages.
+    /// Order in which the guest writes its pages.
     #[arg(long, value_parser = named(WORKLOADS), default_value = "hot-set")]
     workload: Workload,
-    /// How much memory the guest goes over, from the start.
+    /// How much memory the guest writes, from its start.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     working_set: Option<u64>,
-    /// Pages that the guest writes per second; 0 is as fast as it can.
+    /// Pages that the guest writes per second; 0 means no limit.
     #[arg(long, value_name = "PAGES_PER_S", default_value_t = 10_000)]
     dirty_rate: u64,
     #[command(flatten)]
@@ -102,19 +102,19 @@ impl Run {
         }
         let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.own.control.socket(&self.name)?, "a VM")?;
-        // Before there are other threads, which would stay as they are.
+        // Threads that already exist would stay unconfined.
         self.own.confine(socket.path(), None)?;
         service.watch(signals)?;
         self.own.watch_parent()?;
         let vm = Vm::with_options(config, self.own.memory()).map_err(|error| {
             let what = match error {
-                CreateError::NoKvm(_) => "the VM cannot be made (`--guest process` needs no KVM)",
-                _ => "the VM cannot be made",
+                CreateError::NoKvm(_) => "cannot create the VM (`--guest process` needs no KVM)",
+                _ => "cannot create the VM",
             };
             anyhow::Error::new(error).context(what)
         })?;
-        vm.fill().context("the VM's memory cannot be filled")?;
-        vm.start().context("the VM cannot be started")?;
+        vm.fill().context("cannot fill the VM's memory")?;
+        vm.start().context("cannot start the VM")?;
         let control = socket.path().display().to_string();
         if self.own.json {
             Line::Started {

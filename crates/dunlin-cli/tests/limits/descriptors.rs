@@ -176,7 +176,7 @@ fn a_control_socket_without_descriptors_says_so_and_serves_again_later() {
     let _silent = UnixStream::connect(source.control.join("vm.sock")).unwrap();
     let warning = source.wait_for("warning");
     let parts = [
-        "no request can be taken",
+        "cannot accept requests",
         "Too many open files",
         "`ulimit -n`",
     ];

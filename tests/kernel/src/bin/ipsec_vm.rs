@@ -82,7 +82,7 @@ fn lanes_are_measured_between_two_hosts(guest: &Guest) {
     let said = listening.stderr.take().expect("it was asked for");
     let mut lines = BufReader::new(said).lines().map_while(Result::ok);
     assert!(
-        lines.any(|line| line.contains("takes lanes in")),
+        lines.any(|line| line.contains("accepting lanes")),
         "it listens"
     );
     let listening = Background(listening);

@@ -125,7 +125,7 @@ fn says_what_it_is(stunnel: &Stunnel) {
 fn a_caller_that_has_gone_gets_a_line_and_no_socket(guest: &Guest, stunnel: &Stunnel) {
     let called = connect_for_nobody(stunnel.port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
-    let words = "cannot be passed to --send-fd 0";
+    let words = "cannot pass the socket to --send-fd 0";
     assert!(called.err.contains(words), "{called:?}");
     let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
     let mut said = Vec::new();

@@ -11,18 +11,18 @@ use super::table::{Found, RouteTable};
 use crate::confine::LANE_PORTS;
 use crate::options::{Cpus, parse_limit};
 
-/// As `dunlin ipsec` has it.
+/// The default of `dunlin ipsec`.
 const REKEY_AFTER: Duration = Duration::from_secs(60 * 60);
 
-/// What is between the hosts where routes ask for it.
+/// IPsec settings for the routes that ask for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ipsec {
-    /// The source ports of lanes, of either side.
+    /// Source ports of lanes, of both sides.
     pub(crate) ports: PortRange,
     pub(crate) mode: Mode,
-    /// On which this side's lanes are; without, those on which the process may run.
+    /// CPUs of this side's lanes; by default those on which the process may run.
     pub(crate) cpus: Option<Cpus>,
-    /// After how long the keys of what this side sends are renewed.
+    /// Age at which the keys for sending are renewed.
     pub(crate) rekey_after: Duration,
 }
 
@@ -44,7 +44,7 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
                 Some(_) => Ok(ports),
                 None => Err(format!(
                     "ports {ports} hold no block of {BLOCK_PORTS} that begins at a multiple of \
-                     {BLOCK_PORTS}: give more, such as {LANE_PORTS}"
+                     {BLOCK_PORTS}: extend the range, for example to {LANE_PORTS}"
                 )),
             }
         }),
@@ -54,8 +54,8 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
         "cpu" => Ok(Mode::Cpu),
         "connection" => Ok(Mode::Connection),
         other => Err(format!(
-            "there is no mode {other:?} of IPsec: write \"cpu\", or \"connection\" for kernels \
-             without SAs for CPUs"
+            "unknown IPsec mode {other:?}: write \"cpu\", or \"connection\" for kernels without \
+             per-CPU SAs"
         )),
     });
     let cpus = found.or(&table.cpus, None, |text| text.parse::<Cpus>().map(Some));
@@ -68,7 +68,7 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
     })
 }
 
-/// Whether a route's lanes go over IPsec, by what it says of its security.
+/// Whether the route's `security` selects IPsec.
 pub(super) fn is_asked_for(
     name: &str,
     table: &RouteTable,
@@ -82,22 +82,22 @@ pub(super) fn is_asked_for(
     let over_ipsec = found.parsed(security, |text| match text.as_str() {
         "tls" => Ok(false),
         "ipsec" if is_relay => Err(format!(
-            "route {name} is a relay, which is TLS: leave out mode or security"
+            "route {name} is a relay, which uses TLS: remove mode or security"
         )),
         "ipsec" if table.to.is_none() => Err(format!(
-            "route {name} leads nowhere from here, and the side that connects chooses its \
-             security: leave it out; [ipsec] is what lets such lanes in"
+            "route {name} connects to no peer from here; the connecting side selects the \
+             security: remove it; [ipsec] admits such lanes"
         )),
         "ipsec" if !is_prepared => Err(format!(
-            "route {name} goes over IPsec: add [ipsec], on both hosts"
+            "route {name} uses IPsec: add [ipsec] on both hosts"
         )),
         "ipsec" => Ok(true),
         "plain" => Err(format!(
-            "route {name} would carry memory in the clear, for which no tunnel is needed: write \
-             \"tls\", or leave security out"
+            "route {name} would carry memory in the clear, which needs no tunnel: write \"tls\", \
+             or remove security"
         )),
         other => Err(format!(
-            "there is no security {other:?} for routes: write \"tls\" or \"ipsec\", or leave it out"
+            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove it"
         )),
     });
     over_ipsec.unwrap_or(false)

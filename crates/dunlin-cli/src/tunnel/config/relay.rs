@@ -1,4 +1,4 @@
-//! Routes of the mode *relay* in the configuration.
+//! Routes with mode *relay* in the configuration.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -7,22 +7,19 @@ use dunlin::lane::policy::OldestTls;
 use dunlin_tunnel::{Entrance, Mode, RelayExit};
 use toml::Spanned;
 
-use super::table::{
-    Found, RouteTable, at, check_entrance, check_exit, leads_nowhere, parse_listen,
-};
+use super::table::{Found, RouteTable, at, check_entrance, check_exit, lacks_peer, parse_listen};
 
-/// Whether a route is a relay. One that is not may not have what belongs to relays.
+/// Whether a route is a relay. Reports a relay's keys in a route that is none.
 pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> bool {
     let before = found.all.len();
     let is_relay = found.or(&table.mode, false, |mode| match mode {
         "stripe" => Ok(false),
         "relay" => Ok(true),
         other => Err(format!(
-            "there is no mode {other:?}: write \"stripe\", or \"relay\" for a peer that is no \
-             Dunlin"
+            "unknown mode {other:?}: write \"stripe\", or \"relay\" for a peer other than Dunlin"
         )),
     });
-    // An unknown mode is one mistake, whatever else the route has.
+    // An unknown mode is one mistake, independent of the other keys.
     if !is_relay && found.all.len() == before {
         let keys = [
             ("tls_listen", at(&table.tls_listen)),
@@ -35,7 +32,7 @@ pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> b
 
 pub(super) fn check(
     name: &str,
-    place: &Range<usize>,
+    at_route: &Range<usize>,
     table: &RouteTable,
     found: &mut Found<'_>,
 ) -> (Option<Entrance>, Option<RelayExit>) {
@@ -45,7 +42,7 @@ pub(super) fn check(
         "1.2" => Ok(OldestTls::V1_2),
         "1.3" => Ok(OldestTls::V1_3),
         other => Err(format!(
-            "{other:?} is no TLS that a relay speaks: write \"1.3\", or \"1.2\" to allow both"
+            "unsupported TLS version {other:?}: write \"1.3\", or \"1.2\" to allow both"
         )),
     });
     let is_near = table.listen.is_some() || table.to.is_some();
@@ -56,7 +53,7 @@ pub(super) fn check(
         found.misplaced(name, "listen and to", &[("peers", at(&table.peers))]);
     }
     if let Some(listen) = &table.tls_listen {
-        return (near, exit(name, place, listen, table, oldest_tls, found));
+        return (near, exit(name, at_route, listen, table, oldest_tls, found));
     }
     let far = [
         ("target", at(&table.target)),
@@ -65,18 +62,18 @@ pub(super) fn check(
     ];
     if let Some(first) = far.iter().find(|(_, at)| at.is_some()) {
         let key = format!("{} of a relay", first.0);
-        let with = "tls_listen = \"ADDRESS:PORT\", where TLS clients come in";
+        let with = "tls_listen = \"ADDRESS:PORT\", the address for TLS clients";
         found.misplaced(name, with, &[(&key, first.1.clone())]);
     } else if !is_near {
         let text = format!(
-            "route {name} has no end here: add listen and to, or tls_listen, target and allow"
+            "route {name} has neither listen nor target: add listen and to, or tls_listen, target and allow"
         );
-        found.add(place, text);
+        found.add(at_route, text);
     }
     (near, None)
 }
 
-/// The end that TLS leaves.
+/// The route's plain end: local connections leave here as TLS.
 fn entrance(
     name: &str,
     table: &RouteTable,
@@ -86,12 +83,12 @@ fn entrance(
     let (listen, to) = match (&table.listen, &table.to) {
         (Some(listen), Some(to)) => (listen, to),
         (Some(listen), None) => {
-            leads_nowhere(name, listen, found);
+            lacks_peer(name, listen, found);
             return None;
         }
         (None, to) => {
             let text = format!(
-                "route {name} leads to a peer and takes no connections: add listen = \
+                "route {name} connects to a peer and accepts no connections: add listen = \
                  \"unix:PATH\" or \"tcp:ADDRESS:PORT\""
             );
             found.add(&at(to).unwrap_or_default(), text);
@@ -102,7 +99,7 @@ fn entrance(
     check_entrance(name, table, listen, to, Mode::Relay(oldest_tls), found)
 }
 
-/// The end that TLS enters.
+/// The route's TLS end: TLS clients connect here.
 fn exit(
     name: &str,
     at: &Range<usize>,
@@ -113,11 +110,11 @@ fn exit(
 ) -> Option<RelayExit> {
     let listen = found.parsed(listen, |text| {
         text.parse::<SocketAddr>()
-            .map_err(|_| format!("{text:?} is no address: write 0.0.0.0:16514 or [::]:16514"))
+            .map_err(|_| format!("invalid address {text:?}: write 0.0.0.0:16514 or [::]:16514"))
     });
     if table.target.is_none() && table.exec.is_none() {
         let text = format!(
-            "route {name} takes TLS clients and leads nowhere: add target = \"unix:PATH\" or \
+            "route {name} accepts TLS clients and has no target: add target = \"unix:PATH\" or \
              \"tcp:HOST:PORT\""
         );
         found.add(at, text);
@@ -160,11 +157,11 @@ allow = ["a.example"]
     }
 
     #[test]
-    fn a_mistake_in_a_relay_is_named_with_its_line_and_what_to_do() {
+    fn a_mistake_in_a_relay_is_reported_with_its_line_and_remedy() {
         Config::parse(Path::new("t.toml"), GOOD).unwrap();
         let allow = "allow = [\"a.example\"]";
         for (good, bad, line, word) in [
-            ("mode = \"relay\"", "mode = \"rely\"", 4, "there is no mode"),
+            ("mode = \"relay\"", "mode = \"rely\"", 4, "unknown mode"),
             ("mode = \"relay\"", "", 7, "goes with mode = \"relay\""),
             ("tls = \"1.2\"", "tls = \"1.1\"", 7, "write \"1.3\""),
             (
@@ -198,7 +195,7 @@ allow = ["a.example"]
                 "target = \"unix:/run/qemu/in.sock\"",
                 "",
                 8,
-                "leads nowhere",
+                "has no target",
             ),
             (allow, "", 8, "add allow"),
             (allow, "allow = []", 12, "name the peers"),
@@ -212,7 +209,7 @@ allow = ["a.example"]
                 "[route.in]",
                 "[route.none]\nmode = \"relay\"\n[route.in]",
                 8,
-                "no end here",
+                "neither listen nor target",
             ),
         ] {
             let text = GOOD.replacen(good, bad, 1);

@@ -1,12 +1,10 @@
-//! Routes of the mode *stripe* in the configuration.
+//! Routes with mode *stripe* in the configuration.
 
 use std::ops::Range;
 
 use dunlin_tunnel::{DEFAULT_LANES, Entrance, Exit, Listen, MAX_WINDOW_BYTES, Mode, WINDOW_BYTES};
 
-use super::table::{
-    Found, RouteTable, at, check_entrance, check_exit, leads_nowhere, parse_listen,
-};
+use super::table::{Found, RouteTable, at, check_entrance, check_exit, lacks_peer, parse_listen};
 use crate::options::parse_bytes;
 
 pub(super) fn check(
@@ -19,7 +17,7 @@ pub(super) fn check(
     let window_bytes = found.or(&table.window, WINDOW_BYTES, |text| {
         match parse_bytes(text)? {
             bytes if (256 << 10..=MAX_WINDOW_BYTES).contains(&bytes) => Ok(bytes),
-            _ => Err(format!("a window of {text} cannot be: 256K to 1G can")),
+            _ => Err(format!("window {text} out of range (256K to 1G)")),
         }
     });
     let entrance = entrance(name, table, window_bytes, over_ipsec, found);
@@ -36,7 +34,7 @@ fn entrance(
 ) -> Option<Entrance> {
     let Some(to) = &table.to else {
         if let Some(listen) = &table.listen {
-            leads_nowhere(name, listen, found);
+            lacks_peer(name, listen, found);
         } else {
             let keys = [("peers", at(&table.peers)), ("lanes", at(&table.lanes))];
             found.misplaced(name, "to", &keys);
@@ -78,12 +76,13 @@ fn exit(
     }
     if let Some(allow) = &table.allow {
         let text = format!(
-            "route {name} allows peers what there is not: add target = \"unix:PATH\" or \
+            "route {name} has allow and no target: add target = \"unix:PATH\" or \
              \"tcp:HOST:PORT\""
         );
         found.add(&allow.span(), text);
     } else if table.listen.is_none() && table.to.is_none() {
-        let text = format!("route {name} has no end here: add to, or target and allow");
+        let text =
+            format!("route {name} has neither a peer nor a target: add to, or target and allow");
         found.add(at, text);
     }
     None

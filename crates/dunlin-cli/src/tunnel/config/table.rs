@@ -1,4 +1,4 @@
-//! A route as the file has it, and the values in it.
+//! A route's table in the file, and its values.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,12 +10,12 @@ use dunlin_tunnel::{Entrance, Listen, Mode, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
 
-/// Where peers' tunnels connect.
+/// Address for the peers' tunnels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Port {
     /// An address and a port.
     At(SocketAddr),
-    /// A TCP socket that was passed to the process, by its name.
+    /// A TCP socket passed to the process, by its name.
     Passed(String),
 }
 
@@ -49,7 +49,7 @@ impl Found<'_> {
         self.all.push((line, text));
     }
 
-    /// What `parse` makes of a value, or a mistake.
+    /// The parsed value; a failure is added as a mistake.
     pub(super) fn parsed<T, V, E: fmt::Display>(
         &mut self,
         value: &Spanned<V>,
@@ -64,7 +64,7 @@ impl Found<'_> {
         }
     }
 
-    /// What `parse` makes of a text that may be left out.
+    /// The parsed text or, if it is absent, `usual`.
     pub(super) fn or<T, E: fmt::Display>(
         &mut self,
         value: &Option<Spanned<String>>,
@@ -76,7 +76,7 @@ impl Found<'_> {
         parsed.unwrap_or(usual)
     }
 
-    /// A count of at least 1 that may be left out.
+    /// A count from 1 to `most` or, if it is absent, `usual`.
     pub(super) fn count<T: TryFrom<u64>>(
         &mut self,
         what: &str,
@@ -90,7 +90,7 @@ impl Found<'_> {
         parsed.unwrap_or(usual)
     }
 
-    /// Adds a mistake for each key that a route has and that goes with another.
+    /// Adds a mistake for each present key that requires another key.
     pub(super) fn misplaced(
         &mut self,
         route: &str,
@@ -99,13 +99,13 @@ impl Found<'_> {
     ) {
         for (key, at) in keys {
             if let Some(at) = at {
-                self.add(at, format!("route {route}: {key} goes with {with}"));
+                self.add(at, format!("route {route}: {key} needs {with}"));
             }
         }
     }
 }
 
-/// Who may answer at `to`: whom the route names, or the host there.
+/// The peers allowed to answer at `to`: those that the route names, or the host in `to`.
 fn check_answering(
     peers: Option<&Spanned<Vec<Spanned<String>>>>,
     to: &Spanned<String>,
@@ -119,24 +119,26 @@ fn check_answering(
     found.parsed(to, |_| {
         let peer = host
             .parse::<Peer>()
-            .map_err(|error| format!("{error}: say with peers whose certificate is expected"))?;
+            .map_err(|error| format!("{error}: name the expected peer with peers"))?;
         Ok::<_, String>(Peers::OneOf(vec![peer]))
     })
 }
 
-/// What a route leads to that has a target or a program.
+/// The target of a route with `target` or `exec`.
 fn check_target(name: &str, table: &RouteTable, found: &mut Found<'_>) -> Option<Target> {
     match (&table.target, &table.exec) {
-        (Some(target), None) => found.parsed(target, |text| has_places(parse_target(text)?)),
+        (Some(target), None) => found.parsed(target, |text| with_parameter(parse_target(text)?)),
         (None, Some(words)) => found.parsed(words, |words| match words.first() {
-            Some(program) if program.starts_with('/') => has_places(Target::Exec(words.clone())),
+            Some(program) if program.starts_with('/') => {
+                with_parameter(Target::Exec(words.clone()))
+            }
             _ => Err(
-                "exec is a program's whole path and its arguments: [\"/bin/cat\", \"-u\"]"
+                "exec must be a program's absolute path and its arguments: [\"/bin/cat\", \"-u\"]"
                     .to_owned(),
             ),
         }),
         (Some(_), Some(exec)) => {
-            let text = format!("route {name} has a target and exec: leave one out");
+            let text = format!("route {name} has a target and exec: remove one");
             found.add(&exec.span(), text);
             None
         }
@@ -146,7 +148,7 @@ fn check_target(name: &str, table: &RouteTable, found: &mut Found<'_>) -> Option
 
 fn check_peers(list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> Option<Peers> {
     if list.get_ref().is_empty() {
-        let text = "an empty list allows nobody: name the peers";
+        let text = "an empty list allows no peer: name the peers";
         found.add(&list.span(), text.to_owned());
         return None;
     }
@@ -160,15 +162,15 @@ fn check_peers(list: &Spanned<Vec<Spanned<String>>>, found: &mut Found<'_>) -> O
 fn between<T: TryFrom<u64>>(what: &str, count: u64, most: u64) -> Result<T, String> {
     let fits = (1..=most).contains(&count);
     let count_of = fits.then(|| T::try_from(count).ok()).flatten();
-    count_of.ok_or_else(|| format!("{count} {what} cannot be: 1 to {most} can"))
+    count_of.ok_or_else(|| format!("{what} {count} out of range (1 to {most})"))
 }
 
-/// Where a value is, if a route has it.
+/// The span of a value, if the route has it.
 pub(super) fn at<V>(value: &Option<Spanned<V>>) -> Option<Range<usize>> {
     value.as_ref().map(Spanned::span)
 }
 
-/// The end of a route where connections come in at `listen`, with a peer at `to`.
+/// The accepting end of a route, with its peer at `to`.
 pub(super) fn check_entrance(
     name: &str,
     table: &RouteTable,
@@ -190,7 +192,7 @@ pub(super) fn check_entrance(
     })
 }
 
-/// The target of a route, and who may reach it.
+/// The target of a route, and the peers allowed to reach it.
 pub(super) fn check_exit(
     name: &str,
     at: &Range<usize>,
@@ -200,8 +202,8 @@ pub(super) fn check_exit(
     let target = check_target(name, table, found);
     let Some(allow) = &table.allow else {
         let text = format!(
-            "route {name} has a target that nobody may reach: add allow = [\"NAME\"] with the \
-             names in the peers' certificates"
+            "route {name} has a target and allows no peer: add allow = [\"NAME\"] with the names \
+             in the peers' certificates"
         );
         found.add(at, text);
         return None;
@@ -210,9 +212,9 @@ pub(super) fn check_exit(
     target.zip(allow)
 }
 
-/// Adds the mistake of a route that listens without a peer to connect to.
-pub(super) fn leads_nowhere(name: &str, listen: &Spanned<String>, found: &mut Found<'_>) {
-    let text = format!("route {name} listens and leads nowhere: add to = \"HOST:PORT\"");
+/// Adds a mistake for a route that listens without a peer.
+pub(super) fn lacks_peer(name: &str, listen: &Spanned<String>, found: &mut Found<'_>) {
+    let text = format!("route {name} listens and has no peer: add to = \"HOST:PORT\"");
     found.add(&listen.span(), text);
 }
 
@@ -221,21 +223,21 @@ pub(crate) fn parse_port(text: &str) -> Result<Port, String> {
         return passed_name(name).map(Port::Passed);
     }
     text.parse().map(Port::At).map_err(|_| {
-        format!("{text:?} is no address: write 0.0.0.0:7300, [::]:7300 or systemd:NAME")
+        format!("invalid address {text:?}: write 0.0.0.0:7300, [::]:7300 or systemd:NAME")
     })
 }
 
-/// What stands before the name of a socket that the service manager passes.
+/// Prefix of the name of a socket passed by the service manager.
 const PASSED: &str = "systemd:";
 
-/// A name as `FileDescriptorName=` has it (systemd.socket(5)).
+/// A name as in `FileDescriptorName=` (systemd.socket(5)).
 pub(super) fn passed_name(name: &str) -> Result<String, String> {
     let fits = |byte: u8| byte.is_ascii_graphic() && byte != b':';
     if (1..=255).contains(&name.len()) && name.bytes().all(fits) {
         return Ok(name.to_owned());
     }
     Err(format!(
-        "{name:?} is no name of a passed socket: write what its unit has as FileDescriptorName="
+        "invalid socket name {name:?}: write the FileDescriptorName= of its unit"
     ))
 }
 
@@ -248,11 +250,11 @@ pub(crate) fn parse_listen(text: &str) -> Result<Listen, String> {
     }
     if let Some(address) = text.strip_prefix("tcp:") {
         return address.parse().map(Listen::Tcp).map_err(|_| {
-            format!("{address:?} is no address: write tcp:127.0.0.1:4444 or tcp:[::1]:4444")
+            format!("invalid address {address:?}: write tcp:127.0.0.1:4444 or tcp:[::1]:4444")
         });
     }
     Err(format!(
-        "{text:?} is no place to listen: write unix:PATH, tcp:ADDRESS:PORT or systemd:NAME"
+        "invalid listen address {text:?}: write unix:PATH, tcp:ADDRESS:PORT or systemd:NAME"
     ))
 }
 
@@ -265,41 +267,41 @@ pub(super) fn parse_target(text: &str) -> Result<Target, String> {
         return Ok(Target::Tcp(to.to_owned()));
     }
     Err(format!(
-        "{text:?} is no target: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
+        "invalid target {text:?}: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
     ))
 }
 
-/// A target whose places for a parameter can be.
-pub(super) fn has_places(target: Target) -> Result<Target, String> {
+/// Checks a target's parameter.
+pub(super) fn with_parameter(target: Target) -> Result<Target, String> {
     match target.parameter() {
         Ok(_) => Ok(target),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// A path that fits a socket's address (unix(7)).
+/// An absolute path that fits a socket address (unix(7)).
 pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
     if !path.starts_with('/') {
-        return Err(format!("{path:?} is no whole path: begin it with /"));
+        return Err(format!("{path:?} is not an absolute path: begin it with /"));
     }
     if path.len() > 107 || path.contains('\0') {
         return Err(format!(
-            "{path:?} is too long for a socket's path: 107 bytes at most"
+            "{path:?} is too long for a socket path (107 bytes)"
         ));
     }
     Ok(path.into())
 }
 
-/// The host of a host and a port.
+/// The host of `HOST:PORT`.
 pub(crate) fn host_of(text: &str) -> Result<String, String> {
-    let wrong = || format!("{text:?} is no host and port: write host.example:7300");
+    let wrong = || format!("invalid host and port {text:?}: write host.example:7300");
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = match host.strip_prefix('[') {
         Some(host) => host.strip_suffix(']').ok_or_else(wrong)?,
-        // Where the address ends and the port begins nobody can tell.
+        // Without brackets the end of an IPv6 address is ambiguous.
         None if host.contains(':') => {
             return Err(format!(
-                "{text:?} is no host and port: an IPv6 address is written in brackets, as in \
+                "invalid host and port {text:?}: write an IPv6 address in brackets, as in \
                  [2001:db8::1]:7300"
             ));
         }

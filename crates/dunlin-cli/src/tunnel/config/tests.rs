@@ -1,4 +1,4 @@
-//! The configuration's tests.
+//! Tests of the configuration.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -41,7 +41,7 @@ fn mistakes(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn a_good_file_is_taken_as_it_says() {
+fn a_good_file_is_parsed() {
     let config = Config::parse(Path::new("t.toml"), GOOD).unwrap();
     assert_eq!(config.listen, Port::At("0.0.0.0:7300".parse().unwrap()));
     let passed = GOOD.replacen("0.0.0.0:7300", "systemd:peers", 1);
@@ -63,10 +63,9 @@ fn a_good_file_is_taken_as_it_says() {
     }
 }
 
-/// Each line of the good file replaced, with the line on which the mistake is
-/// reported and a word of what to do.
+/// Replaces each line of the good file, and checks the reported line and remedy.
 #[test]
-fn every_mistake_is_named_with_its_line_and_what_to_do() {
+fn every_mistake_is_reported_with_its_line_and_remedy() {
     for (good, bad, line, word) in [
         (
             "listen = \"0.0.0.0:7300\"",
@@ -118,7 +117,7 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
             "allow = [\"b.example\"]",
             "allow = [\"b.example\"]\nsecurity = \"ipsec\"",
             22,
-            "leads nowhere",
+            "connects to no peer",
         ),
         (
             "[route.disk]",
@@ -178,19 +177,19 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
             "target = \"tcp:127.0.0.1:10809\"",
             "peers = [\"x\"]\nlanes = 2",
             20,
-            "goes with",
+            "needs",
         ),
         (
             "exec = [\"/bin/cat\", \"-u\"]",
             "exec = [\"cat\"]",
             24,
-            "whole path",
+            "absolute path",
         ),
         (
             "exec = [\"/bin/cat\", \"-u\"]",
             "exec = [\"/bin/cat\"]\ntarget = \"unix:/x\"",
             24,
-            "leave one out",
+            "remove one",
         ),
     ] {
         let text = GOOD.replacen(good, bad, 1);
@@ -207,7 +206,7 @@ fn every_mistake_is_named_with_its_line_and_what_to_do() {
 }
 
 #[test]
-fn all_mistakes_are_named_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let text = GOOD
         .replacen("lanes = 2", "lanes = 0", 1)
         .replacen("drain = \"5s\"", "drain = \"soon\"", 1)
@@ -215,11 +214,11 @@ fn all_mistakes_are_named_at_once() {
     assert_eq!(mistakes(&text).len(), 3);
     assert!(mistakes("listen = ").len() == 1);
     let nothing = "listen = \"0.0.0.0:1\"\nidentity = \"/x\"\n";
-    assert!(mistakes(nothing)[0].contains("there is no route"));
+    assert!(mistakes(nothing)[0].contains("no route"));
 }
 
 #[test]
-fn a_routes_security_may_be_said() {
+fn a_route_may_name_its_security() {
     for text in ["security = \"tls\"", "lanes = 2"] {
         let text = GOOD.replacen("lanes = 2", text, 1);
         assert!(Config::parse(Path::new("t.toml"), &text).is_ok(), "{text}");
@@ -227,7 +226,7 @@ fn a_routes_security_may_be_said() {
 }
 
 #[test]
-fn a_routes_lanes_may_go_over_ipsec() {
+fn a_route_may_use_ipsec() {
     let text = GOOD
         .replacen("lanes = 2", "security = \"ipsec\"", 1)
         .replacen("[route.disk]", "[ipsec]\ncpus = \"0,2\"\n[route.disk]", 1);
@@ -240,7 +239,7 @@ fn a_routes_lanes_may_go_over_ipsec() {
     };
     assert_eq!(config.ipsec, Some(expected));
     assert!(format!("{:?}", config.routes).contains("StripeOverIpsec"));
-    // Prepared alone, for what peers ask for.
+    // [ipsec] without a route that uses it admits the peers' lanes.
     let prepared = GOOD.replacen("[route.disk]", "[ipsec]\n[route.disk]", 1);
     let config = Config::parse(Path::new("t.toml"), &prepared).unwrap();
     assert!(config.ipsec.is_some());
@@ -248,7 +247,7 @@ fn a_routes_lanes_may_go_over_ipsec() {
 }
 
 #[test]
-fn of_routes_that_listen_at_one_place_one_is_named_with_its_line() {
+fn two_routes_with_one_listen_address_are_one_reported_mistake() {
     let second = "[route.other]\nlisten = \"unix:/run/dunlin/ram.sock\"\nto = \"b.example:7300\"\n";
     let text = format!("{GOOD}\n{second}");
     let line = text.lines().position(|line| line == "[route.ram]").unwrap() + 1;
@@ -258,7 +257,7 @@ fn of_routes_that_listen_at_one_place_one_is_named_with_its_line() {
     assert!(said[0].starts_with(&expected), "{said:?}");
 }
 
-/// `tunnel check`, `tunnel run` and a reload read files by this one function.
+/// `tunnel check`, `tunnel run` and a reload all parse files with this function.
 #[test]
 fn a_route_whose_listen_is_its_target_is_a_mistake_of_that_route() {
     for (good, bad, line, words) in [
