@@ -167,7 +167,7 @@ impl Process {
                 "[::]:7302",
                 "--udp",
                 "4500",
-                "--patience",
+                "--timeout",
                 "60s",
                 "--ports",
                 PORTS,
@@ -250,7 +250,7 @@ pub fn up_with(server: &str, more: &[&str]) -> Command {
     if !more.contains(&"--control") {
         command.args(["--control", "run-a"]);
     }
-    command.args(["--patience", "60s"]).args(more);
+    command.args(["--timeout", "60s"]).args(more);
     command
 }
 

@@ -427,7 +427,7 @@ fn up_at(server: &str, ports: &str) -> Command {
         .args(netns("a", &words))
         .args(["--name", NAME, "--ports", ports, "--identity", "host-a"])
         .args(["--state-dir", "state-a", "--control", "run-2"])
-        .args(["--mode", "connection", "--patience", "60s"]);
+        .args(["--mode", "connection", "--timeout", "60s"]);
     command
 }
 
