@@ -1,8 +1,8 @@
-//! Bytes of guests and of private keys are in nothing that the command says or writes: not in its
-//! output, with or without JSON, not in journals, status or errors.
+//! No bytes of guests and private keys in the command's output, with or without JSON, nor in
+//! journals, status or errors.
 //!
-//! The guest's canary is put into its memory from outside; the keys' are the numbers in the key
-//! files. Each is looked for as it is, in hexadecimal, in decimal and in base64, in parts.
+//! A guest's canary is written into its memory from outside; a key's is the secret number in its
+//! file. Parts of each are searched for raw and in hexadecimal, decimal and base64.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -22,19 +22,19 @@ use support::{Hosts, words};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// So much of a canary counts as found.
+/// Length of a part that counts as found.
 const PART_BYTES: usize = 9;
 
 const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
 
-/// What must be nowhere.
+/// A secret that must appear nowhere.
 struct Canary {
     name: String,
     bytes: Vec<u8>,
 }
 
 impl Canary {
-    /// Every way in which a part of it might be written.
+    /// Every encoding of its parts.
     fn needles(&self) -> Vec<Vec<u8>> {
         let mut needles = Vec::new();
         for part in self.bytes.windows(PART_BYTES) {
@@ -63,7 +63,7 @@ impl Canary {
     }
 
     fn is_in(&self, text: &[u8]) -> Option<Vec<u8>> {
-        // By their first bytes, of which there are many.
+        // By the first bytes, since there are many needles.
         let mut starts = vec![Vec::new(); 1 << 16];
         for needle in self.needles() {
             starts[usize::from(needle[0]) << 8 | usize::from(needle[1])].push(needle);
@@ -123,7 +123,7 @@ fn key_canaries(file: &Path) -> [Canary; 2] {
     ]
 }
 
-/// A process whose whole output goes into files; killed with its owner.
+/// A process with all output in files; killed on drop.
 struct Spoken {
     child: Child,
     out: PathBuf,
@@ -167,7 +167,7 @@ impl Spoken {
         }
     }
 
-    /// Where a guest's memory begins that is a memfd of 64 MiB.
+    /// Offset of a guest's memory, which is a memfd of 64 MiB.
     fn memory(&self) -> (File, u64) {
         let entry = format!("/proc/{}", self.child.id());
         let maps = fs::read_to_string(format!("{entry}/maps")).unwrap();
@@ -192,7 +192,7 @@ impl Drop for Spoken {
     }
 }
 
-/// A test's hosts, and where everything that is said goes.
+/// A test's hosts, and the directory of all output.
 struct Scene {
     hosts: Hosts,
     output: PathBuf,
@@ -220,12 +220,12 @@ impl Scene {
         Spoken::start(command, &self.output, &self.said.to_string())
     }
 
-    /// Runs a command to its end; its exit code.
+    /// Runs a command to its end; returns its exit code.
     fn run(&mut self, command: Command) -> i32 {
         self.begin(command).code()
     }
 
-    /// A command with the directories of this scene.
+    /// A command with this scene's directories.
     fn with(&self, line: &str, control: &str) -> Command {
         let mut command = words(line);
         command.arg("--control").arg(self.at(control));
@@ -250,7 +250,7 @@ impl Scene {
         self.begin(command)
     }
 
-    /// Journals go with the sessions that are over.
+    /// Sessions that end remove their journals.
     fn keep_journals(&mut self) {
         let mut kept = 0;
         for file in fs::read_dir(self.at("state")).unwrap() {
@@ -262,7 +262,7 @@ impl Scene {
         assert!(kept > 0, "there is no journal");
     }
 
-    /// Everything that was said or written, but for the identities.
+    /// Every output and written file, except the identities.
     fn everything(&self) -> Vec<(PathBuf, Vec<u8>)> {
         let mut found = Vec::new();
         for directory in ["output", "state", "one", "two"] {
@@ -278,7 +278,7 @@ impl Scene {
     }
 }
 
-/// The address in a line that says where a process listens.
+/// The address in a line such as `listening on …`.
 fn address(line: &str) -> String {
     let at = line.find("127.0.0.1:").unwrap();
     let digits = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
@@ -289,7 +289,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
     source.wait_for("control");
     let (memory, start) = source.memory();
-    // Beyond what the guest goes over, and what was filled.
+    // Beyond the guest's working set and the filled part.
     let place = 24 << 20;
     memory.write_all_at(canary, start + place).unwrap();
 
@@ -297,7 +297,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let mut destination = scene.owner(&receive, "two", Some("b"));
     let to = address(&destination.wait_for("127.0.0.1:"));
 
-    // What goes wrong, in many ways: each leaves the VM where it is.
+    // Various failures, each of which leaves the VM at the source.
     let name = "--peer other.test";
     assert_eq!(
         scene
@@ -314,7 +314,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     // Security that the other side does not allow.
     let plain = format!("{b} --security plain");
     assert_eq!(scene.migrate("one", &to, "a", &plain).code(), 1);
-    // Nonsense at either door.
+    // Garbage at either port.
     TcpStream::connect(&to)
         .unwrap()
         .write_all(&[0x16; 900])
@@ -324,7 +324,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let mut answer = Vec::new();
     control.read_to_end(&mut answer).unwrap();
     fs::write(scene.output.join("answer"), answer).unwrap();
-    // One that is called off, while there are journals to look at.
+    // A cancelled migration, with journals on disk meanwhile.
     let slow = format!("{b} --rate 1M");
     let mut under_way = scene.migrate("one", &to, "a", &slow);
     under_way.wait_for("1");
@@ -360,7 +360,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
 }
 
 #[test]
-fn i6_no_byte_of_a_guest_or_a_key_is_said_or_written() {
+fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     let mut scene = Scene::new();
     let hosts = &scene.hosts;
     hosts.authority("other");
@@ -368,7 +368,7 @@ fn i6_no_byte_of_a_guest_or_a_key_is_said_or_written() {
     for name in ["broken", "mixed", "open"] {
         hosts.issue("ca", name, "a.test", 1);
     }
-    // A key that is none, but nearly; one of another certificate; one that all can read.
+    // A malformed key; one of another certificate; one that every user can read.
     let key = |of: &str| scene.at(of).join("key.pem");
     let text = fs::read_to_string(key("broken")).unwrap();
     let mut canaries: Vec<_> = ["a", "b", "stranger", "broken", "open"]

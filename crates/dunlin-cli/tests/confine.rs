@@ -1,7 +1,6 @@
-//! What the processes that own a VM have given up, as the kernel sees them.
+//! The confinement of processes that own a VM, as the kernel reports it.
 //!
-//! That each part of it keeps out what it is for is tested beside the code
-//! (`src/confine/tests.rs`).
+//! `src/confine/tests.rs` tests what each part denies.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -16,7 +15,7 @@ use support::{Hosts, Process, finish, words};
 
 const GUEST: &str = "--guest process --memory 64M --fill-size 8M";
 
-/// A line of /proc/PID/task/TID/status for each thread of a process.
+/// A field of /proc/PID/task/TID/status for each thread of a process.
 fn of_each_thread(process: &Process, field: &str) -> Vec<String> {
     let tasks = fs::read_dir(format!("/proc/{}/task", process.pid())).unwrap();
     let mut found = Vec::new();
@@ -46,7 +45,7 @@ fn assert_confined(process: &Process) {
     for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
         assert_each_thread(process, set, "0000000000000000");
     }
-    // Only who has CAP_SETPCAP may empty this one.
+    // Only a process with CAP_SETPCAP can empty the bounding set.
     let own = u64::from_str_radix(&of_this_test("CapEff:"), 16).unwrap();
     if own & 1 << 8 != 0 {
         assert_each_thread(process, "CapBnd:", "0000000000000000");
@@ -87,12 +86,12 @@ fn moves(guest: &str) {
     let flags = "--json --peer b.test --verify";
     finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
     destination.wait_for("received");
-    // It answers at its socket, and has one filter more: for local sockets.
+    // It serves its socket, and has one more filter, against local sockets.
     hosts.assert_runs(&destination);
     assert_confined(&destination);
     assert_each_thread(&destination, "Seccomp_filters:", "2");
 
-    // And moves on, with the identity that it was let read.
+    // It moves on with the identity that it may read.
     let third = hosts.receive("a", "third", "--peer b.test");
     let flags = "--json --peer a.test";
     finish(hosts.migrate(&destination, &third, "b", flags)).expect(0);
@@ -106,14 +105,14 @@ fn processes_with_a_vm_are_confined_before_and_after_it_moves() {
 }
 
 #[test]
-fn so_are_those_with_a_guest_on_kvm() {
+fn processes_with_a_kvm_guest_are_confined_too() {
     let Some(_turn) = kvm() else {
         return;
     };
     moves("--memory 64M");
 }
 
-/// Bytes that stand behind the guest's memory in a process, mapped or not.
+/// Bytes of the guest's memory in a process, mapped or not.
 fn guest_bytes(process: &Process) -> u64 {
     let files = fs::read_dir(format!("/proc/{}/fd", process.pid())).unwrap();
     let paths = files.map(|file| file.unwrap().path());
@@ -124,10 +123,10 @@ fn guest_bytes(process: &Process) -> u64 {
     paths.filter(is_guest).map(bytes).sum()
 }
 
-/// Where the kernel keeps its list of mappings and the guest's file shut to a process, the digest
-/// would read all of its memory, and populate it.
+/// If the process could not read its page map or the guest's file, the digest would read all of its
+/// memory, and populate it.
 #[test]
-fn i8_what_is_confined_finds_holes_where_it_compares_memory() {
+fn i8_a_confined_process_finds_holes_when_it_compares_memory() {
     const MIB: u64 = 1 << 20;
     let hosts = Hosts::new();
     let guest = "--guest process --memory 256M --fill-size 8M --workload idle --backing memfd";
@@ -142,7 +141,7 @@ fn i8_what_is_confined_finds_holes_where_it_compares_memory() {
 }
 
 #[test]
-fn an_identity_from_elsewhere_is_refused_with_what_to_do() {
+fn an_identity_from_elsewhere_is_refused_with_a_remedy() {
     let hosts = Hosts::new();
     let third = hosts.receive("b", "third", "");
     let allowed = hosts.scratch.join("b");
@@ -158,7 +157,7 @@ fn an_identity_from_elsewhere_is_refused_with_what_to_do() {
     for part in ["confined", "at fault: configuration", "--identities"] {
         assert!(text.contains(part), "{text}");
     }
-    // The kernel says so, too: a link that stands where files may be read leads out of there.
+    // The kernel also denies it: a link in an allowed directory that leads outside.
     for file in ["ca-cert.pem", "cert.pem", "key.pem"] {
         fs::create_dir_all(allowed.join("sub")).unwrap();
         symlink(
@@ -176,10 +175,10 @@ fn an_identity_from_elsewhere_is_refused_with_what_to_do() {
 }
 
 #[test]
-fn certificates_are_renewed_behind_links() {
+fn certificates_behind_links_are_renewed() {
     let hosts = Hosts::new();
     let at = |name: &str| hosts.scratch.join(name);
-    // As certbot does: the names stay, what they lead to is elsewhere and changes.
+    // As certbot does: the names stay, the targets are elsewhere and change.
     fs::create_dir_all(at("live")).unwrap();
     fs::create_dir_all(at("archive")).unwrap();
     let put = |from: &str, round: u32| {
@@ -199,9 +198,9 @@ fn certificates_are_renewed_behind_links() {
     destination.wait_for("identity-read");
 }
 
-/// The list of denied keys may be elsewhere too, and holds from the next time on that it is read.
+/// The list of denied keys may be elsewhere too, and applies from its next load.
 #[test]
-fn i6_denied_keys_are_read_again_behind_a_link() {
+fn i6_denied_keys_behind_a_link_are_reloaded() {
     let hosts = Hosts::new();
     let list = hosts.scratch.join("site").join("denied-keys");
     fs::create_dir(list.parent().unwrap()).unwrap();

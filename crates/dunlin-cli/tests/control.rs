@@ -1,4 +1,4 @@
-//! Steering a migration: limits, signals, a third shell, clients that go.
+//! Steering a migration: limits, signals, another shell, clients that disappear.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -14,10 +14,10 @@ use support::{Done, Hosts, Process, finish, words};
 use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
-/// So slow that the first pass would take a minute.
+/// Slow enough for a first pass of a minute.
 const SLOW: &str = "--rate 1M --peer b.test";
 
-/// A migration that is well under way and would take a minute more.
+/// A migration under way that would take another minute.
 fn under_way(hosts: &Hosts, from: &Process, to: &Process) -> Process {
     let client = hosts.begin(from, to, "a", SLOW);
     let progress = client.wait_for("progress");
@@ -28,7 +28,7 @@ fn under_way(hosts: &Hosts, from: &Process, to: &Process) -> Process {
     client
 }
 
-/// The client says that it was cancelled, and the guest goes on.
+/// The client reports the cancellation, and the guest keeps running.
 fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     let (code, last) = client.ended();
     assert_eq!(code, 4, "{last}");
@@ -43,7 +43,7 @@ fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     assert_eq!(hosts.status(at)["migration"], Value::Null);
 }
 
-/// The next attempt goes well, with equal digests.
+/// The next attempt succeeds, with equal digests.
 fn assert_moves(hosts: &Hosts, from: Process, to: &Process) {
     let done = finish(hosts.migrate(&from, to, "a", "--json --verify --peer b.test")).expect(0);
     assert_eq!(done.last()["digests_equal"], true);
@@ -53,7 +53,7 @@ fn assert_moves(hosts: &Hosts, from: Process, to: &Process) {
 }
 
 #[test]
-fn i2_i5_a_signal_at_the_client_cancels_and_the_next_attempt_goes_well() {
+fn i2_i5_a_signal_at_the_client_cancels_and_the_next_attempt_succeeds() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
@@ -85,7 +85,7 @@ fn i2_a_third_shell_cancels_on_either_side() {
     assert_cancelled(&hosts, client, &source);
     destination.wait_for("rejected");
 
-    // At the destination, which goes on waiting for the next one.
+    // At the destination, which then waits for the next source.
     let client = under_way(&hosts, &source, &destination);
     let status = hosts.status(&destination);
     assert_eq!(status["state"], "arriving");
@@ -144,7 +144,7 @@ fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
     assert!(!hosts.scratch.join("1").join("vm.sock").exists());
     destination.wait_for("rejected");
 
-    // One that moves nothing just ends, and so does one that has arrived.
+    // A process without a migration just ends, and so does one after an arrival.
     let next = hosts.run("3", GUEST);
     assert_moves(&hosts, next, &destination);
     destination.signal("INT");
@@ -153,14 +153,14 @@ fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
 }
 
 #[test]
-fn i2_a_client_that_is_killed_or_stopped_leaves_the_migration_going_on() {
+fn i2_a_killed_or_stopped_client_does_not_end_the_migration() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
     let client = under_way(&hosts, &source, &destination);
     client.kill();
-    // It is said, and can be seen, followed and steered.
+    // The process reports it; the migration can be shown, followed and steered.
     let warning = source.wait_for("warning");
     let text = warning["text"].as_str().unwrap();
     assert!(text.contains("has gone; it goes on"), "{text}");
@@ -173,7 +173,7 @@ fn i2_a_client_that_is_killed_or_stopped_leaves_the_migration_going_on() {
     watch.arg(&source.control);
     let follower = Process::follow(watch, &source.control);
     follower.wait_for("progress");
-    // One that does not read must not hold it up either.
+    // A follower that does not read must not delay it either.
     follower.signal("STOP");
     set_rate(&source, "none").expect(0);
     destination.wait_for("received");
@@ -198,7 +198,7 @@ fn the_rate_can_be_changed_while_it_runs() {
     let destination = hosts.receive("b", "2", "");
     let idle = set_rate(&source, "8M").expect(1);
     assert!(idle.err.contains("not being migrated"), "{idle:?}");
-    // At this rate a lane waits for a minute and more between two chunks.
+    // At this rate more than a minute passes between two chunks of a lane.
     let client = hosts.begin(&source, &destination, "a", "--rate 2K --peer b.test");
     client.wait_for("progress");
     set_rate(&source, "1M").expect(0);
@@ -211,7 +211,7 @@ fn the_rate_can_be_changed_while_it_runs() {
 }
 
 #[test]
-fn at_the_time_limit_it_ends_as_it_was_told() {
+fn at_the_time_limit_the_flag_decides() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     // 40 MB/s onto a lane of 8.
@@ -240,7 +240,7 @@ fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
     let client = hosts.begin(&source, &destination, "a", "--peer b.test");
     client.wait_for("paused");
     way.hold(Duration::from_millis(1500));
-    // From here on the answer is held back for longer than what follows takes.
+    // From here on the relay delays the answer beyond the end of the test.
     client.wait_for("committing");
     let refused = hosts.cancel(&source).expect(1);
     assert!(refused.err.contains("too late to cancel"), "{refused:?}");
@@ -264,7 +264,7 @@ fn a_second_signal_does_not_wait() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
-    // Somebody who takes connections and says nothing.
+    // A listener that accepts connections and stays silent.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut client = words("vm migrate --name vm --peer b.test");
     client
@@ -286,7 +286,7 @@ fn a_second_signal_does_not_wait() {
 }
 
 #[test]
-fn limits_that_make_no_sense_are_refused_with_words() {
+fn invalid_limits_are_refused_with_a_reason() {
     let migrate = "vm migrate --name x --to host:1 --identity d";
     for (flags, says) in [
         ("--downtime-limit 300", "300ms, 10s, 2m or 1h"),

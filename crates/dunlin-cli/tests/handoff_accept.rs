@@ -1,4 +1,4 @@
-//! `dunlin handoff accept` before a real stunnel and other servers, with OpenSSL's clients.
+//! `dunlin handoff accept` in front of stunnel and other servers, with OpenSSL's clients.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]
@@ -12,20 +12,20 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accept::{Accept, PATIENCE, Scene, accepted, cut, is_here, kernel_has_tls, patient};
+use accept::{Accept, Scene, TIMEOUT, accepted, cut, is_here, kernel_has_tls, with_timeout};
 use support::ReadOnce as _;
 use support::process::Process;
 use support::{finish, kill};
 
-/// Whether a test is not for this machine, which is then said.
-fn is_only_without_kernel_tls() -> bool {
+/// Whether to skip a test that needs a kernel without TLS; prints the reason.
+fn skip_with_kernel_tls() -> bool {
     if kernel_has_tls() {
         println!("not tested, this kernel has TLS: see `cargo xtask kernel --suite tls`");
     }
     kernel_has_tls()
 }
 
-/// Carries both ways between two connections until both have ended.
+/// Copies both ways between two connections until both have ended.
 fn pump(one: TcpStream, other: TcpStream) {
     let copy = |mut from: TcpStream, mut to: TcpStream| {
         move || {
@@ -38,7 +38,7 @@ fn pump(one: TcpStream, other: TcpStream) {
     thread::spawn(back);
 }
 
-/// A stunnel with two names, that answers with what its service `answers` says.
+/// A stunnel with two names, which connects to the service `answers`.
 fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = free.local_addr().unwrap().to_string();
@@ -59,7 +59,7 @@ fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
     let mut command = Command::new("stunnel4");
     command.arg(&file);
     let process = Process::start(command);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while TcpStream::connect(&port).is_err() {
         assert!(Instant::now() < until, "stunnel does not listen");
         thread::sleep(Duration::from_millis(10));
@@ -68,7 +68,7 @@ fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
 }
 
 #[test]
-fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_they_were() {
+fn in_front_of_stunnel_the_own_name_is_handed_over_and_all_others_are_forwarded() {
     if !is_here("stunnel4") || !is_here("openssl") {
         return;
     }
@@ -78,7 +78,7 @@ fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_the
     let accept = scene.start("--proxy-protocol v1");
     let before = accept.held();
     thread::scope(|scope| {
-        // Reads the header that is in front, and nothing else, before stunnel gets its bytes.
+        // Reads only the header in front, before stunnel gets the rest.
         scope.spawn(|| {
             for _ in 0..3 {
                 let mut client = scene.client_of_old();
@@ -117,7 +117,7 @@ fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_the
             assert_eq!(client.code(), Some(0));
         }
     });
-    // Upper and lower case are one.
+    // Names ignore case.
     let mut client = scene.client(&accept.address, "OWN.test", "-tls1_2");
     if let Some(line) = scene.delivers(&accept, &mut client) {
         assert_eq!(line["sni"], "own.test");
@@ -135,7 +135,7 @@ fn before_a_real_stunnel_the_own_name_is_handed_over_and_all_others_go_on_as_the
     accept.settles(before);
 }
 
-/// A client that sends its hello in some way, and goes on as itself.
+/// A client with a custom way of sending its hello; the rest passes unchanged.
 fn through(scene: &Scene, to: &str, send: impl FnOnce(&mut TcpStream, &[u8])) -> Process {
     let between = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = between.local_addr().unwrap().to_string();
@@ -149,7 +149,7 @@ fn through(scene: &Scene, to: &str, send: impl FnOnce(&mut TcpStream, &[u8])) ->
         0,
     );
     from.read_exact(&mut hello[5..]).unwrap();
-    let mut onward = patient(TcpStream::connect(to).unwrap());
+    let mut onward = with_timeout(TcpStream::connect(to).unwrap());
     send(&mut onward, &hello);
     for stream in [&from, &onward] {
         stream.set_read_timeout(None).unwrap();
@@ -187,7 +187,7 @@ fn a_hello_may_come_byte_by_byte_and_in_records_of_a_byte() {
 
 #[test]
 fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
-    if !is_here("openssl") || is_only_without_kernel_tls() {
+    if !is_here("openssl") || skip_with_kernel_tls() {
         return;
     }
     let scene = Scene::new();
@@ -224,7 +224,7 @@ fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
             );
         }
         accept.settles(before);
-        // Nothing was handed over, though whoever takes it was asked for.
+        // Nothing was handed over, although the receiver was contacted.
         scene.taker.set_nonblocking(true).unwrap();
         while let Ok((mut from, _)) = scene.taker.accept() {
             let mut came = Vec::new();
@@ -239,8 +239,8 @@ fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
 }
 
 #[test]
-fn k01_without_kernel_tls_and_without_a_server_behind_it_does_not_start() {
-    if is_only_without_kernel_tls() {
+fn k01_without_kernel_tls_and_without_a_server_it_does_not_start() {
+    if skip_with_kernel_tls() {
         return;
     }
     let done = finish(Scene::new().command("127.0.0.1:0", "")).expect(1);
@@ -250,7 +250,7 @@ fn k01_without_kernel_tls_and_without_a_server_behind_it_does_not_start() {
 }
 
 #[test]
-fn clients_are_asked_for_their_certificates_where_names_are_given() {
+fn clients_need_certificates_if_names_are_given() {
     if !is_here("openssl") {
         return;
     }
@@ -271,7 +271,7 @@ fn clients_are_asked_for_their_certificates_where_names_are_given() {
     let _other = scene.client(&accept.address, "own.test", &certificate("b"));
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("none of the allowed names"), "{why}");
-    let _nobody = scene.client(&accept.address, "own.test", "-tls1_2");
+    let _rejected = scene.client(&accept.address, "own.test", "-tls1_2");
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("presented no certificate"), "{why}");
     let _newer = scene.client(&accept.address, "own.test", "-tls1_3");
@@ -280,7 +280,7 @@ fn clients_are_asked_for_their_certificates_where_names_are_given() {
 }
 
 #[test]
-fn i7_hostile_first_words_are_refused_and_cost_nothing_that_stays() {
+fn i7_hostile_first_bytes_are_refused_and_release_everything() {
     let scene = Scene::new();
     let accept = scene.start("");
     let before = accept.held();
@@ -310,7 +310,7 @@ fn i7_hostile_first_words_are_refused_and_cost_nothing_that_stays() {
         let why = accept.process.wait_for("is refused");
         assert!(why.contains(words), "{why}");
     }
-    // The end in the middle of a hello, and a reset.
+    // An end in the middle of a hello, and a reset.
     let mut client = accept.connect();
     client.write_all(&hello(&[1, 0, 0, 99, 3, 3])).unwrap();
     client.shutdown(Shutdown::Write).unwrap();
@@ -320,20 +320,20 @@ fn i7_hostile_first_words_are_refused_and_cost_nothing_that_stays() {
     dunlin_linux::socket::set_reset_on_close(&client).unwrap();
     drop(client);
     accept.settles(before);
-    // Nobody of them has reached the server behind.
+    // None of them reached the server.
     scene.old.set_nonblocking(true).unwrap();
-    let nobody = scene.old.accept().unwrap_err();
-    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+    let accepted = scene.old.accept().unwrap_err();
+    assert_eq!(accepted.kind(), ErrorKind::WouldBlock);
 }
 
 #[test]
-fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
+fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
     let scene = Scene::new();
     let accept = scene.start("--forward-plain");
     let before = accept.held();
     let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at ^ at >> 9) as u8).collect();
     let mut near = accept.connect();
-    // What begins as TLS does is waited for.
+    // A start that looks like TLS is waited for.
     near.write_all(b"not TLS").unwrap();
     let mut far = scene.client_of_old();
     far.read_exact(&mut [0; 7]).unwrap();
@@ -360,7 +360,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
     assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     drop(near);
     accept.settles(before);
-    // A reset of either side, at once and with nothing to write.
+    // A reset of either side, immediately and with nothing to write.
     for is_server in [false, true] {
         let mut near = accept.connect();
         near.write_all(b"x").unwrap();
@@ -374,7 +374,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
         accept.process.wait_for("has failed");
         accept.settles(before);
     }
-    // And behind the end of the side that is reset.
+    // A reset after the end of the same side.
     let mut near = accept.connect();
     near.write_all(b"x").unwrap();
     let mut far = scene.client_of_old();
@@ -388,7 +388,7 @@ fn ends_and_resets_are_passed_on_and_eight_mebibytes_each_way() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_one_line_and_a_reset() {
+fn an_unreachable_server_is_one_line_and_a_reset() {
     let scene = Scene::new();
     let accept = scene.start_alone("--forward-plain --else tcp:127.0.0.1:9");
     let mut client = accept.connect();
@@ -397,7 +397,7 @@ fn a_server_that_is_not_there_is_one_line_and_a_reset() {
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("the server behind cannot be reached"), "{why}");
-    // A socket's path is one too.
+    // So is a missing socket path.
     let server = std::os::unix::net::UnixListener::bind(scene.path("server")).unwrap();
     let to = format!(
         "--forward-plain --else unix:{}",
@@ -415,7 +415,7 @@ fn a_server_that_is_not_there_is_one_line_and_a_reset() {
 }
 
 #[test]
-fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
+fn a_signal_ends_it_after_its_clients_or_at_the_limit() {
     let scene = Scene::new();
     for (limit, is_cut) in [("30s", false), ("200ms", true)] {
         let mut accept = scene.start(&format!("--forward-plain --drain {limit}"));
@@ -425,7 +425,7 @@ fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
         far.read_exact(&mut [0]).unwrap();
         accept.process.signal("TERM");
         accept.process.wait_for("no new clients");
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while TcpStream::connect(&accept.address).is_ok() {
             assert!(Instant::now() < until, "it listens on");
             thread::sleep(Duration::from_millis(5));
@@ -444,7 +444,7 @@ fn a_signal_ends_it_when_its_clients_are_done_or_at_the_limit() {
 }
 
 #[test]
-fn certificates_are_read_anew_at_a_signal() {
+fn certificates_are_reloaded_at_a_signal() {
     if !is_here("openssl") {
         return;
     }
@@ -465,7 +465,7 @@ fn certificates_are_read_anew_at_a_signal() {
 }
 
 #[test]
-fn a_socket_of_the_service_manager_is_taken() {
+fn a_socket_of_the_service_manager_is_used() {
     let scene = Scene::new();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -488,7 +488,7 @@ fn a_socket_of_the_service_manager_is_taken() {
         .stderr(std::process::Stdio::null())
         .spawn()
         .unwrap();
-    let mut near = patient(TcpStream::connect(&address).unwrap());
+    let mut near = with_timeout(TcpStream::connect(&address).unwrap());
     near.write_all(b"x").unwrap();
     let mut far = scene.client_of_old();
     far.read_exact(&mut [0]).unwrap();

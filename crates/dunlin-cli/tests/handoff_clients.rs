@@ -1,5 +1,5 @@
-//! The clients in `clients/` without a socket: both log what xenopsd would. What they do with one is
-//! tested in `tests/kernel` `k15_clients`.
+//! The clients in `clients/` without a socket: both log what xenopsd would. `tests/kernel`
+//! `k15_clients` tests them with one.
 #![allow(clippy::unwrap_used)]
 
 mod handoff_support;
@@ -13,7 +13,7 @@ use std::process::Command;
 use handoff_support::{Pool, are_here, feed, free_port, kernel_has_tls, run};
 use support::kill;
 
-/// The way to a program or a module of ours.
+/// The path of one of our programs or modules.
 fn client(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("../../clients")
@@ -22,7 +22,7 @@ fn client(name: &str) -> PathBuf {
 
 type Start = Box<dyn Fn() -> Command>;
 
-/// A program in C around the client.
+/// A C program around the client.
 fn compiled(pool: &Pool, main: &Path) -> PathBuf {
     let program = pool.path("compiled");
     let mut compiler = Command::new("cc");
@@ -37,7 +37,7 @@ fn compiled(pool: &Pool, main: &Path) -> PathBuf {
     program
 }
 
-/// How each client is started, by its name.
+/// The commands of the clients, by name.
 fn clients(pool: &Pool) -> Vec<(&'static str, Start)> {
     let program = compiled(pool, &client("ktls_copy.c"));
     vec![
@@ -53,7 +53,7 @@ fn clients(pool: &Pool) -> Vec<(&'static str, Start)> {
     ]
 }
 
-/// HELPER HOST PORT BUNDLE, where the helper is `dunlin` under another name.
+/// HELPER HOST PORT BUNDLE; the helper is `dunlin` under another name.
 fn arguments(pool: &Pool, mut command: Command, port: u16, trusted: &str) -> Command {
     let helper = pool.path("ktls-helper");
     if !helper.exists() {
@@ -67,18 +67,18 @@ fn arguments(pool: &Pool, mut command: Command, port: u16, trusted: &str) -> Com
 }
 
 #[test]
-fn without_a_socket_they_say_the_one_line_and_why() {
+fn without_a_socket_the_clients_log_the_line() {
     if !are_here(&["stunnel4", "openssl", "cc", "python3"]) || kernel_has_tls() {
         return;
     }
     let pool = Pool::new();
     let stunnel = pool.stunnel("pool", "");
-    let nobody = free_port();
+    let closed = free_port();
     for (name, start) in clients(&pool) {
         for (port, trusted, reason) in [
             (stunnel.port, "pool.pem", "this kernel has no TLS"),
             (stunnel.port, "other.pem", "not among the trusted ones"),
-            (nobody, "pool.pem", "cannot be reached"),
+            (closed, "pool.pem", "cannot be reached"),
         ] {
             let done = feed(arguments(&pool, start(), port, trusted), Vec::new());
             assert_eq!(done.code, 1, "{name}: {done:?}");
@@ -90,7 +90,7 @@ fn without_a_socket_they_say_the_one_line_and_why() {
             assert!(done.err.contains(reason), "{name}: {done:?}");
             assert_eq!(done.err.lines().count(), 1, "{name}: {done:?}");
         }
-        // There is no helper.
+        // The helper is missing.
         let mut command = start();
         command.args(["/nowhere/helper", "127.0.0.1", "1", "pool.pem"]);
         let done = feed(command, Vec::new());
@@ -103,11 +103,11 @@ fn without_a_socket_they_say_the_one_line_and_why() {
     }
 }
 
-/// Passes so many sockets.
+/// Passes this many sockets.
 const HELPER: &str = "#!/usr/bin/env python3\n\
     import socket, sys\n\
-    desk = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\
-    socket.send_fds(desk, [b'+'], [desk.fileno()] * COUNT)\n";
+    caller = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\
+    socket.send_fds(caller, [b'+'], [caller.fileno()] * COUNT)\n";
 
 #[test]
 fn k13_a_helper_that_does_not_pass_one_socket_has_failed() {
@@ -132,7 +132,7 @@ fn k13_a_helper_that_does_not_pass_one_socket_has_failed() {
 }
 
 #[test]
-fn k13_no_program_that_is_started_later_has_the_python_client_s_socket() {
+fn k13_later_programs_do_not_inherit_the_python_clients_socket() {
     if !are_here(&["openssl", "python3"]) {
         return;
     }
@@ -151,7 +151,7 @@ fn k13_no_program_that_is_started_later_has_the_python_client_s_socket() {
     assert_eq!((done.code, done.out.as_str()), (0, "False\n"), "{done:?}");
 }
 
-/// A program that is run in the helper's place.
+/// A program in place of the helper.
 fn script(pool: &Pool, text: &str) -> PathBuf {
     let helper = pool.path("helper");
     fs::write(&helper, text).unwrap();
@@ -159,13 +159,13 @@ fn script(pool: &Pool, text: &str) -> PathBuf {
     helper
 }
 
-/// Ends well without a socket, and leaves somebody behind who holds its end of the desk.
+/// Succeeds without a socket, and leaves a process that holds its end of the caller's socket.
 const LEAVES_ONE: &str = "#!/bin/sh\n\
     sleep 600 </dev/null >/dev/null 2>&1 &\n\
     echo $! > \"$(dirname \"$0\")/left\"\n";
 
 #[test]
-fn k13_nobody_is_waited_for_whom_a_helper_has_left_behind() {
+fn k13_clients_do_not_wait_for_a_helpers_children() {
     if !are_here(&["openssl", "cc", "python3"]) {
         return;
     }
@@ -185,14 +185,14 @@ fn k13_nobody_is_waited_for_whom_a_helper_has_left_behind() {
     }
 }
 
-/// Says that it has no more to say long before it passes something, or before it ends.
+/// Shuts down its sending side long before it passes a socket or ends.
 const SLOW: &str = "#!/usr/bin/env python3\n\
     import os, socket, sys, time\n\
-    desk = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\
+    caller = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\
     time.sleep(BEFORE)\n\
     os.close(2)\n\
     time.sleep(BEHIND)\n\
-    socket.send_fds(desk, [b'+'], [desk.fileno()])\n";
+    socket.send_fds(caller, [b'+'], [caller.fileno()])\n";
 
 #[test]
 fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
@@ -213,7 +213,7 @@ fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
         let signals: u32 = signals.split(' ').next().unwrap().parse().unwrap();
         (said.to_owned(), signals)
     };
-    // While it waits for words, and while it waits for the end.
+    // While it waits for the line, and while it waits for the end.
     for (before, behind) in [("0.3", "0"), ("0", "0.3")] {
         let (said, signals) = taken(before, behind, &["60000"]);
         assert_eq!(said, "a socket");
@@ -223,7 +223,7 @@ fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
     assert_eq!(said, "the helper did not answer in time");
     let (said, _) = taken("0", "600", &["700"]);
     assert!(said.contains("did not end in time"), "{said}");
-    // Nobody can know that it has ended well.
+    // The helper's success cannot be known.
     let (said, _) = taken("0", "0.3", &["60000", "ignoring"]);
     assert!(said.contains("SIGCHLD is ignored"), "{said}");
 }

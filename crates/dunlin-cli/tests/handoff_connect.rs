@@ -1,5 +1,5 @@
-//! `dunlin handoff connect` against a real stunnel that is set up as xapi's, on a kernel that may
-//! have no TLS: every failure is one line. Sockets are delivered in `tests/kernel`.
+//! `dunlin handoff connect` with a stunnel configured like xapi's, on a kernel with or without TLS:
+//! every failure is one line. `tests/kernel` tests the delivery of sockets.
 #![allow(clippy::unwrap_used)]
 
 mod handoff_support;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use handoff_support::{CIPHERS, CURVES, Pool, are_here, call, free_port, kernel_has_tls};
 use support::dunlin;
 
-/// The command failed in one line, which has these words, and passed nothing.
+/// The command failed with one line that contains these words, and passed nothing.
 fn assert_refused(command: Command, words: &[&str]) {
     let begin = Instant::now();
     let (done, sockets) = call(command);
@@ -36,8 +36,8 @@ fn assert_refused(command: Command, words: &[&str]) {
     assert!(begin.elapsed() < Duration::from_secs(20), "{done:?}");
 }
 
-/// The handshake is completed and the peer's certificate accepted: one socket comes, or the line
-/// about this kernel, which is asked behind both.
+/// The handshake completed and the certificate was accepted: one socket arrives, or the line about
+/// this kernel, which is checked after both.
 fn assert_accepted(command: Command) {
     match kernel_has_tls() {
         true => {
@@ -66,12 +66,12 @@ fn k01_without_kernel_tls_it_fails_in_one_line_after_a_full_handshake() {
 }
 
 #[test]
-fn k14_a_certificate_is_looked_at_before_the_kernel() {
+fn k14_a_certificate_is_checked_before_the_kernel() {
     if !are_here(&["stunnel4", "openssl", "faketime"]) {
         return;
     }
     let pool = Pool::new();
-    // OpenSSL's own file makes every certificate an authority's.
+    // OpenSSL's default configuration makes every certificate an authority's.
     let config = pool.path("leaf.cnf");
     let text = "[req]\ndistinguished_name = name\n[name]\n[leaf]\nbasicConstraints = CA:FALSE\n";
     fs::write(&config, text).unwrap();
@@ -97,7 +97,7 @@ fn k14_a_certificate_is_looked_at_before_the_kernel() {
         "pool",
         &["not among the trusted", "CN=0b5d2c1e-other"],
     );
-    // A host's own certificate vouches for that host and for no other.
+    // A host's own certificate vouches only for that host.
     refused("by-leaf", "leaf", &["not among the trusted"]);
     refused("past", "past", &["expired"]);
     refused("future", "future", &["not valid yet"]);
@@ -116,7 +116,7 @@ fn k14_a_certificate_is_looked_at_before_the_kernel() {
         .args(["--ciphers", CIPHERS, "--curves", CURVES]);
     assert_accepted(command);
 
-    // A name is demanded of whom it can be found in.
+    // A required name must be in the certificate.
     let stunnel = pool.stunnel("pool", "");
     let mut command = pool.connect(stunnel.port, "pool");
     command.args(["--peer", "host2.example"]);
@@ -124,7 +124,7 @@ fn k14_a_certificate_is_looked_at_before_the_kernel() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_in_one_line() {
+fn invalid_arguments_are_refused_in_one_line() {
     if !are_here(&["stunnel4", "openssl"]) {
         return;
     }
@@ -168,17 +168,14 @@ fn what_cannot_be_is_refused_in_one_line() {
     let command = pool.connect(free_port(), "pool");
     assert_refused(command, &["cannot be reached: Connection refused"]);
 
-    for (number, words) in [
-        ("77", "not an open descriptor"),
-        ("1", "not a unix socket"),
-    ] {
+    for (number, words) in [("77", "not an open descriptor"), ("1", "not a unix socket")] {
         let command = with(&["--send-fd", number]);
         let done = support::finish(command).expect(1);
         assert!(done.err.contains(words), "{done:?}");
     }
 }
 
-/// A server that is none, and what it does with its one connection.
+/// A server that does not speak TLS, and the handler of its one connection.
 fn server(behave: fn(&mut std::net::TcpStream)) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -209,7 +206,7 @@ fn k13_a_peer_that_is_silent_hangs_up_or_is_no_tls_server_ends_it_in_time() {
 
     let half = server(|stream| {
         stream.read_exact(&mut [0; 64]).unwrap();
-        // A record of which nothing more comes.
+        // A record without its rest.
         stream.write_all(&[22, 3, 3, 0, 200, 2, 0]).unwrap();
         let _ = stream.read_to_end(&mut Vec::new());
     });
@@ -224,10 +221,9 @@ fn k13_a_peer_that_is_silent_hangs_up_or_is_no_tls_server_ends_it_in_time() {
     assert_refused(pool.connect(other, "pool"), &["as an SSH server does"]);
 }
 
-/// A resolver to which every question is lost on the way, and which is waited for long: what asks it
-/// cannot be interrupted.
+/// A resolver that loses every query, with a long timeout: name resolution cannot be interrupted.
 #[test]
-fn k13_a_resolver_that_never_answers_is_waited_for_until_the_deadline() {
+fn k13_a_silent_resolver_delays_only_until_the_deadline() {
     let Some(wire) = namespaces::Wire::new(None) else {
         return;
     };
@@ -258,7 +254,7 @@ fn k13_a_resolver_that_never_answers_is_waited_for_until_the_deadline() {
     let Some(command) = host::in_own_mounts(&mounts, &command) else {
         return;
     };
-    // A neighbour whom nobody has to ask for, and who does not exist.
+    // A nonexistent neighbour with a permanent entry, which needs no neighbour discovery.
     let mut neighbour = Command::new("ip");
     neighbour
         .args("neighbour add 192.0.2.9 lladdr 02:00:00:00:00:09 dev wire nud permanent".split(' '));
@@ -280,7 +276,7 @@ fn k04_tls_1_3_and_a_certificate_of_our_own() {
         pool.path("other.pem").display()
     );
     let stunnel = pool.stunnel("pool", &asks);
-    // What a TLS 1.2 server says of a client without a certificate.
+    // A TLS 1.2 server's alert for a client without a certificate.
     assert_refused(pool.connect(stunnel.port, "pool"), &["alert"]);
 
     let identity = pool.path("identity");
@@ -299,7 +295,7 @@ fn k04_tls_1_3_and_a_certificate_of_our_own() {
 }
 
 #[test]
-fn it_answers_to_the_name_of_xapi_s_helper() {
+fn it_runs_under_the_name_of_xapis_helper() {
     if !are_here(&["openssl"]) {
         return;
     }

@@ -1,5 +1,5 @@
-//! The units of `dunlin handoff accept` in `dist/systemd`. That it takes a socket which was passed to
-//! it is tested with the rest of it (`handoff_accept.rs`).
+//! The units of `dunlin handoff accept` in `dist/systemd`. `handoff_accept.rs` tests passed
+//! sockets.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -16,12 +16,12 @@ fn the_units_are_valid() {
 }
 
 #[test]
-fn the_service_gives_up_what_it_does_not_need() {
+fn the_service_drops_what_it_does_not_need() {
     Units::new().weigh("dunlin-accept.service");
 }
 
 #[test]
-fn k11_the_service_may_ask_the_kernel_what_it_has_chosen() {
+fn k11_the_service_may_query_the_kernels_choice() {
     let text = Units::new().text("dunlin-accept.service");
     let families = text
         .lines()
@@ -30,9 +30,9 @@ fn k11_the_service_may_ask_the_kernel_what_it_has_chosen() {
     assert!(!text.lines().any(|line| line == "ProcSubset=pid"), "{text}");
 }
 
-/// The example in the unit is one that the command takes, as far as its files are there.
+/// The command accepts the unit's example, up to its missing files.
 #[test]
-fn what_the_unit_says_of_its_configuration_is_true() {
+fn the_units_example_configuration_is_accepted() {
     let text = Units::new().text("dunlin-accept.service");
     let example = text
         .lines()
@@ -48,7 +48,7 @@ fn what_the_unit_says_of_its_configuration_is_true() {
         .replace("/etc/dunlin/pool.pem", &of("cert.pem"))
         .replace("/etc/dunlin/pool.key", &of("key.pem"));
     let done = finish(words(&line)).expect(1);
-    // It has come to the socket, which nobody has passed.
+    // It got as far as the socket, which was not passed.
     assert!(
         done.err.contains("systemd:clients: no socket of that name"),
         "{done:?}"

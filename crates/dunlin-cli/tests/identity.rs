@@ -1,5 +1,5 @@
-//! The identity options of the command: pins, others' layouts, keys that are
-//! open to all, certificates that end soon or are read again.
+//! Identity options of the command: pins, other layouts, world-readable keys, certificates that
+//! expire or are reloaded.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -23,7 +23,7 @@ fn shown(directory: &Path, flags: &str) -> Vec<Value> {
         .collect()
 }
 
-/// Puts the identity in `from` where QEMU would have the one for that side.
+/// Copies the identity in `from` to QEMU's file names for that side.
 fn as_qemu(from: &Path, to: &Path, side: &str) {
     fs::create_dir_all(to).unwrap();
     let copy = |name: &str, there: &str| {
@@ -43,7 +43,7 @@ fn moves(hosts: &Hosts, destination: &Process, identity: &str, flags: &str) {
 }
 
 #[test]
-fn a_vm_moves_between_files_of_qemu_and_peers_that_are_pinned() {
+fn a_vm_moves_with_qemus_files_and_pinned_peers() {
     let hosts = Hosts::new();
     let at = |name: &str| hosts.scratch.join(name);
     as_qemu(&at("a"), &at("qemu"), "client");
@@ -91,7 +91,7 @@ fn a_vm_moves_between_files_of_qemu_and_peers_that_are_pinned() {
 }
 
 #[test]
-fn a_key_that_all_can_read_is_used_only_if_that_is_allowed() {
+fn a_world_readable_key_needs_a_flag() {
     let hosts = Hosts::new();
     let host = hosts.scratch.join("b");
     fs::set_permissions(host.join("key.pem"), PermissionsExt::from_mode(0o644)).unwrap();
@@ -104,10 +104,10 @@ fn a_key_that_all_can_read_is_used_only_if_that_is_allowed() {
 }
 
 #[test]
-fn what_ends_soon_is_warned_of_on_either_side() {
+fn each_side_warns_of_certificates_that_expire_soon() {
     let hosts = Hosts::new();
     for (directory, name) in [("short-a", "a.test"), ("short-b", "b.test")] {
-        // More than two thirds of it lie behind.
+        // More than two thirds of its validity are over.
         hosts.issue_for(directory, name, Duration::from_secs(25));
     }
     let dates = &shown(&hosts.scratch.join("short-a"), "")[0]["dates"];
@@ -140,14 +140,14 @@ fn what_ends_soon_is_warned_of_on_either_side() {
 }
 
 #[test]
-fn certificates_are_read_again_at_a_hang_up() {
+fn certificates_are_reloaded_at_a_hang_up() {
     let hosts = Hosts::new();
     let at = |name: &str| hosts.scratch.join(name);
     let destination = hosts.receive("b", "to", "");
     let pin = |name: &str| shown(&at(name), "")[0]["pin"].as_str().unwrap().to_owned();
     let old = pin("b");
 
-    // What cannot be used changes nothing.
+    // Unusable files change nothing.
     fs::rename(at("b").join("key.pem"), at("b").join("gone.pem")).unwrap();
     destination.signal("HUP");
     let warning = destination.wait_for("warning");

@@ -1,4 +1,4 @@
-//! `dunlin ipsec plan`: what would be installed, without touching anything.
+//! `dunlin ipsec plan`: what a session would install; changes nothing.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashSet;
@@ -126,7 +126,7 @@ fn connections_have_an_sa_and_a_policy_each_and_udp_a_listener() {
 }
 
 #[test]
-fn what_cannot_be_planned_is_said() {
+fn impossible_plans_are_errors() {
     for (words, says) in [
         ("--local 192.0.2.1 --peer fd00::2", "different families"),
         ("--local 192.0.2.1 --peer 192.0.2.1", "both ends"),

@@ -1,4 +1,4 @@
-//! What a migration costs in memory, wire and processor, seen from outside two separate processes.
+//! Memory, wire bytes and CPU time of a migration, measured from outside two separate processes.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -15,19 +15,19 @@ use support::{Hosts, finish};
 
 const MIB: u64 = 1 << 20;
 
-/// What a process has in memory, in bytes.
+/// A process's resident memory, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Resident {
     all: u64,
-    /// Outside the mappings that are the guest's.
+    /// Outside the guest's mappings.
     outside: u64,
-    /// In them.
+    /// In the guest's mappings.
     guest: u64,
 }
 
-/// Reads smaps; a mapping is the guest's if it is a memfd of ours, or as large as the guest.
+/// Reads smaps; a mapping is the guest's if it is one of our memfds, or as large as the guest.
 fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
-    // Above 3 GiB a guest has two mappings: this is the smaller of the two sizes that tests use.
+    // Above 3 GiB a guest has two mappings: this is the smaller one for the tests' sizes.
     let least = guest_bytes.min(3 << 30);
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).ok()?;
     let mut found = Resident::default();
@@ -50,16 +50,16 @@ fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
     Some(found)
 }
 
-/// The kernel's own high-water mark of a process's memory; nothing once the process has ended.
+/// The kernel's high-water mark of a process's memory; `None` after the process ended.
 fn peak(pid: u32) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    // A zombie has a status without memory in it.
+    // A zombie's status has no memory fields.
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kib * 1024)
 }
 
-/// Bytes that stand behind the memfds of a process, mapped or not.
+/// Bytes in the memfds of a process, mapped or not.
 fn memfd_bytes(pid: u32) -> u64 {
     use std::os::unix::fs::MetadataExt;
     fs::read_dir(format!("/proc/{pid}/fd"))
@@ -73,7 +73,7 @@ fn memfd_bytes(pid: u32) -> u64 {
         .sum()
 }
 
-/// Samples both processes until the work is done; the peaks outside the guests' memory.
+/// Samples both processes until the work is done; returns the peaks outside the guests' memory.
 fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) -> (T, [u64; 2]) {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -117,7 +117,7 @@ fn i8_either_side_needs_at_most_64_mib_beside_the_guest_with_eight_lanes() {
         let here = resident(destination.pid(), 512 * MIB).unwrap();
         assert!(
             here.guest > 500 * MIB,
-            "the guest's mapping is taken for others: {here:?}"
+            "guest mapping not recognised: {here:?}"
         );
         println!(
             "{backing}, 8 lanes: at most {:.1} MiB at the source and {:.1} MiB at the destination \
@@ -151,7 +151,7 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
     let watched = source.pid();
     let done = AtomicBool::new(false);
     let (moved, source_peak): (Value, u64) = thread::scope(|scope| {
-        // The source ends with the migration; its high-water mark has to be read before.
+        // The source ends with the migration: read its high-water mark before.
         let sampler = scope.spawn(|| {
             let mut highest = 0;
             while !done.load(Ordering::SeqCst) {
@@ -179,7 +179,7 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
     }
 }
 
-/// What it costs to move a guest whose only content is one page in each 2 MiB.
+/// Cost of moving a guest with one non-zero page in each 2 MiB.
 #[derive(Debug)]
 struct Scattered {
     raw_pages: u64,
@@ -237,7 +237,7 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
                 cost.outside[0] as f64 / MIB as f64,
                 cost.outside[1] as f64 / MIB as f64,
             );
-            // A guest on KVM has some pages of its own, and writes to a few meanwhile.
+            // A guest on KVM has some further pages, and writes a few meanwhile.
             let own = if guest == "kvm" { 64 } else { 0 };
             assert!(
                 (pages..=pages + own).contains(&cost.raw_pages),
@@ -250,7 +250,7 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
             );
             assert!(cost.outside.iter().all(|bytes| *bytes <= 64 * MIB));
         }
-        // Each page that is not zero takes the 2 MiB around it, on both sides.
+        // Each non-zero page occupies its 2 MiB, on both sides.
         for resident in huge.guest {
             assert!(resident > bytes * 9 / 10, "{guest}: {huge:?}");
             assert!(resident <= bytes, "{guest}: {huge:?}");
@@ -264,10 +264,10 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
 }
 
 #[test]
-fn a_guest_that_is_mostly_zero_costs_what_is_not() {
+fn a_mostly_zero_guest_costs_its_non_zero_pages() {
     let Some(_turn) = kvm() else { return };
-    // Everything behind the first 4 MiB, which hold the guest's program and tables. Each backing is
-    // compared with itself: private memory has huge pages, a memfd has not.
+    // Everything after the first 4 MiB, which hold the guest's program and tables. Each backing is
+    // compared with itself: private memory has huge pages, a memfd does not.
     for backing in ["private", "memfd"] {
         let dense = (0..3)
             .map(|_| cost("260M", "256M", backing).cpu_s)
@@ -290,7 +290,7 @@ fn a_guest_that_is_mostly_zero_costs_what_is_not() {
             assert!(sparse.wire_bytes * 100 <= 102 * 256 * MIB);
             assert!(sparse.source_growth <= 64 * MIB);
             assert!(sparse.destination_growth <= (256 + 64) * MIB);
-            // Memory that nobody maps counts as well.
+            // Unmapped memory counts as well.
             assert!(sparse.memfd[0] <= (256 + 8) * MIB);
             assert!(sparse.memfd[1] <= (256 + 8) * MIB);
         }
@@ -298,7 +298,7 @@ fn a_guest_that_is_mostly_zero_costs_what_is_not() {
             .iter()
             .map(|sparse| sparse.cpu_s)
             .fold(f64::MAX, f64::min);
-        // Looking for holes in 10 GiB costs about what dense memory on huge pages does.
+        // Scanning 10 GiB for holes costs about as much as reading dense memory on huge pages.
         assert!(least <= 3.0 * dense, "{least} s against {dense} s");
     }
 }

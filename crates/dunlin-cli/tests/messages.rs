@@ -1,5 +1,5 @@
-//! What goes wrong because of how a host is: the message says what, whose fault it is and what to
-//! do, and the VM stays.
+//! Failures caused by a host's state: the message names the fact, the party at fault and the
+//! remedy, and the VM stays.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/host.rs"]
@@ -14,7 +14,7 @@ use dunlin_test_base::kvm;
 use host::{after, assert_says, in_own_mounts, pass_on, skip};
 use support::{Hosts, Process, finish, words};
 
-/// The command in a mount namespace of its own, where /dev has no `kvm` in it.
+/// The command in a new mount namespace without /dev/kvm.
 fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {
     let kept = hosts.scratch.join("dev");
     let kept = kept.to_str().unwrap();
@@ -27,7 +27,7 @@ fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {
 }
 
 #[test]
-fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
+fn a_port_in_use_a_foreign_address_and_an_unknown_name() {
     let hosts = Hosts::new();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
@@ -54,9 +54,9 @@ fn a_port_in_use_an_address_of_nobodys_and_a_name_without_address() {
     }
 }
 
-/// Whoever reads JSON is told of a failure in JSON too, wherever it happens.
+/// With --json, every failure is also a JSON object.
 #[test]
-fn what_has_failed_is_an_object_where_json_was_asked_for() {
+fn failures_are_objects_with_json() {
     let hosts = Hosts::new();
     for (command, says) in [
         ("vm status --name no", "no VM answers"),
@@ -77,12 +77,12 @@ fn what_has_failed_is_an_object_where_json_was_asked_for() {
         assert_eq!(failed["event"], "failed", "{done:?}");
         assert_eq!(failed["code"], 1, "{done:?}");
         assert_says(failed["text"].as_str().unwrap(), &[says]);
-        // And for a person beside it.
+        // The text for people is also printed.
         assert_says(&done.err, &["dunlin: ", says]);
     }
 }
 
-/// A name that is not looked at would be taken for one that has been.
+/// A name that is not checked must be refused, not ignored.
 #[test]
 fn arguments_that_contradict_each_other_are_refused() {
     for (command, code) in [
@@ -103,7 +103,7 @@ fn arguments_that_contradict_each_other_are_refused() {
 }
 
 #[test]
-fn nobody_listens_there() {
+fn no_process_listens_at_the_destination() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", "--memory 64M --fill zero");
@@ -145,7 +145,7 @@ fn a_vm_whose_process_has_died_without_removing_its_socket() {
 }
 
 #[test]
-fn no_kvm_at_the_destination_is_said_at_both_sides_and_the_vm_stays() {
+fn no_kvm_at_the_destination_is_reported_at_both_sides_and_the_vm_stays() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let run = words("vm run --name vm --memory 64M");
@@ -181,7 +181,7 @@ fn no_kvm_at_the_destination_is_said_at_both_sides_and_the_vm_stays() {
 }
 
 #[test]
-fn too_little_memory_at_the_destination_is_said_and_the_vm_stays() {
+fn too_little_memory_at_the_destination_is_reported_and_the_vm_stays() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", "--memory 2G --fill zero --fill-size 16M");
@@ -212,8 +212,8 @@ fn too_little_memory_at_the_destination_is_said_and_the_vm_stays() {
 #[test]
 fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
     let hosts = Hosts::new();
-    // In a network of its own, where an SA does no harm. This one is like those of Dunlin, and
-    // added by another program.
+    // In a new network namespace, where an SA does no harm. This SA resembles Dunlin's, and belongs
+    // to another program.
     let key = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
     let sa = format!(
         "ip xfrm state add src 192.0.2.1 dst 192.0.2.2 proto esp spi 0x1000 mode transport \
@@ -246,7 +246,7 @@ fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
     assert_says(&why, &["kernel lacks ESP", "load the modules esp4"]);
 }
 
-/// The command in a network of its own, after `script` has changed it.
+/// The command in a new network namespace, after `script` has changed it.
 fn in_own_network(script: &str, command: &Command) -> Command {
     let mut unshare = Command::new("unshare");
     unshare.arg("--net");

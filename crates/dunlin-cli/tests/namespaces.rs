@@ -1,5 +1,5 @@
-//! Two namespaces as two hosts: what a rate cap, a throttle, a time limit and a downtime limit are
-//! worth on a real link.
+//! Two namespaces as two hosts: effect of a rate limit, a throttle, a time limit and a downtime
+//! limit on a real link.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -15,7 +15,7 @@ use wires::{B, Wire};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// How often whatever is left to chance is repeated.
+/// Number of repetitions of what depends on chance.
 fn rounds(few: u32) -> u32 {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
         few * 10
@@ -24,7 +24,7 @@ fn rounds(few: u32) -> u32 {
     }
 }
 
-/// A VM that runs at one end of the wire, and somebody who waits for it at the other.
+/// A running VM at one end of the wire, and a waiting process at the other.
 fn both_ends(hosts: &Hosts, wire: &Wire, guest: &str) -> (Process, Process) {
     let run = words(&format!("vm run --name vm {guest}"));
     let source = Process::start(wire.at_a(&run), &hosts.scratch.join("1"));
@@ -51,14 +51,14 @@ fn within(measured: f64, wanted: f64, share: f64, what: &str) {
     );
 }
 
-/// Bytes of guest memory that have gone out by a progress line.
+/// Bytes of guest memory sent by a progress line.
 fn gone(progress: &Value) -> f64 {
     let lanes = progress["lanes"].as_array().unwrap();
     lanes.iter().map(|lane| lane[1].as_f64().unwrap()).sum()
 }
 
 #[test]
-fn the_rate_cap_holds_over_the_run_and_after_it_was_changed() {
+fn the_rate_limit_holds_over_the_run_and_after_a_change() {
     let Some(_turn) = kvm() else { return };
     let Some(wire) = Wire::new(None) else { return };
     let hosts = Hosts::new();
@@ -70,7 +70,7 @@ fn the_rate_cap_holds_over_the_run_and_after_it_was_changed() {
         client.wait_for("lane-up");
     }
     let (began, sent) = (Instant::now(), wire.sent_bytes());
-    // Until half of the memory has gone.
+    // Until half of the memory was sent.
     let half = loop {
         let progress = client.wait_for("progress");
         if gone(&progress) >= 60.0 * MIB {
@@ -106,20 +106,20 @@ const OUTRUNS: &str = "--memory 64M --fill-size 24M --working-set 16M --dirty-ra
                        --workload sequential";
 const WIRE_MEGABITS: u32 = 200;
 
-/// What the engine promised when it paused the guest, and what came of it, in milliseconds.
+/// The predicted and the actual downtime, in milliseconds.
 #[derive(Debug)]
 struct Downtime {
     limit: f64,
     predicted: f64,
     source: f64,
-    /// None where the guest's first beat there came too late to tell.
+    /// `None` if the guest's first beat there came too late.
     guest: Option<f64>,
 }
 
 impl Downtime {
     fn of(moved: &Value, limit: f64) -> Self {
         let iterations = moved["iterations"].as_array().unwrap();
-        // The last one is the switchover itself, with the prediction that led to it.
+        // The last iteration is the switchover, with the prediction that led to it.
         let last = iterations.last().unwrap();
         let found = Self {
             limit,
@@ -141,7 +141,7 @@ impl Downtime {
 }
 
 #[test]
-fn a_guest_that_outruns_its_link_converges_by_being_slowed_down() {
+fn throttling_makes_a_guest_that_outruns_its_link_converge() {
     let Some(_turn) = kvm() else { return };
     for _ in 0..rounds(1) {
         let Some(wire) = Wire::new(Some(WIRE_MEGABITS)) else {
@@ -170,10 +170,10 @@ fn a_guest_that_outruns_its_link_converges_by_being_slowed_down() {
     }
 }
 
-/// What lies in the buffers of many lanes takes longer than the downtime may: the link is slow, and
-/// the guest is not to blame.
+/// The bytes in the buffers of many lanes take longer than the downtime limit: the link is slow,
+/// and throttling the guest would not help.
 #[test]
-fn a_slow_link_under_many_lanes_is_not_taken_for_a_busy_guest() {
+fn a_slow_link_with_many_lanes_does_not_throttle_the_guest() {
     let Some(_turn) = kvm() else { return };
     let Some(wire) = Wire::new(Some(40)) else {
         return;
@@ -225,7 +225,7 @@ fn at_the_time_limit_it_stays_with_cancel_and_moves_with_stop() {
 }
 
 #[test]
-fn the_downtime_keeps_its_limit_whenever_it_was_predicted_to() {
+fn the_downtime_keeps_its_limit_if_predicted() {
     let Some(_turn) = kvm() else { return };
     let mut broken = Vec::new();
     for round in 0..rounds(3) {
@@ -234,7 +234,7 @@ fn the_downtime_keeps_its_limit_whenever_it_was_predicted_to() {
         };
         let hosts = Hosts::new();
         let limit_ms = [60, 150, 400][round as usize % 3];
-        // 8 MiB/s: what remains is bound by the limit, and not by the guest.
+        // 8 MiB/s: the limit bounds what remains, not the guest.
         let guest = "--memory 64M --fill-size 16M --working-set 16M --dirty-rate 2000 \
                      --workload random";
         let (source, destination) = both_ends(&hosts, &wire, guest);

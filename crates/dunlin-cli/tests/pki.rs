@@ -1,4 +1,4 @@
-//! `dunlin pki`: an authority, identities, and what is in them.
+//! `dunlin pki`: an authority, identities, and their content.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -33,7 +33,7 @@ fn what_is_issued_is_shown() {
         let found = std::fs::metadata(host.join(file)).unwrap().permissions();
         assert_eq!(found.mode() & 0o777, mode, "{file}");
     }
-    // The authority's key stays where it is.
+    // The authority's key stays in its directory.
     assert!(!host.join("ca-key.pem").exists());
 
     let show = |flags: &str| {
@@ -63,7 +63,7 @@ fn what_is_issued_is_shown() {
         "{said}"
     );
 
-    // Peers could not be told of such a name.
+    // Peers cannot be configured with such a name.
     for name in ["host test", "", "sha256:00"] {
         let mut issue = words("pki issue --ca");
         issue.arg(&ca).args(["--name", name]).arg(scratch.join("x"));
@@ -72,7 +72,7 @@ fn what_is_issued_is_shown() {
         assert!(!scratch.join("x").exists());
     }
 
-    // What is there is never overwritten.
+    // Existing files are never overwritten.
     let again = finish(issue()).expect(1);
     assert!(again.err.contains("not empty"), "{again:?}");
     let mut init = words("pki init");
@@ -81,7 +81,7 @@ fn what_is_issued_is_shown() {
 }
 
 #[test]
-fn a_directory_without_an_identity_says_what_is_missing() {
+fn a_directory_without_an_identity_is_an_error() {
     let scratch = Scratch::new();
     let mut show = words("pki show");
     show.arg(scratch.join("nothing"));

@@ -1,5 +1,4 @@
-//! The guest that needs no KVM: it moves as a VM does, and a host without /dev/kvm says what it can
-//! do instead.
+//! The guest without KVM: it moves like a VM, and a host without /dev/kvm suggests it.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -74,14 +73,13 @@ fn the_demo_shows_a_process_guest_when_asked() {
     assert!(shown["pages_checked_by_guest"].as_u64().unwrap() > 0);
 }
 
-/// Runs its arguments where cannot open /dev/kvm: devices on a mount that is marked `nodev`
-/// cannot, whoever asks.
+/// Runs its arguments without access to /dev/kvm: no user can open devices on a mount with `nodev`.
 const HIDE: &str = "if test -e /dev/kvm; then \
                     mount --bind /dev/kvm /dev/kvm && \
                     mount -o remount,bind,nodev /dev/kvm || exit 99; fi; exec \"$@\"";
 
-/// A `dunlin` command line for a host without /dev/kvm, in a mount namespace of its own; none if
-/// this user may not make one. In CI he may.
+/// A `dunlin` command line in a new mount namespace without /dev/kvm; `None` if this user may not
+/// create one. In CI the user may.
 fn without_kvm(line: &str) -> Option<Command> {
     for flags in [&["--mount"][..], &["--mount", "--map-root-user"]] {
         let hidden = |program: &str| {
@@ -111,7 +109,7 @@ fn without_kvm(line: &str) -> Option<Command> {
 }
 
 #[test]
-fn the_demo_without_kvm_says_so_and_shows_a_process_guest() {
+fn the_demo_without_kvm_reports_it_and_shows_a_process_guest() {
     let flags = "demo --memory 64M --dirty-rate 2000";
     let Some(command) = without_kvm(flags) else {
         return;
@@ -132,7 +130,7 @@ fn the_demo_without_kvm_says_so_and_shows_a_process_guest() {
 }
 
 #[test]
-fn whoever_asks_for_kvm_without_it_is_told_what_to_do() {
+fn a_kvm_guest_without_kvm_is_an_error_with_a_remedy() {
     for line in [
         "demo --guest kvm",
         "vm run --name vm --guest kvm --memory 64M --control",
@@ -153,7 +151,7 @@ fn whoever_asks_for_kvm_without_it_is_told_what_to_do() {
                 done.err
             );
         }
-        // It says no more than how it was confined.
+        // It prints only its confinement.
         let mut said = done.out.lines();
         assert!(said.all(|line| line.starts_with("confined: ")), "{done:?}");
     }

@@ -1,5 +1,5 @@
-//! docs/security.md is held to what it says: each test that it names is there, and each line of its
-//! tables has one or says why not.
+//! Checks docs/security.md: every named test exists, and every table row names a test or the reason
+//! for none.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -17,7 +17,7 @@ fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// The tests that a part of the document names, each after its file.
+/// The tests named in a part of the document, each with its file.
 fn tests_in(text: &str) -> Vec<(&str, &str)> {
     let mut file = None;
     let mut found = Vec::new();
@@ -46,15 +46,15 @@ fn assert_there(file: &str, test: &str) {
     let before: Vec<_> = code[..at].lines().rev().take(4).collect();
     assert!(
         before.iter().any(|line| line.trim() == "#[test]"),
-        "{test} in {file} is no test"
+        "{test} in {file} is not a test"
     );
 }
 
 #[test]
-fn every_test_that_the_document_names_is_there() {
+fn every_test_named_in_the_document_exists() {
     let mut named = 0;
     for part in DOCUMENT.split("\n\n") {
-        // Rows stand for themselves: the file of one says nothing about the next.
+        // Each row names its own file.
         let rows: Vec<&str> = if part.contains("\n| --- |") {
             part.lines().collect()
         } else {
@@ -70,7 +70,7 @@ fn every_test_that_the_document_names_is_there() {
 }
 
 #[test]
-fn every_line_of_a_table_has_a_test_or_says_why_not() {
+fn every_table_row_has_a_test_or_a_reason() {
     let mut lines = 0;
     for row in DOCUMENT.lines().filter(|line| line.starts_with('|')) {
         let cells: Vec<_> = row.trim_matches('|').split(" | ").map(str::trim).collect();
@@ -90,7 +90,7 @@ fn every_line_of_a_table_has_a_test_or_says_why_not() {
 }
 
 #[test]
-fn what_a_process_keeps_is_for_its_owner_alone() {
+fn files_and_sockets_of_a_process_are_private() {
     let hosts = Hosts::new();
     let guest = "--guest process --memory 64M --fill-size 8M";
     let source = hosts.run("from", guest);
@@ -111,7 +111,7 @@ fn what_a_process_keeps_is_for_its_owner_alone() {
     }
     hosts.cancel(&source).expect(0);
     assert_eq!(migration.code(), 4);
-    // And of all that `pki issue` writes the key.
+    // Of all files of `pki issue`, the key.
     for host in ["a", "b", "ca"] {
         for file in fs::read_dir(hosts.scratch.join(host)).unwrap() {
             let path = file.unwrap().path();

@@ -1,4 +1,4 @@
-//! `dunlin status`, `cancel` and `resolve`: what a host remembers, and what an operator does.
+//! `dunlin status`, `cancel` and `resolve`: a host's journal, and the operator's actions.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -20,7 +20,7 @@ use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
-/// A host's journal, where its processes look for it.
+/// A host's journal, in its default place.
 struct Memory {
     directory: PathBuf,
     control: PathBuf,
@@ -34,7 +34,7 @@ impl Memory {
         }
     }
 
-    /// A session that stands at `state`, held by the test.
+    /// A session in `state`, held by the test.
     fn hold(&self, number: u8, state: State, record: impl FnOnce(&mut Record)) -> SessionJournal {
         let mut made = Record {
             state,
@@ -57,7 +57,7 @@ impl Memory {
         session
     }
 
-    /// The same of a process that has died.
+    /// A session in `state` of a dead process.
     fn leave(&self, number: u8, state: State) {
         drop(self.hold(number, state, |_| {}));
     }
@@ -66,13 +66,13 @@ impl Memory {
         let mut command = words(line);
         command.arg("--state-dir").arg(&self.directory);
         if line.starts_with("status") {
-            // Not this machine's own VMs and tunnels.
+            // Hides this machine's own VMs and tunnels.
             command.arg("--control").arg(&self.control);
         }
         finish(command)
     }
 
-    /// The sessions of which this host is the source.
+    /// The sessions with this host as the source.
     fn sources(&self) -> Vec<String> {
         fs::read_dir(&self.directory)
             .unwrap()
@@ -94,7 +94,7 @@ fn source(state: SourceRecord) -> State {
 }
 
 #[test]
-fn nothing_is_remembered_where_nothing_was_moved_and_looking_leaves_nothing() {
+fn status_without_sessions_is_empty_and_creates_nothing() {
     let scratch = Scratch::new();
     let state = Memory::of(&scratch);
     let done = state.ask("status").expect(0);
@@ -104,7 +104,7 @@ fn nothing_is_remembered_where_nothing_was_moved_and_looking_leaves_nothing() {
 }
 
 #[test]
-fn status_lists_both_sides_and_says_whose_process_lives() {
+fn status_lists_both_sides_and_which_process_is_alive() {
     let scratch = Scratch::new();
     let state = Memory::of(&scratch);
     state.leave(1, source(SourceRecord::Committing));
@@ -145,7 +145,7 @@ fn status_lists_both_sides_and_says_whose_process_lives() {
     ] {
         assert!(said.contains(part), "no {part:?} in {said}");
     }
-    // One that is damaged does not hide the others, and is not taken for none.
+    // A damaged journal does not hide the others, and is an error.
     let damaged = state.directory.join(format!("{}.source", "04".repeat(16)));
     fs::write(damaged, [0x5a; 8192]).unwrap();
     let done = state.ask("status --json").expect(1);
@@ -160,7 +160,7 @@ fn status_lists_both_sides_and_says_whose_process_lives() {
 }
 
 #[test]
-fn whoever_starts_a_vm_anew_that_may_run_elsewhere_is_told() {
+fn starting_a_vm_that_may_run_elsewhere_warns() {
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
     for (number, record, resolvable) in [
@@ -176,7 +176,7 @@ fn whoever_starts_a_vm_anew_that_may_run_elsewhere_is_told() {
             for part in ["VM web to host-b.example:4444", "`dunlin resolve 02020202`"] {
                 assert!(text.contains(part), "no {part:?} in {text}");
             }
-            // It has the same name, and is another VM.
+            // Another VM with the same name.
             said = process.wait_for("started");
         }
         assert_eq!(said["event"], "started");
@@ -203,7 +203,7 @@ fn a_session_that_is_under_way_is_shown_live_and_cancelled_by_its_name() {
     let said = state.ask("status").expect(0).out;
     assert!(said.contains("moves to 127.0.0.1:"), "{said}");
 
-    // A process that is stopped does not hold the list up for long.
+    // A stopped process delays the list only briefly.
     from.signal("STOP");
     assert_eq!(session(&state, 0xab)["live"], Value::Null);
     from.signal("CONT");
@@ -219,7 +219,7 @@ fn a_session_that_is_under_way_is_shown_live_and_cancelled_by_its_name() {
     assert!(dead.err.contains("has died"), "{dead:?}");
 }
 
-/// What `dunlin status` says of one session.
+/// The line of `dunlin status` for one session.
 fn session(state: &Memory, number: u8) -> Value {
     listed(state, &format!("{number:02x}").repeat(16))
 }
@@ -234,7 +234,7 @@ fn listed(state: &Memory, name: &str) -> Value {
 }
 
 #[test]
-fn resolve_refuses_where_nothing_is_in_doubt() {
+fn resolve_refuses_if_nothing_is_in_doubt() {
     let scratch = Scratch::new();
     let state = Memory::of(&scratch);
     let all = [
@@ -271,15 +271,15 @@ fn resolve_refuses_where_nothing_is_in_doubt() {
 }
 
 #[test]
-fn i2_a_doubt_whose_copy_has_died_is_settled_and_nothing_else() {
+fn i2_a_doubt_without_a_copy_can_only_be_settled() {
     let scratch = Scratch::new();
     let state = Memory::of(&scratch);
     state.leave(1, source(SourceRecord::Committing));
     state.leave(2, source(SourceRecord::RanThenDied));
-    // Without a terminal it is said what would be asked, and nothing is decided.
+    // Without a terminal the command prints the question and decides nothing.
     let asked = state.ask("resolve 0101").expect(2).err;
     for part in [
-        "destination host-b.example:4444 was told to run VM web",
+        "destination host-b.example:4444 got the command to run VM web",
         "never answered",
         "Is it running there?",
         "copy here went with its process",
@@ -305,14 +305,14 @@ fn i2_a_doubt_whose_copy_has_died_is_settled_and_nothing_else() {
     state.ask("resolve 0101 --destroy --run-here").expect(2);
 }
 
-/// A VM whose destination was killed after it had been told to run it, with the record of that.
+/// A VM with a destination that was killed after *commit*, and the record of that.
 fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
-    let (from, doubted, _) = in_doubt_on_a_way(hosts, state);
+    let (from, doubted, _) = in_doubt_behind_a_relay(hosts, state);
     (from, doubted)
 }
 
-/// The same, with the way there, and where it led.
-fn in_doubt_on_a_way(hosts: &Hosts, state: &Memory) -> (Process, String, (Way, String)) {
+/// The same, with the relay, and its destination.
+fn in_doubt_behind_a_relay(hosts: &Hosts, state: &Memory) -> (Process, String, (Way, String)) {
     let from = hosts.run("1", GUEST);
     let mut to = hosts.receive("b", "2", "");
     let (way, led) = (Way::to(&to.address), to.address.clone());
@@ -332,13 +332,13 @@ fn in_doubt_on_a_way(hosts: &Hosts, state: &Memory) -> (Process, String, (Way, S
 }
 
 #[test]
-fn i2_a_destination_that_was_started_again_is_asked_before_the_operator() {
+fn i2_a_restarted_destination_is_queried_before_the_operator() {
     let Some(_turn) = kvm() else { return };
-    // Whether the process with the copy lives.
+    // Whether the process with the copy is alive.
     for lives in [true, false] {
         let hosts = Hosts::new();
         let state = Memory::of(&hosts.scratch);
-        let (from, doubted, (way, led)) = in_doubt_on_a_way(&hosts, &state);
+        let (from, doubted, (way, led)) = in_doubt_behind_a_relay(&hosts, &state);
         let resolve = || {
             let identity = hosts.scratch.join("a");
             let line = format!("resolve {doubted} --doubt-limit 1s --peer b.test --identity");
@@ -355,7 +355,7 @@ fn i2_a_destination_that_was_started_again_is_asked_before_the_operator() {
                 std::thread::yield_now();
             }
         }
-        // Nobody answers yet, so that the operator is asked.
+        // The destination does not answer yet, so the operator is asked.
         let asked = resolve().expect(2);
         assert!(asked.err.contains("was asked again"), "{asked:?}");
         assert_eq!(state.sources().len(), 1);
@@ -366,7 +366,7 @@ fn i2_a_destination_that_was_started_again_is_asked_before_the_operator() {
         again.wait_for("listening");
         way.hold(Duration::ZERO);
         let settled = resolve();
-        // Killed after it had recorded that it runs the VM, or before.
+        // Killed after, or before, it recorded that it runs the VM.
         let (code, says) = match (state.sources().is_empty(), lives) {
             (true, true) => (0, "goes on here"),
             (true, false) => (0, "died here with its process"),
@@ -385,7 +385,7 @@ fn i2_a_destination_that_was_started_again_is_asked_before_the_operator() {
 fn a_session_is_cancelled_by_its_name_at_the_destination() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
-    // Journals of their own, as on two hosts.
+    // Separate journals, as on two hosts.
     let there = Memory {
         directory: hosts.scratch.join("there"),
         control: hosts.scratch.join("2"),
@@ -421,7 +421,7 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
     let listed = listed(&state, &doubted);
     assert_eq!(listed["process"], "lives");
     assert_eq!(listed["live"]["state"], "in-doubt");
-    // Nothing that would touch it is obeyed, not even once to end.
+    // Commands that would change the VM are rejected, and so is the first signal to end.
     for what in ["resume", "pause", "power-off"] {
         let done = hosts.ask(&from, what).expect(1);
         assert!(done.err.contains("in doubt"), "{done:?}");
@@ -455,7 +455,7 @@ fn a_vm_in_doubt_that_the_operator_gives_up_ends_its_process() {
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
     let (from, doubted) = in_doubt(&hosts, &state);
-    // Asked at a terminal, by script(1).
+    // Answered at a terminal, by script(1).
     let mut resolve = words(&format!("resolve {doubted} --state-dir"));
     resolve.arg(&state.directory);
     let line = std::iter::once(resolve.get_program())

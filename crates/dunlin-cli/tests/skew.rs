@@ -22,7 +22,7 @@ use std::time::Duration;
 use dunlin_test_base::kvm;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
-use tunnel::{Tunnel, connect, far_config, listen, near_config, patient};
+use tunnel::{Tunnel, connect, far_config, listen, near_config, with_timeout};
 use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
@@ -172,7 +172,7 @@ fn accepted(target: &UnixListener) -> UnixStream {
     target.set_nonblocking(true).unwrap();
     let (stream, _) = accept::until(|| target.accept());
     stream.set_nonblocking(false).unwrap();
-    patient(stream)
+    with_timeout(stream)
 }
 
 /// Sends bytes both ways and an end in each.

@@ -1,4 +1,4 @@
-//! `dunlin tunnel`: two processes, and hypervisors that are ordinary sockets.
+//! `dunlin tunnel`: two processes, and plain sockets in place of hypervisors.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use support::ReadOnce as _;
 use support::{Hosts, finish, words};
-use tunnel::{PATIENCE, Scene, Tunnel, connect, far_config, listen, near_config, patient};
+use tunnel::{Scene, TIMEOUT, Tunnel, connect, far_config, listen, near_config, with_timeout};
 
 #[test]
 fn two_processes_carry_bytes_both_ways_and_ends() {
@@ -40,9 +40,9 @@ fn two_processes_carry_bytes_both_ways_and_ends() {
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 
-/// One line, also where the kernel can: which it is depends on the machine.
+/// Always one line: whether the kernel or the process seals depends on the machine.
 #[test]
-fn who_seals_records_is_said_in_a_line_and_never_another_than_was_asked_for() {
+fn the_log_says_who_seals_records_and_it_is_who_was_asked() {
     let scene = Scene::new();
     let said = [&scene.near, &scene.far].map(|tunnel| tunnel.wait_for("TLS records are sealed"));
     assert_eq!(said[0], said[1]);
@@ -80,7 +80,7 @@ fn who_seals_records_is_said_in_a_line_and_never_another_than_was_asked_for() {
 fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
     let hosts = Hosts::new();
     let _target = listen(hosts.scratch.join("out"));
-    // Another route lets it into the tunnel, but not into this one.
+    // Another route admits the peer to the tunnel, but not to this route.
     let config = far_config(&hosts, "c.test")
         + "[route.other]\ntarget = \"tcp:127.0.0.1:9\"\nallow = [\"a.test\"]\n";
     let far = Tunnel::start(&hosts, "far", &config);
@@ -97,16 +97,16 @@ fn a_peer_that_the_route_does_not_allow_is_refused_with_a_reason() {
 }
 
 #[test]
-fn sigterm_lets_channels_end_and_takes_no_more() {
+fn sigterm_lets_channels_end_and_accepts_no_more() {
     let scene = Scene::new();
     let (mut near, mut far) = scene.channel();
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
     scene.near.signal("TERM");
     scene.near.wait_for("SIGTERM");
-    let until = Instant::now() + PATIENCE;
-    // Not by connecting: who is accepted in the last moment has a channel, which
-    // nobody at the target ever ends.
+    let until = Instant::now() + TIMEOUT;
+    // Does not test by connecting: a connection accepted at the last moment would be a channel that
+    // the target never ends.
     let entrance = scene.hosts.scratch.join("in");
     while entrance.exists() {
         assert!(Instant::now() < until, "connections are still taken");
@@ -130,7 +130,7 @@ fn a_drain_ends_at_its_deadline_and_says_so() {
     scene.far.signal("TERM");
     assert_eq!(scene.far.code(), Some(1));
     assert!(begin.elapsed() >= Duration::from_secs(2));
-    // And the hypervisor hears of it at once.
+    // The hypervisor sees it immediately.
     assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     assert!(
         begin.elapsed() < Duration::from_secs(6),
@@ -140,9 +140,9 @@ fn a_drain_ends_at_its_deadline_and_says_so() {
     drop(far);
 }
 
-/// Each of its threads is, and a reload that would need more is refused.
+/// Each of its threads is confined, and a reload that needs more is refused.
 #[test]
-fn a_tunnel_is_confined_and_starts_no_programs_then() {
+fn a_confined_tunnel_starts_no_programs() {
     let scene = Scene::new();
     let (mut near, mut far) = scene.channel();
     scene.near.wait_for("confined: no privileges");
@@ -158,7 +158,7 @@ fn a_tunnel_is_confined_and_starts_no_programs_then() {
             line.split_whitespace().nth(1).unwrap().to_owned()
         };
         assert_eq!((&*field("NoNewPrivs:"), &*field("Seccomp:")), ("1", "2"));
-        // CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE, where the test has them itself.
+        // CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE, if the test has them.
         let left = u64::from_str_radix(&field("CapEff:"), 16).unwrap();
         assert_eq!(left & !(1 << 1 | 1 << 10), 0, "{left:x}");
         threads += 1;
@@ -195,12 +195,12 @@ fn sighup_changes_routes_and_no_channel() {
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
     let mut second = connect(scene.hosts.scratch.join("other"));
-    let mut accepted = patient(scene.target.accept().unwrap().0);
+    let mut accepted = with_timeout(scene.target.accept().unwrap().0);
     second.write_all(b"y").unwrap();
     accepted.read_exact(&mut [0]).unwrap();
 }
 
-/// All that moves meanwhile is a gibibyte on a route that stays.
+/// Meanwhile a route that stays carries a gibibyte.
 #[test]
 fn routes_come_and_go_while_a_gibibyte_moves() {
     const PART: usize = 251 << 10;
@@ -232,7 +232,7 @@ fn routes_come_and_go_while_a_gibibyte_moves() {
             more.display(),
             scene.far.address,
         );
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let mut reloads = 0;
         while !done.load(Ordering::SeqCst) {
             for (config, is_there) in [(&with, true), (&without, false)] {
@@ -265,17 +265,17 @@ fn a_killed_tunnel_is_an_error_to_the_hypervisor_and_no_hang() {
     );
     drop(far);
 
-    // One that is started in its place is found by the next connection.
+    // The next connection finds its replacement.
     let config = far_config(&scene.hosts, "a.test").replace("127.0.0.1:0", &tunnel.address);
     let _again = Tunnel::start(&scene.hosts, "again", &config);
     let mut near = connect(scene.hosts.scratch.join("in"));
-    let mut far = patient(scene.target.accept().unwrap().0);
+    let mut far = with_timeout(scene.target.accept().unwrap().0);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
 }
 
 #[test]
-fn a_bad_configuration_is_told_before_anything_runs() {
+fn a_bad_configuration_is_reported_before_anything_runs() {
     let hosts = Hosts::new();
     let file = hosts.scratch.join("bad.toml");
     fs::write(

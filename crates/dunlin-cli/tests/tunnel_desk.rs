@@ -1,5 +1,5 @@
-//! What can be asked of a tunnel that runs: its state, listeners for one purpose,
-//! and a command's input and output as a connection.
+//! Requests to a running tunnel: status, on-demand listeners, and a command's input and output as a
+//! channel.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -22,10 +22,9 @@ use dunlin_linux::socket::unread_bytes;
 use serde_json::Value;
 use support::ReadOnce as _;
 use support::{Done, Hosts, finish, words};
-use tunnel::{PATIENCE, Tunnel, connect, control, listen, patient};
+use tunnel::{TIMEOUT, Tunnel, connect, control, listen, with_timeout};
 
-/// Two hosts: on *near* routes that wait to be asked, on *far* targets by VM, a
-/// fixed one and a program.
+/// Two hosts: *near* has on-demand routes, *far* has targets by VM, a fixed one and a program.
 struct Scene {
     hosts: Hosts,
     near: Tunnel,
@@ -66,7 +65,7 @@ impl Scene {
         listen(self.hosts.scratch.join(name))
     }
 
-    /// A command that asks the near tunnel.
+    /// A request to the near tunnel.
     fn ask(&self, line: &str) -> Command {
         let mut command = words(&format!("tunnel {line}"));
         command.arg("--config").arg(&self.near.config);
@@ -78,7 +77,7 @@ impl Scene {
         finish(self.ask(line))
     }
 
-    /// Opens a listener and waits for its end, in a process.
+    /// Opens a listener in a process that waits for its end.
     fn open(&self, line: &str) -> Waiting {
         let mut command = self.ask(&format!("open {line} --wait"));
         command.stdin(Stdio::null()).stdout(Stdio::piped());
@@ -99,9 +98,9 @@ impl Scene {
         finish(command).expect(0)
     }
 
-    /// What it says of a tunnel; one that is slow to answer is left out.
+    /// A tunnel's status; retries if the tunnel was too slow to answer.
     fn status(&self, name: &str) -> Value {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             let mut lines = self.look("--json").lines().into_iter();
             if let Some(line) = lines.find(|line| line["name"] == name) {
@@ -112,14 +111,14 @@ impl Scene {
     }
 }
 
-/// A `tunnel open --wait` that has printed where it listens.
+/// A `tunnel open --wait` that has printed its address.
 struct Waiting {
     child: Child,
     path: PathBuf,
 }
 
 impl Waiting {
-    /// How it ends, and what it says then.
+    /// Its exit code and its last output.
     fn end(mut self) -> (i32, String) {
         let code = code(&mut self.child);
         let mut said = String::new();
@@ -137,7 +136,7 @@ impl Drop for Waiting {
 }
 
 fn code(child: &mut Child) -> i32 {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
             return status.code().unwrap();
@@ -148,7 +147,7 @@ fn code(child: &mut Child) -> i32 {
 }
 
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < until, "{what}");
         thread::sleep(Duration::from_millis(5));
@@ -160,18 +159,18 @@ fn is_there(path: &Path) -> bool {
 }
 
 #[test]
-fn a_listener_for_one_vm_goes_with_its_migration_and_says_how_it_ended() {
+fn a_listener_for_one_vm_ends_with_its_migration_and_reports_the_result() {
     let scene = Scene::new();
     let web = scene.target("web.sock");
     let waiting = scene.open("ram --param vm=web --lanes 3");
-    // Its own place is beside the control socket.
+    // The default address is next to the control socket.
     assert!(
         waiting.path.starts_with(control(&scene.hosts)),
         "{:?}",
         waiting.path
     );
     let mut near = connect(waiting.path.clone());
-    let mut far = patient(web.accept().unwrap().0);
+    let mut far = with_timeout(web.accept().unwrap().0);
     near.write_all(b"pages").unwrap();
     far.read_exact(&mut [0; 5]).unwrap();
 
@@ -193,7 +192,7 @@ fn a_listener_for_one_vm_goes_with_its_migration_and_says_how_it_ended() {
     assert_eq!(peer["channels"], 1, "{status:#}");
     assert!(peer["lanes"].as_u64().unwrap() >= 1, "{status:#}");
 
-    // The same for a person.
+    // The text output.
     for part in [
         "tunnel near: process ",
         "route ram, to 127.0.0.1:",
@@ -215,18 +214,18 @@ fn a_listener_for_one_vm_goes_with_its_migration_and_says_how_it_ended() {
 }
 
 #[test]
-fn a_listener_at_a_place_of_ones_own_ends_badly_with_a_reason() {
+fn a_listener_at_a_given_address_fails_with_a_reason() {
     let scene = Scene::new();
     let plain = scene.target("plain.sock");
     let place = scene.hosts.scratch.join("mine");
     let line = format!("plain --listen unix:{}", place.display());
     let waiting = scene.open(&line);
     assert_eq!(waiting.path, place);
-    // The target goes in the middle, and what was sent to it with it.
+    // The target dies in the middle, and unread bytes with it.
     let mut near = connect(place.clone());
     let far = plain.accept().unwrap().0;
     near.write_all(b"x").unwrap();
-    // What it has not read is lost: that is an abort, and no end.
+    // Unread bytes are lost: that is an abort.
     wait_until("nothing comes", || unread_bytes(&far).unwrap() > 0);
     drop(far);
     while near.write_all(b"more").is_ok() {
@@ -237,20 +236,20 @@ fn a_listener_at_a_place_of_ones_own_ends_badly_with_a_reason() {
     assert_eq!(code, 1, "{said}");
     assert!(said.contains("1 of 1 connections"), "{said}");
 
-    // And one that nobody takes is told why.
-    let waiting = scene.open("ram --param vm=nobody");
+    // A listener with an unreachable target reports why.
+    let waiting = scene.open("ram --param vm=absent");
     let mut near = connect(waiting.path.clone());
     assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
     let (code, said) = waiting.end();
     assert_eq!(code, 1, "{said}");
     assert!(
-        said.contains("nobody.sock") && said.contains("target-unreachable"),
+        said.contains("absent.sock") && said.contains("target-unreachable"),
         "{said}"
     );
 }
 
 #[test]
-fn a_listener_is_closed_by_number_or_by_place() {
+fn a_listener_is_closed_by_number_or_by_address() {
     let scene = Scene::new();
     let waiting = scene.open("plain");
     let number = scene.status("near")["listeners"][0]["number"].to_string();
@@ -272,7 +271,7 @@ fn a_listener_is_closed_by_number_or_by_place() {
 }
 
 #[test]
-fn i7_what_cannot_be_asked_is_refused_with_a_reason() {
+fn i7_invalid_requests_are_refused_with_a_reason() {
     let scene = Scene::new();
     for (line, code, word) in [
         ("open none", 1, "leads to a peer"),
@@ -287,7 +286,7 @@ fn i7_what_cannot_be_asked_is_refused_with_a_reason() {
         let done = scene.asked(line).expect(code);
         assert!(done.err.contains(word), "{line}: {done:?}");
     }
-    // Past the checks of the command itself.
+    // Bypasses the command's own checks.
     let socket = control(&scene.hosts).join("tunnels/near.sock");
     for request in [
         r#"{"do":"open","route":"ram","parameter":"vm=../x","once":false,"wait":false}"#,
@@ -307,17 +306,17 @@ fn i7_what_cannot_be_asked_is_refused_with_a_reason() {
 }
 
 #[test]
-fn the_control_socket_is_for_its_owner_alone_and_goes_with_the_tunnel() {
+fn the_control_socket_is_private_and_is_removed_with_the_tunnel() {
     let scene = Scene::new();
     let socket = control(&scene.hosts).join("tunnels/near.sock");
     let mode = fs::metadata(&socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    // Two run here: one has to be named.
+    // With two tunnels, one must be named.
     let mut unnamed = words("tunnel open plain --control");
     unnamed.arg(control(&scene.hosts));
     let unnamed = finish(unnamed).expect(1);
     assert!(unnamed.err.contains("several tunnels"), "{unnamed:?}");
-    // A second one of the same name is refused.
+    // A second tunnel with the same name is refused.
     let mut second = words("tunnel run --config");
     second
         .arg(&scene.near.config)
@@ -331,14 +330,14 @@ fn the_control_socket_is_for_its_owner_alone_and_goes_with_the_tunnel() {
 
     let waiting = scene.open("plain");
     scene.near.signal("TERM");
-    // Whoever waits hears of it.
+    // A waiting client gets the failure.
     assert_eq!(waiting.end().0, 4);
     assert_eq!(scene.near.code(), Some(0));
     assert!(!is_there(&socket));
     assert!(!is_there(&socket.with_extension("d")));
 }
 
-/// A child whose input and output are pipes of the test's.
+/// A child with pipes for input and output.
 struct Piped(Child);
 
 impl Piped {
@@ -348,7 +347,7 @@ impl Piped {
         Self(command.stderr(Stdio::piped()).spawn().unwrap())
     }
 
-    /// All of its output, which must end.
+    /// All of its output, up to the end.
     fn output(&mut self) -> String {
         let mut out = self.0.stdout.take().unwrap();
         let (ended, output) = channel();
@@ -357,7 +356,7 @@ impl Piped {
             out.read_to_string(&mut text).unwrap();
             ended.send(text)
         });
-        output.recv_timeout(PATIENCE).unwrap()
+        output.recv_timeout(TIMEOUT).unwrap()
     }
 
     fn end(mut self) -> (i32, String) {
@@ -381,8 +380,8 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     let scene = Scene::new();
     let web = scene.target("web.sock");
     let mut piped = Piped::start(&scene, "ram --param vm=web");
-    let mut far = patient(web.accept().unwrap().0);
-    // What comes back ends first, and the output with it, while the input goes on.
+    let mut far = with_timeout(web.accept().unwrap().0);
+    // The returned bytes end first, and the output with them; the input continues.
     far.write_all(b"hello").unwrap();
     far.shutdown(Shutdown::Write).unwrap();
     assert_eq!(piped.output(), "hello");
@@ -397,7 +396,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     drop(far);
     assert_eq!(piped.end(), (0, String::new()));
 
-    // The other way round: the input ends first.
+    // The reverse: the input ends first.
     let mut piped = Piped::start(&scene, "echo");
     let mut input = piped.0.stdin.take().unwrap();
     input.write_all(b"and back").unwrap();
@@ -407,22 +406,22 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     assert_eq!(scene.status("near")["listeners"], Value::Array(Vec::new()));
 }
 
-/// Whoever speaks over a socket waits for bytes that end no line.
+/// Incomplete lines must not wait in a buffer.
 #[test]
 fn a_dialogue_over_a_socket_is_not_held_back() {
     let scene = Scene::new();
     let web = scene.target("web.sock");
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let mut ours = patient(ours);
+    let mut ours = with_timeout(ours);
     let mut command = scene.ask("stdio ram --param vm=web");
     command
         .stdin(Stdio::from(OwnedFd::from(theirs.try_clone().unwrap())))
         .stdout(Stdio::from(OwnedFd::from(theirs)))
         .stderr(Stdio::piped());
     let piped = Piped(command.spawn().unwrap());
-    // It holds the other end too.
+    // The child also holds the other end.
     drop(command);
-    let mut far = patient(web.accept().unwrap().0);
+    let mut far = with_timeout(web.accept().unwrap().0);
     for _ in 0..3 {
         ours.write_all(b"?").unwrap();
         far.read_exact(&mut [0]).unwrap();
@@ -437,7 +436,7 @@ fn a_dialogue_over_a_socket_is_not_held_back() {
     assert_eq!(piped.end(), (0, String::new()));
 }
 
-/// An input that cannot be read is no end to whoever has started the command.
+/// A read error of the input must not look like its end.
 #[test]
 fn an_input_that_cannot_be_read_is_an_error() {
     let scene = Scene::new();
@@ -448,14 +447,14 @@ fn an_input_that_cannot_be_read_is_an_error() {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let piped = Piped(command.spawn().unwrap());
-    drop(patient(web.accept().unwrap().0));
+    drop(with_timeout(web.accept().unwrap().0));
     let (code, said) = piped.end();
     assert_eq!(code, 1, "{said}");
     assert!(said.contains("cannot read the input"), "{said}");
 }
 
 #[test]
-fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
+fn an_aborted_channel_is_an_error_of_stdio() {
     let scene = Scene::new();
     let plain = scene.target("plain.sock");
     // Refused: the target takes no parameter.
@@ -463,9 +462,9 @@ fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
     let (code, said) = piped.end();
     assert_eq!(code, 1, "{said}");
     assert!(said.contains("takes no parameter"), "{said}");
-    // Aborted: the far tunnel dies in the middle, while the input is open.
+    // Aborted: the far tunnel dies in the middle, with the input open.
     let piped = Piped::start(&scene, "plain");
-    let mut far = patient(plain.accept().unwrap().0);
+    let mut far = with_timeout(plain.accept().unwrap().0);
     far.write_all(b"x").unwrap();
     let mut tunnel = scene.far;
     tunnel.child.kill().unwrap();
@@ -475,14 +474,13 @@ fn an_aborted_channel_is_an_error_to_whoever_ran_stdio() {
     assert!(said.contains("1 of 1 connections failed"), "{said}");
 }
 
-/// A channel that is refused while input of its own waits in it is reset, which is no failure of
-/// the input or the output.
+/// A refused channel with unread input is reset, which is not a failure of the input or the output.
 #[test]
-fn a_refused_channel_is_told_of_also_where_input_was_waiting() {
+fn a_refused_channel_is_reported_even_with_unread_input() {
     let scene = Scene::new();
     for _ in 0..8 {
         let mut piped = Piped::start(&scene, "ram --param vm=none");
-        // It may end before all of that has gone.
+        // The process may end before it has read everything.
         let _ = piped.0.stdin.take().unwrap().write_all(b"hello\n");
         let (code, said) = piped.end();
         assert_eq!(code, 1, "{said}");
@@ -492,7 +490,7 @@ fn a_refused_channel_is_told_of_also_where_input_was_waiting() {
 }
 
 #[test]
-fn a_route_that_there_is_not_is_an_object_where_json_was_asked_for() {
+fn an_unknown_route_is_an_object_with_json() {
     let scene = Scene::new();
     let done = scene.asked("open nowhere --json").expect(1);
     let failed = done.last();
@@ -501,20 +499,20 @@ fn a_route_that_there_is_not_is_an_object_where_json_was_asked_for() {
     assert!(done.err.contains("no route \"nowhere\""), "{done:?}");
 }
 
-/// Whoever runs it may be killed at any time; nothing is left open for him.
+/// A killed command leaves nothing open.
 #[test]
 fn a_killed_stdio_leaves_no_listener() {
     let scene = Scene::new();
     let plain = scene.target("plain.sock");
     let mut piped = Piped::start(&scene, "plain");
-    let mut far = patient(plain.accept().unwrap().0);
+    let mut far = with_timeout(plain.accept().unwrap().0);
     piped.0.kill().unwrap();
     assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     drop(far);
     wait_until("its listener stays", || {
         scene.status("near")["listeners"] == Value::Array(Vec::new())
     });
-    // One that hangs up before it connects, by the words that stdio says.
+    // A client that hangs up before it connects, with the request that stdio sends.
     let mut asking = connect(control(&scene.hosts).join("tunnels/near.sock"));
     let request = r#"{"do":"open","route":"plain","once":true,"wait":true}"#;
     writeln!(asking, "{request}").unwrap();
@@ -527,7 +525,7 @@ fn a_killed_stdio_leaves_no_listener() {
     wait_until("its listener stays", || !is_there(&path));
 }
 
-/// Every thread, those of lanes and channels too.
+/// All threads, including those of lanes and channels.
 #[test]
 fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     let scene = Scene::new();
@@ -543,13 +541,13 @@ fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     open.arg(&file).arg("--control").arg(control(&scene.hosts));
     let place = finish(open).expect(0).out;
     let mut near = connect(place.trim()["unix:".len()..].into());
-    let mut far = patient(plain.accept().unwrap().0);
+    let mut far = with_timeout(plain.accept().unwrap().0);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
     let tasks = fs::read_dir(format!("/proc/{}/task", kept.child.id())).unwrap();
     let mut threads = 0;
     for task in tasks {
-        // One that has just ended has nothing to say.
+        // A thread that has just ended cannot be read.
         let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap_or_default();
         if let Some(list) = status
             .lines()
@@ -567,9 +565,9 @@ fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     assert!(nowhere.err.contains("CPUs [1023]"), "{nowhere:?}");
 }
 
-/// A tunnel has no journal: what is wrong with that directory is said, and hides no tunnel.
+/// A tunnel has no journal: a broken journal directory is reported and does not hide tunnels.
 #[test]
-fn status_shows_tunnels_whatever_is_wrong_with_the_journal() {
+fn status_shows_tunnels_despite_a_broken_journal() {
     let scene = Scene::new();
     let state = scene.hosts.scratch.join("state");
     fs::create_dir_all(&state).unwrap();
@@ -582,9 +580,9 @@ fn status_shows_tunnels_whatever_is_wrong_with_the_journal() {
         finish(command)
     };
     let show = |flags: &str, wanted: &[&str]| {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
-            // One that is slow to answer is left out.
+            // A tunnel that is too slow to answer is omitted.
             let done = look(flags);
             if wanted.iter().all(|part| done.out.contains(part)) {
                 return done;

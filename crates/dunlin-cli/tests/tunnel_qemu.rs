@@ -1,5 +1,5 @@
-//! QEMU on two hosts that see each other and nothing else, through a tunnel's process on each: what
-//! operators do with it, and what becomes of the guest when the tunnel dies.
+//! QEMU on two isolated hosts, through a tunnel's process on each: operators' usual operations, and
+//! the guest's fate when a tunnel dies.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use support::{Hosts, words};
 use tunnel::{Tunnel, control};
 
-/// 192 MiB, of which 40 MiB are written to about twice a second.
+/// 192 MiB, of which 40 MiB are written about twice per second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 192,
     pages: 44_000,
@@ -31,11 +31,11 @@ const WORKLOAD: Workload = Workload {
     content: Content::Mixed,
     seed: 0x2417,
 };
-/// So much of the memory has gone when something is done to the migration.
+/// Bytes sent before a test acts on the migration.
 const SOME_BYTES: u64 = 16 << 20;
 const DISK_BYTES: usize = 48 << 20;
 
-/// Two hosts, a tunnel on each, and routes `ram` and `disk` from one to the other.
+/// Two hosts with a tunnel each, and routes `ram` and `disk` from one to the other.
 struct Scene {
     near: Option<Tunnel>,
     far: Option<Tunnel>,
@@ -113,12 +113,12 @@ impl Scene {
     }
 
     fn migration(&self) -> Migration {
-        // One that an earlier QEMU has left behind.
+        // Removes the socket of an earlier QEMU.
         let _ = fs::remove_file(self.path("ram-out"));
         Migration::through(&self.place("ram-in"), &self.place("ram-out"))
     }
 
-    /// A guest that runs, and a QEMU that waits for it.
+    /// A running guest, and a QEMU that waits for it.
     fn machines(&self, setup: &Setup) -> (Machine, Machine) {
         let mut source = Machine::start(setup, Some(&self.source)).unwrap();
         let destination = Machine::start_incoming(setup, Some(&self.destination)).unwrap();
@@ -131,15 +131,15 @@ fn guest() -> Option<(Setup, Scene)> {
     Some((need::bare_guest(WORKLOAD)?, Scene::new()?))
 }
 
-/// The two have the same memory, and the guest goes on with it.
-fn same_and_goes_on(setup: &Setup, source: &mut Machine, destination: &mut Machine) {
+/// Both have the same memory, and the guest continues with it.
+fn same_and_runs(setup: &Setup, source: &mut Machine, destination: &mut Machine) {
     assert_eq!(source.first_difference(destination).unwrap(), None);
     destination.resume().unwrap();
-    goes_on(setup, destination);
+    continues(setup, destination);
 }
 
-/// The guest finds all of its pages as it has left them, and writes on.
-fn goes_on(setup: &Setup, machine: &mut Machine) {
+/// The guest verifies all of its pages, and writes more.
+fn continues(setup: &Setup, machine: &mut Machine) {
     assert!(machine.runs().unwrap());
     assert_eq!(machine.check_pages().unwrap(), setup.workload.pages);
     machine.forget_lines();
@@ -165,7 +165,7 @@ fn wait_status(machine: &mut Machine, wanted: &str) {
     }
 }
 
-/// Waits until `done` says so of what QEMU answers to a question.
+/// Waits until `done` accepts QEMU's answer to a query.
 fn wait_answer(machine: &mut Machine, question: &str, done: impl Fn(&Value) -> bool) {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -195,13 +195,12 @@ fn a_guest_moves_with_few_and_many_multifd_channels() {
         let mut migration = scene.migration();
         migration.multifd = Some(channels);
         migrate(&mut source, &mut destination, &migration).unwrap();
-        same_and_goes_on(&setup, &mut source, &mut destination);
+        same_and_runs(&setup, &mut source, &mut destination);
     }
 }
 
-/// The guest runs at the destination while its memory is still at the source, and asks for its
-/// pages backwards through the tunnel; with *preempt*, on a connection of their own, which is made
-/// in the middle.
+/// The guest runs at the destination while its memory is still at the source, and fetches pages
+/// through the tunnel; with *preempt*, on a separate connection that is opened in the middle.
 #[test]
 fn a_guest_fetches_its_pages_behind_itself() {
     let Some((setup, scene)) = guest() else {
@@ -216,11 +215,11 @@ fn a_guest_fetches_its_pages_behind_itself() {
         start_postcopy(&scene, &mut source, &mut destination, capabilities);
         finish(&mut source, "source").unwrap();
         finish(&mut destination, "destination").unwrap();
-        goes_on(&setup, &mut destination);
+        continues(&setup, &mut destination);
     }
 }
 
-/// Begins with pre-copy, and has the guest run at the destination when some of it has gone.
+/// Starts with pre-copy, and switches to post-copy after some of the memory was sent.
 fn start_postcopy(
     scene: &Scene,
     source: &mut Machine,
@@ -232,7 +231,7 @@ fn start_postcopy(
     let mut migration = scene.migration();
     migration.bandwidth = Some(32 << 20);
     begin(source, destination, &migration).unwrap();
-    // The guest goes on as soon as it is there.
+    // The guest runs as soon as it arrives.
     destination.resume().unwrap();
     wait_some(source);
     source
@@ -242,8 +241,8 @@ fn start_postcopy(
     wait_status(source, "postcopy-active");
 }
 
-/// Neither side has a whole guest any more when the tunnel is killed; both wait, and go on through
-/// another.
+/// When the tunnel is killed, neither side has a whole guest; both wait, and continue through
+/// another tunnel.
 #[test]
 fn postcopy_goes_on_through_another_tunnel() {
     let Some((setup, mut scene)) = guest() else {
@@ -262,7 +261,7 @@ fn postcopy_goes_on_through_another_tunnel() {
         &mut destination,
         &["postcopy-ram", "postcopy-preempt"],
     );
-    // Before that the destination is not ready to be left alone, and gives up.
+    // Before that the destination cannot pause post-copy, and fails.
     wait_status(&mut destination, "postcopy-active");
     scene.near.take().unwrap().child.kill().unwrap();
     wait_status(&mut source, "postcopy-paused");
@@ -283,11 +282,11 @@ fn postcopy_goes_on_through_another_tunnel() {
     source.qmp().execute("migrate", again).unwrap();
     finish(&mut source, "source").unwrap();
     finish(&mut destination, "destination").unwrap();
-    goes_on(&setup, &mut destination);
+    continues(&setup, &mut destination);
 }
 
-/// In pre-copy nothing is lost with a tunnel, at whichever side: the guest runs on where it was,
-/// QEMU has an error, and the next attempt goes through.
+/// In pre-copy a killed tunnel on either side loses nothing: the guest keeps running at the source,
+/// QEMU gets an error, and the next attempt succeeds.
 #[test]
 fn a_killed_tunnel_leaves_the_guest_running() {
     let Some((setup, mut scene)) = guest() else {
@@ -315,7 +314,7 @@ fn a_killed_tunnel_leaves_the_guest_running() {
             }
             other => panic!("{other:?}"),
         }
-        goes_on(&setup, &mut source);
+        continues(&setup, &mut source);
         match is_near {
             true => scene.start_near(),
             false => scene.start_far(),
@@ -325,11 +324,11 @@ fn a_killed_tunnel_leaves_the_guest_running() {
     let mut migration = scene.migration();
     migration.multifd = Some(2);
     migrate(&mut source, &mut destination, &migration).unwrap();
-    same_and_goes_on(&setup, &mut source, &mut destination);
+    same_and_runs(&setup, &mut source, &mut destination);
 }
 
-/// As libvirt does it: the disk is copied on a route of its own beside the memory, and follows what
-/// is written to it until the guest stands still.
+/// As libvirt does: a separate route copies the disk in parallel with the memory, and follows its
+/// writes until the guest is paused.
 #[test]
 fn a_disk_is_mirrored_beside_the_memory() {
     let Some((setup, scene)) = guest() else {
@@ -381,7 +380,7 @@ fn a_disk_is_mirrored_beside_the_memory() {
     source.qmp().execute("migrate-continue", go).unwrap();
     finish(&mut source, "source").unwrap();
     finish(&mut destination, "destination").unwrap();
-    same_and_goes_on(&setup, &mut source, &mut destination);
+    same_and_runs(&setup, &mut source, &mut destination);
     assert!(same(&near_disk, &far_disk));
 }
 
@@ -416,11 +415,11 @@ fn a_cancelled_migration_can_be_begun_again() {
         begin(&mut source, &mut left, &slow).unwrap();
         wait_some(&mut source);
         machine::cancel(&mut source).unwrap();
-        goes_on(&setup, &mut source);
+        continues(&setup, &mut source);
     }
     let mut destination = Machine::start_incoming(&setup, Some(&scene.destination)).unwrap();
     let mut migration = scene.migration();
     migration.multifd = Some(8);
     migrate(&mut source, &mut destination, &migration).unwrap();
-    same_and_goes_on(&setup, &mut source, &mut destination);
+    same_and_runs(&setup, &mut source, &mut destination);
 }

@@ -1,5 +1,5 @@
-//! Relays of `dunlin tunnel` with other programs' TLS at the other end: a real stunnel, and
-//! OpenSSL's own client and server.
+//! Relays of `dunlin tunnel` with other programs' TLS at the other end: stunnel, and OpenSSL's
+//! client and server.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -21,10 +21,10 @@ use support::process::Process;
 use support::{Hosts, words};
 use wires::{B, Wire};
 
-/// Nothing that a test waits for takes longer.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Longer than anything that a test waits for.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Whether a program is there; in CI it must be.
+/// Whether a program is installed; in CI it must be.
 fn is_here(program: &str) -> bool {
     let found = Command::new(program)
         .arg("version")
@@ -42,20 +42,20 @@ fn is_here(program: &str) -> bool {
     }
 }
 
-/// A port that nobody uses now.
+/// An unused port.
 fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port()
 }
 
-/// Waits until somebody listens.
+/// Connects, and waits until the port is open.
 fn reach(port: u16) -> TcpStream {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         match TcpStream::connect(("127.0.0.1", port)) {
             Ok(stream) => {
-                stream.set_read_timeout(Some(PATIENCE)).unwrap();
-                stream.set_write_timeout(Some(PATIENCE)).unwrap();
+                stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+                stream.set_write_timeout(Some(TIMEOUT)).unwrap();
                 return stream;
             }
             Err(error) => assert!(Instant::now() < until, "{error}"),
@@ -64,13 +64,13 @@ fn reach(port: u16) -> TcpStream {
     }
 }
 
-fn patient(stream: UnixStream) -> UnixStream {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+fn with_timeout(stream: UnixStream) -> UnixStream {
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
-/// The one host: identities `a` and `b`, a target at `out`, an entrance at `in`.
+/// One host: identities `a` and `b`, a target at `out`, an entrance at `in`.
 struct Scene {
     hosts: Hosts,
     target: UnixListener,
@@ -106,7 +106,7 @@ impl Scene {
         command
     }
 
-    /// A relay to whatever TLS server is at `port`, as host a.
+    /// A relay to the TLS server at `port`, as host a.
     fn to(&self, port: u16, more: &str) -> Process {
         let process = self.run(
             "a",
@@ -119,7 +119,7 @@ impl Scene {
         process
     }
 
-    /// A relay's port, as host b, and its number.
+    /// A relay's TLS port, as host b, with its number.
     fn from(&self, more: &str) -> (Process, u16) {
         let process = self.run(
             "b",
@@ -134,17 +134,17 @@ impl Scene {
     }
 
     fn connect(&self) -> UnixStream {
-        patient(UnixStream::connect(self.path("in")).unwrap())
+        with_timeout(UnixStream::connect(self.path("in")).unwrap())
     }
 
     fn accept(&self) -> UnixStream {
         self.target.set_nonblocking(true).unwrap();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             match self.target.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(false).unwrap();
-                    return patient(stream);
+                    return with_timeout(stream);
                 }
                 Err(error) => assert!(Instant::now() < until, "{error}"),
             }
@@ -198,7 +198,7 @@ fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
         .collect()
 }
 
-/// Sends both ways at once, and ends both ways.
+/// Sends in both directions at once, and ends both.
 fn exchange<A, B>(near: A, far: B, end_near: fn(&A), end_far: fn(&B))
 where
     A: Send + Sync,
@@ -210,7 +210,7 @@ where
     thread::scope(|scope| {
         scope.spawn(|| {
             (&near).write_all(&there).unwrap();
-            // A peer of TLS 1.2 may close as a whole at the first end.
+            // A TLS 1.2 peer may close both directions at the first end.
             let mut came = vec![0; back.len()];
             (&near).read_exact(&mut came).unwrap();
             assert!(came == back);
@@ -238,12 +238,12 @@ fn end_tcp(stream: &TcpStream) {
     stream.shutdown(Shutdown::Write).unwrap();
 }
 
-/// What each version is called by whom.
+/// Names of the TLS versions, by program.
 const VERSIONS: [(&str, &str, &str); 2] =
     [("1.3", "TLSv1.3", "-tls1_3"), ("1.2", "TLSv1.2", "-tls1_2")];
 
 #[test]
-fn a_real_stunnel_at_the_far_side_takes_what_a_relay_sends() {
+fn a_real_stunnel_at_the_far_side_receives_from_a_relay() {
     if !is_here("stunnel4") {
         return;
     }
@@ -266,7 +266,7 @@ fn a_real_stunnel_at_the_far_side_takes_what_a_relay_sends() {
 }
 
 #[test]
-fn a_real_stunnel_at_the_near_side_is_taken_in_by_a_relay() {
+fn a_relay_accepts_a_real_stunnel_at_the_near_side() {
     if !is_here("stunnel4") {
         return;
     }
@@ -307,14 +307,14 @@ fn openssl_s_server_speaks_with_a_relay() {
         let mut said = [0; 9];
         stream.read_exact(&mut said).unwrap();
         assert_eq!(&said, b"and back\n");
-        // It dies without a word: that is no end.
+        // The server dies without close_notify: that is not an end.
         server.child.kill().unwrap();
         let why = near.wait_for("was aborted");
         assert!(why.contains("close_notify"), "{why}");
     }
 }
 
-/// `s_server` names its port first.
+/// `s_server` prints its port first.
 fn openssl_port(server: &Process) -> u16 {
     let line = server.wait_for("ACCEPT");
     let port = line.rsplit_once(':').map(|(_, port)| port.trim());
@@ -342,7 +342,7 @@ fn openssl_s_client_speaks_with_a_relay() {
         assert_eq!(&said, b"from a client\n");
         stream.write_all(b"and back\n").unwrap();
         client.wait_for("and back");
-        // Both ask for new keys, which only TLS 1.3 has.
+        // Both sides request new keys, which only TLS 1.3 supports.
         if tls == "1.3" {
             let mut other = scene.openssl(Some("a"), &words.replace(" -quiet -no_ign_eof", ""));
             let mut stream = scene.accept();
@@ -358,7 +358,7 @@ fn openssl_s_client_speaks_with_a_relay() {
                 other.wait_for("seen");
             }
         }
-        // It ends in order.
+        // The connection ends in order.
         drop(client.child.stdin.take());
         assert_eq!(stream.read_once(&mut [0]).unwrap(), 0);
         drop(stream);
@@ -374,7 +374,7 @@ fn a_client_without_a_certificate_or_of_another_version_is_rejected_with_a_reaso
     let scene = Scene::new();
     let (far, port) = scene.from("allow = [\"a.test\"]");
     let words = format!("s_client -connect 127.0.0.1:{port} -quiet");
-    let _nobody = scene.openssl(None, &words);
+    let _rejected = scene.openssl(None, &words);
     let why = far.wait_for("was rejected");
     assert!(why.contains("presented no certificate"), "{why}");
     let _other = scene.openssl(Some("b"), &words);
@@ -387,12 +387,12 @@ fn a_client_without_a_certificate_or_of_another_version_is_rejected_with_a_reaso
         "{why}"
     );
     scene.target.set_nonblocking(true).unwrap();
-    let nobody = scene.target.accept().unwrap_err();
-    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+    let accepted = scene.target.accept().unwrap_err();
+    assert_eq!(accepted.kind(), ErrorKind::WouldBlock);
 }
 
 #[test]
-fn a_server_that_speaks_nothing_newer_needs_the_routes_word() {
+fn an_old_server_needs_the_routes_permission() {
     if !is_here("openssl") {
         return;
     }
@@ -405,10 +405,9 @@ fn a_server_that_speaks_nothing_newer_needs_the_routes_word() {
     assert!(why.contains("requires TLS 1.3"), "{why}");
 }
 
-/// Every packet is lost, and nobody is told: the host that sends hears of it by its own clock,
-/// whether it has something to send or not.
+/// Every packet is lost: the sending host must notice by its own timers, idle or not.
 #[test]
-fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
+fn a_vanished_peer_is_detected_idle_and_busy() {
     let Some(wire) = Wire::new(None) else { return };
     let scene = Scene::new();
     let limits = "[limits]\nvanished = \"2s\"";
@@ -452,7 +451,7 @@ fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
     (&busy.0).write_all(&[7; 100_000]).unwrap();
     for (near, _) in [&idle, &busy] {
         let mut near = near;
-        // A unix socket knows no aborts: it ends, and the log says why.
+        // A unix socket cannot signal an abort: it ends, and the log has the reason.
         assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
     }
     for process in [&near, &far] {
@@ -461,8 +460,8 @@ fn a_peer_that_vanishes_is_noticed_idle_and_busy() {
             assert!(why.contains("vanished"), "{why}");
         }
     }
-    // Two seconds, and as much again for a machine that is busy; keep-alive alone, or the
-    // kernel's own patience, would take minutes.
+    // Two seconds, doubled for a busy machine; keep-alive alone, or the kernel's retransmission
+    // timeout, would take minutes.
     assert!(
         begin.elapsed() < Duration::from_secs(15),
         "{:?}",

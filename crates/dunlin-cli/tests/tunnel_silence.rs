@@ -1,4 +1,4 @@
-//! Thousands who connect to a tunnel and say nothing: ten in the soak, two otherwise.
+//! Thousands of silent connections to a tunnel: 10,000 in the soak, 2,000 otherwise.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -16,16 +16,16 @@ use tunnel::Scene;
 
 const SILENT: usize = 2_000;
 const SILENT_IN_SOAK: usize = 10_000;
-/// After so many more of them somebody opens a channel.
+/// A channel opens after every so many connections.
 const EACH: usize = 250;
-/// What this process needs beside them.
+/// Descriptors of this process besides the connections.
 const OWN_FILES: u64 = 200;
-/// A tunnel with a trunk and its lanes has some 40, and those who have not shown who they
-/// are may be 64.
+/// A tunnel with a trunk and its lanes has about 40 descriptors, and up to 64 unauthenticated
+/// connections.
 const FILES: usize = 150;
 const GROWTH_BYTES: u64 = 32 << 20;
 
-/// Open files of a process, and bytes of its memory that are in use (proc_pid_status(5)).
+/// Open files of a process, and its resident bytes (proc_pid_status(5)).
 fn held(process: u32) -> (usize, u64) {
     let files = fs::read_dir(format!("/proc/{process}/fd")).unwrap().count();
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
@@ -39,8 +39,8 @@ fn held(process: u32) -> (usize, u64) {
     (files, kib << 10)
 }
 
-/// None of them is waited for: channels of a peer that is allowed open within a second, and those
-/// that stand go on.
+/// Silent connections delay nothing: channels of an allowed peer open within a second, and existing
+/// channels continue.
 #[test]
 fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let soaks = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");
@@ -52,12 +52,12 @@ fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let far = scene.far.child.id();
     let (_, before) = held(far);
     let mut silent = VecDeque::new();
-    // With it the two tunnels have a trunk. A connection of theirs that finds the kernel's backlog
-    // full is made a second later.
+    // Opens the trunk between the tunnels. A connection that finds the kernel's backlog full is
+    // retried a second later.
     let mut channels = vec![scene.channel()];
     let (mut slowest, mut files) = (Duration::ZERO, 0);
     for number in 1..=count {
-        // Where a process may not have as many, the oldest go.
+        // If the process's limit is lower, the oldest connections close.
         if silent.len() == most {
             silent.pop_front();
         }

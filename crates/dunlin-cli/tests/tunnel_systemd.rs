@@ -1,5 +1,5 @@
-//! A tunnel under a service manager: sockets that were passed to it, what it tells,
-//! and the units in `dist/systemd`.
+//! A tunnel under a service manager: passed sockets, notifications, and the units in
+//! `dist/systemd`.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -20,12 +20,11 @@ use std::sync::mpsc::channel;
 use std::thread;
 
 use support::{Hosts, words};
-use tunnel::{PATIENCE, Tunnel, connect, control, far_config, listen, near_config, patient};
+use tunnel::{TIMEOUT, Tunnel, connect, control, far_config, listen, near_config, with_timeout};
 use units::Units;
 
-/// Starts a tunnel as a service manager would: the sockets are its descriptors from 3
-/// on, named in the environment. The shell makes way for it, so that it has the number
-/// of the process that was told to take them.
+/// Starts a tunnel as a service manager does: the sockets are descriptors from 3 on, named in the
+/// environment. The shell execs the tunnel, which therefore has the process id in `LISTEN_PID`.
 fn activated(hosts: &Hosts, config: &str, sockets: [OwnedFd; 2], names: &str) -> Tunnel {
     let file = hosts.scratch.join("near.toml");
     fs::write(&file, config).unwrap();
@@ -64,7 +63,7 @@ fn activated(hosts: &Hosts, config: &str, sockets: [OwnedFd; 2], names: &str) ->
 }
 
 #[test]
-fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
+fn passed_sockets_serve_peers_and_an_entrance() {
     let hosts = Hosts::new();
     let target = listen(hosts.scratch.join("out"));
     let far = Tunnel::start(&hosts, "far", &far_config(&hosts, "a.test"));
@@ -77,7 +76,7 @@ fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
             &format!("unix:{}", hosts.scratch.join("in").display()),
             "systemd:ram",
         );
-    // One that connects before the tunnel is there waits for it.
+    // A client that connects before the tunnel starts waits.
     let mut early = connect(hosts.scratch.join("in"));
     early.write_all(b"early").unwrap();
     let near = activated(
@@ -89,16 +88,16 @@ fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
     let line = near.wait_for("listening on");
     assert!(line.contains(&port.to_string()), "{line}");
     near.wait_for("route ram listens on systemd:ram");
-    let mut far_end = patient(target.accept().unwrap().0);
+    let mut far_end = with_timeout(target.accept().unwrap().0);
     let mut came = [0; 5];
     far_end.read_exact(&mut came).unwrap();
     assert_eq!(&came, b"early");
-    // The far tunnel's lanes come to the passed port.
+    // The far tunnel's lanes use the passed port.
     far_end.write_all(b"back").unwrap();
     early.read_exact(&mut came[..4]).unwrap();
     assert_eq!(&came[..4], b"back");
 
-    // A route that goes and comes back finds its socket again.
+    // A route that is removed and added again finds its socket.
     let without = config.replace("listen = \"systemd:ram\"\n", "");
     fs::write(&near.config, without).unwrap();
     near.signal("HUP");
@@ -108,11 +107,11 @@ fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
     fs::write(&near.config, &config).unwrap();
     near.signal("HUP");
     near.wait_for("configuration reloaded");
-    let mut second = patient(target.accept().unwrap().0);
+    let mut second = with_timeout(target.accept().unwrap().0);
     second.read_exact(&mut came).unwrap();
     assert_eq!(&came, b"later");
 
-    // The file is its unit's.
+    // The socket file belongs to its unit.
     drop((early, waits, far_end, second));
     near.signal("TERM");
     assert_eq!(near.code(), Some(0));
@@ -120,7 +119,7 @@ fn sockets_that_were_passed_are_the_peers_port_and_an_entrance() {
 }
 
 #[test]
-fn i7_what_was_not_passed_or_does_not_listen_is_told() {
+fn i7_a_missing_or_wrong_passed_socket_is_reported() {
     let hosts = Hosts::new();
     let config = near_config(&hosts, "127.0.0.1:9", "ram", "in");
     let peers = || TcpListener::bind("127.0.0.1:0").unwrap();
@@ -155,16 +154,16 @@ fn i7_what_was_not_passed_or_does_not_listen_is_told() {
         tunnel.wait_for(word);
         assert_eq!(tunnel.code(), Some(1));
     }
-    // A unix socket is no place for peers.
+    // A unix socket cannot serve peers.
     let entrance = listen(hosts.scratch.join("in"));
     let sockets = [entrance.into(), peers().into()];
     let tunnel = activated(&hosts, &passed, sockets, "peers:ram");
     tunnel.wait_for("peers connect over TCP");
 }
 
-/// What was passed to a parent is none of the tunnel's.
+/// Sockets passed to a parent process are not the tunnel's.
 #[test]
-fn an_environment_that_was_left_behind_is_ignored() {
+fn an_inherited_environment_is_ignored() {
     let hosts = Hosts::new();
     let config = near_config(&hosts, "127.0.0.1:9", "ram", "in");
     let file = hosts.scratch.join("near.toml");
@@ -189,8 +188,8 @@ impl Manager {
     }
 }
 
-fn told(hosts: &Hosts, socket: UnixDatagram, name: &Path) {
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+fn assert_notifies(hosts: &Hosts, socket: UnixDatagram, name: &Path) {
+    socket.set_read_timeout(Some(TIMEOUT)).unwrap();
     let manager = Manager(socket);
     let file = hosts.scratch.join("near.toml");
     fs::write(&file, near_config(hosts, "127.0.0.1:9", "ram", "in")).unwrap();
@@ -201,7 +200,7 @@ fn told(hosts: &Hosts, socket: UnixDatagram, name: &Path) {
     let ready = manager.hear();
     assert!(ready.starts_with("READY=1\nSTATUS="), "{ready}");
     assert!(ready.contains(&near.address), "{ready}");
-    // It is where it says: whoever waits for *ready* may connect.
+    // After *ready*, clients can connect.
     connect(hosts.scratch.join("in"));
 
     fs::write(&near.config, "listen = 1\n").unwrap();
@@ -225,16 +224,16 @@ fn told(hosts: &Hosts, socket: UnixDatagram, name: &Path) {
 }
 
 #[test]
-fn the_service_manager_hears_when_it_is_ready_reloads_and_stops() {
+fn the_service_manager_is_notified_of_ready_reload_and_stop() {
     let hosts = Hosts::new();
     let path = hosts.scratch.join("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
-    told(&hosts, socket, &path);
-    // And by a name that is no file.
+    assert_notifies(&hosts, socket, &path);
+    // Through an abstract socket.
     let name = format!("dunlin-notify-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let socket = UnixDatagram::bind_addr(&address).unwrap();
-    told(&hosts, socket, Path::new(&format!("@{name}")));
+    assert_notifies(&hosts, socket, Path::new(&format!("@{name}")));
 }
 
 #[test]
@@ -248,11 +247,11 @@ fn the_units_are_valid() {
 }
 
 #[test]
-fn the_service_gives_up_what_it_does_not_need() {
+fn the_service_drops_what_it_does_not_need() {
     Units::new().weigh("dunlin-tunnel.service");
 }
 
-/// Or a tunnel cannot tell how fast the kernel's TLS is, and does not use it.
+/// Otherwise the tunnel cannot rate the kernel's TLS, and does not use it.
 #[test]
 fn k11_the_service_may_read_which_ciphers_the_kernel_has() {
     let text = Units::new().text("dunlin-tunnel.service");

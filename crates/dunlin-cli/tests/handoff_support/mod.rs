@@ -1,5 +1,5 @@
-//! What the tests of the hand-off share: a pool's certificates, a stunnel set up as xapi's, and
-//! callers that take sockets.
+//! Shared by the hand-off's tests: a pool's certificates, a stunnel configured like xapi's, and
+//! callers that receive sockets.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
@@ -16,13 +16,13 @@ use dunlin_linux::fdpass;
 use crate::support::process::Process;
 use crate::support::{Done, Scratch, dunlin};
 
-/// Nothing that a test waits for takes longer.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-/// What xenopsd asks for.
+/// Longer than anything that a test waits for.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
+/// The ciphers that xenopsd asks for.
 pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256";
 pub const CURVES: &str = "secp384r1";
 
-/// Whether the programs are there; in CI they must be.
+/// Whether the programs are installed; in CI they must be.
 pub fn are_here(programs: &[&str]) -> bool {
     programs.iter().all(|program| {
         let found = Command::new(program)
@@ -42,7 +42,7 @@ pub fn are_here(programs: &[&str]) -> bool {
     })
 }
 
-/// Whether sockets of this host can have TLS from the kernel, whose absence some tests are about.
+/// Whether this host's kernel supports TLS on sockets; some tests cover its absence.
 pub fn kernel_has_tls() -> bool {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -59,8 +59,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// `pool.pem` is a host's own, signed with its own key and without a name that could be
-    /// checked; `other.pem` is another host's.
+    /// `pool.pem` is a host's own self-signed certificate, without a name to check; `other.pem` is
+    /// another host's.
     pub fn new() -> Self {
         let pool = Self {
             scratch: Scratch::new(),
@@ -74,7 +74,7 @@ impl Pool {
         self.scratch.join(name)
     }
 
-    /// `NAME.pem` and `NAME.key`.
+    /// Creates `NAME.pem` and `NAME.key`.
     pub fn self_signed(&self, name: &str, more: &[&str], openssl: &str) {
         let mut words = openssl.split_whitespace();
         let mut command = Command::new(words.next().unwrap());
@@ -90,7 +90,7 @@ impl Pool {
         run(command);
     }
 
-    /// The same, signed by the authority in `CA.pem`.
+    /// Creates them, signed by the authority in `CA.pem`.
     pub fn issued(&self, name: &str, authority: &str) {
         let request = self.path(&format!("{name}.csr"));
         let mut command = Command::new("openssl");
@@ -102,7 +102,7 @@ impl Pool {
             .arg("-out")
             .arg(&request);
         run(command);
-        // Without any it would be of a version that has none.
+        // Without an extension the certificate would have version 1.
         let extensions = self.path("issued.cnf");
         fs::write(&extensions, "basicConstraints = CA:FALSE\n").unwrap();
         let mut command = Command::new("openssl");
@@ -120,8 +120,8 @@ impl Pool {
         run(command);
     }
 
-    /// A stunnel as xapi sets it up: one port, whose clients say by SNI whom they mean, and the
-    /// pool's own certificate for those that say "pool".
+    /// A stunnel configured like xapi's: clients select the target on its one port by SNI, and
+    /// those with "pool" get the pool's certificate.
     pub fn stunnel(&self, certificate: &str, more: &str) -> Stunnel {
         let target = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = free_port();
@@ -150,7 +150,7 @@ impl Pool {
         }
     }
 
-    /// `connect` to a port, without its desk.
+    /// `connect` to a port, without --send-fd's socket.
     pub fn connect(&self, port: u16, trust: &str) -> Command {
         let mut command = dunlin(["handoff", "connect", "--host", "127.0.0.1"]);
         command
@@ -174,20 +174,20 @@ pub struct Stunnel {
     pub target: TcpListener,
 }
 
-/// A port that nobody uses now.
+/// An unused port.
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port()
 }
 
-/// What `connect` said, and the sockets that came.
+/// The output of `connect`, and the received sockets.
 pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    // Standard input serves as well as any number.
+    // Any descriptor number works, standard input included.
     command.args(["--send-fd", "0"]);
     let done = finish_with(command, theirs);
-    ours.set_read_timeout(Some(PATIENCE)).unwrap();
-    // Whoever still holds the other end would be waited for.
+    ours.set_read_timeout(Some(TIMEOUT)).unwrap();
+    // Other holders of the far end would delay the end of file.
     let received = fdpass::receive(&ours, &mut [0; 16]).unwrap();
     assert_eq!(
         received.bytes,
@@ -198,7 +198,7 @@ pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
 
 fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
     let done = command.stdin(OwnedFd::from(stdin)).output().unwrap();
-    // The command holds the other end of the desk.
+    // The command owns the other end of the socket.
     drop(command);
     Done {
         code: done.status.code().unwrap(),
@@ -207,7 +207,7 @@ fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
     }
 }
 
-/// As [`finish`], for a client that gets `input`.
+/// As [`finish`], for a client that reads `input`.
 pub fn feed(mut command: Command, input: Vec<u8>) -> Done {
     let mut child = command
         .stdin(Stdio::piped())
@@ -218,7 +218,7 @@ pub fn feed(mut command: Command, input: Vec<u8>) -> Done {
     let mut stdin = child.stdin.take().unwrap();
     let feeder = thread::spawn(move || {
         use std::io::Write;
-        // A client that fails reads none of it.
+        // A client that fails does not read it.
         let _ = stdin.write_all(&input);
     });
     let done = child.wait_with_output().unwrap();

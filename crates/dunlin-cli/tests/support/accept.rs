@@ -1,4 +1,4 @@
-//! A `dunlin handoff accept`, and who stands before it and behind it.
+//! A `dunlin handoff accept` with its clients, its receiver and its server.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
@@ -17,23 +17,23 @@ use serde_json::Value;
 use super::support::process::Process;
 use super::support::{Hosts, words};
 
-/// Nothing that a test waits for takes longer.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Longer than anything that a test waits for.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Identities `a` and `b`, a socket at which `own.test` is taken, and a server for all others.
+/// Identities `a` and `b`, a socket that receives `own.test`, and a server for all other names.
 pub struct Scene {
     pub hosts: Hosts,
     pub taker: UnixListener,
     pub old: TcpListener,
 }
 
-/// A delivered socket, and the line that came with it.
+/// A delivered socket, and its line.
 pub struct Handed {
     pub line: Value,
     pub socket: TcpStream,
 }
 
-/// Whether sockets of this host can have TLS from the kernel.
+/// Whether this host's kernel supports TLS on sockets.
 pub fn kernel_has_tls() -> bool {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -68,7 +68,7 @@ impl Scene {
         command
     }
 
-    /// With the server behind it.
+    /// Starts it with a server for other names.
     pub fn start(&self, more: &str) -> Accept {
         let old = self.old.local_addr().unwrap();
         self.start_alone(&format!("--else tcp:{old} {more}"))
@@ -81,29 +81,29 @@ impl Scene {
         Accept { process, address }
     }
 
-    /// The next client of the server behind.
+    /// The next client of the server.
     pub fn client_of_old(&self) -> TcpStream {
         accepted(&self.old)
     }
 
-    /// The next socket that is delivered.
+    /// The next delivered socket.
     pub fn take(&self) -> Handed {
         let (line, socket) = self.taken();
         let line = line.strip_suffix(b"\n").expect("a whole line");
         let socket = TcpStream::from(socket.expect("a socket comes with the line"));
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.set_read_timeout(Some(TIMEOUT)).unwrap();
         Handed {
             line: serde_json::from_slice(line).unwrap(),
             socket,
         }
     }
 
-    /// The bytes of the next connection to the taker, and the socket that comes with them, if any.
+    /// The bytes of the next connection to the receiver, and the socket attached to them, if any.
     fn taken(&self) -> (Vec<u8>, Option<OwnedFd>) {
         self.taker.set_nonblocking(true).unwrap();
         let from = until(|| self.taker.accept()).0;
         from.set_nonblocking(false).unwrap();
-        from.set_read_timeout(Some(PATIENCE)).unwrap();
+        from.set_read_timeout(Some(TIMEOUT)).unwrap();
         let mut line = Vec::new();
         let mut sockets: Vec<OwnedFd> = Vec::new();
         loop {
@@ -119,10 +119,10 @@ impl Scene {
         (line, sockets.pop())
     }
 
-    /// A client of `own.test` completes its handshake: its socket is delivered, carries a line each
-    /// way, and what was said of it is returned. Without kernel TLS the handshake is completed and
-    /// checked all the same; then the client gets an alert, the log the reason, and the taker nothing.
-    /// The delivery is tested in `tests/kernel` then.
+    /// A client of `own.test` completes its handshake: its socket is delivered and carries a line
+    /// each way; returns its description. Without kernel TLS the handshake still completes and is
+    /// verified; then the client gets an alert, the log the reason, and the receiver nothing.
+    /// `tests/kernel` then tests the delivery.
     pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
         if !kernel_has_tls() {
             let why = accept.process.wait_for("for own.test is refused");
@@ -142,7 +142,7 @@ impl Scene {
         Some(handed.line)
     }
 
-    /// OpenSSL's client, with a name that it wants.
+    /// OpenSSL's client, with a server name.
     pub fn client(&self, port: &str, name: &str, more: &str) -> Process {
         let mut command = Command::new("openssl");
         command
@@ -159,7 +159,7 @@ impl Scene {
     }
 }
 
-/// The process, and where it listens.
+/// The process, and its address.
 pub struct Accept {
     pub process: Process,
     pub address: String,
@@ -167,10 +167,10 @@ pub struct Accept {
 
 impl Accept {
     pub fn connect(&self) -> TcpStream {
-        patient(TcpStream::connect(&self.address).unwrap())
+        with_timeout(TcpStream::connect(&self.address).unwrap())
     }
 
-    /// Descriptors and threads.
+    /// Open descriptors, and threads.
     pub fn held(&self) -> (usize, usize) {
         let of = |what: &str| {
             let pid = self.process.child.id();
@@ -179,9 +179,9 @@ impl Accept {
         (of("fd"), of("task"))
     }
 
-    /// Waits until it holds what it held.
+    /// Waits until it holds no more than `before`.
     pub fn settles(&self, before: (usize, usize)) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.held() != before {
             let held = self.held();
             assert!(
@@ -192,11 +192,11 @@ impl Accept {
         }
     }
 
-    /// The time that its threads have spent on a processor, without those that have ended.
+    /// The CPU time of its current threads.
     pub fn spent(&self) -> Duration {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.process.child.id())).unwrap();
         let of = |task: std::io::Result<fs::DirEntry>| -> Option<u64> {
-            // A thread may end while the others are asked.
+            // A thread may end during the loop.
             let text = fs::read_to_string(task.unwrap().path().join("schedstat")).ok()?;
             Some(text.split_whitespace().next()?.parse().unwrap())
         };
@@ -204,34 +204,34 @@ impl Accept {
     }
 }
 
-pub fn patient(stream: TcpStream) -> TcpStream {
+pub fn with_timeout(stream: TcpStream) -> TcpStream {
     stream.set_nonblocking(false).unwrap();
     stream.set_nodelay(true).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
-/// The next who connects.
+/// The next connection.
 pub fn accepted(listener: &TcpListener) -> TcpStream {
     listener.set_nonblocking(true).unwrap();
-    patient(until(|| listener.accept()).0)
+    with_timeout(until(|| listener.accept()).0)
 }
 
 pub fn until<T>(mut accept: impl FnMut() -> std::io::Result<T>) -> T {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         match accept() {
             Ok(came) => return came,
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             Err(error) => panic!("{error}"),
         }
-        assert!(Instant::now() < until, "nobody comes");
+        assert!(Instant::now() < until, "no connection");
         thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// Whether a program is there; in CI it must be.
+/// Whether a program is installed; in CI it must be.
 pub fn is_here(program: &str) -> bool {
     let found = Command::new(program)
         .arg("version")
@@ -249,7 +249,7 @@ pub fn is_here(program: &str) -> bool {
     }
 }
 
-/// The records of a ClientHello that OpenSSL sends for a name.
+/// The records of OpenSSL's ClientHello for a name.
 pub fn real_hello(scene: &Scene, name: &str, more: &str) -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().to_string();
@@ -266,7 +266,7 @@ pub fn real_hello(scene: &Scene, name: &str, more: &str) -> Vec<u8> {
     bytes
 }
 
-/// The same message in records of so many bytes.
+/// The same message in records of `size` bytes.
 pub fn cut(hello: &[u8], size: usize) -> Vec<u8> {
     let mut records = Vec::new();
     for part in hello[5..].chunks(size) {

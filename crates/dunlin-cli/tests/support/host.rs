@@ -1,11 +1,11 @@
-//! Hosts that lack something: commands in namespaces and under limits of their own.
+//! Hosts that lack something: commands in separate namespaces and under resource limits.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::process::Command;
 
 use crate::support::finish;
 
-/// `text` has each of `parts` in it.
+/// `text` contains each of `parts`.
 pub fn assert_says(text: &str, parts: &[&str]) {
     println!("{text}");
     for part in parts {
@@ -13,7 +13,7 @@ pub fn assert_says(text: &str, parts: &[&str]) {
     }
 }
 
-/// What cannot be tested on this host; in CI that is a failure.
+/// Reports a test that this host cannot run; in CI that is a failure.
 pub fn skip(what: &str) {
     assert!(
         std::env::var_os("CI").is_none_or(|ci| ci != "true"),
@@ -22,7 +22,7 @@ pub fn skip(what: &str) {
     println!("skipped: {what}");
 }
 
-/// The command as a shell would run it after `first`, in the same process.
+/// The command, run by a shell after `first`, in the same process.
 pub fn after(first: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("{first} && exec \"$@\""), "sh"]);
@@ -30,8 +30,7 @@ pub fn after(first: &str, command: &Command) -> Command {
     shell
 }
 
-/// The command in a mount namespace of its own, after `script` has changed it; none where that
-/// cannot be.
+/// The command in a new mount namespace, after `script` has changed it; `None` without permission.
 pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
     let inside = |command: &Command| {
         let mut unshare = Command::new("unshare");
@@ -47,7 +46,7 @@ pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
     Some(inside(command))
 }
 
-/// The command with its arguments and environment, as arguments of another.
+/// Passes the command with its arguments and environment as arguments of another.
 pub fn pass_on(to: &mut Command, command: &Command) {
     to.arg(command.get_program()).args(command.get_args());
     for (name, value) in command.get_envs() {

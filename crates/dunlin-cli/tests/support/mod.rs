@@ -1,4 +1,4 @@
-//! What the tests of the command share: certificates, and processes that never outlive their test.
+//! Shared by the command's tests: certificates, and processes that end with their test.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 pub mod process;
@@ -19,8 +19,8 @@ use rcgen::{CertificateParams, Issuer, KeyPair};
 use serde_json::Value;
 use time::OffsetDateTime;
 
-/// One read of whatever there is, as [`Read::read`], and again where something interrupted it: a
-/// process that is stopped and goes on gets EINTR from sockets with a time-out.
+/// Like [`Read::read`], but retries after EINTR: a process that is stopped and continued gets it
+/// from sockets with a timeout.
 pub trait ReadOnce {
     fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 }
@@ -36,15 +36,15 @@ impl<R: Read> ReadOnce for R {
     }
 }
 
-/// Whatever a test waits for takes no longer than this.
+/// Longer than anything that a test waits for.
 const LIMIT: Duration = Duration::from_secs(60);
 
 thread_local! {
-    /// The command that a test has instead of today's.
+    /// The command under test, if it is not the current build.
     static BINARY: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
 }
 
-/// Has commands that this thread makes meanwhile run `binary`.
+/// Makes commands that this thread creates in `make` run `binary`.
 pub fn with_binary<R>(binary: &Path, make: impl FnOnce() -> R) -> R {
     let before = BINARY.replace(Some(binary.to_owned()));
     let made = make();
@@ -59,12 +59,12 @@ pub fn dunlin<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// The words of a command line; a path with spaces goes to [`Command::arg`].
+/// The words of a command line; add a path with spaces by [`Command::arg`].
 pub fn words(line: &str) -> Command {
     dunlin(line.split_whitespace())
 }
 
-/// How a command ended, and what it said.
+/// The exit code and output of a command.
 #[derive(Debug)]
 pub struct Done {
     pub code: i32,
@@ -73,12 +73,12 @@ pub struct Done {
 }
 
 impl Done {
-    /// Every line of standard output; each must be an object.
+    /// Every line of standard output as an object.
     pub fn lines(&self) -> Vec<Value> {
         self.out.lines().map(parse).collect()
     }
 
-    /// The last of them.
+    /// The last line.
     pub fn last(&self) -> Value {
         self.lines()
             .pop()
@@ -125,16 +125,16 @@ pub fn finish(mut command: Command) -> Done {
     }
 }
 
-/// The same, for its output alone; it must go well.
+/// Runs a command that must succeed; returns its output.
 pub fn succeed(command: Command) -> String {
     finish(command).expect(0).out
 }
 
-/// A child that is killed with its owner.
+/// A child that is killed on drop.
 struct Guard(Child);
 
 impl Guard {
-    /// Its exit code, once it has ended by itself.
+    /// Waits for its end; returns the exit code.
     fn wait(&mut self) -> i32 {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -154,13 +154,13 @@ impl Drop for Guard {
     }
 }
 
-/// A process that runs beside the test and tells it JSON lines.
+/// A process that runs beside the test and prints JSON lines.
 pub struct Process {
     child: Guard,
     lines: Receiver<String>,
-    /// Where it listens, if it does.
+    /// Its listen address, if any.
     pub address: String,
-    /// The control directory it was given.
+    /// Its control directory.
     pub control: PathBuf,
 }
 
@@ -174,7 +174,7 @@ impl Process {
         Self::follow(command, control)
     }
 
-    /// The same, of a command that names its control directory already.
+    /// Starts a command that already names its control directory.
     pub fn follow(mut command: Command, control: &Path) -> Self {
         let mut child = command
             .arg("--json")
@@ -203,12 +203,12 @@ impl Process {
         self.child.0.id()
     }
 
-    /// Waits for an event; those before it are passed over.
+    /// Waits for an event; skips those before it.
     pub fn wait_for(&self, event: &str) -> Value {
         self.wait_for_any(&[event])
     }
 
-    /// The same, for the first of several.
+    /// Waits for the first of several events.
     pub fn wait_for_any(&self, events: &[&str]) -> Value {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -235,14 +235,14 @@ impl Process {
         assert!(kill(self.pid(), name), "no kill: {name}");
     }
 
-    /// Waits for the process to end by itself; its exit code and last line.
+    /// Waits for the process to end by itself; returns its exit code and last line.
     pub fn ended(mut self) -> (i32, Value) {
         let code = self.child.wait();
         let last = self.lines.iter().map(|line| parse(&line)).last();
-        (code, last.expect("it says how it ended"))
+        (code, last.expect("it prints a last line"))
     }
 
-    /// Waits for the process to end; its exit code.
+    /// Waits for the process to end; returns its exit code.
     pub fn code(mut self) -> i32 {
         self.child.wait()
     }
@@ -284,8 +284,8 @@ impl Hosts {
         succeed(command);
     }
 
-    /// An identity of the authority `ca` that expires after `valid`, to the second; returns when
-    /// it has.
+    /// An identity of the authority `ca` that expires after `valid`, to the second; returns its
+    /// end.
     pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
         let (ca, host) = (self.scratch.join("ca"), self.scratch.join(directory));
         let authority = fs::read_to_string(ca.join("ca-cert.pem")).unwrap();
@@ -307,7 +307,7 @@ impl Hosts {
         expired
     }
 
-    /// A VM that runs, called `vm`, with more flags.
+    /// A running VM named `vm`, with further flags.
     pub fn run(&self, control: &str, flags: &str) -> Process {
         let command = words(&format!("vm run --name vm {flags}"));
         let process = Process::start(command, &self.scratch.join(control));
@@ -315,7 +315,7 @@ impl Hosts {
         process
     }
 
-    /// A process that waits for a VM, with the identity given and more flags.
+    /// A process that waits for a VM, with the given identity and further flags.
     pub fn receive(&self, identity: &str, control: &str, flags: &str) -> Process {
         let mut command = words(&format!("vm receive --listen 127.0.0.1:0 {flags}"));
         command.arg("--identity").arg(self.scratch.join(identity));
@@ -325,7 +325,7 @@ impl Hosts {
         process
     }
 
-    /// `dunlin vm migrate`, not started yet.
+    /// `dunlin vm migrate`, not started.
     pub fn migrate(&self, from: &Process, to: &Process, identity: &str, flags: &str) -> Command {
         let mut command = words(&format!("vm migrate --name vm {flags}"));
         command
@@ -379,18 +379,18 @@ impl Hosts {
     }
 }
 
-/// Whether a process exists and is not only waiting to be reaped.
+/// Whether a process exists and is not a zombie.
 pub fn lives(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
         return false;
     };
     let state = stat.rsplit(')').next().unwrap_or("").trim_start();
-    // While any of its threads is left, so are its descriptors.
+    // Its descriptors stay open while any of its threads is alive.
     let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     !state.starts_with('Z') || threads > 1
 }
 
-/// The processes whose parent is `pid`.
+/// The children of `pid`.
 pub fn children(pid: u32) -> Vec<u32> {
     fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))
         .unwrap_or_default()
@@ -399,14 +399,15 @@ pub fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// By the shell's own command: a bare Debian has no other. Whether there is such a process.
+/// Sends a signal with the shell's `kill`, since a minimal Debian has no other; returns whether the
+/// process existed.
 pub fn kill(pid: u32, signal: &str) -> bool {
     let line = format!("kill -s {signal} {pid}");
     let mut shell = Command::new("sh");
     shell.args(["-c", &line]).status().unwrap().success()
 }
 
-/// Processes that should end by themselves, and are killed if they have not by the end of a test.
+/// Processes that should end by themselves; killed at the end of a test.
 pub struct Orphans(pub Vec<u32>);
 
 impl Drop for Orphans {

@@ -1,4 +1,4 @@
-//! Two hosts in a machine: network namespaces with a wire between them.
+//! Two hosts on one machine: network namespaces connected by a wire.
 #![allow(unreachable_pub)]
 
 use std::fs;
@@ -9,29 +9,28 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Where `ip netns` keeps names.
 const NAMES: &str = "/run/netns";
-/// Before the process and number in a namespace's name.
+/// Prefix of a namespace's name, before the process and number.
 const PREFIX: &str = "dunlin-test-";
 
-/// Two namespaces, `a` and `b`, that see each other and nothing else. They go with their owner;
-/// those of a test that was killed go when the next test makes its own.
+/// Two namespaces, `a` and `b`, connected only to each other. They are removed on drop; those of a
+/// killed test are removed by the next one.
 pub struct Wire {
     a: String,
     b: String,
 }
 
-/// What may wait at a limited wire: more than all lanes of a test have with their device at once
-/// (TCP keeps that to two packets of 64 KiB each). A full queue of the sender's own device is no
-/// loss that an acknowledgement would tell: a lane with nothing else under way tries again after
-/// 200 ms, and a downtime is longer by as much.
+/// Queue of a limited wire: more than all lanes of a test keep in their device at once (TCP limits
+/// that to two packets of 64 KiB each). If the sender's own queue overflows, no acknowledgement
+/// reports the loss: an otherwise idle lane retries after 200 ms, which lengthens a downtime.
 const QUEUE_BYTES: u32 = 4 << 20;
 
-/// The addresses of both ends, of the block for documentation (RFC 5737).
+/// The addresses of both ends, from the block for documentation (RFC 5737).
 pub const B: &str = "192.0.2.2";
 const A: &str = "192.0.2.1";
 
 impl Wire {
-    /// A wire that carries `megabits` a second from `a` to `b`, or what it can. None where
-    /// namespaces cannot be made, which in CI is a failure.
+    /// A wire that carries `megabits` per second from `a` to `b`, or an unlimited one. `None`
+    /// without permission to create namespaces, which is a failure in CI.
     pub fn new(megabits: Option<u32>) -> Option<Self> {
         match Self::make(megabits) {
             Ok(wire) => Some(wire),
@@ -52,7 +51,7 @@ impl Wire {
         let name = |end| format!("{PREFIX}{}-{number}{end}", std::process::id());
         let (a, b) = (name("a"), name("b"));
         run(&format!("ip netns add {a}"))?;
-        // From here on its drop cleans up.
+        // From here on, drop cleans up.
         let wire = Self { a, b };
         let (a, b) = (&wire.a, &wire.b);
         run(&format!("ip netns add {b}"))?;
@@ -73,17 +72,17 @@ impl Wire {
         Ok(wire)
     }
 
-    /// The command, run at the end `a`.
+    /// The command, run at end `a`.
     pub fn at_a(&self, command: &Command) -> Command {
         within(&self.a, command)
     }
 
-    /// The command, run at the end `b`.
+    /// The command, run at end `b`.
     pub fn at_b(&self, command: &Command) -> Command {
         within(&self.b, command)
     }
 
-    /// Bytes that have left `a`, as its network device counts them.
+    /// Bytes sent by `a`, from its network device's counter.
     pub fn sent_bytes(&self) -> u64 {
         let mut cat = Command::new("cat");
         cat.arg("/sys/class/net/wire/statistics/tx_bytes");
@@ -99,13 +98,13 @@ impl Wire {
 impl Drop for Wire {
     fn drop(&mut self) {
         for name in [&self.a, &self.b] {
-            // The second may never have been made.
+            // The second may not exist.
             let _ = run(&format!("ip netns delete {name}"));
         }
     }
 }
 
-/// Removes namespaces whose test has been killed.
+/// Removes the namespaces of killed tests.
 fn sweep() {
     for entry in fs::read_dir(NAMES).into_iter().flatten().flatten() {
         let name = entry.file_name().into_string().unwrap_or_default();
@@ -131,7 +130,7 @@ fn run(line: &str) -> io::Result<()> {
     Err(io::Error::other(format!("{line}: {}", said.trim())))
 }
 
-/// `ip netns exec` becomes the command: the same process.
+/// `ip netns exec` becomes the command, in the same process.
 fn within(namespace: &str, command: &Command) -> Command {
     let mut inside = Command::new("ip");
     inside

@@ -1,4 +1,4 @@
-//! Any program as a process: what it says, and its end with its owner's.
+//! Any program as a process that is killed on drop, and its output.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use super::kill;
 
-/// Nothing that is waited for takes longer.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Longer than anything that a test waits for.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A program that is killed with its owner, and what it says.
+/// A program that is killed on drop, and its output.
 pub struct Process {
     pub child: Child,
     log: Receiver<String>,
@@ -42,9 +42,9 @@ impl Process {
         Self { child, log }
     }
 
-    /// Waits for a line.
+    /// Waits for a line that contains `words`.
     pub fn wait_for(&self, words: &str) -> String {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let mut seen = Vec::new();
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -56,7 +56,7 @@ impl Process {
         }
     }
 
-    /// What it has said and nobody has waited for.
+    /// Output that no `wait_for` has returned.
     pub fn said(&self) -> Vec<String> {
         self.log.try_iter().collect()
     }
@@ -71,7 +71,7 @@ impl Process {
     }
 
     pub fn code(&mut self) -> Option<i32> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();

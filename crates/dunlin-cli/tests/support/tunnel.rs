@@ -1,4 +1,4 @@
-//! Tunnels as processes, and hypervisors that are ordinary sockets.
+//! Tunnels as processes, and plain sockets in place of hypervisors.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use super::support::{Hosts, kill, words};
 
-/// Nothing that a test waits for takes longer.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Longer than anything that a test waits for.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A tunnel's process; killed with its owner.
+/// A tunnel's process, killed on drop.
 pub struct Tunnel {
     pub child: Child,
     pub address: String,
@@ -32,7 +32,7 @@ impl Tunnel {
         Self::follow(command, file)
     }
 
-    /// The same, of a command that is complete.
+    /// Starts a complete command.
     pub fn follow(mut command: Command, file: PathBuf) -> Self {
         let mut child = command
             .stdin(Stdio::null())
@@ -71,9 +71,9 @@ impl Tunnel {
         assert!(kill(self.child.id(), name), "no kill: {name}");
     }
 
-    /// Waits for a line of the log.
+    /// Waits for a log line.
     pub fn wait_for(&self, words: &str) -> String {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let mut seen = Vec::new();
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -86,7 +86,7 @@ impl Tunnel {
     }
 
     pub fn code(mut self) -> Option<i32> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while Instant::now() < until {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
@@ -104,7 +104,7 @@ impl Drop for Tunnel {
     }
 }
 
-/// Where the tunnels of these hosts have their control sockets.
+/// Directory of the control sockets of these hosts' tunnels.
 pub fn control(hosts: &Hosts) -> PathBuf {
     hosts.scratch.join("control")
 }
@@ -113,17 +113,17 @@ pub fn listen(path: PathBuf) -> UnixListener {
     UnixListener::bind(path).unwrap()
 }
 
-pub fn patient(stream: UnixStream) -> UnixStream {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+pub fn with_timeout(stream: UnixStream) -> UnixStream {
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
 pub fn connect(path: PathBuf) -> UnixStream {
-    patient(UnixStream::connect(path).unwrap())
+    with_timeout(UnixStream::connect(path).unwrap())
 }
 
-/// Two hosts with tunnels and one route from `in` to `out`.
+/// Two hosts with tunnels, and one route from `in` to `out`.
 pub struct Scene {
     pub hosts: Hosts,
     pub near: Tunnel,
@@ -151,7 +151,7 @@ impl Scene {
 
     pub fn channel(&self) -> (UnixStream, UnixStream) {
         let near = connect(self.hosts.scratch.join("in"));
-        (near, patient(self.target.accept().unwrap().0))
+        (near, with_timeout(self.target.accept().unwrap().0))
     }
 }
 

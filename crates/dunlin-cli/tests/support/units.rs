@@ -1,4 +1,4 @@
-//! The units in `dist/systemd`, read by systemd's own tool.
+//! The units in `dist/systemd`, checked with systemd's own tool.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
@@ -7,11 +7,11 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Done, Scratch, finish};
 
-/// Exposure in tenths, as systemd-analyze(1) weighs it: without the network and other users'
-/// sockets there would be nothing left to do.
+/// Limit of the exposure level in tenths (systemd-analyze(1)): the tunnel needs the network and
+/// other users' sockets, which alone contribute most of it.
 const EXPOSURE: &str = "--threshold=20";
 
-/// The units as they are shipped, with this build's program.
+/// The shipped units, with this build's program.
 pub struct Units(Scratch);
 
 impl Units {
@@ -38,17 +38,17 @@ impl Units {
         fs::read_to_string(self.path(name)).unwrap()
     }
 
-    /// They can be loaded, and no setting of theirs is unknown.
+    /// The units load, without unknown settings.
     pub fn verify(&self, names: &[&str]) {
         let paths: Vec<_> = names.iter().map(|name| self.path(name)).collect();
         if let Some(done) = analyze(&["verify", "--man=no"], &paths) {
             let done = done.expect(0);
-            // Unknown settings are warnings there.
+            // systemd-analyze reports unknown settings only as warnings.
             assert_eq!(done.err, "", "{done:?}");
         }
     }
 
-    /// A service leaves itself no more than it needs.
+    /// A service stays below the exposure limit.
     pub fn weigh(&self, name: &str) {
         let service = [self.path(name)];
         if let Some(done) = analyze(&["security", "--offline=true", EXPOSURE], &service) {
@@ -62,7 +62,7 @@ impl Units {
     }
 }
 
-/// `systemd-analyze`, without a service manager that runs; in CI it must be there.
+/// `systemd-analyze`, without a running service manager; in CI it must be installed.
 fn analyze(arguments: &[&str], units: &[PathBuf]) -> Option<Done> {
     let mut command = Command::new("systemd-analyze");
     command.args(arguments).args(units);

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A way to a destination on which its answers can be held back and lost.
+/// A relay to a destination that can delay and drop the destination's answers.
 pub struct Way {
     pub address: String,
     held_ms: Arc<AtomicU64>,
 }
 
-/// Instead of a time.
+/// In place of a delay: drop.
 const CUT: u64 = u64::MAX;
 
 impl Way {
@@ -24,7 +24,7 @@ impl Way {
         let (held, destination) = (Arc::clone(&held_ms), destination.to_owned());
         std::thread::spawn(move || {
             for near in listener.incoming().map_while(Result::ok) {
-                // A destination that is not there refuses.
+                // If the destination does not listen, the connection is refused.
                 let Ok(far) = TcpStream::connect(&destination) else {
                     continue;
                 };
@@ -37,13 +37,13 @@ impl Way {
         Self { address, held_ms }
     }
 
-    /// From here on each answer is held back for so long.
+    /// Delays each answer by `time` from now on.
     pub fn hold(&self, time: Duration) {
         let millis = time.as_millis().try_into().unwrap();
         self.held_ms.store(millis, Ordering::SeqCst);
     }
 
-    /// What is held back is lost, and all that would follow.
+    /// Drops the delayed answers and all later ones.
     pub fn cut(&self) {
         self.held_ms.store(CUT, Ordering::SeqCst);
     }
