@@ -524,8 +524,8 @@ impl From<&MigrateError> for FailedLine {
             text.push_str(&harmless(&cause.to_string()));
             next = cause.source();
         }
-        if code == IN_DOUBT {
-            text.push_str("\n  `dunlin resolve` decides where the VM runs");
+        if let VmIs::InDoubt | VmIs::RanThenDied = error.vm {
+            text.push_str("\n  `dunlin resolve` queries the destination and settles the session");
         }
         Self {
             at_fault: error.at_fault.to_string(),

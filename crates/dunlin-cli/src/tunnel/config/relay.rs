@@ -162,15 +162,10 @@ allow = ["a.example"]
         let allow = "allow = [\"a.example\"]";
         for (good, bad, line, word) in [
             ("mode = \"relay\"", "mode = \"rely\"", 4, "unknown mode"),
-            ("mode = \"relay\"", "", 7, "goes with mode = \"relay\""),
+            ("mode = \"relay\"", "", 7, "needs mode = \"relay\""),
             ("tls = \"1.2\"", "tls = \"1.1\"", 7, "write \"1.3\""),
-            (
-                "tls = \"1.2\"",
-                "lanes = 4",
-                7,
-                "goes with mode = \"stripe\"",
-            ),
-            ("tls = \"1.2\"", "window = \"1M\"", 7, "goes with mode"),
+            ("tls = \"1.2\"", "lanes = 4", 7, "needs mode = \"stripe\""),
+            ("tls = \"1.2\"", "window = \"1M\"", 7, "needs mode"),
             ("to = \"b.example:16514\"", "", 5, "add to"),
             (
                 "listen = \"unix:/run/dunlin/ram.sock\"",
@@ -185,12 +180,7 @@ allow = ["a.example"]
                 "host.example:7300",
             ),
             ("\"0.0.0.0:16514\"", "\"16514\"", 10, "[::]:16514"),
-            (
-                "tls_listen = \"0.0.0.0:16514\"",
-                "",
-                11,
-                "goes with tls_listen",
-            ),
+            ("tls_listen = \"0.0.0.0:16514\"", "", 11, "needs tls_listen"),
             (
                 "target = \"unix:/run/qemu/in.sock\"",
                 "",
@@ -203,7 +193,7 @@ allow = ["a.example"]
                 allow,
                 "allow = [\"a.example\"]\npeers = [\"x\"]",
                 13,
-                "goes with listen",
+                "needs listen",
             ),
             (
                 "[route.in]",
