@@ -162,7 +162,7 @@ pub(crate) struct MigrateFlags {
     /// however long the downtime [default: cancel].
     #[arg(long, value_enum, requires = "time_limit")]
     pub(crate) at_time_limit: Option<AtTimeLimitName>,
-    /// After *commit*, how long to query a destination that does not answer; then `dunlin resolve`
+    /// After commit, how long to query a destination that does not answer; then `dunlin resolve`
     /// decides.
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_limit)]
     pub(crate) doubt_limit: Duration,
