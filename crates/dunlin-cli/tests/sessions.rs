@@ -140,7 +140,7 @@ fn status_lists_both_sides_and_which_process_is_alive() {
         "its process has died",
         "its process is alive",
         "may run at the destination",
-        "`dunlin resolve 01010101` decides it",
+        "`dunlin resolve 01010101` settles it",
         "ran here until it died",
     ] {
         assert!(said.contains(part), "no {part:?} in {said}");

@@ -196,7 +196,7 @@ fn a_listener_for_one_vm_ends_with_its_migration_and_reports_the_result() {
     for part in [
         "tunnel near: process ",
         "route ram, to 127.0.0.1:",
-        "1 channels, 0 have ended, 0 badly",
+        "1 channels, 0 ended, 0 of them failed",
         "route ram for vm=web: 1 channels",
         "peer DNS b.test",
         "tunnel far: process ",
@@ -281,7 +281,7 @@ fn i7_invalid_requests_are_refused_with_a_reason() {
         ("open ram --lanes 0", 2, "1..=128"),
         ("open ram --listen /no/kind", 1, "unix:PATH"),
         ("open ram --listen unix:/none/here", 1, "cannot listen"),
-        ("close 99", 1, "no listener 99"),
+        ("close 99", 1, "no open listener 99"),
     ] {
         let done = scene.asked(line).expect(code);
         assert!(done.err.contains(word), "{line}: {done:?}");
