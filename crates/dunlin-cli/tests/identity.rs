@@ -74,7 +74,7 @@ fn a_vm_moves_with_qemus_files_and_pinned_peers() {
         .last();
     let text = failed["text"].as_str().unwrap();
     assert!(
-        text.contains("compare our certificate's names, and its pin"),
+        text.contains("compare this host's certificate (names and pin)"),
         "{text}"
     );
     let rejected = destination.wait_for("rejected");
@@ -100,7 +100,7 @@ fn a_world_readable_key_needs_a_flag() {
     let done = finish(refused).expect(1);
     assert!(done.err.contains("run chmod 0600"), "{done:?}");
     let warnings = shown(&host, "--allow-open-key")[0]["warnings"].to_string();
-    assert!(warnings.contains("can pass for this host"), "{warnings}");
+    assert!(warnings.contains("can impersonate this host"), "{warnings}");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn each_side_warns_of_certificates_that_expire_soon() {
     let destination = Process::start(receive, &hosts.scratch.join("to"));
     let ends = |line: Value| {
         let text = line["text"].as_str().unwrap().to_owned();
-        assert!(text.contains("cert.pem ends within a day"), "{text}");
+        assert!(text.contains("cert.pem expires within a day"), "{text}");
     };
     ends(destination.wait_for("warning"));
     let address = destination.wait_for("listening")["address"].clone();

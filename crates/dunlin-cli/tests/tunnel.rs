@@ -59,7 +59,7 @@ fn the_log_says_who_seals_records_and_it_is_who_was_asked() {
     };
     let process = Tunnel::start(&scene.hosts, "process", &of("process"));
     let line = process.wait_for("TLS records are sealed");
-    assert!(line.contains("in this process: as asked for"), "{line}");
+    assert!(line.contains("in this process: as configured"), "{line}");
     let file = scene.hosts.scratch.join("kernel.toml");
     fs::write(&file, of("kernel")).unwrap();
     let mut command = words("tunnel run --config");

@@ -1,12 +1,11 @@
-//! Accepting connections: from the listener to an authenticated peer and its
-//! first words, on one thread for all of them.
+//! Accepts connections on one thread, from the listener to an authenticated peer and its opening
+//! message.
 //!
-//! Nobody who is not authenticated costs a thread. All connections whose
-//! handshake is under way stand in one poll loop; each has a deadline, their
-//! number is bounded, and when a new one comes that has no room, an older one
-//! goes that has got less far than others. So a silent client delays nobody, and a
-//! thousand of them only each other (I7): a peer whose handshake goes on is not
-//! driven out by those who merely connect.
+//! Unauthenticated connections do not get a thread. One poll loop serves all connections in the
+//! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
+//! bound, the loop evicts an older one that has made the least progress. A silent client therefore
+//! delays no other client, and a thousand silent clients delay only each other (I7): a connection
+//! that merely exists cannot evict one whose handshake proceeds.
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -14,10 +13,9 @@
 //!               └─ 'D' (plain lane) ── opening ─┘        Arrival::Rejected
 //! ```
 //!
-//! Every connection begins on rustls's buffered kind, fed with exactly one
-//! record at a time. Only the opening tells what it is: a control lane stays
-//! on it, a data lane's keys are taken out of it for [`super::record`], with
-//! not a byte read too many.
+//! Every connection begins as rustls's buffered type, fed with exactly one record at a time. The
+//! opening message decides its kind: a control lane keeps that type; a data lane's keys are
+//! extracted for [`super::record`]. No byte beyond the opening message has been read.
 
 mod arrival;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -35,54 +33,52 @@ use dunlin_linux::poll::{Interest, Wakeup, poll};
 
 use super::policy::ServerTls;
 pub use arrival::{Arrival, LaneSocket, RelayArrival};
-use pending::{Came, Pending, Purpose, Step};
+use pending::{Outcome, Pending, Purpose, Step};
 pub use reading::{OPENING_DEADLINE, PENDING_LIMIT, RejectReason, would_block};
 
-/// Connections accepted before those that are there get their turn again. With
-/// the newer half never given up ([`take_least`]), each has had four turns to say
-/// something before it can be driven out for its silence.
-const ACCEPTED_A_TURN: usize = PENDING_LIMIT / 8;
-/// How long nobody is accepted after descriptors or memory ran out.
-const SHORTAGE_REST: Duration = Duration::from_millis(100);
+/// Connections accepted before pending ones are served again. Since [`take_least`] never evicts the
+/// newer half, each connection is served four times before it can be evicted for its silence.
+const ACCEPTS_PER_ROUND: usize = PENDING_LIMIT / 8;
+/// How long to stop accepting after running out of descriptors or memory.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long a connection keeps its place when descriptors or memory ran out: an
-/// honest handshake is over by then, and lanes of one session that come together
-/// do not drive each other out.
+/// Minimum age of a connection that is evicted because descriptors or memory ran out. An honest
+/// handshake finishes within it, so simultaneous lanes of one session do not evict each other.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
-/// Accepts on `listener` until `stop` is woken, and hands each connection to
-/// `deliver`. Runs on the calling thread.
+/// Accepts connections on `listener` until `stop` is woken, and passes each to `deliver`. Runs on
+/// the calling thread.
 ///
 /// # Errors
-/// The listener fails; connections under way are dropped.
+/// The listener failed; pending connections are dropped.
 pub fn accept(
     listener: &TcpListener,
     tls: &ServerTls,
     stop: &Wakeup,
     mut deliver: impl FnMut(Arrival),
 ) -> io::Result<()> {
-    accept_for(listener, Purpose::Lanes(tls), stop, |came| {
-        deliver(match came {
-            Came::Opened(one) => one.arrive(),
-            Came::Rejected { from, reason } => Arrival::Rejected { from, reason },
-            Came::Starved(error) => Arrival::Starved(error),
+    accept_for(listener, Purpose::Lanes(tls), stop, |outcome| {
+        deliver(match outcome {
+            Outcome::Opened(one) => one.arrive(),
+            Outcome::Rejected { from, reason } => Arrival::Rejected { from, reason },
+            Outcome::Starved(error) => Arrival::Starved(error),
         });
     })
 }
 
-/// The same for a relay, whose peers are any TLS clients: they are accepted when their handshake
-/// is complete.
+/// As [`accept`], for a relay: its peers are arbitrary TLS clients, and a connection is delivered
+/// when its handshake is complete.
 pub fn accept_relayed(
     listener: &TcpListener,
     tls: &ServerTls,
     stop: &Wakeup,
     mut deliver: impl FnMut(RelayArrival),
 ) -> io::Result<()> {
-    accept_for(listener, Purpose::Relay(tls), stop, |came| {
-        deliver(match came {
-            Came::Opened(one) => one.arrive_relayed(),
-            Came::Rejected { from, reason } => RelayArrival::Rejected { from, reason },
-            Came::Starved(error) => RelayArrival::Starved(error),
+    accept_for(listener, Purpose::Relay(tls), stop, |outcome| {
+        deliver(match outcome {
+            Outcome::Opened(one) => one.arrive_relayed(),
+            Outcome::Rejected { from, reason } => RelayArrival::Rejected { from, reason },
+            Outcome::Starved(error) => RelayArrival::Starved(error),
         });
     })
 }
@@ -91,30 +87,34 @@ fn accept_for(
     listener: &TcpListener,
     purpose: Purpose<'_>,
     stop: &Wakeup,
-    mut deliver: impl FnMut(Came),
+    mut deliver: impl FnMut(Outcome),
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let mut pending: VecDeque<Pending> = VecDeque::new();
-    let mut resting: Option<Instant> = None;
+    let mut paused_until: Option<Instant> = None;
     let mut starved = false;
     loop {
         let now = Instant::now();
-        resting = resting.filter(|&until| until > now);
+        paused_until = paused_until.filter(|&until| until > now);
         let mut interests = vec![Interest::read(stop), Interest::read(listener)];
-        interests[1].read = resting.is_none();
+        interests[1].read = paused_until.is_none();
         interests.extend(pending.iter().map(|one| Interest {
             fd: one.stream.as_fd(),
             read: true,
             write: one.wants_write(),
         }));
-        let next = pending.iter().map(|one| one.deadline).chain(resting).min();
+        let next = pending
+            .iter()
+            .map(|one| one.deadline)
+            .chain(paused_until)
+            .min();
         let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
         let ready = poll(&interests, timeout)?;
         if ready[0] {
             return Ok(());
         }
         let now = Instant::now();
-        // In place, by age: an entry that is done leaves the queue.
+        // In reverse, so indices stay valid when an entry leaves the queue.
         for index in (0..pending.len()).rev() {
             let step = if ready[index + 2] {
                 pending[index].advance(purpose)
@@ -134,25 +134,25 @@ fn accept_for(
                 Step::Refused(reason) => {
                     let from = pending[index].from;
                     pending[index].linger(now);
-                    deliver(Came::Rejected { from, reason });
+                    deliver(Outcome::Rejected { from, reason });
                 }
                 Step::Gone => drop(pending.remove(index)),
                 Step::Complete => {
                     if let Some(one) = pending.remove(index) {
-                        deliver(Came::Opened(one));
+                        deliver(Outcome::Opened(one));
                     }
                 }
             }
         }
-        if ready[1] && resting.is_none() {
+        if ready[1] && paused_until.is_none() {
             match accept_some(listener, &mut pending, &mut deliver)? {
                 Accepted::All => starved = false,
                 Accepted::Short(short) => {
-                    resting = Some(Instant::now() + SHORTAGE_REST);
+                    paused_until = Some(Instant::now() + SHORTAGE_PAUSE);
                     if let Some(error) = short
                         && !std::mem::replace(&mut starved, true)
                     {
-                        deliver(Came::Starved(error));
+                        deliver(Outcome::Starved(error));
                     }
                 }
             }
@@ -160,22 +160,22 @@ fn accept_for(
     }
 }
 
-/// How accepting went.
+/// The result of one round of accepting.
 enum Accepted {
-    /// Nobody waits, or they have had their turn.
+    /// No connection is waiting, or this round's share has been accepted.
     All,
-    /// The means are lacking for another connection. One has been given up for it; if
-    /// there was none, this is what the kernel said.
+    /// Descriptors or memory ran out. A pending connection was evicted; if there was none to evict,
+    /// this is the kernel's error.
     Short(Option<io::Error>),
 }
 
-/// Accepts some of those that wait.
+/// Accepts some of the waiting connections.
 fn accept_some(
     listener: &TcpListener,
     pending: &mut VecDeque<Pending>,
-    deliver: &mut impl FnMut(Came),
+    deliver: &mut impl FnMut(Outcome),
 ) -> io::Result<Accepted> {
-    for _ in 0..ACCEPTED_A_TURN {
+    for _ in 0..ACCEPTS_PER_ROUND {
         match listener.accept() {
             Ok((stream, from)) => {
                 if pending.len() >= PENDING_LIMIT
@@ -186,7 +186,7 @@ fn accept_some(
                 }
                 match Pending::new(stream, from) {
                     Ok(one) => pending.push_back(one),
-                    Err(error) => deliver(Came::Rejected {
+                    Err(error) => deliver(Outcome::Rejected {
                         from,
                         reason: error.into(),
                     }),
@@ -194,14 +194,14 @@ fn accept_some(
             }
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock => return Ok(Accepted::All),
-                // A peer that went away again, or a signal.
+                // The peer has closed already, or a signal arrived.
                 io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                 _ if is_shortage(&error) => {
                     let Some(least) = take_least(pending) else {
                         return Ok(Accepted::Short(Some(error)));
                     };
                     if least.age() < SHORTAGE_GRACE && !least.lingers() {
-                        // Back to where the eldest are.
+                        // Put it back; order within the older half does not matter.
                         pending.push_front(least);
                     } else {
                         deliver(least.rejected(RejectReason::Shortage(error)));
@@ -215,8 +215,8 @@ fn accept_some(
     Ok(Accepted::All)
 }
 
-/// Takes out the oldest of those that have got least far, among the older half:
-/// the others have hardly had the time to say anything.
+/// Removes the oldest connection with the least progress among the older half. The newer half has
+/// had too little time to make progress.
 fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
     let older = pending.len().div_ceil(2);
     let progress = pending.iter().take(older).map(Pending::progress);
@@ -224,8 +224,8 @@ fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
     pending.remove(least)
 }
 
-/// Whether accept(2) failed for want of descriptors or memory: clients can
-/// bring that about, so that it must not end the listener (I7).
+/// Whether accept(2) failed because descriptors or memory ran out. Clients can cause this, so it
+/// must not stop the listener (I7).
 pub fn is_shortage(error: &io::Error) -> bool {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;

@@ -1,4 +1,4 @@
-//! Admitting a lane that a peer has opened: the counterpart of [`dial`](super::dial).
+//! Admission of lanes that a peer opens: the counterpart of [`dial`](super::dial).
 
 use std::error::Error;
 use std::io;
@@ -14,11 +14,13 @@ use super::peers::PeerIdentity;
 
 /// Admits lanes of one kind: TLS, plain, or sealed below TCP.
 pub trait LaneAcceptor: Send + Sync {
-    /// Makes a lane of a connection whose first message has been read and has proved that it
-    /// belongs to the session. `is_peer` recognises the session's peer.
+    /// Turns a connection into a lane. The connection's first message has already been read and
+    /// proves that the connection belongs to the session. `is_peer` returns true for the session's
+    /// peer.
     ///
     /// # Errors
-    /// The lane is not protected as agreed, or not by this peer; the connection is closed then.
+    /// The lane lacks the agreed protection or is not from the session's peer. The connection is
+    /// closed.
     fn admit(
         &self,
         socket: LaneSocket,
@@ -30,28 +32,28 @@ pub trait LaneAcceptor: Send + Sync {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AdmitError {
-    /// Its certificate is an allowed peer's, but not that of the session's peer.
-    #[error("it is not from the peer of this session")]
+    /// The peer's certificate is allowed, but it is not the session's peer.
+    #[error("the lane is not from the session's peer")]
     OtherPeer,
-    /// It is not protected as both sides agreed.
-    #[error("{agreed} lanes were agreed")]
+    /// The lane lacks the protection that both sides agreed on.
+    #[error("the lane does not use the agreed security, {agreed}")]
     OtherSecurity {
-        /// What was agreed.
+        /// The agreed protection.
         agreed: LaneSecurity,
     },
-    /// IPsec was agreed, and its packets are not protected by IPsec.
-    #[error("it does not go over IPsec: {0}")]
+    /// IPsec was agreed on, but IPsec does not protect the lane's packets.
+    #[error("IPsec does not protect the lane: {0}")]
     NotSealed(Box<dyn Error + Send + Sync>),
-    /// Its socket cannot be set up.
-    #[error("its socket cannot be set up")]
+    /// The lane's socket cannot be set up.
+    #[error("cannot set up the lane's socket")]
     Socket(#[from] io::Error),
-    /// It failed before it was used.
+    /// The lane failed before its first use.
     #[error(transparent)]
     Receive(#[from] ReceiveError),
 }
 
 impl AdmitError {
-    /// The reason as a code.
+    /// The fault code for this error.
     #[must_use]
     pub fn fault(&self) -> FaultCode {
         match self {
@@ -84,12 +86,12 @@ impl LaneAcceptor for TlsAcceptor {
     }
 }
 
-/// Admits lanes in the clear, to which both sides have consented.
+/// Admits unencrypted lanes. Both sides have consented to them.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainAcceptor(PlainConsent);
 
 impl PlainAcceptor {
-    /// An acceptor under this consent.
+    /// Returns an acceptor that acts on `consent`.
     #[must_use]
     pub fn new(consent: PlainConsent) -> Self {
         Self(consent)

@@ -1,8 +1,8 @@
-//! The control lane: a stream of few bytes, secured by rustls from beginning to end, because only
-//! rustls's buffered connection can export keys.
+//! The control lane: a low-volume stream that rustls encrypts throughout, because only rustls's
+//! buffered connection can export keys.
 //!
-//! Any thread may send; one thread at a time receives. Neither holds the connection's lock while
-//! it waits for the socket, so a peer that reads slowly delays no one's receiving.
+//! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
+//! it waits for the socket, so a peer that reads slowly does not delay receiving.
 
 use crate::sync::lock;
 use std::io::{self, Read, Write};
@@ -25,39 +25,35 @@ use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 use super::trust::Trust;
 
-/// How long one write, or one object that has begun to arrive, may stand still.
+/// Maximum time without progress in a write, or in a message that has begun to arrive.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// Why the control lane failed. It is at its end, save for [`ControlError::Deadline`].
+/// Why the control lane failed. Every error except [`ControlError::Deadline`] ends the lane.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// Nothing came in time. Nothing is lost: ask again.
-    #[error("no control message came before the deadline")]
+    /// No message arrived in time. Nothing is lost; the caller may retry.
+    #[error("no control message arrived before the deadline")]
     Deadline,
-    /// Something came, and then no more, or the peer does not take what we send.
-    #[error("the peer stopped in the middle of a control message: it hangs, or the network does")]
+    /// A message stopped partway, or the peer stopped reading.
+    #[error("the control lane stalled in the middle of a message: the peer or the network hangs")]
     Stalled,
-    /// The peer said that it is done.
-    #[error("the peer has closed the control lane")]
+    /// The peer closed the lane.
+    #[error("the peer closed the control lane")]
     Closed,
-    /// The connection ended without the peer's saying so.
-    #[error(
-        "the control lane was cut: the peer died, or someone ended the connection; it did not close it"
-    )]
+    /// The connection ended without a close from the peer.
+    #[error("the control lane ended without a close: the peer died, or the connection was reset")]
     Truncated,
-    /// [`ControlStream::shutdown`] was called here.
+    /// This side called [`ControlStream::shutdown`].
     #[error("the control lane was shut down on this side")]
     Cancelled,
-    /// The peer gave up and said why.
-    #[error("the peer ended the control lane with the alert {0}")]
+    /// The peer sent an alert.
+    #[error("the peer ended the control lane with alert {0}")]
     PeerAlert(Alert),
-    /// The peer's records do not hold.
-    #[error(
-        "a record on the control lane is not acceptable, changed on the way or a breach of protocol: {0}"
-    )]
+    /// A record from the peer is invalid.
+    #[error("invalid record on the control lane, modified in transit or a protocol violation: {0}")]
     Tls(#[source] rustls::Error),
-    /// The connection broke.
+    /// The connection failed.
     #[error("the control lane's connection failed: {0}")]
     Io(#[source] io::Error),
 }
@@ -65,28 +61,28 @@ pub enum ControlError {
 /// An authenticated control lane.
 pub struct ControlStream {
     stream: TcpStream,
-    /// Guards rustls's state; held for computation, never across a wait.
+    /// rustls's state. Locked for computation only, never while waiting.
     connection: Mutex<Connection>,
-    /// Sealed bytes on their way out. Its holder seals and writes, so records leave in order.
+    /// Sealed bytes to be sent. The lock's holder seals and writes, which keeps records in order.
     outgoing: Mutex<Outgoing>,
-    /// Bytes of the socket that rustls has not taken yet.
+    /// Bytes from the socket that rustls has not processed.
     incoming: Mutex<Incoming>,
     cancelled: AtomicBool,
     peer: PeerIdentity,
     parameters: Parameters,
-    /// What it was made with, on the side that accepted.
+    /// The settings of the handshake, on the accepting side.
     settings: Option<Arc<ServerSettings>>,
 }
 
-/// Sealed bytes on their way to the socket.
+/// Sealed bytes to be sent.
 #[derive(Default)]
 struct Outgoing {
     bytes: Vec<u8>,
-    /// A write failed, perhaps in the middle of a record: nothing can be sent after it.
+    /// A write failed, possibly in the middle of a record, so nothing more can be sent.
     has_failed: bool,
 }
 
-/// Makes the control lane of a connection that this side opened.
+/// Turns a connection that this side opened into the control lane.
 ///
 /// # Errors
 /// [`HandshakeError`].
@@ -105,7 +101,7 @@ pub fn client(
     )
 }
 
-/// Makes the control lane of a connection that this side accepted.
+/// Turns a connection that this side accepted into the control lane.
 ///
 /// # Errors
 /// [`HandshakeError`].
@@ -123,7 +119,7 @@ pub fn server(
         settings.provider,
         deadline,
     )?;
-    Ok(lane.made_with(settings))
+    Ok(lane.with_settings(settings))
 }
 
 impl ControlStream {
@@ -139,7 +135,7 @@ impl ControlStream {
         Self::established(stream, connection, trust, provider)
     }
 
-    /// The control lane on a connection whose handshake is complete.
+    /// Returns the control lane on a connection after a complete handshake.
     pub(super) fn established(
         stream: TcpStream,
         connection: Connection,
@@ -166,18 +162,18 @@ impl ControlStream {
         })
     }
 
-    /// The same, and what it was made with on the side that accepted.
-    pub(super) fn made_with(mut self, settings: Arc<ServerSettings>) -> Self {
+    /// Records the settings of the handshake, on the accepting side.
+    pub(super) fn with_settings(mut self, settings: Arc<ServerSettings>) -> Self {
         self.settings = Some(settings);
         self
     }
 
-    /// Who the peer is.
+    /// The peer.
     pub fn peer(&self) -> &PeerIdentity {
         &self.peer
     }
 
-    /// What was negotiated.
+    /// The negotiated parameters.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
@@ -187,14 +183,14 @@ impl ControlStream {
         &self.stream
     }
 
-    /// Sends all of `bytes`, from any thread. What one call sends stays together.
+    /// Sends all of `bytes`, from any thread. Calls do not interleave.
     ///
     /// # Errors
-    /// [`ControlError`]; an unknown part of `bytes` has been sent then.
+    /// [`ControlError`]. Part of `bytes` may have been sent.
     pub fn send(&self, mut bytes: &[u8]) -> Result<(), ControlError> {
         let mut outgoing = lock(&self.outgoing);
         while !bytes.is_empty() {
-            // rustls takes 64 KiB at most before its queue must be emptied.
+            // rustls buffers at most 64 KiB until its output is written.
             let taken = lock(&self.connection)
                 .writer()
                 .write(bytes)
@@ -205,11 +201,11 @@ impl ControlStream {
         Ok(())
     }
 
-    /// Waits for bytes until `deadline` and returns how many were put into `buffer`, at least
-    /// one; zero is the peer's clean end. One thread at a time.
+    /// Waits for data until `deadline` and returns the number of bytes written to `buffer`, at
+    /// least one. Zero means that the peer closed the lane. One thread at a time may call this.
     ///
     /// # Errors
-    /// [`ControlError::Deadline`] loses nothing; every other error is the lane's end.
+    /// [`ControlError::Deadline`] loses nothing; every other error ends the lane.
     pub fn receive(&self, buffer: &mut [u8], deadline: Instant) -> Result<usize, ControlError> {
         let mut incoming = lock(&self.incoming);
         loop {
@@ -224,7 +220,7 @@ impl ControlStream {
                     .fill(&self.stream)
                     .map_err(|error| self.broken(error))?;
                 if count == 0 {
-                    // No close_notify came before the end.
+                    // The connection ended without close_notify.
                     return Err(self.broken(io::ErrorKind::UnexpectedEof.into()));
                 }
             }
@@ -232,12 +228,12 @@ impl ControlStream {
         }
     }
 
-    /// Fills `buffer`. The deadline is for the first byte; once that has come, each further part
-    /// may take [`STALL_LIMIT`].
+    /// Fills `buffer`. The deadline applies to the first byte; each further read may take
+    /// [`STALL_LIMIT`].
     ///
     /// # Errors
-    /// [`ControlError::Deadline`] when nothing came: nothing is lost. [`ControlError::Closed`]
-    /// when the peer closed before the first byte, [`ControlError::Truncated`] when after it.
+    /// [`ControlError::Deadline`] if nothing arrived; nothing is lost. [`ControlError::Closed`] if
+    /// the peer closed the lane before the first byte, [`ControlError::Truncated`] if after it.
     pub fn receive_exact(&self, buffer: &mut [u8], deadline: Instant) -> Result<(), ControlError> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -257,11 +253,11 @@ impl ControlStream {
         Ok(())
     }
 
-    /// Keying material that both ends of this connection, and nobody else, can derive
-    /// (RFC 8446, section 7.5), as long as `out`.
+    /// Exports keying material of the length of `out`, which only the two ends of this connection
+    /// can derive (RFC 8446, section 7.5).
     ///
     /// # Errors
-    /// [`ControlError::Tls`] when `out` is longer than the suite can derive.
+    /// [`ControlError::Tls`] if `out` is longer than the suite can derive.
     pub fn export(
         &self,
         label: &[u8],
@@ -274,10 +270,10 @@ impl ControlStream {
             .map_err(ControlError::Tls)
     }
 
-    /// Tells the peer that nothing more will be sent. Receiving stays possible.
+    /// Sends close_notify. Receiving remains possible.
     ///
     /// # Errors
-    /// [`ControlError`] when the peer could not be told.
+    /// [`ControlError`] if it could not be sent.
     pub fn close(&self) -> Result<(), ControlError> {
         let mut outgoing = lock(&self.outgoing);
         lock(&self.connection).send_close_notify();
@@ -287,15 +283,15 @@ impl ControlStream {
             .map_err(|error| self.broken(error))
     }
 
-    /// Ends the lane at once, from any thread: whoever waits in it gets
-    /// [`ControlError::Cancelled`], and the peer sees a cut.
+    /// Ends the lane immediately, from any thread. Threads that wait in it get
+    /// [`ControlError::Cancelled`]; the peer's connection ends without a close.
     pub fn shutdown(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
-        // Fails only when the connection is gone already, which wakes everybody too.
+        // Fails only if the connection has already ended, which wakes waiting threads too.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Plaintext that rustls holds; `None` when there is none.
+    /// Reads plaintext that rustls holds; `None` if there is none.
     fn decrypted(&self, buffer: &mut [u8]) -> Result<Option<usize>, ControlError> {
         match lock(&self.connection).reader().read(buffer) {
             Ok(count) => Ok(Some(count)),
@@ -304,16 +300,16 @@ impl ControlStream {
         }
     }
 
-    /// Gives rustls what has come. Called only when its plaintext is used up, so one record's
-    /// worth is all it ever holds.
+    /// Passes received bytes to rustls. Called only when its plaintext is used up, so rustls never
+    /// holds more than one record.
     fn decrypt(&self, incoming: &mut Incoming) -> Result<(), ControlError> {
         let processed = {
             let mut connection = lock(&self.connection);
             incoming.feed(&mut connection).map_err(ControlError::Io)?;
             connection.process_new_packets()
         };
-        // A reply, of a key update, or the alert that goes with an error. Whoever sends right now
-        // takes it along.
+        // rustls may have queued a reply to a key update, or the alert for an error. If another
+        // thread is sending, that thread sends it.
         match self.outgoing.try_lock() {
             Ok(mut outgoing) if !outgoing.has_failed => {
                 let flushed = self.flush(&mut outgoing);
@@ -332,7 +328,7 @@ impl ControlStream {
         }
     }
 
-    /// Writes everything that rustls has sealed.
+    /// Writes all bytes that rustls has sealed.
     fn flush(&self, outgoing: &mut Outgoing) -> Result<(), ControlError> {
         if outgoing.has_failed {
             return Err(ControlError::Stalled);
@@ -389,7 +385,7 @@ impl std::fmt::Debug for ControlStream {
     }
 }
 
-/// Ciphertext between the socket and rustls, one record's worth.
+/// A buffer for ciphertext between the socket and rustls, one record long.
 struct Incoming {
     bytes: Box<[u8]>,
     start: usize,
@@ -411,7 +407,7 @@ impl Incoming {
         self.start == self.end
     }
 
-    /// Reads once from a socket that is readable; zero at its end.
+    /// Reads once from a readable socket; zero at its end.
     fn fill(&mut self, mut stream: &TcpStream) -> io::Result<usize> {
         self.start = 0;
         self.end = 0;
@@ -432,7 +428,7 @@ impl Incoming {
     }
 }
 
-/// Runs a handshake to its end; on an error of TLS the peer gets its alert.
+/// Runs a handshake to completion. If TLS fails, sends the alert.
 fn drive(
     connection: &mut Connection,
     stream: &TcpStream,
@@ -476,8 +472,7 @@ fn write(
 }
 
 impl ServerTls {
-    /// Keeps the settings that the session's control lane was made with for all that belongs to
-    /// the session.
+    /// Keeps the settings of the session's control lane for everything that belongs to the session.
     pub fn keep(&self, control: &ControlStream) {
         if let Some(settings) = &control.settings {
             self.keep_settings(settings);

@@ -1,10 +1,8 @@
-//! Keys that this host denies, whatever certificate they come in: the file `denied` beside an
-//! identity.
+//! Keys that this host denies, in any certificate: the file `denied` beside an identity.
 //!
 //! A revocation list names certificates. It cannot stop the holder of a stolen key that is pinned
-//! here: a new certificate for the key is signed with the key. A denied key is refused in the
-//! peer's certificate, in every certificate that the peer sends with it, and in the authority at
-//! the end of the chain.
+//! here, who can sign a new certificate with the key. A denied key is refused in the peer's
+//! certificate, in every intermediate that the peer sends, and in the trust anchor.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -17,7 +15,7 @@ use rustls::pki_types::CertificateDer;
 use super::identity::error::IdentityError;
 use super::peers::{Peer, PeerRefused, Pin};
 
-/// The keys of one file.
+/// The denied keys of one file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Denied {
     keys: HashSet<Pin>,
@@ -25,11 +23,11 @@ pub(super) struct Denied {
 }
 
 impl Denied {
-    /// Reads the text of the file at `path`: on each line a pin of a key (`spki-sha256:…`), with
-    /// `#` before a comment.
+    /// Parses the file at `path`: each line holds the pin of a key (`spki-sha256:…`); `#` starts a
+    /// comment.
     ///
     /// # Errors
-    /// [`IdentityError::BadDenied`], which names the line.
+    /// [`IdentityError::BadDenied`] with the line number.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self, IdentityError> {
         let bad = |line: usize, reason: &'static str| IdentityError::BadDenied {
             path: path.to_owned(),
@@ -48,10 +46,10 @@ impl Denied {
                 Ok(Peer::Pin(Pin::Certificate(_))) => {
                     return Err(bad(
                         number,
-                        "it pins a certificate, which a new one for the same key evades",
+                        "it pins a certificate, but a new certificate for the same key would still be accepted",
                     ));
                 }
-                _ => return Err(bad(number, "it is not a pin of a key")),
+                _ => return Err(bad(number, "it is not the pin of a key")),
             };
         }
         Ok(Self {
@@ -60,12 +58,12 @@ impl Denied {
         })
     }
 
-    /// How many keys are denied.
+    /// The number of denied keys.
     pub(super) fn len(&self) -> usize {
         self.keys.len()
     }
 
-    /// Looks for the keys of all certificates that a peer has sent.
+    /// Checks the keys of all certificates that a peer sent.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`].
@@ -80,7 +78,7 @@ impl Denied {
         let leaf = [leaf].into_iter().map(|leaf| (leaf, false));
         let issuers = intermediates.iter().map(|issuer| (issuer, true));
         for (certificate, issuer) in leaf.chain(issuers) {
-            // One that cannot be read is part of no chain, and fails the handshake as a leaf.
+            // A certificate that cannot be parsed fails the handshake as a leaf and joins no chain.
             if let Some(key) = Pin::of_key(certificate).filter(|key| self.keys.contains(key)) {
                 return Err(PeerRefused::Denied {
                     key,
@@ -92,7 +90,7 @@ impl Denied {
         Ok(())
     }
 
-    /// Looks for the key of the authority at the end of a chain.
+    /// Checks the key of the trust anchor.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`].
@@ -122,7 +120,7 @@ mod tests {
         let text = format!("# stolen in May\n\n  {KEY}  # host-c\n{KEY}\n");
         let denied = Denied::parse(Path::new("denied"), text.as_bytes()).unwrap();
         assert_eq!(denied.len(), 1);
-        // As editors of other systems and other tools write it.
+        // Other editors and tools write line ends, case and colons differently.
         let colons = KEY.replacen("0011", "00:11", 1);
         assert!(Denied::parse(Path::new("denied"), colons.as_bytes()).is_err());
         let (prefix, digits) = KEY.split_once(':').unwrap();
@@ -141,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_denies_no_key_is_an_error_that_names_it() {
+    fn a_line_without_a_key_is_an_error_with_its_number() {
         let certificate = KEY.replacen("spki-", "", 1);
         let short = &KEY[..KEY.len() - 1];
         let latin = b"# caf\xe9".as_slice();

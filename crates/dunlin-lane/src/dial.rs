@@ -1,10 +1,10 @@
-//! Opening a lane: the trait by which engine and tunnel open lanes, and the dialers for TLS and
+//! Opening lanes: the trait through which engine and tunnel open lanes, and the dialers for TLS and
 //! plain lanes.
 //!
-//! A [`LaneDialer`] turns a [`LaneRequest`] into a lane that is ready to send. It takes its TCP
-//! connections from a [`Connector`], so that a process that may not open sockets can supply them.
-//! Connecting and the handshake end soon after the request's [`DialCancel`] is used; only the
-//! resolver of names cannot be interrupted.
+//! A [`LaneDialer`] turns a [`LaneRequest`] into a lane that is ready to send. It gets its TCP
+//! connections from a [`Connector`], so a process that may not open sockets can have another
+//! process supply them. The request's [`DialCancel`] interrupts connecting and the handshake; it
+//! cannot interrupt name resolution.
 
 use crate::sync::lock;
 use std::io;
@@ -30,13 +30,13 @@ pub trait Connector: Send + Sync {
     /// Connects to `endpoint`, a host and a port.
     ///
     /// # Errors
-    /// No connection by `deadline`, or `stop` became readable before.
+    /// No connection was established by `deadline` or before `stop` became readable.
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
 
-    /// Connects from a local address and port to `remote`.
+    /// Connects from the address and port `local` to `remote`.
     ///
     /// # Errors
-    /// As [`Connector::connect`]. `AddrInUse` where the local port is taken.
+    /// As [`Connector::connect`]. `AddrInUse` if the local port is in use.
     fn connect_from(
         &self,
         local: SocketAddr,
@@ -46,7 +46,7 @@ pub trait Connector: Send + Sync {
     ) -> io::Result<TcpStream>;
 }
 
-/// Sockets of this process, to the first reachable address of a name.
+/// Opens sockets of this process and connects to the first reachable address of a name.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardConnector;
 
@@ -56,7 +56,7 @@ impl Connector for StandardConnector {
             io::ErrorKind::NotFound,
             format!("{endpoint} has no address"),
         );
-        // An IPv6 address without brackets would be a host and, by its last group, a port.
+        // Without brackets, the last group of an IPv6 address would be parsed as the port.
         let is_bare = endpoint.matches(':').count() > 1 && !endpoint.starts_with('[');
         let addresses = if is_bare {
             Err(io::Error::new(io::ErrorKind::InvalidInput, "no brackets"))
@@ -64,7 +64,7 @@ impl Connector for StandardConnector {
             endpoint.to_socket_addrs()
         };
         let addresses = addresses.map_err(|error| {
-            // The standard library's own words do not say what is missing.
+            // The standard library's message does not say which part is missing.
             if error.kind() == io::ErrorKind::InvalidInput {
                 let wanted =
                     "give a host and a port, as in host-b.example:4444 or [2001:db8::7]:4444";
@@ -92,30 +92,30 @@ impl Connector for StandardConnector {
     }
 }
 
-/// One lane that is to be opened.
+/// A request to open one lane.
 #[derive(Clone, Copy)]
 pub struct LaneRequest<'a> {
     /// Host and port of the peer's listener.
     pub endpoint: &'a str,
     /// The only peer that may answer. `tls` may allow others.
     pub peer: &'a Principal,
-    /// The certificate that this side shows, and the peers whose certificates it accepts.
+    /// This side's certificate and the peers whose certificates it accepts.
     pub tls: &'a ClientTls,
-    /// When it is too late.
+    /// The dial fails at this time.
     pub deadline: Instant,
-    /// Ends it from another thread.
+    /// Cancels the dial from another thread.
     pub cancel: &'a DialCancel,
-    /// Opens the connections.
+    /// Opens the TCP connection.
     pub connector: &'a Arc<dyn Connector>,
 }
 
 /// Opens lanes of one kind: TLS, plain, or sealed below TCP.
 pub trait LaneDialer: Send + Sync {
-    /// Opens one lane to an authenticated peer. Called on the thread that will send on the lane,
-    /// which may be bound to one CPU by it. Nothing has been sent on the lane yet.
+    /// Opens one lane to an authenticated peer, without sending on it. Call this on the thread that
+    /// will send on the lane: the dialer may bind that thread to one CPU.
     ///
     /// # Errors
-    /// There is no lane by the deadline, the peer is another one, or the request was cancelled.
+    /// The deadline passed, another peer answered, or the request was cancelled.
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError>;
 }
 
@@ -123,48 +123,48 @@ pub trait LaneDialer: Send + Sync {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DialError {
-    /// No TCP connection.
+    /// The TCP connection failed.
     #[error("{endpoint} cannot be reached")]
     Connect {
         /// Host and port.
         endpoint: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// A socket cannot be set up, or this process has no descriptor left.
-    #[error("the lane's socket cannot be set up")]
+    /// A socket cannot be set up, or the process has no free file descriptor.
+    #[error("cannot set up the lane's socket")]
     Socket(#[from] io::Error),
-    /// No TLS session.
-    #[error("the connection to {endpoint} cannot be secured")]
+    /// The TLS handshake failed.
+    #[error("TLS handshake with {endpoint} failed")]
     Handshake {
         /// Host and port.
         endpoint: String,
-        /// Why.
+        /// The cause.
         source: HandshakeError,
     },
-    /// An allowed peer answered, but not the one of the control lane.
-    #[error("{endpoint} is another peer than the control lane's")]
+    /// Another allowed peer answered, not the peer of the control lane.
+    #[error("{endpoint} is not the peer of the control lane")]
     OtherPeer {
         /// Host and port.
         endpoint: String,
     },
-    /// The lane failed before it was used.
+    /// The lane failed before its first use.
     #[error(transparent)]
     Send(#[from] SendError),
     /// A dialer that seals below TCP failed.
-    #[error("{endpoint} cannot be reached by a sealed connection")]
+    #[error("cannot open a lane protected below TCP to {endpoint}")]
     Sealed {
         /// Host and port.
         endpoint: String,
-        /// The code if the next attempt would fail in the same way.
+        /// The fault code if a retry would fail in the same way.
         permanent: Option<FaultCode>,
-        /// Why.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
 impl DialError {
-    /// The code if the next attempt would fail in the same way; `None` if it may succeed.
+    /// Returns the fault code if a retry would fail in the same way; `None` if a retry may succeed.
     #[must_use]
     pub fn permanent(&self) -> Option<FaultCode> {
         match self {
@@ -175,7 +175,7 @@ impl DialError {
     }
 }
 
-/// Ends a dial from another thread. Clones end the same one.
+/// Cancels a dial from another thread. All clones cancel the same dial.
 #[derive(Clone, Debug)]
 pub struct DialCancel(Arc<State>);
 
@@ -186,10 +186,10 @@ struct State {
 }
 
 impl DialCancel {
-    /// One that has not been used.
+    /// Returns a handle that is not cancelled.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// The process has no free file descriptor.
     pub fn new() -> io::Result<Self> {
         Ok(Self(Arc::new(State {
             stop: Stop::new()?,
@@ -197,13 +197,12 @@ impl DialCancel {
         })))
     }
 
-    /// Ends the dial: wakes it where it waits for a connection, and shuts the connection down
-    /// where it waits for the peer.
+    /// Cancels the dial: interrupts connecting, and shuts down the connection during the handshake.
     pub fn cancel(&self) {
         let stream = lock(&self.0.stream);
         self.0.stop.tell();
         if let Some(stream) = &*stream {
-            // Fails only where the connection is gone already.
+            // Fails only if the connection has already closed.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -214,22 +213,22 @@ impl DialCancel {
         self.0.stop.is_told()
     }
 
-    /// Becomes readable when the dial is cancelled, and stays so.
+    /// Becomes readable, and stays readable, when the dial is cancelled.
     #[must_use]
     pub fn wakeup(&self) -> &Wakeup {
         self.0.stop.wakeup()
     }
 
-    /// Has `stream` shut down at the cancellation, at once if that was before. It replaces the
+    /// Shuts down `stream` on cancellation, immediately if that has already happened. Replaces the
     /// connection of an earlier call.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// The process has no free file descriptor.
     pub fn covers(&self, stream: &TcpStream) -> io::Result<()> {
         let same = stream.try_clone()?;
         let mut covered = lock(&self.0.stream);
         if self.is_cancelled() {
-            // Fails only where the connection is gone already.
+            // Fails only if the connection has already closed.
             let _ = same.shutdown(Shutdown::Both);
         }
         *covered = Some(same);
@@ -259,12 +258,12 @@ impl LaneDialer for TlsDialer {
     }
 }
 
-/// Opens lanes in the clear, to which both sides have consented.
+/// Opens unencrypted lanes. Both sides have consented to them.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainDialer(PlainConsent);
 
 impl PlainDialer {
-    /// A dialer under this consent.
+    /// Returns a dialer that acts on `consent`.
     #[must_use]
     pub fn new(consent: PlainConsent) -> Self {
         Self(consent)
@@ -278,7 +277,7 @@ impl LaneDialer for PlainDialer {
     }
 }
 
-/// A connection whose peer's disappearance the kernel will notice.
+/// Connects, and enables the kernel's detection of a dead peer.
 fn connect(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
     let connected =
         request
@@ -293,14 +292,14 @@ fn connect(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
     Ok(stream)
 }
 
-/// The session that a lane belongs to, for its first message.
+/// What a lane's first message needs: the session that the lane belongs to.
 #[derive(Debug)]
 pub struct LaneTicket<'a> {
-    /// The wire version that was selected.
+    /// The selected wire version.
     pub version: u16,
     /// The session.
     pub session: SessionId,
-    /// Its secret, with which the lane proves that it belongs to the session.
+    /// The session's secret, which keys the lane's proof.
     pub secret: &'a SessionSecret,
     /// The lane's number.
     pub lane: u16,
@@ -319,7 +318,7 @@ impl LaneTicket<'_> {
             mac: prove(self.secret, &self.session, self.lane),
         };
         let mut bytes = Vec::new();
-        // It has no part whose length varies.
+        // Cannot fail: every field has a fixed length.
         open.encode(&mut bytes)
             .map_err(|error| SendError::Io(io::Error::other(error)))?;
         sender.send(&bytes)
@@ -338,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_address_is_told_with_what_is_wanted() {
+    fn an_invalid_endpoint_is_an_error_that_names_the_format() {
         let (_waker, stop) = dunlin_linux::poll::waker().unwrap();
         for endpoint in [
             "127.0.0.1",
@@ -361,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cancellation_shuts_the_connection_that_is_covered_then_or_later() {
+    fn a_cancellation_shuts_down_connections_covered_before_or_after_it() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let connect = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let cancel = DialCancel::new().unwrap();

@@ -1,6 +1,6 @@
-//! Fuzz entries of the lanes: what comes out of a connection before and after
-//! its peer is authenticated. Compiled for tests and with the feature
-//! `fuzzing` only; see [`dunlin_proto::fuzz`] for how they are run.
+//! Fuzz targets of the lanes: the bytes of a connection before and after its peer is authenticated.
+//! Compiled for tests and with the feature `fuzzing` only; see [`dunlin_proto::fuzz`] for how to
+//! run them.
 
 use dunlin_proto::fuzz::Target;
 
@@ -12,7 +12,7 @@ pub use crate::peers::fuzz::fuzz_certificate;
 pub use crate::record::fuzz::{fuzz_record_content, fuzz_records};
 pub use crate::relayed::fuzz::fuzz_relayed;
 
-/// Every entry of this crate.
+/// Every target of this crate.
 pub const TARGETS: &[Target] = &[
     ("connection", fuzz_connection),
     ("handshake_records", fuzz_handshake_records),
@@ -24,8 +24,8 @@ pub const TARGETS: &[Target] = &[
     ("relayed", fuzz_relayed),
 ];
 
-/// Two ends of a connection without a network: local sockets in the clothes of
-/// TCP, since every reader here takes a `TcpStream`.
+/// Returns two ends of a connection without a network: unix sockets typed as TCP, because every
+/// reader here takes a `TcpStream`.
 pub fn pair() -> (std::net::TcpStream, std::net::TcpStream) {
     use std::os::fd::OwnedFd;
     let (near, far) = std::os::unix::net::UnixStream::pair().expect("descriptors are free");
@@ -46,7 +46,7 @@ mod tests {
         match target {
             "connection" => {
                 let mut seeds = vectors("opening/");
-                // The start of a record with a ClientHello of two cipher suites.
+                // The beginning of a record with a ClientHello of two cipher suites.
                 let mut hello = vec![22, 3, 1, 0, 49, 1, 0, 0, 45, 3, 3];
                 hello.extend([7; 32]);
                 hello.extend([0, 0, 4, 0x13, 1, 0x13, 2, 1, 0, 0, 0]);
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_every_reader_of_a_lane_stands_seeds_and_mutations() {
+    fn i7_every_reader_of_a_lane_survives_seeds_and_mutations() {
         check(TARGETS, seeds);
     }
 }

@@ -1,11 +1,11 @@
-//! The handshake of a data lane, on a blocking socket and against a deadline.
+//! The TLS handshake of a data lane, on a blocking socket with a deadline.
 //!
-//! rustls negotiates; its traffic keys are then taken out of it and become the two halves of
-//! [`record`](super::record). Records are read exactly, header and then body, so that not a byte
-//! of the peer's first data is swallowed here, which matters as soon as the kernel is to read on.
+//! rustls performs the handshake. Its traffic keys are then extracted and become the two halves of
+//! [`record`](super::record), or the kernel's. Reads are exact, header and then body, so no byte of
+//! the peer's first data is consumed here: the kernel must find it in the socket.
 //!
-//! In TLS 1.3 the side that connects is done before the other has seen its certificate. A refusal
-//! therefore reaches a source later, as an alert on its lane.
+//! In TLS 1.3 the client finishes before the server verifies the client's certificate. A source
+//! therefore learns of a refusal later, from an alert on its lane.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -39,58 +39,58 @@ use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
 use super::trust::Trust;
 pub use super::trust::UntrustedReason;
 
-/// How long a failed handshake waits for its alert to be taken, at most.
+/// Maximum time that a failed handshake waits for the peer to read its alert.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// A connection whose peer is authenticated, with the keys of both directions.
+/// An authenticated connection with the keys of both directions.
 #[derive(Debug)]
 pub struct Secured {
-    /// The connection; it has no time-outs set, and none of the peer's data has been read.
+    /// The connection. It has no timeouts set, and none of the peer's data has been read.
     pub stream: TcpStream,
-    /// Who the peer is.
+    /// The peer.
     pub peer: PeerIdentity,
-    /// What was negotiated.
+    /// The negotiated parameters.
     pub parameters: Parameters,
-    /// Who seals what we send and opens what the peer sends, with the keys.
+    /// What seals and opens the records, with the keys.
     pub records: Records,
 }
 
-/// The keys of both directions.
+/// Where records are sealed and opened.
 #[derive(Debug)]
 pub enum Records {
-    /// In this process.
+    /// This process does it.
     Process {
-        /// Seals what we send.
+        /// Seals outgoing records.
         seal: SealHalf,
-        /// Opens what the peer sends.
+        /// Opens incoming records.
         open: OpenHalf,
     },
-    /// In the kernel: what is written to the socket is sealed, what is read is opened.
+    /// The kernel does it: it seals what is written to the socket and opens what is read.
     Kernel(InKernel),
 }
 
-/// How far the keys that the kernel has are used up.
+/// Key usage of the keys in the kernel.
 #[derive(Debug)]
 pub struct InKernel {
-    /// The number of the next record sent.
+    /// The sequence number of the next outgoing record.
     pub(super) sent: u64,
 }
 
-/// What a handshake agreed on, for the log.
+/// The negotiated parameters of a handshake, for the log.
 #[derive(Clone, Copy, Debug)]
 pub struct Parameters {
     /// The cipher suite.
     pub suite: CipherSuite,
     /// The key exchange.
     pub group: NamedGroup,
-    /// The library that seals and opens on this side.
+    /// The library that seals and opens records on this side.
     pub provider: Provider,
 }
 
-/// Makes a data lane of a connection that this side opened.
+/// Turns a connection that this side opened into a data lane.
 ///
 /// # Errors
-/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
 pub fn client(
     stream: TcpStream,
     tls: &ClientTls,
@@ -107,10 +107,10 @@ pub fn client(
     )
 }
 
-/// Makes a data lane of a connection that this side accepted.
+/// Turns a connection that this side accepted into a data lane.
 ///
 /// # Errors
-/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
 pub fn server(
     stream: TcpStream,
     tls: &ServerTls,
@@ -139,7 +139,7 @@ fn secure<C: Unbuffered>(
     drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
     let peer = peer_identity(connection.common(), trust)?;
     let parameters = parameters(connection.common(), provider)?;
-    // No key is ever renewed: lanes are replaced instead.
+    // The key updater is unused: lanes are replaced instead of rekeyed.
     let (secrets, _) = connection.into_secrets()?;
     let records = records(&stream, secrets, parameters, offload)?;
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
@@ -152,7 +152,7 @@ fn secure<C: Unbuffered>(
     })
 }
 
-/// The identity of a peer whose handshake is complete, and that it is Dunlin.
+/// Returns the peer's identity after a complete handshake, and checks that the peer is Dunlin.
 pub(super) fn peer_identity(
     connection: &CommonState,
     trust: &Trust,
@@ -160,11 +160,11 @@ pub(super) fn peer_identity(
     if connection.alpn_protocol() != Some(ALPN) {
         return Err(HandshakeError::NotDunlin);
     }
-    identified(connection, trust)
+    identity_of(connection, trust)
 }
 
-/// The identity of a peer whose handshake is complete, whatever it is.
-fn identified(connection: &CommonState, trust: &Trust) -> Result<PeerIdentity, HandshakeError> {
+/// Returns the peer's identity after a complete handshake, for any program.
+fn identity_of(connection: &CommonState, trust: &Trust) -> Result<PeerIdentity, HandshakeError> {
     let (leaf, intermediates) = connection
         .peer_certificates()
         .and_then(<[_]>::split_first)
@@ -174,7 +174,7 @@ fn identified(connection: &CommonState, trust: &Trust) -> Result<PeerIdentity, H
         .map_err(HandshakeError::from)
 }
 
-/// What a complete handshake agreed on.
+/// Returns what a complete handshake negotiated.
 pub(super) fn parameters(
     connection: &CommonState,
     provider: Provider,
@@ -183,7 +183,7 @@ pub(super) fn parameters(
     let group = connection
         .negotiated_key_exchange_group()
         .map(|group| group.name())
-        .ok_or_else(|| local("no key exchange took place"))?;
+        .ok_or_else(|| local("the handshake negotiated no key exchange"))?;
     Ok(Parameters {
         suite,
         group,
@@ -191,17 +191,19 @@ pub(super) fn parameters(
     })
 }
 
-/// The cipher suite of a complete handshake, by its cipher.
+/// Returns the cipher of a complete handshake.
 fn negotiated_suite(connection: &CommonState) -> Result<CipherSuite, HandshakeError> {
     let suite = connection.negotiated_cipher_suite();
     let suite = suite.map(|suite| suite.suite());
-    suite
-        .and_then(CipherSuite::of)
-        .ok_or_else(|| local(format!("suite {suite:?} was negotiated and never offered")))
+    suite.and_then(CipherSuite::of).ok_or_else(|| {
+        local(format!(
+            "the handshake negotiated suite {suite:?}, which was not offered"
+        ))
+    })
 }
 
-/// Reads one whole record of the handshake and appends it to `incoming`. `received` counts what
-/// the peer has sent so far.
+/// Reads one whole handshake record and appends it to `incoming`. `received` counts all bytes of
+/// the peer.
 pub(super) fn read_record(
     mut stream: &TcpStream,
     deadline: Instant,
@@ -259,13 +261,13 @@ pub(super) fn write_all(
     Ok(())
 }
 
-/// Lets the peer take our alert. Closing a socket with unread bytes in it resets the connection,
-/// and a reset destroys what the peer has not read yet.
+/// Waits until the peer has read our alert. Closing a socket with unread bytes resets the
+/// connection, and a reset discards what the peer has not read yet.
 pub fn linger(mut stream: &TcpStream, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let mut budget = FLIGHT_LIMIT_BYTES;
     let mut scrap = [0; 4096];
-    // Any failure here means that nobody is left to listen.
+    // Any failure here means that the connection has ended.
     if stream.shutdown(Shutdown::Write).is_err() {
         return;
     }
@@ -295,7 +297,7 @@ fn local(reason: impl ToString) -> HandshakeError {
     HandshakeError::Local(reason.to_string())
 }
 
-/// Runs a handshake to its end. On an error of TLS the peer gets its alert.
+/// Runs a handshake to completion. If TLS fails, sends the alert.
 fn drive<C: Unbuffered>(
     connection: &mut C,
     stream: &TcpStream,
@@ -314,7 +316,8 @@ fn drive<C: Unbuffered>(
             Ok(Next::Read) => read_record(stream, deadline, &mut incoming, &mut received)?,
             Ok(Next::Done) => return Ok(()),
             Err(error) => {
-                // Best effort: the peer may be gone, and the first error is the one to report.
+                // Best effort: the connection may have ended, and the first error is the one to
+                // report.
                 let _ = write_all(stream, deadline, &outgoing);
                 return Err(error);
             }
@@ -322,17 +325,17 @@ fn drive<C: Unbuffered>(
     }
 }
 
-/// What a handshake needs next.
+/// The next action of a handshake.
 enum Next {
     Go,
-    /// The outgoing bytes are a whole flight.
+    /// Send the outgoing bytes, a whole flight.
     Write,
-    /// One more record.
+    /// Read one more record.
     Read,
     Done,
 }
 
-/// Takes a handshake one step on. Its alert is among the outgoing bytes if it fails.
+/// Advances a handshake by one step. If it fails, `outgoing` contains the alert.
 fn step<C: Unbuffered>(
     connection: &mut C,
     incoming: &mut Vec<u8>,
@@ -351,7 +354,7 @@ fn step<C: Unbuffered>(
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => {
             return Err(HandshakeError::PeerClosed);
         }
-        Ok(_) => return Err(local("data appeared during a handshake without early data")),
+        Ok(_) => return Err(local("application data during the handshake")),
         Err(error) => {
             // Best effort: the first error is the one to report.
             let _ = add_alert(connection, outgoing);
@@ -361,15 +364,13 @@ fn step<C: Unbuffered>(
     incoming.drain(..discard);
     match next {
         Next::Done if connection.common().is_handshaking() => Ok(Next::Read),
-        Next::Done if !incoming.is_empty() => {
-            Err(local("bytes were left over after the handshake"))
-        }
+        Next::Done if !incoming.is_empty() => Err(local("unprocessed bytes after the handshake")),
         next => Ok(next),
     }
 }
 
-/// Adds what rustls queued when it failed. While something is queued, rustls returns it and reads
-/// no input; after that it would go on with the rest of the spoilt input.
+/// Appends the output that rustls queued when it failed. rustls reads no input while output is
+/// queued; afterwards it would continue with the rest of the invalid input.
 fn add_alert<C: Unbuffered>(
     connection: &mut C,
     outgoing: &mut Vec<u8>,
@@ -383,7 +384,7 @@ fn add_alert<C: Unbuffered>(
     Ok(())
 }
 
-/// Appends one message to `outgoing`; its length is only known once it did not fit.
+/// Appends one message to `outgoing`. The first attempt returns its length if it does not fit.
 pub(crate) fn encode<D>(
     part: &mut EncodeTlsData<'_, D>,
     outgoing: &mut Vec<u8>,
@@ -403,7 +404,7 @@ pub(crate) fn encode<D>(
     }
 }
 
-/// Gives the keys of a lane's finished handshake to whoever is to use them.
+/// Installs the keys of a completed lane handshake in the kernel or in this process.
 pub(super) fn records(
     stream: &TcpStream,
     secrets: ExtractedSecrets,
@@ -411,9 +412,9 @@ pub(super) fn records(
     offload: Offload,
 ) -> Result<Records, HandshakeError> {
     if kernel::choose(offload, parameters.suite)?.is_kernel
-        && kernel::takes(stream, &secrets, Version::V1_3)?
+        && kernel::try_install(stream, &secrets, Version::V1_3)?
     {
-        // Dunlin pads nothing. A kernel without this option copies each record once more.
+        // Dunlin sends no padding. Without this option the kernel copies each record once more.
         let _ = ktls::expect_no_padding(stream);
         let (sent, _) = secrets.tx;
         return Ok(Records::Kernel(InKernel { sent }));
@@ -422,7 +423,7 @@ pub(super) fn records(
     Ok(Records::Process { seal, open })
 }
 
-/// The record halves for the keys of a finished handshake.
+/// The record halves for the keys of a completed handshake.
 pub(super) fn halves(
     secrets: ExtractedSecrets,
     provider: Provider,
@@ -436,7 +437,7 @@ pub(super) fn halves(
     Ok((seal, open))
 }
 
-/// The two roles' connections, which rustls gives no common trait.
+/// The methods that both roles' connections have; rustls has no common trait for them.
 pub(crate) trait Unbuffered: Sized {
     type Data;
 
@@ -447,16 +448,16 @@ pub(crate) trait Unbuffered: Sized {
 
     fn common(&self) -> &CommonState;
 
-    /// The traffic keys, and what makes those that follow them.
+    /// Returns the traffic keys and the source of their successors.
     fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error>;
 }
 
-/// Makes a connection's next traffic keys (RFC 8446, section 7.2).
+/// Derives a connection's next traffic keys (RFC 8446, section 7.2).
 pub trait Renewal: Send {
-    /// Those that this side seals with.
+    /// Derives the next sending key of this side.
     fn sending(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error>;
 
-    /// Those that the peer seals with.
+    /// Derives the peer's next sending key.
     fn receiving(&mut self) -> Result<ConnectionTrafficSecrets, rustls::Error>;
 }
 

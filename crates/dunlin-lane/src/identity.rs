@@ -1,10 +1,11 @@
-//! This host's identity: its certificate, its key, and the authorities whose peers it trusts.
+//! This host's identity: its certificate, its key, and its trust anchors.
 //!
-//! Loaded from a directory in one of the layouts of [`Layout`], or from [`Files`]. From an
-//! identity come the TLS settings of both roles, made in [`policy`](super::policy).
+//! An identity is loaded from a directory in one of the layouts of [`Layout`], or from [`Files`].
+//! [`policy`](super::policy) builds the TLS settings of both roles from it.
 //!
-//! Nothing is watched: whoever loads an identity again gets what the files hold then, and
-//! [`ServerTls::replace`](super::policy::ServerTls::replace) has a destination use it from the next handshake on.
+//! The files are not watched. Load the identity again to read changed files, and pass it to
+//! [`ServerTls::replace`](super::policy::ServerTls::replace): the destination uses it from the next
+//! handshake on.
 
 mod dated;
 mod directory;
@@ -47,7 +48,7 @@ use super::trust::{Authorities, UntrustedReason};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A host's certificate chain, key and trusted authorities.
+/// A host's certificate chain, key and trust anchors.
 pub struct Identity {
     pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) key: Zeroizing<PrivateKeyDer<'static>>,
@@ -57,34 +58,34 @@ pub struct Identity {
     options: LoadOptions,
 }
 
-/// What a host's certificate says, for people.
+/// The content of a host's certificate, for display.
 #[derive(Clone, Debug)]
 pub struct Summary {
     /// The names that the certificate carries.
     pub names: Vec<PeerName>,
     /// SHA-256 of the certificate.
     pub fingerprint: [u8; 32],
-    /// What others can pin it by.
+    /// The pin by which other hosts can allow the certificate.
     pub pin: Pin,
-    /// What others can pin its key by, beyond its renewal.
+    /// The pin of the key, which stays valid after a renewal.
     pub key_pin: Option<Pin>,
-    /// From when it is valid.
+    /// The beginning of the validity.
     pub not_before: String,
-    /// Until when it is valid.
+    /// The end of the validity.
     pub not_after: String,
-    /// How many authorities are trusted.
+    /// The number of trust anchors.
     pub authorities: usize,
-    /// How many revocation lists there are.
+    /// The number of revocation lists.
     pub revocation_lists: usize,
-    /// How many keys are denied.
+    /// The number of denied keys.
     pub denied_keys: usize,
 }
 
 impl Identity {
-    /// Loads and checks the files in `directory`; the warnings are for the log.
+    /// Loads and checks the files in `directory`. The caller should log the warnings.
     ///
     /// # Errors
-    /// [`IdentityError`], which names the file and what to do.
+    /// [`IdentityError`], which names the file and the remedy.
     pub fn load(
         directory: &Path,
         options: LoadOptions,
@@ -93,10 +94,10 @@ impl Identity {
         Self::load_files(files, options)
     }
 
-    /// The same with files that may be anywhere.
+    /// As [`Identity::load`], with files at any path.
     ///
     /// # Errors
-    /// [`IdentityError`], which names the file and what to do.
+    /// [`IdentityError`], which names the file and the remedy.
     pub fn load_files(
         files: Files,
         options: LoadOptions,
@@ -124,13 +125,15 @@ impl Identity {
             let lists = files::revocation_lists(path)?;
             let decoded = files::revocations(path, &lists)?;
             let mut lists: Vec<_> = lists.iter().zip(decoded).enumerate().collect();
-            // Of several lists of one authority and scope the first is asked: the newest says it all.
-            lists.sort_by_key(|(_, (list, _))| Reverse(made_by(list).map(|(_, made)| made)));
+            // webpki reads the first matching list of an authority and scope, so the newest comes
+            // first.
+            lists
+                .sort_by_key(|(_, (list, _))| Reverse(issuer_and_date(list).map(|(_, made)| made)));
             let mut scopes = HashSet::new();
             for (position, (list, decoded)) in lists {
                 let scope = decoded.issuing_distribution_point().map(<[u8]>::to_vec);
-                // One that a newer has replaced may well be past its time.
-                if scopes.insert((made_by(list).map(|(issuer, _)| issuer), scope)) {
+                // No date for a list that a newer one replaces: it may well be out of date.
+                if scopes.insert((issuer_and_date(list).map(|(issuer, _)| issuer), scope)) {
                     dates.extend(Dated::of_revocation_list(path, position, list));
                 }
                 revocations.push(decoded);
@@ -162,18 +165,18 @@ impl Identity {
         Ok((identity, warnings))
     }
 
-    /// The files that it was loaded from.
+    /// The files that the identity was loaded from.
     pub fn files(&self) -> &Files {
         &self.files
     }
 
-    /// When its certificate, the authorities' and the revocation lists are valid, the host's
-    /// certificate first.
+    /// The validity of the host's certificate (first), of the trust anchors and of the revocation
+    /// lists.
     pub fn dates(&self) -> &[Dated] {
         &self.dates
     }
 
-    /// What will soon have come to its end at `now`, or has.
+    /// Returns a warning for each item that expires soon after `now`, or has expired.
     pub fn expiring(&self, now: SystemTime) -> Vec<Warning> {
         self.dates
             .iter()
@@ -181,7 +184,7 @@ impl Identity {
             .collect()
     }
 
-    /// What the certificate says.
+    /// Summarises the certificate.
     ///
     /// # Errors
     /// [`IdentityError::BadItem`].
@@ -202,8 +205,8 @@ impl Identity {
         })
     }
 
-    /// Looks a peer up in what is denied and revoked here. It was admitted earlier, perhaps by an
-    /// identity that was loaded before.
+    /// Checks a peer against the denied keys and revocation lists. The peer was admitted earlier,
+    /// perhaps by a previously loaded identity.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
@@ -220,8 +223,7 @@ impl Identity {
         )
     }
 
-    /// A peer would refuse an outdated certificate too, but could tell us only that much: here
-    /// the file can be named.
+    /// A peer would refuse an outdated certificate too, but only this check can name the file.
     fn check_validity(&self, now: SystemTime) -> Result<(), IdentityError> {
         let certificate = self.leaf()?;
         let validity = certificate.validity();
@@ -248,7 +250,7 @@ impl Identity {
         })?;
         match CertifiedKey::new(self.chain.clone(), signer).keys_match() {
             Ok(()) => Ok(()),
-            // The library cannot tell: the first handshake will.
+            // The library cannot compare them; the first handshake detects a mismatch.
             Err(rustls::Error::InconsistentKeys(rustls::InconsistentKeys::Unknown)) => Ok(()),
             Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityError::KeyMismatch {
                 key: self.files.key.clone(),
@@ -263,18 +265,18 @@ impl Identity {
         }
     }
 
-    /// The peer's check of the extended key usage (RFC 5280, section 4.2.1.12), made here, where
-    /// the file can be named.
+    /// Checks the extended key usage (RFC 5280, section 4.2.1.12) as a peer does, but names the
+    /// file.
     pub(super) fn check_purpose(&self, role: Role) -> Result<(), IdentityError> {
         let certificate = self.leaf()?;
         let Ok(Some(usage)) = certificate.extended_key_usage() else {
             return Ok(());
         };
         let (fits, wanted) = match role {
-            Role::Source => (usage.value.client_auth, "TLS clients, as a source is one"),
+            Role::Source => (usage.value.client_auth, "TLS clients, which a source is"),
             Role::Destination => (
                 usage.value.server_auth,
-                "TLS servers, as a destination is one",
+                "TLS servers, which a destination is",
             ),
         };
         if fits || usage.value.any {
@@ -286,8 +288,8 @@ impl Identity {
         })
     }
 
-    /// Whether our own authorities would take our certificate. They need not: the peers' may be
-    /// others.
+    /// Checks our certificate against our own trust anchors. A mismatch is only a warning, because
+    /// the peers' anchors may differ.
     fn check_chain(&self) -> Result<Option<Warning>, IdentityError> {
         let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
         let algorithms = handshake_algorithms();
@@ -310,7 +312,7 @@ impl Identity {
     }
 }
 
-/// For any purpose.
+/// Accepts any extended key usage.
 struct Any;
 
 impl ExtendedKeyUsageValidator for Any {
@@ -332,7 +334,7 @@ impl Dated {
         Ok(Self::new(item, path, position, dates))
     }
 
-    /// None for one that names no date for the next.
+    /// `None` if the list has no date for its successor.
     fn of_revocation_list(path: &Path, position: usize, list: &[u8]) -> Option<Self> {
         let (_, list) = CertificateRevocationList::from_der(list).ok()?;
         let dates = (list.last_update(), list.next_update()?);
@@ -388,8 +390,8 @@ fn parse<'a>(
         })
 }
 
-/// The name of the authority that made a revocation list, and when, in seconds since 1970.
-fn made_by(list: &[u8]) -> Option<(Vec<u8>, i64)> {
+/// The issuer of a revocation list, and its date in seconds since 1970.
+fn issuer_and_date(list: &[u8]) -> Option<(Vec<u8>, i64)> {
     let (_, list) = CertificateRevocationList::from_der(list).ok()?;
     Some((
         list.issuer().as_raw().to_vec(),
@@ -397,7 +399,7 @@ fn made_by(list: &[u8]) -> Option<(Vec<u8>, i64)> {
     ))
 }
 
-/// What lies before 1970 is taken for 1970: nothing that is checked here is that old.
+/// Converts a time. Times before 1970 become 1970; nothing that is checked here is that old.
 fn system_time(time: ASN1Time) -> SystemTime {
     let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
     UNIX_EPOCH + Duration::from_secs(seconds)

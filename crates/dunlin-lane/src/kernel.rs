@@ -1,19 +1,19 @@
-//! Records sealed and opened by the kernel: whether this one can, and giving a connection's keys
-//! to it.
+//! Kernel TLS: whether this kernel can seal and open records, and installation of a connection's
+//! keys.
 //!
 //! ```text
-//!   asked for: process ──────────────────────────────────────────────▶ in the process
-//!              kernel, auto ──▶ probe: a connection to ourselves
-//!                                 │ no module, no cipher, one direction alone
+//!   requested: process ──────────────────────────────────────────────▶ in the process
+//!              kernel, auto ──▶ probe: a connection to this host
+//!                                 │ no module, no cipher, one direction only
 //!                                 ├──── auto ────────────────────────▶ in the process
 //!                                 ├──── kernel ──▶ an error
-//!                                 │ a slow driver: auto ─────────────▶ in the process
-//!                                 └──▶ each connection's keys, both ─▶ in the kernel
+//!                                 │ slow driver: auto ───────────────▶ in the process
+//!                                 └──▶ keys of both directions ──────▶ in the kernel
 //! ```
 //!
-//! A connection whose keys the kernel does not take, where it took the probe's, is given up and
-//! never used with others: half of it might go in the clear. With `auto` those that follow are
-//! then secured in the process, until the kernel is asked again.
+//! If the kernel rejects a connection's keys although it accepted the probe's, the connection is
+//! closed and never used with other keys: one direction might be unencrypted. With `auto`, later
+//! connections then use this process until the kernel is probed again.
 
 mod chosen;
 mod driver;
@@ -35,93 +35,91 @@ use super::sync::lock;
 pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
 
-/// After so long a kernel that had no TLS is asked again.
-const REFUSAL_BELIEVED: Duration = Duration::from_secs(30);
-/// How long the probe's own connection may take.
+/// Time after which a kernel without TLS is probed again.
+const REFUSAL_LIFETIME: Duration = Duration::from_secs(30);
+/// Timeout of the probe's connection.
 const PROBE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why the kernel does not seal and open records.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Refused {
-    /// There is nothing that could.
+    /// The kernel has no TLS.
     #[error(
-        "this kernel has no TLS: load its module when the host starts (`modprobe tls`), since \
-         nobody else can who has no privileges or is in a container; or take a kernel that is \
-         built with CONFIG_TLS"
+        "this kernel has no TLS: load its module when the host starts (`modprobe tls`; a process \
+         in a container or without privileges cannot), or use a kernel built with CONFIG_TLS"
     )]
     Absent,
-    /// It knows TLS and not this cipher.
-    #[error("this kernel's TLS does not take {suite} ({reason}): allow another cipher suite")]
+    /// The kernel's TLS does not support this cipher.
+    #[error("this kernel's TLS does not support {suite} ({reason}): allow another cipher suite")]
     Cipher {
         /// The cipher.
         suite: CipherSuite,
-        /// What the kernel says.
+        /// The kernel's error.
         reason: String,
     },
-    /// It takes a key for one direction and not for the other.
-    #[error("this kernel's TLS takes no key for {} ({reason})", way(*.direction))]
+    /// The kernel accepts a key for one direction only.
+    #[error("this kernel's TLS rejected the key for {} ({reason})", direction_name(*.direction))]
     Direction {
-        /// The one that it refuses.
+        /// The rejected direction.
         direction: Direction,
-        /// What the kernel says.
+        /// The kernel's error.
         reason: String,
     },
-    /// Its cipher is slower than this process's.
+    /// The kernel's cipher is slower than this process's.
     #[error(
-        "this kernel has {driver} for it, which does not use the processor's instructions for \
-         AES: load the module that does (`modprobe aesni-intel`), or ask for the kernel all the \
-         same"
+        "this kernel's driver is {driver}, which does not use the processor's AES instructions: \
+         load the module that does (`modprobe aesni-intel`), or require the kernel explicitly"
     )]
     Slow {
-        /// What it would use.
+        /// The kernel's driver.
         driver: Driver,
     },
-    /// Which cipher it has is hidden from this process.
+    /// This process cannot see which driver the kernel uses.
     #[error(
-        "which driver this kernel has for it cannot be read in /proc/crypto, so it may be a slow \
-         one: let this process read that (a service's ProcSubset=pid hides it), or ask for the \
-         kernel all the same"
+        "cannot read this kernel's cipher driver from /proc/crypto, so it may be slow: let this \
+         process read that file (a service's ProcSubset=pid hides it), or require the kernel \
+         explicitly"
     )]
     Untold,
-    /// The peer has ended the connection meanwhile, and the kernel was given nothing of it.
-    #[error("the peer has ended the connection before the kernel could be given its keys")]
+    /// The peer closed the connection before any key was installed.
+    #[error("the peer closed the connection before its keys were installed in the kernel")]
     Gone,
-    /// Something else went wrong.
-    #[error("this kernel's TLS could not be set up: {reason}")]
+    /// Any other failure.
+    #[error("cannot set up this kernel's TLS: {reason}")]
     Failed {
-        /// What.
+        /// The cause.
         reason: String,
     },
 }
 
-/// What the kernel's TLS can do with a cipher.
+/// What the kernel's TLS supports for a cipher.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Abilities {
-    /// What seals and opens; `None` where the kernel does not tell.
+    /// The driver that seals and opens; `None` if the kernel does not report it.
     pub driver: Option<Driver>,
-    /// A connection's keys can be renewed (Linux 6.14).
+    /// The kernel can replace a connection's keys (Linux 6.14).
     pub renews_keys: bool,
-    /// Records are opened where the reader wants them (Linux 6.0).
+    /// The kernel opens records straight into the reader's buffer (Linux 6.0).
     pub opens_in_place: bool,
 }
 
-/// Who it is, and on what grounds.
+/// What seals and opens records, and why.
 #[derive(Clone, Debug)]
 pub struct Choice {
-    /// Whether it is the kernel.
+    /// Whether the kernel does.
     pub is_kernel: bool,
     /// A line for the log.
     pub reason: String,
-    /// What of the kernel's does it, if it is the kernel and tells.
+    /// The kernel's driver, if the kernel does and reports it.
     pub driver: Option<Driver>,
 }
 
-/// Asks who is to seal and open `suite` for a caller who wants `offload`. The first question about
-/// a suite opens a connection to this host itself and may load the kernel's module.
+/// Chooses what seals and opens `suite` under the setting `offload`. The first call for a suite
+/// opens a connection to this host and may load the kernel's module.
 ///
 /// # Errors
-/// [`Refused`], if it had to be the kernel.
+/// [`Refused`], if the setting requires the kernel.
 pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
     let process = |reason: &dyn fmt::Display| Choice {
         is_kernel: false,
@@ -129,7 +127,7 @@ pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
         reason: format!("TLS records are sealed in this process: {reason}"),
     };
     if offload == Offload::Process {
-        return Ok(process(&"as asked for"));
+        return Ok(process(&"as configured"));
     }
     let abilities = match abilities(suite) {
         Ok(abilities) => abilities,
@@ -153,46 +151,47 @@ pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
     }
 }
 
-/// What the kernel can do with `suite`, as its probe has found. A refusal is believed for half a
-/// minute, since somebody may load the module; one for a reason of this process's own, which may
-/// be short of descriptors for a moment, is not believed at all. A process that will not be able to
-/// connect to itself any more asks before: what is known then stays.
+/// Returns what the kernel supports for `suite`, from a cached probe. A refusal is cached for half
+/// a minute, because the module may be loaded later. A failure of this process (for example, no
+/// free descriptor) is not cached. A process that will lose the ability to connect to itself should
+/// call this first: the cached result then stays.
 ///
 /// # Errors
 /// [`Refused`].
 pub fn abilities(suite: CipherSuite) -> Result<Abilities, Refused> {
-    let mut known = known();
-    let slot = &mut known[suite as usize];
+    let mut cache = cache();
+    let slot = &mut cache[suite as usize];
     if let Some(found) = slot
-        && found.is_believed()
+        && found.is_current()
     {
         return found.result.clone();
     }
     let result = probe(suite);
-    match (Found::of(&result), slot) {
+    match (Cached::of(&result), slot) {
         (Some(found), slot) => *slot = Some(found),
-        // It could not be asked again, so what it said stands.
+        // The kernel could not be probed again, so the cached result stays valid.
         (None, Some(found)) => return found.result.clone(),
         (None, None) => {}
     }
     result
 }
 
-/// Has `auto` choose this process for a while: a connection was refused where the probe was not.
+/// Makes `auto` choose this process for a while, after the kernel rejected a connection that it
+/// should have accepted.
 fn remember(suite: CipherSuite, refused: &Refused) {
-    if let Some(found) = Found::of(&Err(refused.clone())) {
-        known()[suite as usize] = Some(found);
+    if let Some(found) = Cached::of(&Err(refused.clone())) {
+        cache()[suite as usize] = Some(found);
     }
 }
 
-/// What is known of a suite.
-struct Found {
+/// The cached result for a suite.
+struct Cached {
     result: Result<Abilities, Refused>,
     at: Instant,
 }
 
-impl Found {
-    /// None of what says nothing about the kernel.
+impl Cached {
+    /// `None` for a result that is not about the kernel.
     fn of(result: &Result<Abilities, Refused>) -> Option<Self> {
         match result {
             Err(Refused::Failed { .. } | Refused::Gone) => None,
@@ -203,39 +202,40 @@ impl Found {
         }
     }
 
-    fn is_believed(&self) -> bool {
-        self.result.is_ok() || self.at.elapsed() < REFUSAL_BELIEVED
+    fn is_current(&self) -> bool {
+        self.result.is_ok() || self.at.elapsed() < REFUSAL_LIFETIME
     }
 }
 
-type Known = [Option<Found>; CipherSuite::ALL.len()];
+type Cache = [Option<Cached>; CipherSuite::ALL.len()];
 
-fn known() -> MutexGuard<'static, Known> {
-    static KNOWN: Mutex<Known> = Mutex::new([const { None }; CipherSuite::ALL.len()]);
-    lock(&KNOWN)
+fn cache() -> MutexGuard<'static, Cache> {
+    static CACHE: Mutex<Cache> = Mutex::new([const { None }; CipherSuite::ALL.len()]);
+    lock(&CACHE)
 }
 
-/// Gives both keys of a connection to the kernel, before anything is sent with them.
+/// Installs both keys of a connection in the kernel, before anything is sent with them.
 ///
 /// # Errors
-/// [`Refused`]. The connection must be closed then, and nothing be sent on it.
+/// [`Refused`]. The connection must then be closed without sending on it.
 pub fn install(
     stream: &TcpStream,
     secrets: &ExtractedSecrets,
     version: Version,
 ) -> Result<(), Refused> {
-    match takes(stream, secrets, version)? {
+    match try_install(stream, secrets, version)? {
         true => Ok(()),
         false => Err(Refused::Gone),
     }
 }
 
-/// As [`install`]. False if the peer has ended the connection already; the kernel has nothing then,
-/// and the peer's last words, most likely why it refuses us, are read without it.
+/// As [`install`], but returns false if the peer has already closed the connection. The kernel then
+/// has no key, and this process can read the peer's final message, usually the reason for a
+/// refusal.
 ///
 /// # Errors
 /// As [`install`].
-pub(crate) fn takes(
+pub(crate) fn try_install(
     stream: &TcpStream,
     secrets: &ExtractedSecrets,
     version: Version,
@@ -248,8 +248,8 @@ pub(crate) fn takes(
     Ok(is_prepared)
 }
 
-/// Prepares a connection for [`give`]. False if the peer has ended the connection already; the
-/// kernel has nothing then, and the peer's last words are read without it.
+/// Prepares a connection for [`give`]. Returns false if the peer has already closed the connection;
+/// the kernel then has no key, and this process can read the peer's final message.
 ///
 /// # Errors
 /// As [`install`].
@@ -265,7 +265,7 @@ pub(crate) fn prepare(
     }
 }
 
-/// Gives both keys of a connection to the kernel that is prepared for them.
+/// Installs both keys of a prepared connection in the kernel.
 ///
 /// # Errors
 /// As [`install`].
@@ -287,7 +287,7 @@ pub(crate) fn give(
     Ok(())
 }
 
-/// A refusal in TLS 1.3 counts for the connections that follow: that is what the probe asks about.
+/// Caches a refusal in TLS 1.3 for later connections; the probe covers that version.
 fn remembered(
     result: Result<(), Refused>,
     suite: CipherSuite,
@@ -299,8 +299,8 @@ fn remembered(
     result
 }
 
-/// Asks the same for a connection to a program that is not Dunlin. Any such may renew its key in
-/// TLS 1.3, so `auto` takes the kernel only where it can follow.
+/// As [`choose`], for a connection to a program other than Dunlin. Such a program may renew its
+/// keys in TLS 1.3, so `auto` chooses the kernel only if it can follow.
 ///
 /// # Errors
 /// As [`choose`].
@@ -315,22 +315,22 @@ pub fn choose_for_relay(
         return Ok(Choice {
             is_kernel: false,
             driver: None,
-            reason: "TLS records are sealed in this process: this kernel cannot change a \
-                     connection's keys, which the peer may do (Linux 6.14 can)"
+            reason: "TLS records are sealed in this process: this kernel cannot replace a \
+             connection's keys, which the peer may request (needs Linux 6.14)"
                 .to_owned(),
         });
     }
     Ok(choice)
 }
 
-/// Why a connection ends that the peer would have go on with another key.
-pub const CANNOT_RENEW: &str = "this kernel cannot change a connection's keys (Linux 6.14 \
-    can): let this process seal this route's records, by tls_offload";
+/// Why a connection ends when its keys must be renewed.
+pub const CANNOT_RENEW: &str = "this kernel cannot replace a connection's keys (needs Linux \
+ 6.14): seal the records of this route in this process (tls_offload)";
 
-/// Gives the kernel the next key of a direction in TLS 1.3, whose records count from zero.
+/// Installs the next key of a direction in the kernel (TLS 1.3). Its record numbers begin at zero.
 ///
 /// # Errors
-/// What setsockopt(2) says, `ResourceBusy` for a kernel that cannot.
+/// The error of setsockopt(2); `ResourceBusy` if the kernel does not support renewal.
 pub fn renew(
     stream: &TcpStream,
     direction: Direction,
@@ -346,7 +346,7 @@ pub fn renew(
 fn attach(stream: &TcpStream) -> Result<(), Refused> {
     ktls::attach(stream).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Refused::Absent,
-        // An end that has come is enough (tls_init, net/tls/tls_main.c).
+        // One closed direction is enough for this (tls_init, net/tls/tls_main.c).
         io::ErrorKind::NotConnected => Refused::Gone,
         _ => failed(error),
     })
@@ -358,7 +358,7 @@ fn failed(error: impl fmt::Display) -> Refused {
     }
 }
 
-/// What it means that a key was not taken. A connection that has gone says nothing of the kernel.
+/// Converts the rejection of a key. If the connection has ended, it says nothing about the kernel.
 fn refused(direction: Direction, error: &io::Error) -> Refused {
     let reason = error.to_string();
     match error.kind() {
@@ -370,7 +370,7 @@ fn refused(direction: Direction, error: &io::Error) -> Refused {
     }
 }
 
-/// Gives one key to the kernel and asks whether it has it.
+/// Installs one key in the kernel and verifies that it is in use.
 fn try_give(
     stream: &TcpStream,
     direction: Direction,
@@ -389,14 +389,16 @@ fn try_give(
     ktls::install(stream, direction, &key)?;
     match ktls::installed(stream, direction)? {
         Some(installed) if installed.is(version, cipher) => Ok(()),
-        _ => Err(io::Error::other("it took a key and does not have it")),
+        _ => Err(io::Error::other(
+            "the kernel accepted a key but does not report it",
+        )),
     }
 }
 
-/// Where the kernel's nonces begin. AES-GCM of TLS 1.2 sends eight bytes of each, which the
-/// handshake makes by adding a record's number to those of the key block, and the kernel by
-/// counting on from what it is given: given the key block's, it would use that of *Finished* again,
-/// and two records with one nonce give the key away. So it begins at the other end, 2^63 away.
+/// The first nonce for the kernel. AES-GCM in TLS 1.2 sends eight bytes of each nonce. The
+/// handshake derives them by adding the record number to the key block's value; the kernel counts
+/// up from the value it is given. Starting at the key block's value would reuse the nonce of
+/// *Finished*, and two records with the same nonce reveal the key. So the kernel starts 2^63 away.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
         iv[4] ^= 0x80;
@@ -413,17 +415,17 @@ fn cipher(suite: CipherSuite) -> Cipher {
 }
 
 fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
-    let (near, far) = to_ourselves().map_err(|error| Refused::Failed {
-        reason: format!("no connection on the loopback to try it with: {error}"),
+    let (near, far) = loopback_pair().map_err(|error| Refused::Failed {
+        reason: format!("no loopback connection for the probe: {error}"),
     })?;
     attach(&near)?;
     attach(&far)?;
-    // These keys protect nothing: both ends are here.
+    // These keys protect nothing: both ends are in this process.
     let keys = [[1; 32], [2; 32], [3; 32]];
     let key = |number: usize| (suite, &keys[number][..suite.key_bytes()], [0; 12]);
     let give =
         |stream, direction, number| try_give(stream, direction, key(number), 0, Version::V1_3);
-    // On a socket each, so that a cipher is told from a direction.
+    // One direction per socket, to distinguish an unsupported cipher from an unsupported direction.
     let sends = give(&near, Direction::Sending, 0);
     let receives = give(&far, Direction::Receiving, 0);
     match (&sends, &receives) {
@@ -440,7 +442,7 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     }
     let exchanged = exchange(&near, &far).and_then(|()| exchange(&far, &near));
     exchanged.map_err(|error| Refused::Failed {
-        reason: format!("a record that it sealed did not arrive: {error}"),
+        reason: format!("a record sealed by the kernel did not arrive: {error}"),
     })?;
     Ok(Abilities {
         driver: Driver::of(suite),
@@ -449,7 +451,7 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     })
 }
 
-fn to_ourselves() -> io::Result<(TcpStream, TcpStream)> {
+fn loopback_pair() -> io::Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let near = TcpStream::connect_timeout(&listener.local_addr()?, PROBE_LIMIT)?;
     let far = loop {
@@ -467,18 +469,18 @@ fn to_ourselves() -> io::Result<(TcpStream, TcpStream)> {
 fn exchange(mut from: &TcpStream, mut to: &TcpStream) -> io::Result<()> {
     const WORD: &[u8] = b"probe";
     from.write_all(WORD)?;
-    let mut came = [0; WORD.len()];
-    to.read_exact(&mut came)?;
-    if came != WORD {
-        return Err(io::Error::other("it was changed"));
+    let mut received = [0; WORD.len()];
+    to.read_exact(&mut received)?;
+    if received != WORD {
+        return Err(io::Error::other("the probe's data was modified"));
     }
     Ok(())
 }
 
-fn way(direction: Direction) -> &'static str {
+fn direction_name(direction: Direction) -> &'static str {
     match direction {
-        Direction::Sending => "what this side sends",
-        Direction::Receiving => "what the peer sends",
+        Direction::Sending => "sending",
+        Direction::Receiving => "receiving",
     }
 }
 
@@ -488,25 +490,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn k01_what_says_nothing_of_the_kernel_is_not_remembered() {
+    fn k01_failures_of_this_process_are_not_cached() {
         let reason = "too many open files".to_owned();
-        assert!(Found::of(&Err(Refused::Failed { reason })).is_none());
-        assert!(Found::of(&Err(Refused::Gone)).is_none());
-        let mut absent = Found::of(&Err(Refused::Absent)).unwrap();
-        assert!(absent.is_believed());
-        if let Some(at) = Instant::now().checked_sub(REFUSAL_BELIEVED) {
+        assert!(Cached::of(&Err(Refused::Failed { reason })).is_none());
+        assert!(Cached::of(&Err(Refused::Gone)).is_none());
+        let mut absent = Cached::of(&Err(Refused::Absent)).unwrap();
+        assert!(absent.is_current());
+        if let Some(at) = Instant::now().checked_sub(REFUSAL_LIFETIME) {
             absent.at = at;
-            assert!(!absent.is_believed(), "the module may be there by now");
+            assert!(!absent.is_current(), "the module may have been loaded");
         }
     }
 
     #[test]
-    fn k18_a_key_of_tls_1_2_never_begins_where_the_handshake_did() {
+    fn k18_tls_1_2_nonces_start_away_from_the_handshakes() {
         let iv = [7; 12];
         for cipher in [Cipher::Aes128Gcm, Cipher::Aes256Gcm] {
             let first = first_nonce(iv, cipher, Version::V1_2);
             assert_eq!(first[..4], iv[..4]);
-            // The handshake's are the key block's with a small number added without carry.
+            // The handshake's values are the key block's plus a small number, without carry.
             let number = |iv: [u8; 12]| u64::from_be_bytes(*iv.last_chunk().unwrap());
             assert_eq!(number(first) ^ number(iv), 1 << 63);
         }
@@ -515,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn k01_a_choice_says_why_and_what_must_be_the_kernel_is_never_the_process() {
+    fn k01_a_choice_has_a_reason_and_a_required_kernel_is_never_replaced() {
         for suite in CipherSuite::ALL {
             let auto = choose(Offload::Auto, suite).unwrap();
             match abilities(suite) {

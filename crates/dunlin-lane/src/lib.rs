@@ -1,18 +1,25 @@
-//! Lanes: TCP connections with their security, and the bytes on them.
+//! Lanes: authenticated TCP connections, and the bytes that they carry.
 //!
-//! [`identity`] loads a host's certificates, [`peers`] says whom it accepts, [`policy`] how TLS is
-//! spoken; [`provider`] picks the crypto library that is fastest on this CPU. [`handshake`] turns a connection into a data
-//! lane, whose bytes [`record`] seals and opens and [`data`] sends and receives; [`control`] turns
-//! one into the control lane; [`accept`] does both for connections that come in, many at a time on
-//! one thread; [`dial`] and [`admit`] have the traits by which engine and tunnel open and admit data
-//! lanes, whatever protects them; `reach` finds the first of a name's addresses that answers. The
-//! layers above decide what the bytes mean.
+//! - [`identity`] loads a host's certificate, key and trust anchors. [`peers`] and [`names`] decide
+//!   which peers are allowed, [`denied`] which keys are not.
+//! - [`policy`] builds the TLS settings of both roles; [`provider`] picks the fastest crypto
+//!   library for this CPU; [`kernel`] and [`offload`] decide whether the kernel encrypts.
+//! - [`handshake`] establishes a TLS session and [`proof`] ties a lane to its migration session.
+//!   [`accept`] runs the handshakes of all incoming connections on one thread.
+//! - [`dial`] and [`admit`] define [`LaneDialer`](dial::LaneDialer) and
+//!   [`LaneAcceptor`](admit::LaneAcceptor), the traits through which the layers above open and
+//!   admit data lanes; [`security`] picks an implementation.
+//! - [`control`] is the control lane. [`data`] sends and receives on data lanes; [`record`] seals
+//!   and opens their TLS records.
+//! - [`relayed`] and [`splice`] serve connections to programs other than Dunlin.
+//!
+//! This crate does not interpret what a lane carries; the layers above do.
 //!
 //! ```text
 //!   identity ── peers ── names
 //!       └──── policy ── provider
 //!                │
-//!   handshake ── record          control (rustls keeps the keys, so that it can export)
+//!   handshake ── record          control (rustls keeps its keys: the exporter needs them)
 //!       └──── data ───┘
 //! ```
 

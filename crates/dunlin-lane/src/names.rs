@@ -1,6 +1,6 @@
-//! The names in certificates, and when one of them is an allowed one.
+//! The names in certificates, and how they match allowed names.
 //!
-//! | allowed | fits a certificate with |
+//! | allowed | matches a certificate with |
 //! | --- | --- |
 //! | `host.example` | that DNS name, or `*.example` |
 //! | `*.example` | any DNS name of one label more, or `*.example` itself |
@@ -19,26 +19,26 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
 
-/// In front of a DNS name: it stands for one whole label (RFC 9525, section 6.3).
+/// Wildcard prefix of a DNS name; matches exactly one label (RFC 9525, section 6.3).
 const ANY_LABEL: &str = "*.";
 
-/// One name as a certificate's subjectAltName carries it (RFC 5280, section 4.2.1.6). The common
-/// name is never consulted (RFC 9525, section 2).
+/// One name in a certificate's subjectAltName (RFC 5280, section 4.2.1.6). The common name is never
+/// consulted (RFC 9525, section 2).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum PeerName {
-    /// A DNS name. It may begin with `*.`, which stands for one label: in a certificate for any
-    /// that the authority let its bearer have, in a list of allowed names for any host there.
+    /// A DNS name. A leading `*.` matches one label: in a certificate, any label, as the authority
+    /// certified; in a list of allowed names, any host in that domain.
     Dns(String),
     /// An IP address.
     Ip(IpAddr),
-    /// A URI, compared byte for byte: `spiffe://site/host/7`, for instance.
+    /// A URI, compared byte for byte, such as `spiffe://site/host/7`.
     Uri(String),
 }
 
-/// Not a name that a certificate can carry. The fault is in the configuration.
+/// The text is not a name that a certificate can carry. The fault is in the configuration.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 #[error(
-    "{text:?} is no peer name: give a DNS name or an IP address, without a port, or a URI such as \
+    "invalid peer name {text:?}: give a DNS name or an IP address, without a port, or a URI such as \
      spiffe://site/host"
 )]
 pub struct BadName {
@@ -72,7 +72,7 @@ impl PeerName {
         matches!(self, Self::Dns(name) if name.starts_with(ANY_LABEL))
     }
 
-    /// The name as [`FromStr`] reads it.
+    /// The name in the form that [`FromStr`] parses.
     pub(super) fn text(&self) -> String {
         match self {
             Self::Dns(name) => name.clone(),
@@ -93,18 +93,18 @@ impl PeerName {
     }
 }
 
-/// Whether this is the address of a service, `host.example:4444`, and not a URI.
+/// Whether this is the address of a service, `host.example:4444`, rather than a URI.
 fn has_port(text: &str) -> bool {
     let is_service = |(host, port): (&str, &str)| port.parse::<u16>().is_ok() && is_host(host);
     text.parse::<SocketAddr>().is_ok() || text.rsplit_once(':').is_some_and(is_service)
 }
 
-/// Whether this is a DNS name, or a pattern for several.
+/// Whether this is a DNS name or a wildcard pattern.
 fn is_host(text: &str) -> bool {
     DnsName::try_from(text.strip_prefix(ANY_LABEL).unwrap_or(text)).is_ok()
 }
 
-/// Whether a presented DNS name is `domain` with one label in front of it.
+/// Whether a presented DNS name is `domain` with exactly one label before it.
 fn is_under(presented: &str, domain: &str) -> bool {
     presented
         .split_once('.')
@@ -139,7 +139,7 @@ impl FromStr for PeerName {
 impl fmt::Display for PeerName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // Escaped: a certificate may hold any bytes, and this goes into logs.
+            // Escaped: a certificate may hold any bytes, and logs print them.
             Self::Dns(name) => write!(f, "DNS {}", name.escape_debug()),
             Self::Ip(address) => write!(f, "IP {address}"),
             Self::Uri(uri) => write!(f, "URI {}", uri.escape_debug()),
@@ -147,8 +147,8 @@ impl fmt::Display for PeerName {
     }
 }
 
-/// The subjectAltNames of a certificate, without those that are of a kind not used here. A
-/// certificate that cannot be read has none.
+/// The subjectAltNames of a certificate, without kinds that Dunlin does not use. Empty if the
+/// certificate cannot be parsed.
 pub(super) fn names(leaf: &CertificateDer<'_>) -> Vec<PeerName> {
     let Ok((_, certificate)) = X509Certificate::from_der(leaf) else {
         return Vec::new();
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_what_they_are() {
+    fn names_parse_to_their_kind() {
         let name = |text: &str| text.parse::<PeerName>();
         assert_eq!(name("a.b"), Ok(PeerName::Dns("a.b".into())));
         assert_eq!(name("*.a.b"), Ok(PeerName::Dns("*.a.b".into())));

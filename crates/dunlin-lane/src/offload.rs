@@ -1,25 +1,25 @@
-//! What seals and opens the records of data lanes: the choice of an operator.
+//! The operator's choice of what encrypts the records of data lanes: the kernel or this process.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Who seals and opens the bulk of a lane.
+/// What seals and opens the TLS records of data lanes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Offload {
-    /// The kernel where it can and has a fast cipher, else this process.
+    /// The kernel if it supports the cipher and has a fast implementation, else this process.
     #[default]
     Auto,
-    /// The kernel, or nobody.
+    /// The kernel only; fail if it cannot.
     Kernel,
     /// This process.
     Process,
 }
 
-/// No name of an [`Offload`].
+/// The text does not name an [`Offload`].
 #[derive(Debug, Error)]
-#[error("{0:?} is none of auto, kernel, process")]
+#[error("unknown offload {0:?}: use auto, kernel or process")]
 pub struct UnknownOffload(String);
 
 impl fmt::Display for Offload {

@@ -1,8 +1,8 @@
-//! Which peers may connect, or be connected to: by a name that an authority vouches for, or by a
-//! pin that needs no authority.
+//! The peers that may connect or be connected to: each allowed by a name that an authority
+//! certifies, or by a pin, which needs no authority.
 //!
-//! A certificate chain proves that an authority we trust issued the certificate. The list of
-//! peers decides whether its bearer may migrate virtual machines to or from this host.
+//! A certificate chain proves that a trusted authority issued the certificate. The list of peers
+//! decides whether its holder may migrate virtual machines to or from this host.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -20,11 +20,11 @@ use thiserror::Error;
 
 use super::names::{BadName, PeerName, names};
 
-/// The certificate that is meant, or the key in it, by its SHA-256.
+/// A certificate or key, identified by its SHA-256.
 ///
-/// Written `sha256:` or `spki-sha256:` and 64 hexadecimal digits, with or without colons between
-/// them, as `openssl x509 -fingerprint -sha256` and `dunlin pki show` print them. A pin on the
-/// key outlives a certificate that is renewed for the same key.
+/// Written as `sha256:` or `spki-sha256:` and 64 hexadecimal digits, with or without colons between
+/// the bytes, as `openssl x509 -fingerprint -sha256` prints them. A pin of the key stays valid when
+/// the certificate is renewed for the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pin {
     /// Of the whole certificate (DER).
@@ -33,32 +33,32 @@ pub enum Pin {
     Key([u8; 32]),
 }
 
-/// One peer that is allowed.
+/// One allowed peer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Peer {
-    /// Whoever has a certificate with this name from an authority in our CA bundle.
+    /// Any holder of a certificate with this name from an authority in the CA bundle.
     Name(PeerName),
-    /// Whoever has this certificate or key, whoever issued it, with or without names.
+    /// Any holder of this certificate or key, regardless of issuer and names.
     Pin(Pin),
 }
 
-/// The peers that are allowed.
+/// The allowed peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Peers {
-    /// Every bearer of a certificate from our CA bundle.
+    /// Every holder of a certificate from the CA bundle.
     AnyFromAuthority,
-    /// Each of these, and nobody else.
+    /// Only these peers.
     OneOf(Vec<Peer>),
 }
 
-/// Why a peer was let in, for the log.
+/// Why a peer was admitted, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AuthorisedBy {
-    /// Its certificate comes from the CA bundle, and nothing else was demanded.
+    /// The CA bundle covers its certificate, and nothing else is required.
     Authority,
-    /// Its certificate comes from the CA bundle and carries this allowed name.
+    /// The CA bundle covers its certificate, which carries this allowed name.
     Name(PeerName),
-    /// Its certificate is a pinned one.
+    /// Its certificate or key is pinned.
     Pin(Pin),
 }
 
@@ -67,38 +67,38 @@ pub enum AuthorisedBy {
 pub struct PeerIdentity {
     /// SHA-256 of the leaf certificate (DER).
     pub fingerprint: [u8; 32],
-    /// The names that the certificate carries, in its order.
+    /// The names in the certificate, in the certificate's order.
     pub names: Vec<PeerName>,
-    /// Why it was let in.
+    /// Why the peer was admitted.
     pub authorised_by: AuthorisedBy,
-    /// SHA-256 of the SubjectPublicKeyInfo (DER) of the authority that vouches for the certificate;
-    /// none where a pin alone admitted it, and for the server of a hand-off.
+    /// SHA-256 of the SubjectPublicKeyInfo (DER) of the trust anchor of the certificate's chain.
+    /// `None` if only a pin admitted the peer, and for the server of a hand-off.
     pub authority: Option<[u8; 32]>,
     pub(super) leaf: CertificateDer<'static>,
-    /// The certificates that it sent along.
+    /// The intermediate certificates that the peer sent.
     pub(super) intermediates: Vec<CertificateDer<'static>>,
 }
 
-/// Not a peer that can be allowed. The fault is in the configuration.
+/// The text is not a valid peer. The fault is in the configuration.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum BadPeer {
-    /// Neither a pin nor a name.
+    /// The text is neither a pin nor a name.
     #[error(transparent)]
     Name(#[from] BadName),
-    /// It begins as a pin.
+    /// The text begins like a pin.
     #[error(
-        "{text:?} is no pin: write sha256: for a certificate or spki-sha256: for its key, and 64 hexadecimal digits, with or without colons"
+        "invalid pin {text:?}: use sha256: for a certificate or spki-sha256: for its key, followed by 64 hexadecimal digits, with or without colons"
     )]
     Pin {
-        /// What was given.
+        /// The text.
         text: String,
     },
 }
 
-/// A certificate that is not on the list.
+/// Why an authenticated peer is not allowed.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum PeerRefused {
-    /// An authority that is trusted here issued it, to somebody else.
+    /// A trusted authority issued the certificate, but for another name.
     #[error(
         "the peer's certificate is valid but carries none of the allowed names: it has {}, allowed {} {}; correct the peer names on this host, or give the peer a certificate with the right name",
         list(.presented), if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
@@ -106,10 +106,10 @@ pub enum PeerRefused {
     Name {
         /// The names in the certificate.
         presented: Vec<PeerName>,
-        /// What would have been accepted.
+        /// The allowed peers.
         allowed: Vec<Peer>,
     },
-    /// Its key, or that of a certificate in its chain, is denied on this host.
+    /// Its key, or the key of a certificate in its chain, is denied on this host.
     #[error(
         "the key {key} of {} is denied by {}: give the peer a certificate with another key{}",
         if *.issuer { "an issuer of the peer's certificate" } else { "the peer's certificate" },
@@ -117,28 +117,28 @@ pub enum PeerRefused {
         if *.issuer { ", and of another issuer" } else { "" }
     )]
     Denied {
-        /// The key.
+        /// The denied key.
         key: Pin,
-        /// Whether it is the key of an issuer: of a certificate that the peer sent along, or of
-        /// the authority at the end of the chain.
+        /// Whether it is the key of an issuer: of an intermediate that the peer sent, or of the
+        /// trust anchor.
         issuer: bool,
-        /// The file.
+        /// The file with the denied keys.
         list: PathBuf,
     },
-    /// A revocation list of this host has its certificate.
+    /// A revocation list of this host contains the certificate.
     #[error("the peer's certificate is revoked: give the peer another one")]
     Revoked,
-    /// Pins alone are accepted, and it is none of them.
+    /// Only pins are allowed, and none of them matches.
     #[error(
-        "the peer's certificate is not the pinned one: it is {certificate}, its key {key}, and pinned {} {}; pin the new one on this host if the peer's was replaced, and find out who answers there if it was not",
+        "the peer's certificate is not the pinned one: it is {certificate}, its key {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise another host answers at that address",
         if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
     )]
     Pin {
-        /// The certificate's own pin.
+        /// The pin of the certificate.
         certificate: Pin,
-        /// Its key's.
+        /// The pin of its key.
         key: Pin,
-        /// What would have been accepted.
+        /// The allowed peers.
         allowed: Vec<Peer>,
     },
 }
@@ -149,7 +149,7 @@ impl Pin {
         Self::Certificate(Sha256::digest(leaf).into())
     }
 
-    /// The pin of the key in a certificate; none if the certificate cannot be read.
+    /// The pin of the key in a certificate; `None` if the certificate cannot be parsed.
     pub fn of_key(leaf: &CertificateDer<'_>) -> Option<Self> {
         let key = ParsedCertificate::try_from(leaf)
             .ok()?
@@ -166,16 +166,15 @@ impl Pin {
 }
 
 impl Peers {
-    /// The pin that allows the bearer of `leaf`, whoever issued it.
+    /// The pin that allows the holder of `leaf`.
     pub(super) fn pinned(&self, leaf: &CertificateDer<'_>) -> Option<Pin> {
-        // A pinned key outlives the certificate, also where that is pinned as well.
+        // A pin of the key stays valid after a renewal, so it takes precedence.
         let is_key = |pin: &&Pin| matches!(pin, Pin::Key(_));
         let mut pins = self.pins().filter(is_key).chain(self.pins());
         pins.find(|pin| pin.fits(leaf)).copied()
     }
 
-    /// Whether nobody is allowed but bearers of pinned certificates, so that no authority is
-    /// asked.
+    /// Whether only pins are allowed, so that no authority is needed.
     pub(super) fn are_pins_alone(&self) -> bool {
         match self {
             Self::AnyFromAuthority => false,
@@ -183,8 +182,8 @@ impl Peers {
         }
     }
 
-    /// Whether one peer is in both lists, as they are written: a name and a pin may be one peer's
-    /// without it being seen here.
+    /// Whether both lists contain the same entry. A name and a pin of the same peer are different
+    /// entries.
     pub fn share_one(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::OneOf(own), Self::OneOf(others)) => own.iter().any(|one| others.contains(one)),
@@ -203,16 +202,16 @@ impl Peers {
         })
     }
 
-    /// The reason why the bearer of `leaf` may connect. Unless it is pinned, its chain must have
-    /// been verified.
+    /// Returns the reason why the holder of `leaf` may connect. Unless `leaf` is pinned, its chain
+    /// must have been verified.
     ///
     /// # Errors
-    /// [`PeerRefused`] when it may not. A certificate that cannot be read carries no names.
+    /// [`PeerRefused`] if it may not. A certificate that cannot be parsed carries no names.
     pub fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, PeerRefused> {
         let Self::OneOf(allowed) = self else {
             return Ok(AuthorisedBy::Authority);
         };
-        // First: names in a certificate that is pinned may be vouched for by nobody.
+        // Pins first: possibly no authority certifies the names in a pinned certificate.
         if let Some(pin) = self.pinned(leaf) {
             return Ok(AuthorisedBy::Pin(pin));
         }
@@ -226,12 +225,11 @@ impl Peers {
             .ok_or_else(|| self.refuse(leaf, allowed))
     }
 
-    /// The reason why a peer that was let in by other peers' list may do what is allowed to these
-    /// alone.
+    /// Returns the reason why a peer that another list admitted is also allowed by this list.
     ///
     /// # Errors
-    /// [`PeerRefused`] when it may not. The names in a certificate that was let in for its pin are
-    /// vouched for by nobody, so that only pins allow it.
+    /// [`PeerRefused`] if it is not. No authority certifies the names of a peer that a pin
+    /// admitted, so only pins can allow it.
     pub fn authorise_further(&self, peer: &PeerIdentity) -> Result<AuthorisedBy, PeerRefused> {
         if !matches!(peer.authorised_by, AuthorisedBy::Pin(_)) {
             return self.authorise(&peer.leaf);
@@ -256,7 +254,7 @@ impl Peers {
         }
     }
 
-    /// The name to put into the ClientHello: the first that SNI can express.
+    /// The name to send as SNI: the first one that SNI can express.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         let Self::OneOf(allowed) = self else {
             return None;
@@ -269,7 +267,7 @@ impl Peers {
 }
 
 impl FromIterator<Peer> for Peers {
-    /// Nobody at all means [`Peers::AnyFromAuthority`].
+    /// An empty list means [`Peers::AnyFromAuthority`].
     fn from_iter<I: IntoIterator<Item = Peer>>(peers: I) -> Self {
         let peers: Vec<_> = peers.into_iter().collect();
         if peers.is_empty() {
@@ -281,7 +279,7 @@ impl FromIterator<Peer> for Peers {
 }
 
 impl PeerIdentity {
-    /// What is kept of a verified peer.
+    /// The identity of a verified peer.
     pub(super) fn of(
         leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
@@ -299,7 +297,7 @@ impl PeerIdentity {
         }
     }
 
-    /// A peer for tests of what compares peers.
+    /// A peer for tests that compare peers.
     #[cfg(any(test, feature = "fuzzing"))]
     pub fn test(authorised_by: AuthorisedBy, authority: u8, names: &[&str]) -> Self {
         let name = |name: &&str| PeerName::Dns((*name).to_owned());
@@ -313,18 +311,19 @@ impl PeerIdentity {
         }
     }
 
-    /// What makes a later connection one of the same peer, although its certificate may have been
+    /// Returns what identifies this peer on later connections, even after its certificate is
     /// renewed: see [`PeerIdentity::is`].
     ///
-    /// A peer that was admitted by a pin is that pin. One that was admitted by name is that name
-    /// and the authority that vouches for it. One that `*.DOMAIN` or any certificate of an authority
-    /// admits is all its names, or its key if it has none: hosts may share one of their names.
+    /// A peer admitted by a pin is identified by that pin. A peer admitted by name is identified by
+    /// that name and the authority that certifies it. A peer admitted by `*.DOMAIN` or by any
+    /// certificate of an authority is identified by all of its names, or by its key if it has none:
+    /// hosts may share one of their names.
     pub fn principal(&self) -> Principal {
         let itself = || Principal::Certificate(self.fingerprint);
         match (&self.authorised_by, self.authority) {
             (AuthorisedBy::Pin(Pin::Certificate(digest)), _) => Principal::Certificate(*digest),
             (AuthorisedBy::Pin(Pin::Key(digest)), _) => Principal::Key(*digest),
-            // The server of a hand-off, which has no sessions.
+            // The server of a hand-off. Hand-offs have no sessions.
             (_, None) => itself(),
             (AuthorisedBy::Name(allowed), Some(authority)) if !allowed.is_pattern() => {
                 match recorded(allowed) {
@@ -342,8 +341,8 @@ impl PeerIdentity {
         }
     }
 
-    /// Whether this peer is `principal`: the one comparison for whatever only a session's own peer
-    /// may do. This peer's handshake must have admitted it, so its certificate is valid now.
+    /// Whether this peer is `principal`. Every privilege of a session's own peer depends on this
+    /// comparison. A handshake must have admitted this peer, so its certificate is valid now.
     pub fn is(&self, principal: &Principal) -> bool {
         match principal {
             Principal::Certificate(digest) => self.fingerprint == *digest,
@@ -359,8 +358,9 @@ impl PeerIdentity {
         }
     }
 
-    /// A list of peers that admits this peer for the same reason, with a renewed certificate too.
-    /// It is for handshakes; [`PeerIdentity::is`] says whether it is the same peer.
+    /// Returns a list that admits this peer for the same reason, including with a renewed
+    /// certificate. Use it for handshakes; [`PeerIdentity::is`] decides whether it is the same
+    /// peer.
     pub fn alone(&self) -> Peers {
         match &self.authorised_by {
             AuthorisedBy::Authority => Peers::AnyFromAuthority,
@@ -370,15 +370,15 @@ impl PeerIdentity {
     }
 }
 
-/// A name as a principal has it; none if it is too long, or another would be read from it.
+/// A name as a principal records it; `None` if it is too long or would parse as another name.
 fn recorded(name: &PeerName) -> Option<String> {
     let text = name.text();
     let same = text.len() <= MAX_PRINCIPAL_NAME_BYTES && text.parse().as_ref() == Ok(name);
     same.then_some(text)
 }
 
-/// SHA-256 of all the names of a certificate, sorted, DNS names in lower case, each behind its
-/// length; none if there are none.
+/// SHA-256 of all names of a certificate, sorted, DNS names in lower case, each after its length;
+/// `None` if there are none.
 fn all_names(names: &[PeerName]) -> Option<[u8; 32]> {
     let mut texts: Vec<String> = names
         .iter()
@@ -423,7 +423,7 @@ impl FromStr for Peer {
     }
 }
 
-/// 32 bytes of two hexadecimal digits each, with colons between all of them or none.
+/// Parses 32 bytes of two hexadecimal digits each, with colons between all of them or none.
 fn digest(digits: &str) -> Option<[u8; 32]> {
     let step = match digits.len() {
         64 => 2,
@@ -464,7 +464,7 @@ impl fmt::Display for Peer {
 impl fmt::Display for AuthorisedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Authority => f.write_str("any certificate of the authority is allowed"),
+            Self::Authority => f.write_str("any certificate of the authority"),
             Self::Name(name) => write!(f, "the allowed name {name}"),
             Self::Pin(Pin::Certificate(_)) => f.write_str("the pin of its certificate"),
             Self::Pin(Pin::Key(_)) => f.write_str("the pin of its key"),
@@ -478,7 +478,7 @@ impl fmt::Display for PeerIdentity {
         for byte in &self.fingerprint[..8] {
             write!(f, "{byte:02x}")?;
         }
-        write!(f, "…, let in by {})", self.authorised_by)
+        write!(f, "…, admitted by {})", self.authorised_by)
     }
 }
 
@@ -495,7 +495,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pins_are_read_with_and_without_colons_and_written_without() {
+    fn pins_parse_with_and_without_colons_and_print_without() {
         let digest: [u8; 32] = std::array::from_fn(|at| 0xA0 + at as u8);
         let plain: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
         let colons = digest.map(|byte| format!("{byte:02X}")).join(":");
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn i6_a_name_is_recorded_only_where_it_is_read_back_as_itself() {
+    fn i6_a_name_is_recorded_only_if_it_parses_back_to_itself() {
         for name in [
             PeerName::Dns("host.test".into()),
             PeerName::Ip([192, 0, 2, 1].into()),
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pin_is_a_name() {
+    fn text_without_a_pin_prefix_is_a_name() {
         let name = |text: &str| Ok(Peer::Name(text.parse().unwrap()));
         for text in [
             "host.test",

@@ -1,26 +1,25 @@
-//! The TLS of every door: what is offered, demanded and never done, for both roles.
+//! The TLS settings of every connection, for both roles.
 //!
 //! | | |
 //! | --- | --- |
-//! | version | 1.3 alone |
+//! | version | 1.3 only |
 //! | suites | those of [`Crypto`], AES-256-GCM first |
-//! | key exchange | X25519MLKEM768, then X25519; with ring alone X25519 ([`provider`](super::provider)) |
-//! | certificates | of both sides, checked by the same lines (`trust`) |
-//! | protocol | [`ALPN`], demanded of both sides: what speaks TLS and is not Dunlin is told apart |
-//! | resumption, tickets, early data | none, so that every lane is authenticated in full |
+//! | key exchange | X25519MLKEM768, then X25519; X25519 only with ring ([`provider`](super::provider)) |
+//! | certificates | required from both sides, same check for both (`trust`) |
+//! | protocol | [`ALPN`], required from both sides: identifies TLS peers that are not Dunlin |
+//! | resumption, tickets, early data | off, so every lane is fully authenticated |
 //!
-//! A relay's peer is some other program. For it, and for nothing else, there is more: no protocol
-//! is named, key exchange with P-256 and P-384 is taken too, and TLS 1.2 where the route says so
-//! ([`OldestTls`]). Certificates are those of the table, demanded of both sides and checked alike.
+//! A relay's peer is another program. Relays therefore send no ALPN, also accept key exchange with
+//! P-256 and P-384, and accept TLS 1.2 if the route allows it ([`OldestTls`]). Certificates are
+//! required from both sides and checked as in the table.
 //!
-//! A hand-off's peer is some other program too, and what is offered is in the words of whoever
-//! asks for the socket (`Offer`): one version, TLS 1.2 unless he says otherwise. Whom it believes
-//! is his to say as well ([`TrustPolicy`]), and our own certificate is shown if he names one.
+//! A hand-off's peer is another program too. The toolstack that asks for the socket chooses what is
+//! offered (`Offer`: one version, TLS 1.2 by default), which peers to trust ([`TrustPolicy`]), and
+//! whether to present this host's certificate.
 //!
-//! A source's settings stay what they were made as, for all lanes of a session. A destination
-//! takes sessions as they come: [`ServerTls::replace`] gives it other settings, which hold for
-//! every handshake that begins later, save those of a session under way: for its lanes the settings
-//! stay.
+//! A source's settings never change, so all lanes of a session use the same ones. A destination can
+//! replace its settings while it runs: [`ServerTls::replace`] affects every later handshake, except
+//! those of a session in progress, whose lanes keep the session's settings.
 
 pub(super) mod handoff;
 
@@ -54,7 +53,7 @@ pub const ALPN: &[u8] = b"dunlin";
 const VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13];
 const OLDER_VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13, &version::TLS12];
 
-/// What differs between a lane's TLS and a relay's.
+/// The TLS parameters in which lanes, relays and hand-offs differ.
 struct Terms {
     rustls: Arc<CryptoProvider>,
     versions: &'static [&'static SupportedProtocolVersion],
@@ -82,7 +81,7 @@ impl Terms {
     }
 }
 
-/// The TLS settings of the side that connects.
+/// The TLS settings of the client_tls side.
 #[derive(Clone, Debug)]
 pub struct ClientTls {
     pub(super) config: Arc<ClientConfig>,
@@ -92,15 +91,15 @@ pub struct ClientTls {
     pub(super) offload: Offload,
 }
 
-/// The TLS settings of the side that accepts. Clones share what [`ServerTls::replace`] changes.
+/// The TLS settings of the server_tls side. Clones share what [`ServerTls::replace`] changes.
 #[derive(Clone, Debug)]
 pub struct ServerTls {
     current: Arc<Mutex<Arc<ServerSettings>>>,
-    /// Those of the session under way.
+    /// The settings of the session in progress.
     kept: Arc<Mutex<Option<Arc<ServerSettings>>>>,
 }
 
-/// What one handshake of the accepting side is made with.
+/// The settings of one handshake on the server_tls side.
 #[derive(Debug)]
 pub(super) struct ServerSettings {
     pub(super) config: Arc<ServerConfig>,
@@ -110,27 +109,27 @@ pub(super) struct ServerSettings {
 }
 
 impl Identity {
-    /// Settings for a source that accepts only `peers` at the other end.
+    /// Returns settings for a source that accepts only `peers`.
     ///
     /// # Errors
     /// [`SettingsError`].
     pub fn client(&self, crypto: &Crypto, peers: Peers) -> Result<ClientTls, SettingsError> {
         self.check_purpose(Role::Source)?;
         let server_name = peers.server_name();
-        connecting(self, crypto, peers, Terms::of_lane(crypto)?, server_name)
+        client_tls(self, crypto, peers, Terms::of_lane(crypto)?, server_name)
     }
 
-    /// Settings for a destination that lets in only `peers`.
+    /// Returns settings for a destination that accepts only `peers`.
     ///
     /// # Errors
     /// [`SettingsError`].
     pub fn server(&self, crypto: &Crypto, peers: Peers) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
-        accepting(self, crypto, peers, Terms::of_lane(crypto)?)
+        server_tls(self, crypto, peers, Terms::of_lane(crypto)?)
     }
 
-    /// Settings for a relay that connects to `peers` at `host`, which need not be Dunlin. `host`
-    /// is named to the peer if no name in `peers` can be.
+    /// Returns settings for a relay that connects to `peers` at `host`. The peers need not be
+    /// Dunlin. SNI carries `host` if no name in `peers` fits.
     pub fn relay_client(
         &self,
         crypto: &Crypto,
@@ -142,10 +141,10 @@ impl Identity {
         let named = || ServerName::try_from(host.to_owned()).ok();
         let server_name = peers.server_name().or_else(named);
         let terms = Terms::of_relay(crypto, oldest)?;
-        connecting(self, crypto, peers, terms, server_name)
+        client_tls(self, crypto, peers, terms, server_name)
     }
 
-    /// Settings for a relay that lets in `peers`, which need not be Dunlin.
+    /// Returns settings for a relay that accepts `peers`, which need not be Dunlin.
     pub fn relay_server(
         &self,
         crypto: &Crypto,
@@ -153,11 +152,11 @@ impl Identity {
         oldest: OldestTls,
     ) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
-        accepting(self, crypto, peers, Terms::of_relay(crypto, oldest)?)
+        server_tls(self, crypto, peers, Terms::of_relay(crypto, oldest)?)
     }
 }
 
-fn connecting(
+fn client_tls(
     identity: &Identity,
     crypto: &Crypto,
     peers: Peers,
@@ -187,7 +186,7 @@ fn connecting(
     })
 }
 
-fn accepting(
+fn server_tls(
     identity: &Identity,
     crypto: &Crypto,
     peers: Peers,
@@ -216,14 +215,14 @@ fn server_config(
         .with_cert_resolver(Arc::new(SingleCertAndKey::from(own)));
     config.alpn_protocols = terms.protocols;
     config.enable_secret_extraction = true;
-    // A ticket after the handshake would meet a lane that reads data only.
+    // A data lane cannot process a ticket that arrives after the handshake.
     config.send_tls13_tickets = 0;
     config.session_storage = Arc::new(NoServerSessionStorage {});
     Ok(Arc::new(config))
 }
 
-/// Who seals and opens records; where that must be the kernel, it is tried now and not when the
-/// first peer is there.
+/// Returns what seals and opens records. If that must be the kernel, checks the kernel now instead
+/// of at the first connection.
 fn offload(crypto: &Crypto) -> Result<Offload, SettingsError> {
     if let Some(&suite) = crypto.suites.first() {
         kernel::choose(crypto.offload, suite)?;
@@ -249,7 +248,7 @@ fn trust(
 }
 
 impl ClientTls {
-    /// The settings as rustls takes them.
+    /// The settings in rustls's form.
     pub fn config(&self) -> &Arc<ClientConfig> {
         &self.config
     }
@@ -263,30 +262,30 @@ impl ServerTls {
         }
     }
 
-    /// The settings as rustls takes them, for a handshake that begins now.
+    /// The settings in rustls's form, for a handshake that begins now.
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.settings().config)
     }
 
-    /// Uses the settings of `other` from the next handshake on, in every clone. A session that is
-    /// under way keeps those that it began with, for its further lanes too.
+    /// Uses the settings of `other` from the next handshake on, in every clone. A session in
+    /// progress keeps its settings, including for later lanes.
     pub fn replace(&self, other: &Self) {
         let settings = Arc::clone(&lock(&other.current));
         *lock(&self.current) = settings;
     }
 
-    /// What a handshake that begins now is made with.
+    /// The settings for a handshake that begins now.
     pub(super) fn settings(&self) -> Arc<ServerSettings> {
         let kept = lock(&self.kept).clone();
         kept.unwrap_or_else(|| Arc::clone(&lock(&self.current)))
     }
 
-    /// Uses `settings` for all that belongs to the session.
+    /// Uses `settings` for everything that belongs to the session.
     pub(super) fn keep_settings(&self, settings: &Arc<ServerSettings>) {
         *lock(&self.kept) = Some(Arc::clone(settings));
     }
 
-    /// The same settings for one more session, which keeps its own.
+    /// Returns the same settings for one more session, which keeps its own.
     pub fn of_session(&self) -> Self {
         Self {
             current: Arc::clone(&self.current),
@@ -295,7 +294,7 @@ impl ServerTls {
     }
 }
 
-/// rustls wants a name even where none is sent; no verifier here looks at it.
+/// rustls requires a name even if it sends none; no verifier here reads it.
 fn no_name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([0, 0, 0, 0]).into())
 }

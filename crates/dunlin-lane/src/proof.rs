@@ -1,18 +1,17 @@
-//! The proof by which a lane shows that it belongs to a session: an
-//! HMAC-SHA-256 (RFC 2104) under the secret that the destination issued over
-//! the control lane.
+//! The proof that a lane belongs to a session: an HMAC-SHA-256 (RFC 2104) keyed with the secret
+//! that the destination issues on the control lane.
 
 use dunlin_proto::limits::LANE_MAC_BYTES;
 use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret, lane_mac_input};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// The proof for a lane.
+/// Computes the proof of a lane.
 pub fn prove(secret: &SessionSecret, session: &SessionId, lane: u16) -> [u8; LANE_MAC_BYTES] {
     mac(secret, session, lane).finalize().into_bytes().into()
 }
 
-/// Whether a lane's proof is right, compared in constant time.
+/// Returns whether the lane's proof is valid. Compares in constant time.
 pub fn is_proved(secret: &SessionSecret, open: &LaneOpen) -> bool {
     mac(secret, &open.session, open.lane)
         .verify_slice(&open.mac)

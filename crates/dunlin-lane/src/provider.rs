@@ -1,9 +1,9 @@
-//! Which crypto library seals and opens records, and the parts of rustls's provider.
+//! The crypto library that seals and opens records, and the parts of rustls's provider.
 //!
-//! ring and aws-lc-rs are both fast, but not on the same processors: one can be twice the other,
-//! because they cover different vector extensions. [`auto`] measures both for a few milliseconds
-//! and says what it found. The handshake takes its key exchange and signatures from aws-lc-rs
-//! where that is built in, since ring has no X25519MLKEM768; that choice costs no speed.
+//! ring and aws-lc-rs are both fast, but on different processors: they use different vector
+//! extensions, and one can be twice as fast as the other. [`auto`] measures both for a few
+//! milliseconds. If built in, aws-lc-rs provides key exchange and signatures for the handshake,
+//! because ring has no X25519MLKEM768; that choice does not affect speed.
 
 mod auto;
 mod named;
@@ -24,7 +24,7 @@ pub use self::older::OldestTls;
 use super::offload::Offload;
 
 #[cfg(not(any(feature = "ring", feature = "aws-lc-rs")))]
-compile_error!("dunlin needs a crypto library: switch on the feature `ring`, `aws-lc-rs` or both");
+compile_error!("no crypto library: enable the feature `ring`, `aws-lc-rs` or both");
 
 /// A crypto library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,41 +51,39 @@ pub enum CipherSuite {
 #[non_exhaustive]
 pub enum ProviderError {
     /// The library is not compiled in.
-    #[error("{0} is not built into this program: choose another provider or build with it")]
+    #[error("crypto provider {0} is not built in: choose another provider")]
     NotBuiltIn(Provider),
-    /// No suite was named.
-    #[error(
-        "no cipher suite is left: name at least one of aes-256-gcm, aes-128-gcm, chacha20-poly1305"
-    )]
+    /// No suite was given.
+    #[error("no cipher suite: specify at least one of aes-256-gcm, aes-128-gcm, chacha20-poly1305")]
     NoSuite,
-    /// The key has another length than the suite's.
-    #[error("a key of {bytes} bytes does not fit {suite}")]
+    /// The key's length does not match the suite.
+    #[error("invalid key length {bytes} for {suite}")]
     KeyLength {
         /// The suite.
         suite: CipherSuite,
-        /// The length of the key given.
+        /// The length of the key in bytes.
         bytes: usize,
     },
-    /// No such name.
+    /// The name is unknown.
     #[error(
-        "not a known name: use ring or aws-lc-rs; aes-256-gcm, aes-128-gcm or chacha20-poly1305"
+        "unknown name: providers are ring and aws-lc-rs; suites are aes-256-gcm, aes-128-gcm and chacha20-poly1305"
     )]
     UnknownName,
 }
 
-/// The crypto of one session: the library for records and the suites, best first.
+/// The crypto of one session: the library for records and the cipher suites.
 #[derive(Clone, Debug)]
 pub struct Crypto {
-    /// Seals and opens records.
+    /// The library that seals and opens records.
     pub provider: Provider,
-    /// Suites offered and accepted, best first.
+    /// Offered and accepted suites, best first.
     pub suites: Vec<CipherSuite>,
-    /// Whether the kernel is to do it instead.
+    /// Whether the kernel seals and opens records instead.
     pub offload: Offload,
 }
 
 impl Crypto {
-    /// The library given and AES-256-GCM first.
+    /// Returns settings with `provider` and all suites, AES-256-GCM first.
     pub fn with(provider: Provider) -> Self {
         Self {
             provider,
@@ -94,8 +92,8 @@ impl Crypto {
         }
     }
 
-    /// rustls's provider: records from [`Crypto::provider`]; X25519MLKEM768 where built in, then
-    /// X25519; TLS 1.3 suites only.
+    /// Returns rustls's provider: records by [`Crypto::provider`], key exchange by X25519MLKEM768
+    /// where built in, then X25519, and TLS 1.3 suites only.
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].
@@ -114,7 +112,7 @@ impl Crypto {
 }
 
 impl Provider {
-    /// The libraries compiled in; never empty.
+    /// The libraries that are compiled in; never empty.
     pub const fn built_in() -> &'static [Self] {
         &[
             #[cfg(feature = "ring")]
@@ -125,7 +123,7 @@ impl Provider {
     }
 }
 
-/// The two libraries' suites have the same names.
+/// The suites have the same names in both libraries.
 macro_rules! suites {
     ($library:ident, $suite:expr) => {{
         use rustls::crypto::$library::cipher_suite as suites;
@@ -161,7 +159,7 @@ impl CipherSuite {
         }
     }
 
-    /// The cipher of a suite that was negotiated, in any version of TLS.
+    /// The cipher of a negotiated suite of any TLS version.
     pub(super) fn of(negotiated: rustls::CipherSuite) -> Option<Self> {
         // A suite has the same number in every library.
         let provider = Provider::built_in()[0];
@@ -171,7 +169,7 @@ impl CipherSuite {
         })
     }
 
-    /// The suites with this cipher: that of TLS 1.3, and those of TLS 1.2 for each kind of
+    /// The suites with this cipher: the TLS 1.3 suite, then the TLS 1.2 suites for each kind of
     /// certificate.
     fn rustls(self, provider: Provider) -> Result<[SupportedCipherSuite; 3], ProviderError> {
         match provider {
@@ -185,19 +183,19 @@ impl CipherSuite {
     }
 }
 
-/// A private key as the handshake will use it.
+/// Converts a private key to the form that the handshake uses.
 pub(super) fn load_key(
     key: PrivateKeyDer<'static>,
 ) -> Result<Arc<dyn rustls::sign::SigningKey>, rustls::Error> {
     handshake_provider().key_provider.load_private_key(key)
 }
 
-/// Which signatures certificates may bear.
+/// The signature algorithms that certificates may use.
 pub(super) fn handshake_algorithms() -> WebPkiSupportedAlgorithms {
     handshake_provider().signature_verification_algorithms
 }
 
-/// Everything of the handshake that has no bearing on speed.
+/// The provider of the handshake without its suites; none of this affects speed.
 fn handshake_provider() -> CryptoProvider {
     #[cfg(feature = "aws-lc-rs")]
     {
@@ -218,16 +216,16 @@ fn handshake_provider() -> CryptoProvider {
     }
 }
 
-/// An AEAD key in one of the two libraries. Nonces are the caller's to keep unique.
+/// An AEAD key in one of the two libraries. The caller must never use a nonce twice.
 pub(super) enum AeadKey {
-    // Boxed: ring keeps a key's schedule in place, aws-lc-rs behind a pointer.
+    // Boxed: ring stores the key schedule inline, aws-lc-rs behind a pointer.
     #[cfg(feature = "ring")]
     Ring(Box<ring::aead::LessSafeKey>),
     #[cfg(feature = "aws-lc-rs")]
     AwsLcRs(aws_lc_rs::aead::LessSafeKey),
 }
 
-/// The two libraries share names and shapes but no types, so the same lines serve both.
+/// The libraries' types differ, but their names and signatures match.
 macro_rules! new_key {
     ($library:ident, $wrap:expr, $suite:expr, $key:expr) => {{
         use $library::aead;
@@ -266,7 +264,7 @@ macro_rules! open {
     }};
 }
 
-/// The header of a TLS record, which the tag covers.
+/// The header of a TLS record; the tag authenticates it.
 type RecordHeader = [u8; 5];
 
 impl AeadKey {
@@ -285,8 +283,8 @@ impl AeadKey {
         }
     }
 
-    /// Encrypts `inner` in place and returns the tag over it and `header`; `None` when the
-    /// library fails.
+    /// Encrypts `inner` in place and returns the tag over it and `header`; `None` if the library
+    /// fails.
     #[inline]
     pub(super) fn seal(
         &self,
@@ -302,8 +300,8 @@ impl AeadKey {
         }
     }
 
-    /// Checks the tag at the end of `body` and decrypts what stands before it in place; `None`
-    /// when the tag does not fit.
+    /// Verifies the tag at the end of `body` and decrypts the bytes before it in place; `None` if
+    /// the tag is invalid.
     #[inline]
     pub(super) fn open<'a>(
         &self,
@@ -323,7 +321,7 @@ impl AeadKey {
 #[cfg(feature = "aws-lc-rs")]
 pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 
-/// ring works in place only, so nothing of this kind exists without aws-lc-rs.
+/// ring works only in place, so without aws-lc-rs this type has no values.
 #[cfg(not(feature = "aws-lc-rs"))]
 mod without {
     use vm_memory::VolatileSlice;
@@ -360,7 +358,7 @@ mod without {
 #[cfg(not(feature = "aws-lc-rs"))]
 pub(super) use without::{Guest as GuestOpener, Guest as GuestSealer};
 
-/// Whether records can be sealed straight out of guest memory, and opened into it.
+/// Whether this library can seal records straight from guest memory and open them into it.
 pub(super) fn reaches_guest(provider: Provider, suite: CipherSuite) -> bool {
     provider == Provider::AwsLcRs && suite != CipherSuite::ChaCha20Poly1305
 }
@@ -406,10 +404,10 @@ impl std::str::FromStr for CipherSuite {
     }
 }
 
-/// The suite, key and first nonce of one direction.
+/// Returns the suite, key and IV of one direction.
 ///
 /// # Errors
-/// The suite is not one of lanes.
+/// Lanes do not use the suite.
 pub fn parts(
     secrets: &ConnectionTrafficSecrets,
 ) -> Result<(CipherSuite, &[u8], [u8; 12]), ProviderError> {
@@ -421,7 +419,7 @@ pub fn parts(
         _ => return Err(ProviderError::NoSuite),
     };
     let iv = iv.as_ref().try_into().map_err(|_| ProviderError::NoSuite)?;
-    // rustls keeps every key in 32 bytes, whatever the suite's length.
+    // rustls stores every key in 32 bytes, whatever the suite's key length.
     let key = key
         .as_ref()
         .get(..suite.key_bytes())
@@ -435,7 +433,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn suites_come_in_the_order_asked_for_and_key_exchange_prefers_the_hybrid() {
+    fn suites_keep_the_given_order_and_key_exchange_prefers_the_hybrid() {
         for &provider in Provider::built_in() {
             let crypto = Crypto {
                 provider,
@@ -475,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_back() {
+    fn names_parse_back() {
         for provider in [Provider::Ring, Provider::AwsLcRs] {
             assert_eq!(provider.to_string().parse::<Provider>().unwrap(), provider);
         }

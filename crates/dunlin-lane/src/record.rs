@@ -1,14 +1,14 @@
-//! TLS 1.3 records in the process (RFC 8446, section 5): what the kernel does for a kernel-TLS
-//! socket, done here on the traffic keys that rustls agreed on.
+//! TLS 1.3 records in this process (RFC 8446, section 5), with the traffic keys that rustls
+//! negotiated. The user-space counterpart of a kernel-TLS socket.
 //!
-//! A record is a header of five bytes, the content, one byte that names the content's type, and a
-//! tag of sixteen bytes. Sealing and opening happen in place, in memory that the caller arranged,
-//! or, where the crypto library can, between that and guest memory: then a page is never copied.
-//! Each half counts its own records and needs nothing from the other: they can live on two
-//! threads.
+//! A record consists of a header of five bytes, the content, one byte with the content's type, and
+//! a tag of sixteen bytes. Records are sealed and opened in place, in the caller's buffer. If the
+//! crypto library supports it, the cipher works between that buffer and guest memory instead, so
+//! pages are not copied. Each half counts its own records and is independent of the other, so the
+//! halves can belong to two threads.
 //!
-//! No rekeying. AES-GCM allows 2^24 full records under one key (RFC 8446, section 5.5); a lane is
-//! replaced well before, see [`RECORD_LIMIT`], and a peer that asks for new keys ends the lane.
+//! Keys are not updated. AES-GCM allows 2^24 full records under one key (RFC 8446, section 5.5); a
+//! lane is replaced before that, see [`RECORD_LIMIT`]. A peer that requests new keys ends the lane.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -23,63 +23,64 @@ use super::provider::{
 
 /// The header of a record: type, version, length.
 pub const HEADER_BYTES: usize = 5;
-/// The most content that one record carries.
+/// Maximum content of one record.
 pub const CONTENT_BYTES: usize = 1 << 14;
-/// What follows the content: its type and the tag.
+/// The bytes after the content: its type and the tag.
 pub const TRAILER_BYTES: usize = 1 + TAG_BYTES;
-/// What a record is longer than its content.
+/// The difference between the lengths of a record and of its content.
 pub const OVERHEAD_BYTES: usize = HEADER_BYTES + TRAILER_BYTES;
-/// The longest record of ours, without padding.
+/// Maximum length of a record that Dunlin sends; Dunlin sends no padding.
 pub const RECORD_BYTES: usize = CONTENT_BYTES + OVERHEAD_BYTES;
-/// The longest record that a peer may send: 256 bytes above the content (RFC 8446, section 5.2).
+/// Maximum length of a record from a peer: 256 bytes above the content (RFC 8446, section 5.2).
 pub const RECEIVED_RECORD_BYTES: usize = HEADER_BYTES + CONTENT_BYTES + 256;
 /// A sealed close_notify.
 pub const CLOSE_NOTIFY_BYTES: usize = 2 + OVERHEAD_BYTES;
-/// Data records under one key in one direction. 2^24 full AES-GCM records keep an attacker's
-/// advantage near 2^-57 (RFC 8446, section 5.5); at 16 KiB that is 256 GiB, after which a lane is
-/// replaced. ChaCha20-Poly1305 has no such limit and gets the same one, so that no peer depends
-/// on the suite.
+/// Maximum number of data records under one key in one direction. 2^24 full AES-GCM records keep an
+/// attacker's advantage near 2^-57 (RFC 8446, section 5.5). At 16 KiB that is 256 GiB; then the
+/// lane is replaced. ChaCha20-Poly1305 needs no such limit but gets the same one, so that peers
+/// behave the same with every suite.
 pub const RECORD_LIMIT: u64 = 1 << 24;
 
 pub(super) const TAG_BYTES: usize = 16;
 pub(super) const APPLICATION_DATA: u8 = 23;
 pub(super) const HANDSHAKE: u8 = 22;
 pub(super) const ALERT: u8 = 21;
-/// The version that every protected record states (RFC 8446, section 5.2).
+/// The version in every protected record (RFC 8446, section 5.2).
 pub(super) const LEGACY_VERSION: [u8; 2] = [3, 3];
-/// Records without content cost the peer 22 bytes and us an AEAD call: a run of them is an attack
-/// or a fault, never traffic.
+/// Maximum run of records without content. They cost the peer 22 bytes and us an AEAD call, so a
+/// longer run is an attack or a fault.
 pub(super) const EMPTY_RUN_LIMIT: u32 = 32;
-/// Alerts may follow the last data record: closing must be possible on a lane that is full.
+/// Records reserved for alerts after the last data record, so that a lane at its limit can still be
+/// closed.
 pub(super) const ALERT_ROOM: u64 = 16;
 
-/// Why a record could not be sealed. The fault is local; the lane must be given up, or, for
-/// [`SealError::Limit`], replaced.
+/// Why a record could not be sealed. The fault is local. Replace the lane after
+/// [`SealError::Limit`]; close it after any other error.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SealError {
-    /// The key has sealed all the records it may seal.
-    #[error("this lane's key has sealed {RECORD_LIMIT} records, the most it may: replace the lane")]
+    /// The key has sealed its maximum number of records.
+    #[error("the lane's key has sealed {RECORD_LIMIT} records, its limit: replace the lane")]
     Limit,
-    /// The slice is shorter than a record's overhead or longer than a record.
-    #[error("a record of {bytes} bytes cannot exist: it takes {OVERHEAD_BYTES} to {RECORD_BYTES}")]
+    /// The buffer is shorter than a record's overhead or longer than a record.
+    #[error("record length {bytes} out of range ({OVERHEAD_BYTES}–{RECORD_BYTES})")]
     Length {
-        /// The length asked for.
+        /// The length in bytes.
         bytes: usize,
     },
     /// The crypto library failed.
-    #[error("the crypto library could not seal a record: give up the lane and report a bug")]
+    #[error("the crypto library failed to seal a record")]
     Cipher,
 }
 
-/// Why a record could not be opened. The lane is at its end in every case.
+/// Why a record could not be opened. Every error ends the lane.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The outer type is not that of a protected record.
+    /// The outer content type is not that of a protected record.
     #[error(
         "the peer sent an unprotected record (type {content_type}, version {major}.{minor}) on an \
-         encrypted lane: it does not speak TLS 1.3 here, or someone wrote into the connection"
+         encrypted lane: it does not speak TLS 1.3 here, or another program wrote into the connection"
     )]
     Unprotected {
         /// The type byte of the header.
@@ -89,26 +90,26 @@ pub enum OpenError {
         /// The second version byte.
         minor: u8,
     },
-    /// The kernel has found bytes that are no record.
+    /// The kernel found bytes that do not form a record.
     #[error(
-        "what came on an encrypted connection is no TLS record of its version, or one that is too \
-         long: the peer does not speak TLS here, or someone wrote into the connection"
+        "the received bytes are not a TLS record of the negotiated version, or the record is too \
+         long: the peer does not speak TLS here, or another program wrote into the connection"
     )]
     NoRecord,
-    /// The stated length is outside what RFC 8446 allows.
-    #[error("the peer stated a record of {bytes} bytes, which RFC 8446 does not allow")]
+    /// The length in the header is outside the range of RFC 8446.
+    #[error("record length {bytes} from the peer is outside the range of RFC 8446")]
     Length {
-        /// The stated length of the record's body.
+        /// The length of the record's body in its header.
         bytes: usize,
     },
-    /// The tag does not fit: the record was changed, reordered, dropped or sealed with another key.
+    /// The tag is invalid: the record was modified, reordered, dropped or sealed with another key.
     #[error(
-        "a record failed authentication: bytes were changed on the way, or the peer uses other \
-         keys; the lane is closed and nothing of the record is used"
+        "record authentication failed: bytes were modified in transit, or the peer uses other \
+         keys; the lane is closed and the record is discarded"
     )]
     Authentication,
-    /// A record without a content type.
-    #[error("the peer sent a record of padding alone, which RFC 8446 forbids")]
+    /// The record has no content type.
+    #[error("the peer sent a record with only padding, which RFC 8446 forbids")]
     NoContentType,
     /// A type other than data, alert or handshake.
     #[error("the peer sent a record of unknown content type {content_type}")]
@@ -116,46 +117,48 @@ pub enum OpenError {
         /// The type byte inside the protected record.
         content_type: u8,
     },
-    /// Too many records without content.
+    /// Too many consecutive records without content.
     #[error("the peer sent more than {EMPTY_RUN_LIMIT} empty records in a row")]
     EmptyRun,
-    /// The peer gave up and said why.
-    #[error("the peer ended the lane with the alert {alert}")]
+    /// The peer sent an alert.
+    #[error("the peer ended the lane with alert {alert}")]
     Alert {
-        /// What it said.
+        /// The alert.
         alert: Alert,
     },
     /// An alert that is not two bytes long.
     #[error("the peer sent a malformed alert")]
     MalformedAlert,
-    /// A handshake message after the handshake.
+    /// The peer sent a handshake message after the handshake.
     #[error("the peer sent {message} after the handshake: the lane must be replaced")]
     Handshake {
-        /// What it was.
+        /// The message.
         message: LateMessage,
     },
-    /// The peer has sealed more records under one key than it may.
-    #[error("the peer sealed {RECORD_LIMIT} records under one key: the lane must be replaced")]
+    /// The peer exceeded the record limit of its key.
+    #[error(
+        "the peer sealed more than {RECORD_LIMIT} records with one key: the lane must be replaced"
+    )]
     Limit,
-    /// An earlier record already ended this half.
+    /// An earlier record has already ended this half.
     #[error("this lane already failed or was closed")]
     Spent,
 }
 
-/// A handshake message that came after the handshake.
+/// A handshake message after the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LateMessage {
-    /// A session ticket: of no use to lanes, which never resume.
+    /// A session ticket. Lanes never resume sessions and do not use it.
     NewSessionTicket,
-    /// The peer changes its sending key.
+    /// The peer updates its sending key.
     KeyUpdate,
-    /// Any other, by its type.
+    /// Any other message, by its type.
     Other(u8),
 }
 
 impl LateMessage {
-    /// The one of a handshake type (RFC 8446, section 4).
+    /// The message with this handshake type (RFC 8446, section 4).
     pub(super) fn of(kind: u8) -> Self {
         match kind {
             4 => Self::NewSessionTicket,
@@ -175,7 +178,7 @@ impl std::fmt::Display for LateMessage {
     }
 }
 
-/// A TLS alert by its number (RFC 8446, section 6); prints its name and the number.
+/// A TLS alert by its number (RFC 8446, section 6). Displays as name and number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alert(pub u8);
 
@@ -186,53 +189,53 @@ impl std::fmt::Display for Alert {
         let advice = match self.0 {
             40 | 71 => "no cipher suite or key exchange in common: allow one on both hosts",
             42 | 46 | 49 => {
-                "it does not count us among its peers: compare our certificate's names, and its \
-                 pin, with the peers that it allows, and its key with those that it denies"
+                "it does not allow this host as a peer: compare this host's certificate (names and pin) with \
+                 the peers that it allows, and its key with those that it denies"
             }
             43 => {
-                "it does not take our certificate for our side of a connection: a source needs \
+                "it does not accept this host's certificate for this side of a connection: a source needs \
                  one for TLS clients, a destination one for TLS servers (extended key usage)"
             }
-            44 => "it holds our certificate for revoked: replace it",
-            45 => "it holds our certificate for expired: renew it, or correct the clocks",
+            44 => "it considers this host's certificate revoked: replace it",
+            45 => "it considers this host's certificate expired: renew it, or correct the clocks",
             48 => {
-                "it does not trust the authority of our certificate, has no current revocation \
-                 list of it, or misses an intermediate's certificate: give both hosts \
-                 certificates of one authority, and append intermediates to ours"
+                "it does not trust the authority of this host's certificate, has no current revocation \
+                 list of it, or lacks an intermediate's certificate: give both hosts \
+                 certificates of one authority, and append intermediates to this host's"
             }
             51 => {
-                "it cannot verify a signature of ours: its authority may bear the name of the one \
-                 that issued our certificate and have another key"
+                "it cannot verify a signature from this host: its authority may have the same name as the \
+                 one that issued this host's certificate, but another key"
             }
             70 => "it does not speak TLS 1.3",
-            116 => "it demands a certificate and got none",
+            116 => "it requires a certificate and received none",
             _ => return Ok(()),
         };
         write!(f, ": {advice}")
     }
 }
 
-/// What an opened record held.
+/// The content of an opened record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Opened {
-    /// So many bytes of content, in place behind the record's header.
+    /// Data: the number of bytes, in place after the record's header.
     Data(usize),
-    /// close_notify: the peer sends nothing more on this lane, and this end is authentic.
+    /// close_notify: the peer sends nothing more on this lane, and this close is authentic.
     Closed,
 }
 
-/// What a record of a peer that need not be Dunlin held.
+/// The content of a record from a peer that need not be Dunlin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
-    /// What a lane's record may hold.
+    /// Content that a lane's record may hold.
     Usual(Opened),
-    /// So many bytes of handshake messages, in place behind the record's header. A lane ends with
-    /// one, for the reason given.
+    /// Handshake messages: the number of bytes, in place after the record's header, and the first
+    /// message. They end a lane.
     Late(usize, LateMessage),
 }
 
 impl OpenError {
-    /// What the kernel's error means that opens records for us, if it is about a record.
+    /// Converts a kernel error; `None` if it does not concern a record.
     pub(super) fn of_kernel(error: &std::io::Error) -> Option<Self> {
         match error.raw_os_error()? {
             ktls::EBADMSG => Some(Self::Authentication),
@@ -243,11 +246,11 @@ impl OpenError {
 }
 
 impl Content {
-    /// What a record says that is no data, by its content type.
+    /// Interprets the content of a record that is not data.
     pub(super) fn of_control(content_type: u8, content: &[u8]) -> Result<Self, OpenError> {
         match content_type {
             ALERT => match *content {
-                // The level says nothing in TLS 1.3 (section 6).
+                // The level is ignored in TLS 1.3 (section 6).
                 [_, 0] => Ok(Self::Usual(Opened::Closed)),
                 [_, alert] => Err(OpenError::Alert {
                     alert: Alert(alert),
@@ -270,12 +273,12 @@ impl Content {
     }
 }
 
-/// Where an opened record's content is.
+/// The location of an opened record's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Landed {
-    /// In the guest's pages, all of it.
+    /// Entirely in the guest's pages.
     InGuest,
-    /// Behind the record's header, as the [`Opened`] says.
+    /// After the record's header, as [`Opened`] describes.
     InRecord(Opened),
 }
 
@@ -298,11 +301,11 @@ pub struct OpenHalf {
 }
 
 impl SealHalf {
-    /// A sending half from traffic keys (RFC 8446, section 7.3): a key of the suite's length,
-    /// the write IV and the number of the next record.
+    /// Returns a sending half for traffic keys (RFC 8446, section 7.3): a key of the suite's
+    /// length, the write IV and the sequence number of the next record.
     ///
     /// # Errors
-    /// [`ProviderError`] when the provider is not built in or refuses the key.
+    /// [`ProviderError`] if the provider is not built in or rejects the key.
     pub fn new(
         provider: Provider,
         suite: CipherSuite,
@@ -319,21 +322,22 @@ impl SealHalf {
         })
     }
 
-    /// Records sealed so far, alerts included.
+    /// The number of sealed records, alerts included.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Data records that may still be sealed; replace the lane before this reaches zero.
+    /// The number of data records that may still be sealed. Replace the lane before it reaches
+    /// zero.
     pub fn records_left(&self) -> u64 {
         RECORD_LIMIT.saturating_sub(self.sequence)
     }
 
-    /// Seals one data record in place. `record` is the whole record: [`HEADER_BYTES`] to be
-    /// written, the content, [`TRAILER_BYTES`] to be written.
+    /// Seals one data record in place. `record` is the whole record: [`HEADER_BYTES`] to fill in,
+    /// the content, and [`TRAILER_BYTES`] to fill in.
     ///
     /// # Errors
-    /// [`SealError`]; nothing of the record may be sent then.
+    /// [`SealError`]. Nothing of the record may be sent.
     pub fn seal(&mut self, record: &mut [u8]) -> Result<(), SealError> {
         if self.sequence >= RECORD_LIMIT {
             return Err(SealError::Limit);
@@ -341,14 +345,15 @@ impl SealHalf {
         self.seal_as(APPLICATION_DATA, record)
     }
 
-    /// Seals one data record whose content is guest memory: `pages`, one after the other. `record`
-    /// is the whole record, all of it to be written. Where the library can, the pages are read
-    /// once, by the cipher; else they are copied first.
+    /// Seals one data record with the content of guest memory: `pages`, concatenated. `record` is
+    /// the whole record and is overwritten. If the library supports it, the cipher reads the pages
+    /// directly; otherwise they are copied first.
     ///
-    /// The guest may go on writing: the record then holds some mixture of old and new bytes.
+    /// The guest may write to the pages concurrently; the record then holds a mixture of old and
+    /// new bytes.
     ///
     /// # Errors
-    /// [`SealError`]; nothing of the record may be sent then.
+    /// [`SealError`]. Nothing of the record may be sent.
     pub fn seal_guest(
         &mut self,
         pages: &[VolatileSlice<'_>],
@@ -387,10 +392,10 @@ impl SealHalf {
         Ok(())
     }
 
-    /// Seals the alert that ends this direction.
+    /// Seals the close_notify alert, which ends this direction.
     ///
     /// # Errors
-    /// [`SealError`], as for [`SealHalf::seal`], though a full lane can still be closed.
+    /// [`SealError`], as for [`SealHalf::seal`], but works on a lane at its record limit.
     pub fn close_notify(&mut self) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
         if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
             return Err(SealError::Limit);
@@ -425,10 +430,10 @@ impl SealHalf {
 }
 
 impl OpenHalf {
-    /// A receiving half from traffic keys; see [`SealHalf::new`].
+    /// Returns a receiving half for traffic keys; see [`SealHalf::new`].
     ///
     /// # Errors
-    /// [`ProviderError`] when the provider is not built in or refuses the key.
+    /// [`ProviderError`] if the provider is not built in or rejects the key.
     pub fn new(
         provider: Provider,
         suite: CipherSuite,
@@ -447,18 +452,18 @@ impl OpenHalf {
         })
     }
 
-    /// Records opened so far, alerts included.
+    /// The number of opened records, alerts included.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Data records that the peer may still send.
+    /// The number of data records that the peer may still send.
     pub fn records_left(&self) -> u64 {
         RECORD_LIMIT.saturating_sub(self.sequence)
     }
 
-    /// The length of the whole record that begins with `header`, at most
-    /// [`RECEIVED_RECORD_BYTES`]: to be asked before the rest is read.
+    /// Returns the length of the whole record with this header, at most [`RECEIVED_RECORD_BYTES`].
+    /// Call this before reading the rest.
     ///
     /// # Errors
     /// [`OpenError::Unprotected`] and [`OpenError::Length`].
@@ -478,11 +483,11 @@ impl OpenHalf {
         Ok(HEADER_BYTES + bytes)
     }
 
-    /// Opens one whole record in place; its content then stands right behind the header.
+    /// Opens one whole record in place. The content then begins after the header.
     ///
     /// # Errors
-    /// [`OpenError`]. After any error, and after [`Opened::Closed`], every further call answers
-    /// [`OpenError::Spent`]: nothing behind a bad record is ever looked at.
+    /// [`OpenError`]. After any error, and after [`Opened::Closed`], every further call returns
+    /// [`OpenError::Spent`]: records after an invalid one are never processed.
     pub fn open(&mut self, record: &mut [u8]) -> Result<Opened, OpenError> {
         if self.spent {
             return Err(OpenError::Spent);
@@ -497,16 +502,17 @@ impl OpenHalf {
         self.guest.is_some()
     }
 
-    /// Opens one whole record straight into guest memory, `pages` being as long together as the
-    /// record's content would be without padding ([`OVERHEAD_BYTES`] less than the record).
+    /// Opens one whole record straight into guest memory. The total length of `pages` must be the
+    /// record's length without [`OVERHEAD_BYTES`], which is the content's length if there is no
+    /// padding.
     ///
-    /// A record that holds something else after all, padded data or an alert, comes out as from
-    /// [`OpenHalf::open`], in place behind the header, with [`Landed::InRecord`]; bytes of it have
-    /// then been written to the pages, and the caller must still fill those.
+    /// If the record holds anything else (padded data or an alert), the result is that of
+    /// [`OpenHalf::open`], in place after the header, as [`Landed::InRecord`]. The pages then
+    /// contain other bytes, and the caller must still fill them.
     ///
     /// # Errors
-    /// [`OpenError`]. What is in the pages then is nobody's content and must be written again, or
-    /// never be used.
+    /// [`OpenError`]. The content of the pages is then undefined and must be overwritten or never
+    /// used.
     pub fn open_guest(
         &mut self,
         record: &mut [u8],
@@ -544,7 +550,7 @@ impl OpenHalf {
             self.empty_run = 0;
             return Ok(Landed::InGuest);
         }
-        // Read back, over the ciphertext, which nobody needs any more.
+        // Copy the plaintext back over the ciphertext, which is no longer needed.
         let (inner, _) = body.split_at_mut(body.len() - TAG_BYTES);
         let mut at = 0;
         for page in pages {
@@ -553,11 +559,11 @@ impl OpenHalf {
         if let Some(end) = inner.last_mut() {
             *end = last;
         }
-        let opened = self.judge(inner).and_then(Content::of_lane);
+        let opened = self.classify(inner).and_then(Content::of_lane);
         opened.map(Landed::InRecord)
     }
 
-    /// The header and the body of a record whose length is right and may be opened.
+    /// Checks length and record limit, and splits a record into header and body.
     fn checked<'a>(
         &self,
         record: &'a mut [u8],
@@ -576,7 +582,7 @@ impl OpenHalf {
     }
 
     /// As [`OpenHalf::open`], for a peer that may send messages after the handshake. The caller
-    /// opens no more records after an error or the end.
+    /// must not open more records after an error or a close.
     pub(super) fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
         let (header, body) = self.checked(record)?;
         let inner_bytes = self
@@ -585,11 +591,11 @@ impl OpenHalf {
             .ok_or(OpenError::Authentication)?
             .len();
         self.sequence += 1;
-        self.judge(&body[..inner_bytes])
+        self.classify(&body[..inner_bytes])
     }
 
-    /// What an opened record says, its content type included.
-    fn judge(&mut self, inner: &[u8]) -> Result<Content, OpenError> {
+    /// Interprets the plaintext of a record, content type included.
+    fn classify(&mut self, inner: &[u8]) -> Result<Content, OpenError> {
         if inner.len() > CONTENT_BYTES + 1 {
             return Err(OpenError::Length { bytes: inner.len() });
         }
@@ -633,7 +639,7 @@ impl std::fmt::Debug for OpenHalf {
     }
 }
 
-/// The header of a data or alert record with a body of `body_bytes`, its length checked before.
+/// The header of a data or alert record. The caller has checked `body_bytes`.
 fn stated_header(body_bytes: usize) -> [u8; HEADER_BYTES] {
     let [high, low] = u16::try_from(body_bytes)
         .expect("a record's body is at most 16,401 bytes, checked by every caller")

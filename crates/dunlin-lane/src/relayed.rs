@@ -1,8 +1,8 @@
-//! The records of a relay: a TLS connection to some other program, carried by two threads.
+//! The TLS records of a relay: a connection to another program, served by two threads.
 //!
-//! [`session`] has rustls seal and open them in this process; in [`in_kernel`] the kernel does,
-//! and what is left to do here are the messages of TLS itself. A lane speaks to Dunlin alone and
-//! needs neither: it never renews a key and takes nothing but data.
+//! With [`session`], rustls seals and opens the records in this process. With [`in_kernel`], the
+//! kernel does, and this process handles only TLS's own messages. A lane connects to Dunlin only
+//! and needs neither: it never renews keys and accepts only data.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -19,43 +19,42 @@ use super::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 pub enum Records {
     /// rustls, in this process.
     Process(Session),
-    /// The kernel: what is written to the socket is sealed, what is read is opened.
+    /// The kernel: it seals what is written to the socket and opens what is read.
     Kernel(in_kernel::Sealing, in_kernel::Opening),
 }
 
-/// Why the TLS side of a relay is at its end.
+/// Why the TLS connection of a relay ended.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayError {
-    /// rustls has ended the connection.
+    /// rustls ended the connection.
     #[error("{0}")]
     Tls(rustls::Error),
-    /// The kernel could not open a record, or the record breaks the protocol.
+    /// The kernel could not open a record, or the record violates the protocol.
     #[error(transparent)]
     Open(OpenError),
     /// A record could not be sealed.
     #[error(transparent)]
     Seal(SealError),
-    /// The keys of TLS 1.2 are worn.
+    /// The keys have reached their record limit, and TLS 1.2 cannot renew them.
     #[error(
-        "this connection has carried {RECORD_LIMIT} records in one direction, the most that one \
-         key may seal, and TLS 1.2 cannot renew it: let both sides speak TLS 1.3, or carry the \
-         route as a stripe"
+        "the limit of {RECORD_LIMIT} records per key is reached, and TLS 1.2 cannot renew keys: use \
+         TLS 1.3 on both sides, or stripe mode for this route"
     )]
     Worn,
-    /// The peer gave up and said why.
-    #[error("the peer ended the connection with the alert {0}")]
+    /// The peer sent an alert.
+    #[error("the peer ended the connection with alert {0}")]
     PeerAlert(Alert),
     /// A handshake message that is not allowed after the handshake.
-    #[error("the peer sent handshake message {0} after the handshake, which breaks the protocol")]
+    #[error("the peer sent handshake message {0} after the handshake, which violates the protocol")]
     Late(u8),
-    /// Too much that is no data.
+    /// Too many or too long messages that are not data.
     #[error(
-        "the peer sent more than {LATE_RUN_LIMIT} messages of TLS itself in a row, or one of more \
+        "the peer sent more than {LATE_RUN_LIMIT} TLS messages without data in a row, or one of more \
          than {MESSAGE_LIMIT_BYTES} bytes"
     )]
     LateRun,
-    /// The next keys could not be made.
+    /// The next keys could not be derived or installed.
     #[error("the connection's keys could not be renewed: {0}")]
     Renewal(String),
 }

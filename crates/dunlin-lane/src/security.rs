@@ -1,4 +1,4 @@
-//! Dialers and acceptors for the security that both sides of a session have selected.
+//! Picks the dialer and the acceptor for the lane security that both sides of a session selected.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,19 +10,19 @@ use super::admit::{LaneAcceptor, PlainAcceptor, TlsAcceptor};
 use super::data::PlainConsent;
 use super::dial::{LaneDialer, PlainDialer, TlsDialer};
 
-/// Lanes that something below TCP seals (IPsec), as this process opens and accepts them.
+/// Lanes that a layer below TCP protects (IPsec), as this process opens and accepts them.
 pub trait SealedLanes: LaneAcceptor + fmt::Debug {
-    /// A dialer for the lanes of one session. When it is dropped, what it has set up is taken
-    /// down; that may wait until its lanes' connections have ended.
+    /// Returns a dialer for the lanes of one session. Dropping the dialer tears down its setup; the
+    /// drop may block until the connections of its lanes have closed.
     fn dialer(&self) -> Arc<dyn LaneDialer>;
 
-    /// Takes a connection that sets up such lanes out of what arrives at the lanes' listener, and
-    /// gives back everything else.
+    /// Consumes `arrival` if it is a connection that negotiates the protection of such lanes;
+    /// returns every other connection that arrives at the lane listener.
     fn take(&self, arrival: Arrival) -> Option<Arrival>;
 }
 
-/// A dialer for lanes of the security that both sides have selected, or `None` where it is IPsec
-/// and this process has no [`SealedLanes`].
+/// Returns a dialer for lanes with the selected security. `None` if that is IPsec and this process
+/// has no [`SealedLanes`].
 pub fn dialer(
     selected: LaneSecurity,
     sealed: Option<&Arc<dyn SealedLanes>>,
@@ -38,8 +38,8 @@ pub fn dialer(
     }
 }
 
-/// An acceptor for lanes of the security that both sides have selected, or `None` where it is IPsec
-/// and this process has no [`SealedLanes`], or plain and this side does not `allow_plain`.
+/// Returns an acceptor for lanes with the selected security. `None` if that is IPsec and this
+/// process has no [`SealedLanes`], or if it is plain and `allow_plain` is false.
 pub fn acceptor(
     selected: LaneSecurity,
     allow_plain: bool,
@@ -60,13 +60,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ipsec_lanes_have_no_dialer_where_nothing_seals_them() {
+    fn ipsec_lanes_have_no_dialer_without_sealed_lanes() {
         assert!(dialer(LaneSecurity::Ipsec, None).is_none());
         assert!(dialer(LaneSecurity::Tls, None).is_some());
     }
 
     #[test]
-    fn i6_ipsec_and_plain_lanes_have_no_acceptor_without_what_they_need() {
+    fn i6_no_acceptor_for_ipsec_without_sealed_lanes_or_for_plain_without_consent() {
         assert!(acceptor(LaneSecurity::Ipsec, true, None).is_none());
         assert!(acceptor(LaneSecurity::Plain, false, None).is_none());
         assert!(acceptor(LaneSecurity::Plain, true, None).is_some());

@@ -1,8 +1,9 @@
-//! One connection's bytes moved into another by the kernel, without a byte in this process.
+//! Moves the bytes of one connection to another inside the kernel, without copying them into this
+//! process.
 //!
-//! A direction is a thread's: it waits in [`carry`] until the sender has said its last,
-//! something has failed, or it is told to stop. What an end or a failure means to the other
-//! direction is the caller's to know: in TLS an end that is not authenticated is none.
+//! One thread serves one direction: it runs [`carry`] until the sender closes, a connection fails,
+//! or it is stopped. The caller decides what an end or a failure means for the other direction: TLS
+//! does not accept an end that is not authenticated.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -11,23 +12,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dunlin_linux::poll::{Interest, Waker, Wakeup, poll, waker};
 use dunlin_linux::splice::Conduit;
 
-/// Why a direction stands still.
+/// Why a direction stopped.
 #[derive(Debug)]
 pub enum Pause {
-    /// The sender has said its last, and all of it is delivered.
+    /// The sender has closed, and everything is delivered.
     Ended,
-    /// It was told to stop.
+    /// The [`Stop`] was used.
     Stopped,
-    /// The sender's connection failed. All that came before is delivered.
+    /// The sender's connection failed. Everything received before is delivered.
     ///
-    /// A socket with TLS in the kernel says `EINVAL` here for a record that is no data. It is the
-    /// next to be read: whoever has taken it can go on.
+    /// A socket with kernel TLS returns `EINVAL` here for a record that is not data. That record is
+    /// the next to be read; after reading it, the caller can continue.
     From(io::Error),
     /// The receiver's connection failed.
     To(io::Error),
 }
 
-/// Stops both directions of a connection, now or when they next look.
+/// Stops both directions of a connection, immediately or at their next wait.
 #[derive(Debug)]
 pub struct Stop {
     is_told: AtomicBool,
@@ -36,10 +37,10 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// One that has not been told.
+    /// Returns a stop that is not set.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// The process has no free file descriptor.
     pub fn new() -> io::Result<Self> {
         let (waker, wakeup) = waker()?;
         Ok(Self {
@@ -49,14 +50,14 @@ impl Stop {
         })
     }
 
-    /// Ends every wait that has this as its stop.
+    /// Ends every wait that uses this stop.
     pub fn tell(&self) {
         self.is_told.store(true, Ordering::SeqCst);
-        // Never cleared: every wait from now on ends at once.
+        // Never cleared: every later wait ends immediately.
         self.waker.wake();
     }
 
-    /// What becomes readable then, for whoever waits elsewhere.
+    /// Becomes readable when the stop is set, for threads that wait elsewhere.
     pub fn wakeup(&self) -> &Wakeup {
         &self.wakeup
     }
@@ -67,8 +68,8 @@ impl Stop {
     }
 }
 
-/// Carries one direction between two sockets in non-blocking mode, telling `carried` how many bytes
-/// have gone each time. `conduit` holds what `to` has not taken when it pauses.
+/// Carries one direction between two non-blocking sockets and calls `carried` with the number of
+/// bytes after each step. When it returns, `conduit` holds what `to` has not accepted.
 pub fn carry(
     conduit: &mut Conduit,
     from: &impl AsFd,
@@ -104,19 +105,19 @@ pub fn carry(
     Pause::Stopped
 }
 
-/// What is waited for.
+/// The condition to wait for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Readiness {
-    /// That there is something to read.
+    /// The socket has data to read.
     Readable,
-    /// That there is room to write.
+    /// The socket has space to write.
     Writable,
 }
 
-/// Waits for one or the other, without end.
+/// Waits for the socket or the stop, without a timeout.
 ///
 /// # Errors
-/// What poll(2) says.
+/// The error of poll(2).
 pub fn wait(socket: &impl AsFd, readiness: Readiness, stop: &Stop) -> io::Result<()> {
     let socket = Interest {
         fd: socket.as_fd(),
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_goes_through_a_slow_receiver_and_then_the_end() {
+    fn a_slow_receiver_gets_everything_and_then_the_end() {
         let (mut near, from) = pair();
         let (mut far, to) = pair();
         let sent: Vec<u8> = (0..8 << 20)
@@ -168,18 +169,18 @@ mod tests {
                 to.shutdown(Shutdown::Write).unwrap();
                 pause
             });
-            // It stands still first.
+            // The receiver is slow to start, so the carrier blocks first.
             thread::sleep(Duration::from_millis(50));
-            let mut come = Vec::new();
-            far.read_to_end(&mut come).unwrap();
-            assert!(come == sent);
+            let mut received = Vec::new();
+            far.read_to_end(&mut received).unwrap();
+            assert!(received == sent);
             assert!(matches!(carrier.join().unwrap(), Pause::Ended));
         });
         assert_eq!(carried, sent.len() as u64);
     }
 
     #[test]
-    fn a_reset_is_told_from_an_end_and_comes_behind_what_was_sent() {
+    fn a_reset_differs_from_an_end_and_follows_the_sent_data() {
         let (mut near, from) = pair();
         let (mut far, to) = pair();
         let stop = Stop::new().unwrap();
@@ -187,9 +188,9 @@ mod tests {
         near.write_all(b"last words").unwrap();
         thread::scope(|scope| {
             let carrier = scope.spawn(|| carry(&mut conduit, &from, &to, &stop, |_| {}));
-            let mut come = [0; 10];
-            far.read_exact(&mut come).unwrap();
-            assert_eq!(&come, b"last words");
+            let mut received = [0; 10];
+            far.read_exact(&mut received).unwrap();
+            assert_eq!(&received, b"last words");
             set_reset_on_close(&near).unwrap();
             drop(near);
             let Pause::From(error) = carrier.join().unwrap() else {
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn it_stops_at_once_whether_it_waits_for_a_sender_or_for_a_receiver() {
+    fn it_stops_at_once_while_waiting_for_sender_or_receiver() {
         const LIMIT: Duration = Duration::from_secs(5);
         for is_full in [false, true] {
             let (mut near, from) = pair();
@@ -215,7 +216,7 @@ mod tests {
                 });
                 if is_full {
                     near.set_nonblocking(true).unwrap();
-                    // Until nothing moves: both sockets are full, and the pipe between them.
+                    // Fill both sockets and the pipe between them until nothing moves.
                     let still = Duration::from_millis(100);
                     while wait_writable(&near, Instant::now() + still).unwrap() {
                         near.write_all(&[7]).unwrap();
@@ -225,13 +226,10 @@ mod tests {
                     near.write_all(b"x").unwrap();
                     far.read_exact(&mut [0]).unwrap();
                 }
-                assert!(
-                    paused.try_recv().is_err(),
-                    "it carries on until it is stopped"
-                );
+                assert!(paused.try_recv().is_err(), "it carries until it is stopped");
                 stop.tell();
                 let pause = paused.recv_timeout(LIMIT);
-                // A carrier that went on would keep the scope open.
+                // A carrier that did not stop would keep the scope open.
                 for end in [from, to] {
                     let _ = end.shutdown(Shutdown::Both);
                 }

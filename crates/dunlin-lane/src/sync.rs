@@ -1,15 +1,15 @@
-//! Locks whose holders do not panic between two steps that belong together.
+//! Locks that ignore poisoning: no holder panics between two steps that must happen together.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Locks a mutex, also after a thread that held it has panicked.
+/// Locks a mutex, even if a thread panicked while it held the mutex.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until `condition` is notified, at most for `limit` if there is one, also after a thread
-/// that held the mutex has panicked. May return early.
+/// Waits until `condition` is notified, for at most `limit` if given, even if a thread panicked
+/// while it held the mutex. May return early.
 pub fn wait<'a, T>(
     condition: &Condvar,
     guard: MutexGuard<'a, T>,

@@ -1,22 +1,19 @@
-//! Whether a certificate is believed: the one check that both roles make, called by rustls during
-//! a handshake.
+//! Verification of certificates: one check for both roles, called by rustls during a handshake.
 //!
 //! ```text
-//!   key denied? ──▶ in a local list of revocations? ──▶ pinned? ── yes ──▶ in date? ──▶ believed
-//!                                                          │ no
-//!                                                          ▼
-//!        chain to an authority (webpki) ──▶ revoked or denied? ──▶ name allowed? ──▶ believed
+//!   key denied? ──▶ in a local revocation list? ──▶ pinned? ── yes ──▶ in date? ──▶ trusted
+//!                                                      │ no
+//!                                                      ▼
+//!        chain to an authority (webpki) ──▶ revoked or denied? ──▶ name allowed? ──▶ trusted
 //! ```
 //!
-//! A revocation weighs more than a pin. A chain leads only through the certificates that the peer
-//! sends, so its own certificate is looked up in the local lists by issuer and serial number
-//! first, with no chain at all. What makes a certificate unfit decides the alert that the
-//! peer gets, so it travels in rustls's own words where it has them. For more than those say,
-//! [`take_unissued`] has the rest.
+//! Revocation takes precedence over a pin. A chain can only use certificates that the peer sends,
+//! so the peer's own certificate is first looked up in the local lists by issuer and serial number,
+//! without a chain. rustls derives the alert from the error, so the verifier returns rustls's own
+//! error where one exists; [`take_untrusted`] holds details that those errors cannot carry.
 
-/// What every verifier has besides its own check of certificates: signatures, by the
-/// algorithms that it holds.
-macro_rules! signatures_by_its_algorithms {
+/// The signature checks that all verifiers share, using the verifier's `algorithms`.
+macro_rules! verify_signatures_with_own_algorithms {
     () => {
         fn verify_tls12_signature(
             &self,
@@ -64,10 +61,10 @@ use x509_parser::prelude::FromDer;
 use super::denied::Denied;
 use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Peers, Pin};
 
-/// Certificates that a chain is followed through, at most, to say where it ends.
+/// Maximum number of certificates followed to find where a chain ends.
 const CHAIN_LIMIT: usize = 8;
 
-/// The authorities of a host, what they have revoked, and the keys that this host denies.
+/// A host's trust anchors, their revocation lists, and the keys that this host denies.
 #[derive(Debug)]
 pub(super) struct Authorities {
     pub(super) anchors: RootCertStore,
@@ -75,44 +72,45 @@ pub(super) struct Authorities {
     pub(super) denied: Denied,
 }
 
-/// Why no authority vouches for a certificate.
+/// Why a certificate has no chain to a trusted authority.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UntrustedReason {
     /// It is signed with its own key.
     SelfSigned {
-        /// What to allow it by, if it is the right one.
+        /// The pin that would allow the certificate.
         pin: Pin,
     },
-    /// The chain leads to this authority, which is not trusted here.
+    /// The chain ends at this authority, which this host does not trust.
     ByStranger {
         /// The authority's name.
         authority: String,
     },
-    /// The chain breaks off: this issuer is no authority here, and its certificate was not sent.
+    /// The chain is incomplete: this issuer is not trusted here, and the peer did not send its
+    /// certificate.
     BrokenOff {
         /// The issuer's name.
         issuer: String,
     },
 }
 
-/// The check of the other side's certificate, for either role.
+/// The check of the peer's certificate, for either role.
 #[derive(Debug)]
 pub(super) struct Trust {
     authorities: Arc<Authorities>,
     algorithms: WebPkiSupportedAlgorithms,
     peers: Peers,
-    /// What a peer's certificate must be for.
+    /// The required extended key usage of a peer's certificate.
     usage: KeyUsage,
-    /// Sent to clients, so that one with several certificates can choose.
+    /// Sent to clients, so that a client with several certificates can choose.
     hints: Vec<DistinguishedName>,
 }
 
 impl Authorities {
-    /// Follows a chain from `leaf` to one of the authorities, in which nothing is revoked. Returns
-    /// the SHA-256 of that authority's SubjectPublicKeyInfo (DER).
+    /// Builds a chain from `leaf` to a trust anchor, in which nothing is revoked. Returns the
+    /// SHA-256 of the anchor's SubjectPublicKeyInfo (DER).
     ///
-    /// A certificate whose authority has no revocation list here is taken: the file layouts do not
-    /// say which authorities must have one. One whose list is out of date is not.
+    /// A certificate is accepted if its authority has no revocation list here, because the file
+    /// layouts do not define which authorities need one. It is refused if that list is out of date.
     pub(super) fn verify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -141,12 +139,13 @@ impl Authorities {
             .map(|path| key_digest(&path.anchor().subject_public_key_info))
     }
 
-    /// Looks `leaf` up in every local list by its issuer and serial number: whichever certificates
-    /// the peer has sent along, and whatever the list's own date. A newer list does not outweigh an
-    /// older one here: two authorities may bear the same name, such as before and after a new key.
+    /// Looks up `leaf` in every local list by issuer and serial number, regardless of the
+    /// certificates that the peer sent and of the list's date. A newer list does not override an
+    /// older one here, because two authorities may have the same name, for example before and after
+    /// a key change.
     ///
     /// # Errors
-    /// [`webpki::Error::CertRevoked`]; or `leaf` or a list cannot be read.
+    /// [`webpki::Error::CertRevoked`], or `leaf` or a list cannot be parsed.
     fn check_listed(&self, leaf: &CertificateDer<'_>) -> Result<(), webpki::Error> {
         let leaf = EndEntityCert::try_from(leaf)?;
         for list in &self.revocations {
@@ -159,7 +158,7 @@ impl Authorities {
 }
 
 impl Authorities {
-    /// Looks a peer up that was admitted earlier, perhaps before the lists were read again.
+    /// Checks a peer that was admitted earlier, perhaps before the lists were reloaded.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
@@ -168,13 +167,13 @@ impl Authorities {
         if let Some(authority) = &peer.authority {
             self.denied.check_authority(authority)?;
         }
-        // The certificate was readable when it was admitted, and the lists when they were loaded.
+        // The certificate was parsed on admission, and the lists when they were loaded.
         self.check_listed(&peer.leaf)
             .map_err(|_| PeerRefused::Revoked)
     }
 }
 
-/// SHA-256 of a SubjectPublicKeyInfo (DER), of which webpki keeps what is inside the SEQUENCE.
+/// SHA-256 of a SubjectPublicKeyInfo (DER). webpki keeps only the content of its SEQUENCE.
 fn key_digest(content: &[u8]) -> [u8; 32] {
     const SEQUENCE: u8 = 0x30;
     let length = content.len().to_be_bytes();
@@ -192,14 +191,14 @@ fn key_digest(content: &[u8]) -> [u8; 32] {
 }
 
 impl Trust {
-    /// The check of peers whose certificates are for `usage`.
+    /// Returns a check of peers whose certificates must be for `usage`.
     pub(super) fn new(
         authorities: Arc<Authorities>,
         algorithms: WebPkiSupportedAlgorithms,
         peers: Peers,
         usage: KeyUsage,
     ) -> Self {
-        // A client that heeds them would keep back a certificate that is pinned.
+        // A client that honours hints might withhold a pinned certificate.
         let hints = if peers.pins().next().is_none() {
             authorities.anchors.subjects()
         } else {
@@ -214,10 +213,10 @@ impl Trust {
         }
     }
 
-    /// The identity of a peer whose handshake has passed this check.
+    /// Returns the identity of a peer whose handshake passed this check.
     ///
     /// # Errors
-    /// The list of peers does not have it, or a certificate has expired since the check.
+    /// The list of peers does not allow it, or a certificate has expired since the check.
     pub(super) fn identify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -231,7 +230,7 @@ impl Trust {
         let authority = match (authority, &authorised_by) {
             (Ok(authority), _) => Some(authority),
             (Err(_), AuthorisedBy::Pin(_)) => None,
-            (Err(error), _) => return Err(in_rustls_words(error).into()),
+            (Err(error), _) => return Err(to_rustls_error(error).into()),
         };
         Ok(PeerIdentity::of(
             leaf,
@@ -247,12 +246,12 @@ impl Trust {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<(), Error> {
-        UNISSUED.set(None);
+        UNTRUSTED.set(None);
         let denied = &self.authorities.denied;
         denied.check(leaf, intermediates).map_err(refused)?;
         self.authorities
             .check_listed(leaf)
-            .map_err(in_rustls_words)?;
+            .map_err(to_rustls_error)?;
         let chain = self
             .authorities
             .verify(leaf, intermediates, now, self.usage, &self.algorithms);
@@ -262,7 +261,7 @@ impl Trust {
         }
         if self.peers.pinned(leaf).is_some() {
             if let Err(error @ webpki::Error::CertRevoked) = chain {
-                return Err(in_rustls_words(error).into());
+                return Err(to_rustls_error(error).into());
             }
             return in_date(leaf, now).map_err(Into::into);
         }
@@ -275,40 +274,40 @@ impl Trust {
     }
 }
 
-/// A refusal of ours, for rustls; [`peer_refused`] finds it again.
+/// Wraps a refusal for rustls; [`peer_refused`] unwraps it.
 fn refused(refused: PeerRefused) -> CertificateError {
     CertificateError::Other(OtherError(Arc::new(refused)))
 }
 
 thread_local! {
-    /// rustls's error for an unknown issuer has no room for more, and another error would have
-    /// another alert. Both the check and whoever asks for its result run on the thread that
-    /// drives the handshake.
-    static UNISSUED: Cell<Option<UntrustedReason>> = const { Cell::new(None) };
+    /// rustls's error for an unknown issuer has no field for the details, and any other error would
+    /// change the alert. The check and the code that reads its result run on the thread that drives
+    /// the handshake.
+    static UNTRUSTED: Cell<Option<UntrustedReason>> = const { Cell::new(None) };
 }
 
-/// What there is to say about the [`CertificateError::UnknownIssuer`] that the last check on this
-/// thread ended with.
-pub(super) fn take_unissued() -> Option<UntrustedReason> {
-    UNISSUED.take()
+/// Returns details of the [`CertificateError::UnknownIssuer`] that ended the last check on this
+/// thread.
+pub(super) fn take_untrusted() -> Option<UntrustedReason> {
+    UNTRUSTED.take()
 }
 
-/// Why a chain leads nowhere, for rustls; the rest is for [`take_unissued`].
+/// The rustls error for a certificate without a chain; [`take_untrusted`] returns the details.
 fn without_chain(
     leaf: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
     error: webpki::Error,
 ) -> CertificateError {
-    let unissued = UntrustedReason::of(leaf, intermediates, &error);
-    let error = match &unissued {
+    let untrusted = UntrustedReason::of(leaf, intermediates, &error);
+    let error = match &untrusted {
         Some(_) => CertificateError::UnknownIssuer,
-        None => in_rustls_words(error),
+        None => to_rustls_error(error),
     };
-    UNISSUED.set(unissued);
+    UNTRUSTED.set(untrusted);
     error
 }
 
-/// The refusal inside a handshake's error, if the list of peers is the reason.
+/// The refusal inside a handshake's error, if the list of peers caused it.
 pub(super) fn peer_refused(error: &Error) -> Option<&PeerRefused> {
     match error {
         Error::InvalidCertificate(CertificateError::Other(OtherError(inner))) => {
@@ -319,7 +318,7 @@ pub(super) fn peer_refused(error: &Error) -> Option<&PeerRefused> {
 }
 
 impl UntrustedReason {
-    /// Where the chain ends that was sent; none if `error` is about something else.
+    /// Finds where the chain ends. `None` if `error` has another cause.
     pub(super) fn of(
         leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
@@ -329,7 +328,7 @@ impl UntrustedReason {
         let is_own_issuer = |certificate: &X509Certificate<'_>| {
             certificate.issuer().as_raw() == certificate.subject().as_raw()
         };
-        // As `openssl req -x509` makes one, it is an authority's too, and webpki says that first.
+        // `openssl req -x509` marks such a certificate as a CA, which webpki reports first.
         if is_own_issuer(&last)
             && matches!(
                 error,
@@ -364,7 +363,7 @@ impl UntrustedReason {
     }
 }
 
-/// A certificate may hold any bytes and any number of them, and this goes into logs.
+/// Escapes and truncates a name for logs: a certificate may hold any bytes, any number of them.
 pub(super) fn readable(name: &str) -> String {
     const CHARACTERS: usize = 200;
     name.chars()
@@ -378,21 +377,20 @@ impl fmt::Display for UntrustedReason {
         match self {
             Self::SelfSigned { pin } => write!(
                 f,
-                "it is signed with its own key, by no authority, and is not pinned here: if it is \
-                 the right one, allow it on this host as {pin}, else give both hosts certificates \
-                 of one authority"
+                "it is self-signed and not pinned here: if it is the right certificate, allow it on \
+                 this host as {pin}; otherwise give both hosts certificates of one authority"
             ),
             Self::ByStranger { authority } => write!(
                 f,
-                "it comes from an unknown authority, {authority}: give both hosts certificates of \
-                 one authority, or add that one to this host's CA bundle"
+                "it was issued by an unknown authority, {authority}: give both hosts certificates of \
+                 one authority, or add that authority to this host's CA bundle"
             ),
             Self::BrokenOff { issuer } => write!(
                 f,
-                "it comes from an unknown authority, {issuer}, whose certificate the peer did not \
-                 send along: if that is an intermediate of an authority in this host's CA bundle, \
-                 append its certificate to the peer's; if it is an authority of its own, add it \
-                 to this host's CA bundle, or give both hosts certificates of one authority"
+                "it was issued by an unknown authority, {issuer}, and the peer did not send that \
+                 authority's certificate: if this is an intermediate of an authority in this host's CA \
+                 bundle, append its certificate to the peer's; if it is a root, add it to this host's \
+                 CA bundle, or give both hosts certificates of one authority"
             ),
         }
     }
@@ -422,8 +420,8 @@ fn in_date(leaf: &CertificateDer<'_>, now: UnixTime) -> Result<(), CertificateEr
     Ok(())
 }
 
-/// webpki's error as rustls's, which decides the alert for the peer.
-fn in_rustls_words(error: webpki::Error) -> CertificateError {
+/// Converts webpki's error to rustls's, which determines the alert for the peer.
+fn to_rustls_error(error: webpki::Error) -> CertificateError {
     use webpki::Error as Chain;
     match error {
         Chain::CertExpired { time, not_after } => {
@@ -451,8 +449,8 @@ impl ServerCertVerifier for Trust {
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        // Not looked at: the list of peers may hold several names, URIs and pins, which a
-        // ServerName cannot express.
+        // Unused: the list of peers may hold several names, URIs and pins, which a ServerName
+        // cannot express.
         _server_name: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,
@@ -461,7 +459,7 @@ impl ServerCertVerifier for Trust {
         Ok(ServerCertVerified::assertion())
     }
 
-    signatures_by_its_algorithms!();
+    verify_signatures_with_own_algorithms!();
 }
 
 impl ClientCertVerifier for Trust {
@@ -479,7 +477,7 @@ impl ClientCertVerifier for Trust {
         Ok(ClientCertVerified::assertion())
     }
 
-    signatures_by_its_algorithms!();
+    verify_signatures_with_own_algorithms!();
 }
 
 #[cfg(test)]

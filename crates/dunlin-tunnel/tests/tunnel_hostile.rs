@@ -239,7 +239,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
-        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("not from the peer of this session"));
+        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("not from the session's peer"));
         wait_until("a rejection", || pair.far_events.count(another) > before);
     }
     // The same host with a renewed certificate.

@@ -506,7 +506,7 @@ fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
         (
             "closed",
             FaultCode::ControlLost,
-            "has closed the control lane",
+            "closed the control lane",
             |peer| {
                 peer.stream.close().unwrap();
             },

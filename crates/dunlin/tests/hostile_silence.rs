@@ -79,7 +79,7 @@ fn i7_a_source_that_never_describes_its_vm_is_given_up() {
 fn i7_a_source_that_stops_inside_a_message_is_given_up() {
     outlasts(
         FaultCode::ControlLost,
-        "in the middle of a control message",
+        "stalled in the middle of a message",
         |victim| {
             let mut liar = victim.liar();
             let bytes = liar.peer.encode(&describe());

@@ -643,7 +643,7 @@ fn i1_a_commit_before_its_time_runs_nothing() {
     refused_by_destination(
         "commit: closed instead",
         FaultCode::ControlLost,
-        "has closed the control lane",
+        "closed the control lane",
         |victim| {
             let mut liar = victim.liar();
             liar.conclude(0, 0);

@@ -205,7 +205,7 @@ fn i6_certificates_that_are_not_believed() {
         ],
         &[
             "UnknownCA (48)",
-            "does not trust the authority of our certificate",
+            "does not trust the authority of this host's certificate",
         ],
     );
     table.row(
@@ -226,7 +226,7 @@ fn i6_certificates_that_are_not_believed() {
         ),
         &[
             "UnknownCA (48)",
-            "append intermediates to ours",
+            "append intermediates to this host's",
             "unauthorised",
         ],
         &["unknown authority, CN=another site"],
@@ -242,10 +242,10 @@ fn i6_certificates_that_are_not_believed() {
         ),
         &[
             "CN=rack 7",
-            "if that is an intermediate",
+            "if this is an intermediate",
             "append its certificate to the peer's",
         ],
-        &["UnknownCA (48)", "misses an intermediate's certificate"],
+        &["UnknownCA (48)", "lacks an intermediate's certificate"],
     );
     let named = below.issue(&wish(&[SOURCE]));
     table.row(
@@ -254,7 +254,7 @@ fn i6_certificates_that_are_not_believed() {
             &as_source(&named, ""),
             &far_site,
         ),
-        &["UnknownCA (48)", "misses an intermediate's certificate"],
+        &["UnknownCA (48)", "lacks an intermediate's certificate"],
         &["CN=rack 7", "append its certificate to the peer's"],
     );
 
@@ -266,7 +266,7 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             &as_destination(&alone, ""),
         ),
-        &["signed with its own key", "not pinned here", &pin],
+        &["self-signed", "not pinned here", &pin],
         &["UnknownCA (48)"],
     );
     table.row(
@@ -276,19 +276,19 @@ fn i6_certificates_that_are_not_believed() {
             &far_site,
         ),
         &["UnknownCA (48)"],
-        &["signed with its own key", "not pinned here", &pin],
+        &["self-signed", "not pinned here", &pin],
     );
 
     let stranger = near(&site.source, names(&["elsewhere.test", "spiffe://site/x"]));
     table.row(
         meet("wrong name of the destination", &stranger, &far_site),
         &["it has DNS destination.test, allowed are DNS elsewhere.test, URI spiffe://site/x"],
-        &["CertificateUnknown (46)", "compare our certificate's names"],
+        &["CertificateUnknown (46)", "compare this host's certificate"],
     );
     let strict = far(&site.destination, names(&["elsewhere.test"]));
     table.row(
         meet("wrong name of the source", &near_site, &strict),
-        &["CertificateUnknown (46)", "compare our certificate's names"],
+        &["CertificateUnknown (46)", "compare this host's certificate"],
         &["it has DNS source.test, allowed is DNS elsewhere.test"],
     );
 
@@ -306,7 +306,7 @@ fn i6_certificates_that_are_not_believed() {
             &zeros,
             "pin the new one",
         ],
-        &["CertificateUnknown (46)", "and its pin"],
+        &["CertificateUnknown (46)", "and pin"],
     );
     let key = format!("spki-{zeros}");
     table.row(
@@ -315,7 +315,7 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             &far(&site.destination, names(&[&key])),
         ),
-        &["CertificateUnknown (46)", "and its pin"],
+        &["CertificateUnknown (46)", "and pin"],
         &["not the pinned one", &key],
     );
 
@@ -330,7 +330,7 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             |stream| drive_server(config, stream),
         ),
-        &["not for its side of a connection"],
+        &["not for its side of the connection"],
         &[
             "UnsupportedCertificate (43)",
             "a destination one for TLS servers",
@@ -349,7 +349,7 @@ fn i6_certificates_that_are_not_believed() {
             "UnsupportedCertificate (43)",
             "a source needs one for TLS clients",
         ],
-        &["not for its side of a connection"],
+        &["not for its side of the connection"],
     );
 }
 
@@ -483,7 +483,7 @@ fn i6_certificates_out_of_date_or_revoked() {
             "this host's revocation list",
             "out of date",
             "the next one was due on Jan  1 00:00:00 2025",
-            "put its current list on this host",
+            "install the current list on this host",
         ],
     );
 }
@@ -532,7 +532,7 @@ fn i6_peers_that_are_no_dunlin() {
             "(not a Dunlin peer)".to_owned()
         }),
         &[
-            "sends back what it gets",
+            "echoes its input",
             "check the address and the port",
             no_dunlin,
         ],
@@ -545,7 +545,7 @@ fn i6_peers_that_are_no_dunlin() {
         }),
         &[
             "closed the connection during the TLS handshake",
-            "look into its log",
+            "see its log",
         ],
         &[],
     );
@@ -587,7 +587,7 @@ fn i6_peers_that_are_no_dunlin() {
         &[],
         &[
             "first byte is 0x47",
-            "neither TLS nor a plain lane of Dunlin; find out who connects",
+            "neither TLS nor a plain Dunlin lane: check which program connects",
         ],
     );
     table.row(
@@ -599,7 +599,7 @@ fn i6_peers_that_are_no_dunlin() {
         &[],
         &[
             "first byte is 0x53",
-            "neither TLS nor a plain lane of Dunlin; find out who connects",
+            "neither TLS nor a plain Dunlin lane: check which program connects",
         ],
     );
     for (name, protocols) in [
@@ -754,10 +754,10 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
         reply,
         &[
             "wrong-identity",
-            "not from the peer of this session",
+            "not from the session's peer",
             "Use one identity for all lanes",
         ],
-        &["lane 3: it is not from the peer of this session"],
+        &["lane 3: the lane is not from the session's peer"],
     );
     let _four = open_lane(to, Some(&near_site), &good(4));
     assert_eq!(peer.receive(), Some(Message::LaneUp { lane: 4 }));
@@ -804,16 +804,16 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
 
     let host = fresh();
     set_mode(&host.path("key.pem"), 0o644);
-    let words = ["key.pem", "open to every user", "0644", "run chmod 0600"];
+    let words = ["key.pem", "accessible to every user", "0644", "run chmod 0600"];
     row("key readable by all", &host, &words);
 
     let host = fresh();
     host.put("key.pem", &site.ca.issue(&wish(&[SOURCE])).key);
     set_mode(&host.path("key.pem"), 0o600);
     let words = [
-        "key.pem does not belong to the certificate",
+        "key.pem does not match the certificate",
         "cert.pem",
-        "one pair",
+        "matching pair",
     ];
     row("key that does not match", &host, &words);
 
@@ -826,7 +826,7 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
         (
             "not yet valid",
             (2090, 2096),
-            ["cert.pem", "valid only from", "correct this host's clock"],
+            ["cert.pem", "not valid before", "correct this host's clock"],
         ),
     ] {
         let own = site.ca.issue(&Wish {
@@ -842,7 +842,7 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
     row(
         "revoked",
         &host,
-        &["cert.pem is revoked by its authority", "another one issued"],
+        &["cert.pem is revoked by its authority", "obtain a new certificate"],
     );
 
     for (label, mark) in [

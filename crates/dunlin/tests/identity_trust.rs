@@ -108,7 +108,7 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
         assert!(matches!(error, SettingsError::NoAuthority), "{error}");
         let error = source.server(&Crypto::auto(), peers).unwrap_err();
         assert!(
-            error.to_string().contains("allow peers by pins alone"),
+            error.to_string().contains("allow peers by pins only"),
             "{error}"
         );
     }
@@ -258,7 +258,7 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
         let error = load(&one, None).unwrap_err();
         assert!(matches!(error, IdentityError::RoleNeeded { .. }), "{error}");
         assert!(
-            error.to_string().contains("say which side is meant"),
+            error.to_string().contains("specify the role"),
             "{error}"
         );
     }
@@ -334,7 +334,7 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
     );
     let text = at(certificate.not_after - Duration::from_secs(9)).join("|");
     assert!(
-        text.contains("certificate 1 in") && text.contains("ends within a day"),
+        text.contains("certificate 1 in") && text.contains("expires within a day"),
         "{text}"
     );
     assert!(

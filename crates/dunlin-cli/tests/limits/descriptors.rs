@@ -138,7 +138,7 @@ fn one_that_cannot_accept_anybody_says_so_once_and_does_not_spin() {
     // It cannot be told more.
     assert_says(
         &text,
-        &["not finished at its deadline", "at fault: network"],
+        &["TLS handshake timed out", "at fault: network"],
     );
     let rejected = destination.wait_for("rejected");
     let parts = [

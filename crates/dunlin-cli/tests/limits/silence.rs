@@ -45,7 +45,7 @@ fn before_the_handshake() {
     let (text, _) = failed(&hosts, &source, done);
     let parts = [
         "cannot secure the control lane",
-        "was not finished at its deadline",
+        "TLS handshake timed out",
         "at fault: network",
         "Check the network and the peer's process",
     ];
@@ -94,7 +94,7 @@ fn somebody_before_the_handshake() {
     let _silent = TcpStream::connect(&destination.address).unwrap();
     let rejected = destination.wait_for("rejected");
     assert_within(began, 10);
-    let parts = ["was not done with its opening after 10 s", "127.0.0.1"];
+    let parts = ["did not complete its opening message within 10 s", "127.0.0.1"];
     assert_says(rejected["text"].as_str().unwrap(), &parts);
 }
 

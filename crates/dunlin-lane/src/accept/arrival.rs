@@ -1,4 +1,4 @@
-//! What accepting brings.
+//! The results of accepting.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -10,51 +10,50 @@ use crate::control::ControlStream;
 use crate::handshake::Secured;
 use crate::handshake::relay::Relayed;
 
-/// What came out of a connection.
+/// The result of one accepted connection.
 #[expect(
     clippy::large_enum_variant,
-    reason = "there are few, and each is matched where it arrives"
+    reason = "few exist at a time, and each is matched immediately"
 )]
 #[derive(Debug)]
 pub enum Arrival {
-    /// A control lane, whose peer has sent its offer.
+    /// A control lane. Its peer has sent the opening message.
     Control {
         /// The lane.
         stream: ControlStream,
-        /// The first words: an offer, unless the peer breaks the protocol.
+        /// The opening message: an offer, unless the peer violates the protocol.
         opening: Opening,
     },
     /// A data lane.
     Lane {
         /// The lane.
         socket: LaneSocket,
-        /// The first words: a lane open, unless the peer breaks the protocol.
+        /// The opening message: a lane open, unless the peer violates the protocol.
         opening: Opening,
     },
-    /// A connection that came to nothing.
+    /// A connection that was rejected or failed.
     Rejected {
-        /// Where it came from.
+        /// The peer's address.
         from: SocketAddr,
         /// Why.
         reason: RejectReason,
     },
-    /// Somebody waits to be accepted, and there is no descriptor or memory left to
-    /// do it with, and nobody else whose place it could have. Told once, until
-    /// a connection has been accepted again.
+    /// Descriptors or memory ran out, and no pending connection could be evicted. Reported once,
+    /// until a connection is accepted again.
     Starved(io::Error),
 }
 
-/// An accepted data lane, blocking, with nothing read behind its opening.
+/// An accepted data lane: blocking, with nothing read beyond its opening message.
 #[derive(Debug)]
 pub enum LaneSocket {
-    /// Its peer is authenticated.
+    /// The peer is authenticated.
     Tls(Box<Secured>),
-    /// Its peer is proved by nothing but what it says in its opening.
+    /// Only the proof in the opening message authenticates the peer.
     Plain(TcpStream),
 }
 
 impl LaneSocket {
-    /// The connection, for its options.
+    /// The connection, for its socket options.
     pub fn stream(&self) -> &TcpStream {
         match self {
             Self::Tls(secured) => &secured.stream,
@@ -63,13 +62,13 @@ impl LaneSocket {
     }
 }
 
-/// What came out of a connection that was to be relayed.
+/// The result of one connection accepted for a relay.
 pub enum RelayArrival {
-    /// Its peer is authenticated.
+    /// The peer is authenticated.
     Secured(Box<Relayed>),
     /// As [`Arrival::Rejected`].
     Rejected {
-        /// Where it came from.
+        /// The peer's address.
         from: SocketAddr,
         /// Why.
         reason: RejectReason,

@@ -1,4 +1,4 @@
-//! The fuzz entry of a connection whose peer nobody knows.
+//! Fuzz target: a connection from an unauthenticated peer.
 
 use std::io::{IoSlice, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr};
@@ -24,7 +24,7 @@ use crate::record::RECEIVED_RECORD_BYTES;
 use crate::trust::{Authorities, Trust};
 use dunlin_proto::negotiate::Opening;
 
-/// A host that has lost its certificate: nobody gets through the handshake.
+/// A host without a certificate, so no handshake succeeds.
 #[derive(Debug)]
 struct NoCertificate;
 
@@ -60,19 +60,19 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
     })
 });
 
-/// Any first bytes to a port for lanes, and to one for relays.
+/// Sends arbitrary first bytes to a port for lanes, and to one for relays.
 pub fn fuzz_connection(bytes: &[u8]) {
     for purpose in [Purpose::Lanes(&TLS), Purpose::Relay(&TLS)] {
-        greet(bytes, purpose);
+        connect(bytes, purpose);
     }
 }
 
-/// Any first bytes, in two pieces, and then nothing more: the connection comes
-/// to an end by itself, keeps no more than its bound, and nobody arrives but a
-/// plain lane whose opening is what was sent.
-fn greet(bytes: &[u8], purpose: Purpose<'_>) {
+/// Sends arbitrary first bytes in two pieces, then closes. The connection must end by itself and
+/// keep within its memory bound; the only possible arrival is a plain lane with exactly the opening
+/// message that was sent.
+fn connect(bytes: &[u8], purpose: Purpose<'_>) {
     let (mut near, far) = crate::fuzz::pair();
-    far.set_nonblocking(true).expect("the connection stands");
+    far.set_nonblocking(true).expect("the connection is open");
     let mut pending = Pending {
         stream: far,
         from: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
@@ -86,7 +86,7 @@ fn greet(bytes: &[u8], purpose: Purpose<'_>) {
         .map_or(0, |&byte| usize::from(byte) % bytes.len());
     let mut step = Step::Wait;
     for part in [&bytes[..at], &bytes[at..]] {
-        // It may have been refused and closed by now.
+        // The connection may have been refused and closed by now.
         let _ = near.write_vectored(&[IoSlice::new(part)]);
         if matches!(step, Step::Wait) {
             step = pending.advance(purpose);
@@ -94,7 +94,7 @@ fn greet(bytes: &[u8], purpose: Purpose<'_>) {
     }
     if matches!(step, Step::Wait) {
         near.shutdown(Shutdown::Write)
-            .expect("the connection stands");
+            .expect("the connection is open");
         step = pending.advance(purpose);
     }
     assert!(pending.opening.len() <= PRELUDE_BYTES + MAX_OPENING_BODY_BYTES);
@@ -102,8 +102,8 @@ fn greet(bytes: &[u8], purpose: Purpose<'_>) {
         assert!(handshake.reading.record.len() <= RECEIVED_RECORD_BYTES);
     }
     match step {
-        Step::Wait => panic!("nothing more comes, and it waits"),
-        Step::Gone => panic!("it was never refused"),
+        Step::Wait => panic!("it waits although the peer has closed"),
+        Step::Gone => panic!("it ended without being refused"),
         Step::Refused(_) => pending.linger(Instant::now()),
         Step::Complete => {
             let opening = pending.opening.clone();

@@ -1,4 +1,4 @@
-//! One connection that has been accepted and has not shown yet who is at its other end.
+//! An accepted connection whose peer is not authenticated yet.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -18,18 +18,18 @@ use crate::peers::PeerIdentity;
 use crate::policy::ServerSettings;
 use crate::policy::ServerTls;
 
-/// How long a refused peer may take to fetch its alert.
+/// Maximum time for a refused peer to read its alert.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// What connections are accepted for.
+/// What the connections are for.
 #[derive(Clone, Copy)]
 pub(super) enum Purpose<'a> {
     Lanes(&'a ServerTls),
     Relay(&'a ServerTls),
 }
 
-/// What has become of a connection.
-pub(super) enum Came {
+/// The result for one connection.
+pub(super) enum Outcome {
     Opened(Pending),
     Rejected {
         from: SocketAddr,
@@ -38,7 +38,7 @@ pub(super) enum Came {
     Starved(io::Error),
 }
 
-/// One connection whose opening is not complete.
+/// A connection whose opening message is incomplete.
 pub(super) struct Pending {
     pub(super) stream: TcpStream,
     pub(super) from: SocketAddr,
@@ -49,15 +49,15 @@ pub(super) struct Pending {
 }
 
 pub(super) enum Stage {
-    /// Nothing has come.
+    /// No byte has arrived.
     Silent,
-    /// TLS: the handshake, then the opening within it.
+    /// TLS: the handshake, then the opening message in it.
     Tls(Box<Handshake>),
-    /// A plain lane's opening.
+    /// The opening message of a plain lane.
     Plain,
     /// The handshake of a relay's client.
     Relay(Box<Greeting>),
-    /// Refused; waits for the peer to fetch the alert.
+    /// Refused; waits for the peer to read the alert.
     Lingering,
 }
 
@@ -89,9 +89,9 @@ impl Pending {
         })
     }
 
-    /// How far it has got: refused, silent, with a first byte, with a first
-    /// record of a handshake. An attacker who gets to the last has made us sign,
-    /// and is the only one who competes with honest peers.
+    /// The progress of the connection: refused, silent, first byte, first handshake record. Only
+    /// attackers that reach the last stage, where they cost us a signature, compete with honest
+    /// peers.
     pub(super) fn progress(&self) -> u8 {
         match &self.stage {
             Stage::Lingering => 0,
@@ -103,7 +103,7 @@ impl Pending {
         }
     }
 
-    /// Since it was accepted.
+    /// The time since it was accepted.
     pub(super) fn age(&self) -> Duration {
         OPENING_DEADLINE.saturating_sub(self.deadline.saturating_duration_since(Instant::now()))
     }
@@ -120,17 +120,17 @@ impl Pending {
         matches!(self.stage, Stage::Lingering)
     }
 
-    pub(super) fn rejected(self, reason: RejectReason) -> Came {
-        Came::Rejected {
+    pub(super) fn rejected(self, reason: RejectReason) -> Outcome {
+        Outcome::Rejected {
             from: self.from,
             reason,
         }
     }
 
-    /// Waits a moment before closing: closing a socket with unread bytes in it
-    /// resets the connection, and a reset destroys the alert on its way.
+    /// Delays the close: closing a socket with unread bytes resets the connection, and a reset
+    /// discards an alert in transit.
     pub(super) fn linger(&mut self, now: Instant) {
-        // A failure means that nobody is left to fetch the alert.
+        // Fails only if the connection has ended; then there is no one to read the alert.
         let _ = self.stream.shutdown(Shutdown::Write);
         self.stage = Stage::Lingering;
         self.deadline = now + LINGER;
@@ -145,7 +145,8 @@ impl Pending {
         }
     }
 
-    /// Goes on until the socket has no more or the opening is complete.
+    /// Continues until the socket would block (`false`) or the opening message is complete
+    /// (`true`).
     fn try_advance(&mut self, purpose: Purpose<'_>) -> Result<bool, RejectReason> {
         loop {
             match &mut self.stage {
@@ -209,8 +210,7 @@ impl Pending {
                     let mut scrap = [0; 4096];
                     match self.stream.read(&mut scrap) {
                         Ok(0) => return Err(HandshakeError::PeerClosed.into()),
-                        // One read a turn: a peer that sends without end gets
-                        // no more than its turn.
+                        // One read per turn, so a peer that sends endlessly gets only its share.
                         Ok(_) => return Ok(false),
                         Err(error) => return would_block(error),
                     }
@@ -252,7 +252,7 @@ impl Pending {
                 &handshake.settings.trust,
                 handshake.settings.provider,
             )?
-            .made_with(handshake.settings);
+            .with_settings(handshake.settings);
             return Ok(Arrival::Control { stream, opening });
         }
         let peer = handshake.peer.ok_or(HandshakeError::NoCertificate)?;
@@ -296,7 +296,7 @@ impl Handshake {
         stream.flush()
     }
 
-    /// Gives the record to rustls.
+    /// Passes the record to rustls.
     fn process(&mut self) -> Result<(), HandshakeError> {
         let mut unread = &self.reading.record[..];
         while !unread.is_empty() {
@@ -309,8 +309,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Moves up to `wanted` bytes of plaintext to `opening`; whether there
-    /// were any.
+    /// Moves up to `wanted` bytes of plaintext to `opening`. Returns whether there were any.
     fn take_plaintext(
         &mut self,
         wanted: usize,
@@ -329,7 +328,7 @@ impl Handshake {
     }
 }
 
-/// How many bytes of the opening are missing, as far as can be told.
+/// The number of missing bytes of the opening message, as far as the received part determines it.
 fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, DecodeError> {
     let Some(start) = opening.first_chunk::<PRELUDE_BYTES>() else {
         return Ok(PRELUDE_BYTES - opening.len());

@@ -1,4 +1,4 @@
-//! Reading a handshake, and why a connection is rejected.
+//! Reading of handshake records, and why a connection is rejected.
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -10,57 +10,56 @@ use thiserror::Error;
 use crate::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
 use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
-/// Connections that are not authenticated yet, at the same time. Each costs
-/// at most [`FLIGHT_LIMIT_BYTES`](crate::handshake::FLIGHT_LIMIT_BYTES) and what rustls keeps, so that all of them
-/// stay under 8 MiB.
+/// Maximum number of unauthenticated connections. Each costs at most
+/// [`FLIGHT_LIMIT_BYTES`](crate::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state, less than 8
+/// MiB in total.
 pub const PENDING_LIMIT: usize = 64;
-/// From accepting a connection to the end of its opening.
+/// Time from accepting a connection to the end of its opening message.
 pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
 
-/// Why a connection came to nothing.
+/// Why a connection was rejected.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RejectReason {
     /// The handshake failed.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
-    /// It took too long.
-    #[error("the peer was not done with its opening after {} s", OPENING_DEADLINE.as_secs())]
+    /// The deadline passed.
+    #[error("the peer did not complete its opening message within {} s", OPENING_DEADLINE.as_secs())]
     Deadline,
-    /// Too many others came after it.
-    #[error("{PENDING_LIMIT} other connections wanted its place before it was authenticated")]
+    /// Newer connections took its place.
+    #[error("evicted before authentication: limit of {PENDING_LIMIT} pending connections reached")]
     Evicted,
-    /// Another wants to be accepted, and nothing else is left to do it with.
+    /// Descriptors or memory ran out, so it was evicted for a newer connection.
     #[error(
-        "its place was given to the next, since this process or host has no descriptor or memory \
-         left: raise the limit of open files (`ulimit -n`), or end what holds them; {0}"
+        "evicted before authentication: this process or host is out of file descriptors or memory; \
+         raise the limit of open files (`ulimit -n`), or close what uses them: {0}"
     )]
     Shortage(io::Error),
-    /// The first words make no sense.
-    #[error("the peer's first words are not Dunlin's: {0}")]
+    /// The opening message is malformed.
+    #[error("malformed opening message from peer: {0}")]
     Opening(#[from] DecodeError),
-    /// It neither began a TLS handshake nor a plain lane.
+    /// The connection began with neither a TLS handshake nor a plain lane.
     #[error(
-        "the peer's first byte is {0:#04x}: neither TLS nor a plain lane of Dunlin; find out who connects to this port"
+        "the peer's first byte is {0:#04x}, which begins neither TLS nor a plain Dunlin lane: check which program connects to this port"
     )]
     Unknown(u8),
-    /// The connection broke.
+    /// The connection failed.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
 }
 
-/// Reads a handshake record by record, so that not a byte behind it is taken.
+/// Reads a handshake record by record and consumes no byte beyond the current record.
 #[derive(Default)]
 pub(crate) struct Reading {
-    /// The record that is being read, or has been; whoever takes it empties this.
+    /// The record that is being read or has been read; its consumer clears it.
     pub(crate) record: Vec<u8>,
-    /// Bytes of all whole records.
+    /// Total bytes of all whole records.
     pub(crate) received: usize,
 }
 
 impl Reading {
-    /// Reads on until one whole record is there; `false` when the socket has
-    /// no more for now.
+    /// Reads until one whole record is available; `false` if the socket would block.
     pub(crate) fn next(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
         loop {
             let wanted = match self.record.first_chunk::<HEADER_BYTES>() {
@@ -95,10 +94,10 @@ impl Reading {
     }
 }
 
-/// Whether an error only means that nothing is there yet.
+/// Returns `Ok(false)` if the error only means that no data is available yet.
 ///
 /// # Errors
-/// It is another error.
+/// Every other error.
 pub fn would_block(error: io::Error) -> Result<bool, RejectReason> {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),

@@ -1,16 +1,16 @@
-//! The bulk of a lane: frames of pages one way.
+//! Data lanes: frames of pages in one direction.
 //!
-//! A [`DataSender`] seals the records of a frame into one buffer that stays in the cache, and hands
-//! it to the socket in one call; a [`DataReceiver`] reads much at once and opens records one by
-//! one. Where the crypto library can, pages are sealed straight out of one guest's memory
-//! ([`Frame::guest_page`]) and opened straight into the other's ([`DataReceiver::payload_into`]);
-//! else each is copied once at either end. The kernel's own copies come on top. Nothing is
-//! allocated after the lane is made.
+//! A [`DataSender`] seals the records of a frame into one buffer that stays in the cache, and
+//! writes them to the socket in one call. A [`DataReceiver`] reads large blocks and opens records
+//! one by one. If the crypto library supports it, pages are sealed straight from the source's
+//! memory ([`Frame::guest_page`]) and opened straight into the destination's
+//! ([`DataReceiver::payload_into`]); otherwise each side copies them once. The kernel's own copies
+//! come on top. Nothing is allocated after the lane is set up.
 //!
-//! A frame is a header, whose meaning is the caller's, and a payload that the header must
-//! describe: the receiver has to know its length. Three securities share this code: TLS records
-//! made here, TLS records made by the kernel and, where both sides consented, plain bytes. To the
-//! kernel pages go straight out of guest memory too, and come from it straight into the other's.
+//! A frame consists of a header, which the caller defines, and a payload. The header must contain
+//! the payload's length. Three kinds of security share this code: TLS records made by this process,
+//! TLS records made by the kernel, and plain bytes if both sides consented. With kernel TLS, pages
+//! also go straight from guest memory to the kernel and from the kernel to guest memory.
 
 mod guard;
 mod receiver;
@@ -30,56 +30,56 @@ pub use sender::{DataSender, Frame, FrameError, SendError};
 use super::handshake::{InKernel, Records};
 use super::record::{CONTENT_BYTES, OpenHalf, SealHalf};
 
-/// The unit that a frame is laid out in. Larger pages of the guest are several of these.
+/// The unit of a frame's payload. A larger guest page consists of several units.
 pub const PAGE_BYTES: usize = 4096;
-/// Pages in a full record; none ever straddles two.
+/// Pages in a full record; no page crosses a record's border.
 pub const PAGES_PER_RECORD: usize = CONTENT_BYTES / PAGE_BYTES;
-/// Records in a full frame, apart from the one of its header.
+/// Payload records in a full frame, without the header's record.
 pub const RECORDS_PER_FRAME: usize = 16;
 /// Payload of a full frame: [`PAGES_PER_FRAME`] pages, sealed and written at once. From 128 KiB to
-/// 1 MiB the cost per byte is the same within what can be measured (two cores, 1 GiB over
-/// loopback, second-level caches of 2 MiB), so this is the size that also stays in caches of
-/// 512 KiB, and holds up less of the tunnel's latency and of each lane's memory than a larger one.
+/// 1 MiB the measured cost per byte is the same (two cores, 1 GiB over loopback, 2 MiB second-level
+/// caches). This size also fits caches of 512 KiB, and adds less latency in the tunnel and less
+/// memory per lane than a larger one.
 pub const BATCH_BYTES: usize = RECORDS_PER_FRAME * CONTENT_BYTES;
-/// Pages that one frame takes.
+/// Maximum number of pages in a frame.
 pub const PAGES_PER_FRAME: usize = RECORDS_PER_FRAME * PAGES_PER_RECORD;
-/// The longest header of a frame.
+/// Maximum length of a frame's header.
 pub const HEADER_LIMIT_BYTES: usize = 12 << 10;
 
 const _: () = assert!(CONTENT_BYTES.is_multiple_of(PAGE_BYTES));
 const _: () = assert!(HEADER_LIMIT_BYTES <= CONTENT_BYTES);
 
-/// How long a lane may stand still unless the caller says otherwise.
+/// Default limit for the time without progress on a lane.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// Proof that both sides agreed to send this session's memory in the clear.
+/// Proof that both sides agreed to send this session's memory unencrypted.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainConsent(());
 
 impl PlainConsent {
-    /// The proof, if `ours` and `theirs` both say yes.
+    /// Returns the proof if `ours` and `theirs` are both true.
     pub fn both(ours: bool, theirs: bool) -> Option<Self> {
         (ours && theirs).then_some(Self(()))
     }
 
-    /// The consent for a connection whose packets are sealed below TCP, by an IPsec session of
-    /// both sides. The caller vouches for it.
+    /// Returns the consent for a connection that an IPsec session of both sides protects. The
+    /// caller guarantees the protection.
     #[must_use]
     pub fn sealed_below() -> Self {
         Self(())
     }
 }
 
-/// What has passed over one end of a lane.
+/// Statistics of one end of a lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Bytes of headers and payloads.
     pub content_bytes: u64,
-    /// Bytes on the connection, records' overhead included.
+    /// Bytes on the connection, including the records' overhead.
     pub wire_bytes: u64,
     /// Data records; zero on a plain lane.
     pub records: u64,
-    /// Reads or writes of the socket.
+    /// Read or write calls on the socket.
     pub calls: u64,
 }
 
@@ -88,16 +88,16 @@ pub struct Counters {
 pub struct Canceller(Link);
 
 impl Canceller {
-    /// Wakes the thread that is blocked in the lane, which gets a `Cancelled` error, as does
-    /// every later call. The peer sees the connection cut.
+    /// Wakes the thread that is blocked in the lane. That call and every later one return a
+    /// `Cancelled` error; the peer's connection ends without a close.
     pub fn shutdown(&self) {
         self.0.cancelled.store(true, Ordering::SeqCst);
-        // Fails only when the connection is gone already, which wakes the thread too.
+        // Fails only if the connection has already ended, which wakes the thread too.
         let _ = self.0.stream.shutdown(Shutdown::Both);
     }
 }
 
-/// The connection of a lane and the word that it was ended here.
+/// The lane's connection, and whether this side has cancelled it.
 #[derive(Clone, Debug)]
 struct Link {
     stream: Arc<TcpStream>,
@@ -118,8 +118,8 @@ impl Link {
     }
 }
 
-/// What protects the bytes. Both halves are kept on both sides: the one that carries no data
-/// carries the close and alerts.
+/// The lane's protection. Each side keeps the keys of both directions: the one without data carries
+/// the close and alerts.
 enum Security {
     Tls(Box<Keys>),
     Kernel(InKernel),
@@ -140,5 +140,5 @@ struct Keys {
     open: OpenHalf,
 }
 
-/// A *close_notify*, whose level is a warning.
+/// The *close_notify* alert, with level warning.
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];

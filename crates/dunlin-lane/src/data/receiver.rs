@@ -1,4 +1,4 @@
-//! The receiving end of a data lane.
+//! The receiving half of a data lane.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
@@ -23,68 +23,65 @@ use crate::record::{
     Opened, RECEIVED_RECORD_BYTES,
 };
 
-/// Bytes read from the socket at once, at most. Large enough that a system call is a small part
-/// of the cost, small enough to stay in the second-level cache until it is opened.
+/// Maximum number of bytes per read from the socket: large enough to make system calls a small part
+/// of the cost, small enough to stay in the second-level cache until opened.
 const RECEIVE_BYTES: usize = 256 << 10;
 
 const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 
-/// Pieces of guest memory that one record is opened into at most; one that spreads further is
-/// opened in place and copied. A record of a [`DataSender`](super::DataSender) holds four pages.
+/// Maximum number of guest memory pieces that one record is opened into. A record that spans more
+/// is opened in place and copied. A record of a [`DataSender`](super::DataSender) holds four pages.
 const TARGETS_PER_RECORD: usize = 8;
 
-/// What is looked at of a record that is no data: more than an alert's two bytes is no alert.
+/// Bytes to read of a record that is not data. An alert has two; a third shows that it is
+/// malformed.
 const CONTROL_START: usize = 3;
 
-/// Why a data lane ended other than cleanly. The lane must be given up, save for
-/// [`ReceiveError::Idle`], which loses nothing.
+/// Why a data lane failed. Every error except [`ReceiveError::Idle`], which loses nothing, ends the
+/// lane.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ReceiveError {
-    /// The connection ended without the peer's saying so.
-    #[error(
-        "the lane was cut: the peer died, or someone ended the connection; it did not close it"
-    )]
+    /// The connection ended without a close from the peer.
+    #[error("the lane ended without a close: the peer died, or the connection was reset")]
     Truncated,
-    /// The peer closed the lane in the middle of something.
-    #[error("the peer closed the lane in the middle of a frame: it broke the protocol")]
+    /// The peer closed the lane in the middle of a frame.
+    #[error("the peer closed the lane in the middle of a frame, which violates the protocol")]
     ClosedInside,
-    /// The rest of something does not come.
-    #[error(
-        "nothing came for {limit:?} in the middle of a frame: the peer hangs, or the network does"
-    )]
+    /// The rest of a frame does not arrive.
+    #[error("no data for {limit:?} in the middle of a frame: the peer or the network hangs")]
     Stalled {
-        /// The limit set for this lane.
+        /// The lane's stall limit.
         limit: Duration,
     },
-    /// No frame came for longer than the caller wanted to wait.
-    #[error("no frame came for {limit:?}")]
+    /// No frame arrived within the caller's limit.
+    #[error("no frame arrived for {limit:?}")]
     Idle {
-        /// The limit given with the call.
+        /// The limit of the call.
         limit: Duration,
     },
-    /// The lane's [`Canceller`] was used.
+    /// This side used the lane's [`Canceller`].
     #[error("the lane was shut down on this side")]
     Cancelled,
     /// A record could not be opened.
     #[error(transparent)]
     Record(#[from] OpenError),
-    /// The connection broke.
+    /// The connection failed.
     #[error("the lane's connection failed: {0}")]
     Io(#[source] io::Error),
-    /// An earlier error or the close ended this lane.
+    /// An earlier error, or the close, has ended this lane.
     #[error("the lane has already ended")]
     Spent,
 }
 
-/// The receiving end of a data lane.
+/// The receiving half of a data lane.
 pub struct DataReceiver {
     link: Link,
     security: Security,
     buffer: Box<[u8]>,
-    /// What came and is not opened yet.
+    /// Received bytes that are not opened yet.
     sealed: Range<usize>,
-    /// What is opened and not taken yet; stands before `sealed`.
+    /// Opened bytes that are not consumed yet; precedes `sealed`.
     opened: Range<usize>,
     stall_limit: Duration,
     counters: Counters,
@@ -99,19 +96,19 @@ enum State {
 }
 
 impl DataReceiver {
-    /// The receiving end of an encrypted lane. Inside a frame, no progress for `stall_limit` is
-    /// an error.
+    /// Returns the receiving half of an encrypted lane. No progress for `stall_limit` within a
+    /// frame is an error.
     ///
     /// # Errors
-    /// [`ReceiveError::Io`] when the socket's options cannot be set.
+    /// [`ReceiveError::Io`] if the socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, ReceiveError> {
         Self::new(secured.stream, secured.records.into(), stall_limit)
     }
 
-    /// The receiving end of a lane in the clear.
+    /// Returns the receiving half of an unencrypted lane.
     ///
     /// # Errors
-    /// [`ReceiveError::Io`] when the socket's options cannot be set.
+    /// [`ReceiveError::Io`] if the socket's options cannot be set.
     pub fn plain(
         stream: TcpStream,
         _: PlainConsent,
@@ -125,7 +122,7 @@ impl DataReceiver {
         security: Security,
         stall_limit: Duration,
     ) -> Result<Self, ReceiveError> {
-        // The socket's own time-out costs no system call per read.
+        // The socket's timeout saves a system call per read.
         stream
             .set_read_timeout(Some(stall_limit))
             .map_err(ReceiveError::Io)?;
@@ -141,9 +138,9 @@ impl DataReceiver {
         })
     }
 
-    /// Fills `header` with the beginning of the next frame; false when the peer closed the lane
-    /// cleanly instead. Waits as long as the lane lives, or for `idle_limit` (in steps of the
-    /// stall limit) if there is one. On a plain lane any end between frames counts as clean.
+    /// Fills `header` with the beginning of the next frame; returns false if the peer closed the
+    /// lane cleanly. Waits without limit, or for `idle_limit` (in steps of the stall limit). On a
+    /// plain lane, every end between frames counts as clean.
     ///
     /// # Errors
     /// [`ReceiveError`].
@@ -160,7 +157,7 @@ impl DataReceiver {
             match self.advance(header.len()) {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
-                // Part of a record is here, so a frame has begun.
+                // Part of a record has arrived, so a frame has begun.
                 Err(error @ ReceiveError::Stalled { .. }) if self.has_begun() => {
                     return Err(self.fail(error));
                 }
@@ -177,7 +174,7 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Fills `out` with what follows in the frame.
+    /// Fills `out` with the next bytes of the frame.
     ///
     /// # Errors
     /// [`ReceiveError`].
@@ -190,12 +187,12 @@ impl DataReceiver {
         })
     }
 
-    /// Hands the next `bytes` of the frame to `take`, piece by piece and in order, from where they
-    /// were opened. The pieces have any length; those of a [`DataSender`](super::DataSender)'s
-    /// pages end where a page ends, and a peer of another make may cut elsewhere.
+    /// Passes the next `bytes` of the frame to `take`, in order, in pieces that refer to the opened
+    /// records. Pieces may have any length: those of a [`DataSender`](super::DataSender)'s pages
+    /// end at page borders, but another implementation may split elsewhere.
     ///
     /// # Errors
-    /// [`ReceiveError`]; some of the pieces have been handed out then.
+    /// [`ReceiveError`]; `take` may have received some of the pieces.
     pub fn payload(
         &mut self,
         mut bytes: u64,
@@ -220,12 +217,12 @@ impl DataReceiver {
         Ok(())
     }
 
-    /// Fills `targets`, one after the other, with the next bytes of the frame. Where the lane's
-    /// crypto library can, records are opened straight into them, and nothing is copied.
+    /// Fills `targets` in order with the next bytes of the frame. If the crypto library supports
+    /// it, records are opened straight into them, without a copy.
     ///
     /// # Errors
-    /// [`ReceiveError`]. Some targets have been filled then, and others may hold bytes that
-    /// nobody sent: whatever the frame was to write must be sent again, or never be used.
+    /// [`ReceiveError`]. Targets may then be partly filled, or contain bytes that the peer never
+    /// sent: everything that the frame was meant to write must be sent again or never used.
     pub fn payload_into<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
@@ -255,7 +252,7 @@ impl DataReceiver {
         }
     }
 
-    /// The same where the kernel opens, which it does where the targets lie.
+    /// As [`Self::payload_into`], but the kernel opens records into the targets.
     fn payload_by_kernel<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
@@ -286,8 +283,8 @@ impl DataReceiver {
                     bytes,
                     control: None,
                 }) => waiting.drop_first(bytes),
-                // Its bytes stand where pages belong, which the caller will never use or have
-                // sent again.
+                // The record's bytes are now in guest pages; this error makes the caller discard
+                // them.
                 Ok(Received {
                     bytes,
                     control: Some(content_type),
@@ -309,7 +306,7 @@ impl DataReceiver {
         }
     }
 
-    /// Opens the next record into the targets if it can and fits, else as [`Self::advance`].
+    /// Opens the next record into the targets if possible; otherwise as [`Self::advance`].
     fn advance_into<'m>(
         &mut self,
         waiting: &mut Targets<'m, TARGETS_PER_RECORD>,
@@ -325,7 +322,7 @@ impl DataReceiver {
         };
         let bytes = OpenHalf::record_bytes(*header)?;
         let content = bytes.saturating_sub(OVERHEAD_BYTES);
-        // What is shorter than a page may be an alert, and is cheap to copy.
+        // A record shorter than a page may be an alert, and is cheap to copy.
         if !keys.opens_into_guest(content) || sealed.len() < bytes {
             return self.advance(wanted);
         }
@@ -345,18 +342,18 @@ impl DataReceiver {
         match landed {
             Landed::InGuest => {
                 waiting.drop_first(content);
-                self.took_record(content);
+                self.count_record(content);
                 Ok(true)
             }
-            Landed::InRecord(opened) => Ok(self.took(opened, start)),
+            Landed::InRecord(opened) => Ok(self.record_opened(opened, start)),
         }
     }
 
-    /// Answers the peer's close, or tells it early that nothing more will be read. A peer that is
-    /// gone already needs no answer.
+    /// Replies to the peer's close, or announces early that this side will not read any more. If
+    /// the peer's connection has already ended, no reply is needed.
     ///
     /// # Errors
-    /// What the socket says; the lane is closed in any case.
+    /// The socket's error; the lane is closed in any case.
     pub fn close(mut self) -> io::Result<Counters> {
         match self.answer() {
             Err(error)
@@ -373,12 +370,12 @@ impl DataReceiver {
         }
     }
 
-    /// What has been received.
+    /// Statistics of what has been received.
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// A handle to end this lane from another thread.
+    /// Returns a handle that cancels this lane from another thread.
     pub fn canceller(&self) -> Canceller {
         Canceller(self.link.clone())
     }
@@ -401,8 +398,8 @@ impl DataReceiver {
         self.link.stream.shutdown(Shutdown::Write)
     }
 
-    /// Opens the next record, or reads from the socket once. False at a clean end. From the kernel
-    /// no more is read than is `wanted`: what follows can go straight to where it belongs.
+    /// Opens the next record, or reads from the socket once. False at a clean close. From the
+    /// kernel it reads at most `wanted` bytes, so what follows can go straight to its target.
     fn advance(&mut self, wanted: usize) -> Result<bool, ReceiveError> {
         match self.state {
             State::Open => {}
@@ -421,11 +418,11 @@ impl DataReceiver {
                 let opened = keys.open.open(record)?;
                 let start = self.sealed.start + HEADER_BYTES;
                 self.sealed.start += bytes;
-                return Ok(self.took(opened, start));
+                return Ok(self.record_opened(opened, start));
             }
         }
-        // The part of a record that is here moves to the front, so every read has the whole
-        // buffer before it, and always the same, cached bytes.
+        // Move the partial record to the front: every read then has the whole buffer available, and
+        // reuses the same cached bytes.
         self.buffer.copy_within(self.sealed.clone(), 0);
         self.sealed = 0..self.sealed.len();
         if self.fill()? == 0 {
@@ -438,12 +435,12 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Notes what a record held, whose content begins at `start`. False at a clean end.
-    fn took(&mut self, opened: Opened, start: usize) -> bool {
+    /// Records the content of an opened record, which begins at `start`. False at a clean close.
+    fn record_opened(&mut self, opened: Opened, start: usize) -> bool {
         match opened {
             Opened::Data(count) => {
                 self.opened = start..start + count;
-                self.took_record(count);
+                self.count_record(count);
                 true
             }
             Opened::Closed => {
@@ -453,7 +450,7 @@ impl DataReceiver {
         }
     }
 
-    fn took_record(&mut self, content: usize) {
+    fn count_record(&mut self, content: usize) {
         self.counters.records += 1;
         self.counters.content_bytes += content as u64;
     }
@@ -474,16 +471,16 @@ impl DataReceiver {
         self.control(content_type, &start[..count])
     }
 
-    /// Whether something of the next frame has come, although nothing of it can be read yet.
+    /// Whether part of the next frame has arrived, although none of it can be read yet.
     fn has_begun(&self) -> bool {
         match &self.security {
-            // The kernel keeps a record until it is whole.
+            // The kernel holds a record back until it is complete.
             Security::Kernel(_) => unread_bytes(&*self.link.stream).is_ok_and(|bytes| bytes > 0),
             _ => !self.sealed.is_empty(),
         }
     }
 
-    /// Reads once what the kernel has opened, which is something or an error.
+    /// Reads once what the kernel has opened. Returns data or an error.
     fn read_opened(
         &mut self,
         read: impl FnMut(&TcpStream) -> io::Result<Received>,
@@ -494,7 +491,7 @@ impl DataReceiver {
             None if content == 0 && self.link.is_cancelled() => Err(ReceiveError::Cancelled),
             None if content == 0 => Err(ReceiveError::Truncated),
             None => {
-                // The kernel does not say how many records they came in: at least so many.
+                // The kernel does not report the number of records; this is the minimum.
                 let records = content.div_ceil(CONTENT_BYTES as u64);
                 self.counters.records += records;
                 self.counters.content_bytes += content;
@@ -505,13 +502,13 @@ impl DataReceiver {
         }
     }
 
-    /// What a record means that is no data and begins with `start`. False at a clean end.
+    /// Interprets a record that is not data and begins with `start`. False at a clean close.
     fn control(&mut self, content_type: u8, start: &[u8]) -> Result<bool, ReceiveError> {
         let mut content = [0; CONTROL_START];
         let mut count = start.len();
         content[..count].copy_from_slice(start);
         if content_type == ALERT && count == 1 {
-            // Whoever asks for a byte gets no more of it; the rest waits.
+            // A read of one byte returned one byte; the rest of the alert is still in the socket.
             let rest = &mut content[1..];
             count += self.read_once(|stream| ktls::receive(stream, rest))?.bytes;
         }
@@ -540,7 +537,7 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Reads once behind what is there; zero at the connection's end.
+    /// Reads once and appends to the buffered bytes; zero at the connection's end.
     fn fill(&mut self) -> Result<usize, ReceiveError> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let end = self.sealed.end;
@@ -559,7 +556,7 @@ impl DataReceiver {
         loop {
             self.counters.calls += 1;
             match read(&self.link.stream) {
-                Ok(came) => return Ok(came),
+                Ok(value) => return Ok(value),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     return Err(match error.kind() {
@@ -587,13 +584,13 @@ impl DataReceiver {
 }
 
 impl Keys {
-    /// Whether a record with so much content may be opened into guest memory.
+    /// Whether a record with this much content may be opened into guest memory.
     fn opens_into_guest(&self, content: usize) -> bool {
         content >= PAGE_BYTES && self.open.opens_into_guest()
     }
 }
 
-/// Pieces of guest memory that wait for their bytes, in order.
+/// Pieces of guest memory to be filled in order.
 struct Targets<'m, const ROOM: usize> {
     slots: [Option<VolatileSlice<'m>>; ROOM],
     count: usize,
@@ -611,7 +608,7 @@ impl<const ROOM: usize> Default for Targets<'_, ROOM> {
 }
 
 impl<'m, const ROOM: usize> Targets<'m, ROOM> {
-    /// Adds a piece behind the others; there must be room for one.
+    /// Appends a piece; there must be space for it.
     fn push(&mut self, target: VolatileSlice<'m>) {
         if target.is_empty() {
             return;
@@ -621,7 +618,7 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
         self.count += 1;
     }
 
-    /// Copies as much of `content` as there is room for; returns how much that was.
+    /// Copies as much of `content` as fits, and returns the number of bytes copied.
     fn fill(&mut self, content: &[u8]) -> usize {
         let mut rest = content;
         while let (false, Some(target)) = (rest.is_empty(), self.slots[0]) {
@@ -633,8 +630,8 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
         content.len() - rest.len()
     }
 
-    /// Writes the pieces that hold the first `bytes` to `pages` and returns how many those are;
-    /// none when there are fewer bytes.
+    /// Writes the pieces that hold the first `bytes` to `pages` and returns their number; `None` if
+    /// there are fewer bytes.
     fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>; ROOM]) -> Option<usize> {
         let mut left = bytes;
         for (position, target) in self.slots.iter().flatten().enumerate() {
@@ -648,10 +645,10 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
         None
     }
 
-    /// Takes the first `bytes` away; there must be as many.
+    /// Removes the first `bytes`; there must be at least that many.
     fn drop_first(&mut self, mut bytes: usize) {
         self.bytes -= bytes;
-        let mut gone = 0;
+        let mut removed = 0;
         for slot in &mut self.slots {
             let Some(target) = slot else { break };
             if bytes < target.len() {
@@ -660,9 +657,9 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
             }
             bytes -= target.len();
             *slot = None;
-            gone += 1;
+            removed += 1;
         }
-        self.slots.rotate_left(gone);
-        self.count -= gone;
+        self.slots.rotate_left(removed);
+        self.count -= removed;
     }
 }

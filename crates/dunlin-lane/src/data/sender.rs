@@ -1,4 +1,4 @@
-//! The sending end of a data lane.
+//! The sending half of a data lane.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -22,78 +22,74 @@ use crate::record::{
     RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
 };
 
-/// How long to look for the peer's reason after a write failed.
+/// Maximum wait for the peer's alert after a failed write.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
-/// A payload of so many bytes shares the record of its header: to copy a page costs less than to
-/// seal one more record and to open it.
+/// Maximum length of a payload that shares a record with its header: copying a page costs less than
+/// sealing and opening one more record.
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 
-/// Why a frame could not be sent. The lane must be given up; how much of the frame the peer got
-/// is unknown.
+/// Why a frame could not be sent. The lane must be closed; the peer may have received part of the
+/// frame.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SendError {
-    /// The peer takes nothing.
-    #[error("the peer took no data for {limit:?}: it hangs, or the network does")]
+    /// The peer does not read.
+    #[error("the peer accepted no data for {limit:?}: the peer or the network hangs")]
     Stalled {
-        /// The limit set for this lane.
+        /// The lane's stall limit.
         limit: Duration,
     },
-    /// The lane's [`Canceller`] was used.
+    /// This side used the lane's [`Canceller`].
     #[error("the lane was shut down on this side")]
     Cancelled,
-    /// The peer gave up and said why.
-    #[error("the peer ended the lane with the alert {0}")]
+    /// The peer sent an alert.
+    #[error("the peer ended the lane with alert {0}")]
     PeerAlert(Alert),
-    /// The peer hung up without a reason.
-    #[error(
-        "the peer closed the lane without a reason: it died, or gave the lane up; its log says which"
-    )]
+    /// The peer closed the connection without an alert.
+    #[error("the peer closed the lane without an alert: it died, or closed the lane; see its log")]
     PeerClosed,
-    /// Sealing failed; for [`SealError::Limit`] replace the lane.
+    /// Sealing failed. Replace the lane after [`SealError::Limit`].
     #[error(transparent)]
     Seal(#[from] SealError),
-    /// The header is longer than a frame's header may be.
-    #[error(
-        "a frame's header of {bytes} bytes is longer than {HEADER_LIMIT_BYTES}: split the frame"
-    )]
+    /// The header exceeds the limit.
+    #[error("frame header of {bytes} bytes exceeds the limit of {HEADER_LIMIT_BYTES}")]
     HeaderTooLong {
-        /// Its length.
+        /// The header's length.
         bytes: usize,
     },
-    /// The connection broke.
+    /// The connection failed.
     #[error("the lane's connection failed: {0}")]
     Io(#[source] io::Error),
-    /// An earlier error ended this lane.
+    /// An earlier error has ended this lane.
     #[error("the lane has already failed")]
     Spent,
 }
 
-/// Why something cannot be added to a frame. Nothing was added.
+/// Why data could not be added to a frame. Nothing was added.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// There is no room for another page: finish the frame and begin the next.
-    #[error("the frame is full: finish it and begin another")]
+    /// There is no space for another page: finish the frame and begin the next.
+    #[error("frame is full")]
     Full,
-    /// A page was to follow bytes that end in the middle of a slot.
-    #[error("a page must begin at a multiple of {PAGE_BYTES} bytes within a frame's payload")]
+    /// The preceding payload does not end at a page border.
+    #[error("a page must begin at a multiple of {PAGE_BYTES} bytes in a frame's payload")]
     Misaligned,
-    /// What was given is not one page.
-    #[error("a page of {PAGE_BYTES} bytes is wanted, not {bytes} bytes")]
+    /// The length is not that of one page.
+    #[error("invalid page length {bytes}, expected {PAGE_BYTES}")]
     Length {
-        /// Its length.
+        /// The given length.
         bytes: usize,
     },
 }
 
-/// The sending end of a data lane.
+/// The sending half of a data lane.
 pub struct DataSender {
     link: Link,
     security: Security,
-    /// Room for the header, then the records of a full frame without gaps.
+    /// Space for the header, followed by the contiguous records of a full frame.
     buffer: Box<[u8]>,
     layout: Layout,
     stall_limit: Duration,
@@ -102,30 +98,30 @@ pub struct DataSender {
     guard: Option<Box<dyn LaneGuard>>,
 }
 
-/// A frame being filled. Dropped unfinished, it sends nothing.
+/// A frame being filled. An unfinished frame that is dropped sends nothing.
 pub struct Frame<'a> {
     sender: &'a mut DataSender,
-    /// Bytes of payload so far.
+    /// Payload bytes added so far.
     filled: usize,
-    /// Pages of the payload that are still in guest memory only; the others stand in the buffer.
+    /// Payload pages that are only in guest memory; the buffer contains the others.
     guest: GuestPages<'a>,
 }
 
 type GuestPages<'a> = [Option<VolatileSlice<'a>>; PAGES_PER_FRAME];
 
 impl DataSender {
-    /// The sending end of an encrypted lane. No progress for `stall_limit` is an error.
+    /// Returns the sending half of an encrypted lane. No progress for `stall_limit` is an error.
     ///
     /// # Errors
-    /// [`SendError::Io`] when the socket's options cannot be set.
+    /// [`SendError::Io`] if the socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, SendError> {
         Self::new(secured.stream, secured.records.into(), stall_limit)
     }
 
-    /// The sending end of a lane in the clear.
+    /// Returns the sending half of an unencrypted lane.
     ///
     /// # Errors
-    /// [`SendError::Io`] when the socket's options cannot be set.
+    /// [`SendError::Io`] if the socket's options cannot be set.
     pub fn plain(
         stream: TcpStream,
         _: PlainConsent,
@@ -139,7 +135,7 @@ impl DataSender {
         security: Security,
         stall_limit: Duration,
     ) -> Result<Self, SendError> {
-        // The socket's own time-out costs no system call per write.
+        // The socket's timeout saves a system call per write.
         stream
             .set_write_timeout(Some(stall_limit))
             .map_err(SendError::Io)?;
@@ -156,7 +152,7 @@ impl DataSender {
         })
     }
 
-    /// Keeps `guard` until the lane ends, and calls it before each frame is sent.
+    /// Keeps `guard` until the lane ends, and notifies it before each frame is sent.
     #[must_use]
     pub fn guarded_by(mut self, guard: Box<dyn LaneGuard>) -> Self {
         self.guard = Some(guard);
@@ -172,7 +168,7 @@ impl DataSender {
         }
     }
 
-    /// Sends a frame without payload.
+    /// Sends a frame without a payload.
     ///
     /// # Errors
     /// [`SendError`].
@@ -180,7 +176,7 @@ impl DataSender {
         self.frame().finish(header)
     }
 
-    /// Tells the peer that nothing follows. Until it does, the peer takes an end for a cut.
+    /// Sends close_notify. Without it the peer treats the end of the connection as a failure.
     ///
     /// # Errors
     /// [`SendError`].
@@ -205,13 +201,13 @@ impl DataSender {
         Ok(self.counters)
     }
 
-    /// What has been sent.
+    /// Statistics of what has been sent.
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Data records that this lane may still send; `None` when it has no limit. A full frame
-    /// takes [`RECORDS_PER_FRAME`] and one for its header.
+    /// The number of data records that this lane may still send; `None` if it has no limit. A full
+    /// frame takes [`RECORDS_PER_FRAME`] plus one for its header.
     pub fn records_left(&self) -> Option<u64> {
         match &self.security {
             Security::Tls(keys) => Some(keys.seal.records_left()),
@@ -220,9 +216,9 @@ impl DataSender {
         }
     }
 
-    /// How far the lane's key is used up, where the lane is to be replaced after `most` records.
+    /// The usage of the lane's key, if the lane must be replaced after `most` records.
     pub fn key_usage(&self, most: u64) -> KeyUsage {
-        /// Records kept back for a chunk that is under way, a mark and the end.
+        /// Records reserved for a chunk in progress, a mark and the close.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
         let used = self.counters.records;
         if self.records_left().is_none() {
@@ -236,15 +232,15 @@ impl DataSender {
         }
     }
 
-    /// Caps this lane in bytes per second; `None` lifts the cap.
+    /// Limits this lane's rate in bytes per second; `None` removes the limit.
     ///
     /// # Errors
-    /// What setsockopt(2) says.
+    /// The error of setsockopt(2).
     pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
         set_pacing_rate(&*self.link.stream, bytes_per_second)
     }
 
-    /// A handle to end this lane from another thread.
+    /// Returns a handle that cancels this lane from another thread.
     pub fn canceller(&self) -> Canceller {
         Canceller(self.link.clone())
     }
@@ -254,8 +250,8 @@ impl DataSender {
         &self.link.stream
     }
 
-    /// Seals and writes the header and `filled` bytes of payload, which stand in the buffer where
-    /// `guest` names no page.
+    /// Seals and writes the header and `filled` bytes of payload. The buffer holds the payload,
+    /// except for the pages in `guest`.
     fn transmit(
         &mut self,
         header: &[u8],
@@ -289,7 +285,7 @@ impl DataSender {
         };
         self.buffer[start + lead..][..bytes].copy_from_slice(header);
         let mut end = front;
-        // A frame that was begun and then fails can never be sent again with the same numbers.
+        // A frame that fails partway can never be resent with the same sequence numbers.
         self.spent = true;
         if let Security::Tls(keys) = &mut self.security
             && shares
@@ -322,7 +318,7 @@ impl DataSender {
                     count += 1;
                     whole += page.len();
                 }
-                // What is shorter than a page is cheaper to copy.
+                // Below a page, a copy is cheaper.
                 if content >= PAGE_BYTES && whole == content {
                     keys.seal.seal_guest(&pages[..count], sealed)?;
                 } else {
@@ -341,9 +337,9 @@ impl DataSender {
         Ok(())
     }
 
-    /// The same where the kernel seals. What lies in guest memory goes from there to the kernel,
-    /// and is read once. The header opens the first record of the payload: were it one of its own,
-    /// the peer would be woken for it alone.
+    /// As [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the kernel
+    /// and are read once. The header begins the first payload record; in a record of its own it
+    /// would wake the peer separately.
     fn transmit_by_kernel(
         &mut self,
         header: &[u8],
@@ -413,7 +409,7 @@ impl DataSender {
         Ok(())
     }
 
-    /// What a failed write means, with the peer's own reason where it gave one.
+    /// Converts a failed write to an error, with the peer's alert if there is one.
     fn failure(&mut self, error: io::Error) -> SendError {
         self.spent = true;
         if self.link.is_cancelled() {
@@ -431,8 +427,8 @@ impl DataSender {
         }
     }
 
-    /// The alert that the peer left behind. A destination that refuses our certificate says so
-    /// only after our side of the handshake is done, so this is where a source learns of it.
+    /// Reads the peer's alert. A destination that refuses our certificate sends its alert only
+    /// after our side of the handshake has completed, so a source learns the reason here.
     fn reason(&mut self) -> Option<Alert> {
         self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
         let keys = match &mut self.security {
@@ -464,24 +460,24 @@ impl DataSender {
 }
 
 impl<'a> Frame<'a> {
-    /// Pages that still fit.
+    /// The number of pages that still fit.
     pub fn room(&self) -> usize {
         PAGES_PER_FRAME - self.filled.div_ceil(PAGE_BYTES)
     }
 
-    /// Bytes of payload so far.
+    /// Payload bytes added so far.
     pub fn payload_bytes(&self) -> usize {
         self.filled
     }
 
-    /// Lets `fill` write the next page where it will be sealed. When `fill` answers false, the
-    /// page is not kept and its slot is the next one's; so a page can be looked at, and found to
-    /// be zero, after it was copied into the cache. Returns what `fill` answered.
+    /// Lets `fill` write the next page into the buffer in which it will be sealed. If `fill`
+    /// returns false, the page is discarded and its slot is reused, so `fill` can copy a page into
+    /// the cache and then find that it is zero. Returns the result of `fill`.
     ///
-    /// The slot holds bytes of earlier frames: `fill` must write all of it, or answer false.
+    /// The slot contains bytes of earlier frames: `fill` must overwrite all of it or return false.
     ///
     /// # Errors
-    /// [`FrameError`]; `fill` was not called then.
+    /// [`FrameError`]; `fill` was not called.
     pub fn page(
         &mut self,
         fill: impl FnOnce(&mut [u8; PAGE_BYTES]) -> bool,
@@ -503,14 +499,14 @@ impl<'a> Frame<'a> {
         Ok(kept)
     }
 
-    /// Adds a page of guest memory, unless it is zero; returns whether it was added. Where the
-    /// lane's crypto library can, the page is sealed from where it lies, and is never copied.
+    /// Adds a page of guest memory, unless it is zero. Returns whether it was added. If the crypto
+    /// library supports it, the page is sealed straight from guest memory, without a copy.
     ///
-    /// It is read again when the frame is sealed, in [`Frame::finish`]. Whoever writes to it
-    /// meanwhile must be in a dirty log that is fetched later, as for every page that is sent.
+    /// The page is read again when [`Frame::finish`] seals the frame. As for every page that is
+    /// sent, a dirty log that is fetched later must contain concurrent writes.
     ///
     /// # Errors
-    /// [`FrameError`]; nothing was added then.
+    /// [`FrameError`]; nothing was added.
     pub fn guest_page(&mut self, page: &VolatileSlice<'a>) -> Result<bool, FrameError> {
         let bytes = page.len();
         if bytes != PAGE_BYTES {
@@ -531,12 +527,12 @@ impl<'a> Frame<'a> {
         Ok(true)
     }
 
-    /// Makes `memory`, whatever it holds, the payload of a frame that is empty. Where the lane's
-    /// crypto library can, it is sealed from where it lies, and is never copied.
+    /// Makes `memory`, including zero pages, the payload of an empty frame. If the crypto library
+    /// supports it, the memory is sealed in place, without a copy.
     ///
     /// # Errors
-    /// [`FrameError::Full`] when it is longer than [`BATCH_BYTES`], or something was added before;
-    /// nothing was added then.
+    /// [`FrameError::Full`] if it is longer than [`BATCH_BYTES`], or if the frame is not empty;
+    /// nothing was added.
     pub fn memory(&mut self, memory: &VolatileSlice<'a>) -> Result<(), FrameError> {
         let bytes = memory.len();
         if self.filled > 0 || bytes > BATCH_BYTES {
@@ -550,7 +546,7 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
-    /// Adds as much of `bytes` as fits, and returns how much that was.
+    /// Adds as much of `bytes` as fits, and returns the number of bytes added.
     pub fn bytes(&mut self, bytes: &[u8]) -> usize {
         let mut rest = bytes;
         while !rest.is_empty() && self.filled < BATCH_BYTES {
@@ -563,23 +559,24 @@ impl<'a> Frame<'a> {
         bytes.len() - rest.len()
     }
 
-    /// Seals the frame and sends it, header first, in as few writes as the socket allows.
-    /// `header` may be known only now; it gets a record of its own, in front of the payload, or
-    /// shares that of a payload of at most a page. An empty header gets none.
+    /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
+    /// header gets a record of its own before the payload, or shares a record with a payload of at
+    /// most one page. An empty header gets no record.
     ///
     /// # Errors
-    /// [`SendError`]; for [`SendError::HeaderTooLong`] nothing was sent and the lane is as before.
+    /// [`SendError`]. After [`SendError::HeaderTooLong`] nothing was sent, and the lane can still
+    /// be used.
     pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
         self.sender.transmit(header, self.filled, &self.guest)
     }
 }
 
-/// What is left of `pieces` when their first `bytes` are gone.
+/// Returns `pieces` without their first `bytes`.
 fn behind<'s, 'm>(
     pieces: &'s mut [VolatileSlice<'m>],
     mut bytes: usize,
 ) -> &'s mut [VolatileSlice<'m>] {
-    let mut gone = 0;
+    let mut removed = 0;
     for piece in pieces.iter_mut() {
         if bytes < piece.len() {
             if let Ok(rest) = piece.offset(bytes) {
@@ -588,12 +585,12 @@ fn behind<'s, 'm>(
             break;
         }
         bytes -= piece.len();
-        gone += 1;
+        removed += 1;
     }
-    &mut pieces[gone..]
+    &mut pieces[removed..]
 }
 
-/// Copies pages out of guest memory to where their frame or record keeps them.
+/// Copies pages from guest memory to their position in the frame or record.
 fn copy_out(guest: &[Option<VolatileSlice<'_>>], content: &mut [u8]) {
     for (page, slot) in guest.iter().zip(content.chunks_mut(PAGE_BYTES)) {
         if let Some(page) = page {
@@ -602,16 +599,16 @@ fn copy_out(guest: &[Option<VolatileSlice<'_>>], content: &mut [u8]) {
     }
 }
 
-/// Where things stand in the buffer, with the records' overhead or without.
+/// Positions in the buffer, with or without the records' overhead.
 #[derive(Clone, Copy)]
 struct Layout {
-    /// Where the first payload record begins; the header's record ends here.
+    /// The beginning of the first payload record and end of the header's record.
     front: usize,
-    /// What precedes the content of a record.
+    /// The number of bytes before the content of a record.
     lead: usize,
-    /// From one full record to the next.
+    /// The distance between the beginnings of full records.
     stride: usize,
-    /// What a record is longer than its content.
+    /// The difference between the lengths of a record and of its content.
     overhead: usize,
 }
 
@@ -629,7 +626,7 @@ impl Layout {
         }
     }
 
-    /// Where byte `at` of the payload stands.
+    /// The position of payload byte `at`.
     fn position(self, at: usize) -> usize {
         self.front + at / CONTENT_BYTES * self.stride + self.lead + at % CONTENT_BYTES
     }

@@ -1,12 +1,12 @@
-//! The fuzz entry of the list of denied keys.
+//! Fuzz target: the list of denied keys.
 
 use std::path::Path;
 
 use super::super::identity::IdentityError;
 use super::Denied;
 
-/// Any text: each line that has more than a comment denies the key that it
-/// shows, or the list is refused with the number of that line.
+/// For any text: each line with more than a comment denies the key in it, or parsing fails with the
+/// number of that line.
 pub fn fuzz_denied(bytes: &[u8]) {
     let path = Path::new("denied");
     let without_comment = |line: &str| line.split('#').next().unwrap_or_default().trim().to_owned();
@@ -14,9 +14,12 @@ pub fn fuzz_denied(bytes: &[u8]) {
     let lines: Vec<String> = text.lines().map(without_comment).collect();
     match Denied::parse(path, bytes) {
         Ok(denied) => {
-            let said = text.to_ascii_lowercase().replace(':', "");
+            let lowercase = text.to_ascii_lowercase().replace(':', "");
             for key in &denied.keys {
-                assert!(said.contains(&key.to_string().replace(':', "")), "{key}");
+                assert!(
+                    lowercase.contains(&key.to_string().replace(':', "")),
+                    "{key}"
+                );
             }
             for line in lines.iter().filter(|line| !line.is_empty()) {
                 let alone = Denied::parse(path, line.as_bytes()).map(|alone| alone.keys);

@@ -1,4 +1,4 @@
-//! Why handshakes fail, in words for operators.
+//! Why handshakes fail, for operators.
 
 use std::io;
 
@@ -11,88 +11,88 @@ use x509_parser::time::ASN1Time;
 use super::super::kernel::Refused;
 use super::super::peers::PeerRefused;
 use super::super::record::{Alert, HEADER_BYTES};
-use super::super::trust::{UntrustedReason, peer_refused, take_unissued};
+use super::super::trust::{UntrustedReason, peer_refused, take_untrusted};
 
-/// The most that a peer may send before it is authenticated. A chain of four RSA-4096
-/// certificates takes an eighth of it.
+/// Maximum number of bytes from a peer before it is authenticated. A chain of four RSA-4096
+/// certificates needs an eighth of this.
 pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
 
-/// Why a handshake failed. Nothing but handshake messages has been sent.
+/// Why a handshake failed. Only handshake messages have been sent.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
-    /// Too slow. The fault is the peer's or the network's.
+    /// The deadline passed. The fault is the peer's or the network's.
     #[error(
-        "the TLS handshake was not finished at its deadline: the peer accepted the connection and then was too slow, or is no TLS server"
+        "TLS handshake timed out: the peer accepted the connection but was too slow, or is not a TLS server"
     )]
     Deadline,
-    /// The connection broke.
+    /// The connection failed.
     #[error("the connection failed during the TLS handshake: {0}")]
     Io(#[source] io::Error),
-    /// The peer hung up.
-    #[error(
-        "the peer closed the connection during the TLS handshake: look into its log for the reason"
-    )]
+    /// The peer closed the connection.
+    #[error("the peer closed the connection during the TLS handshake: see its log for the reason")]
     PeerClosed,
-    /// The peer's bytes are no TLS.
-    #[error("the peer does not speak TLS (its first bytes are \"{}\"){}: check the port, and that both sides ask for TLS", start.escape_ascii(), known(start))]
+    /// The peer's bytes are not TLS.
+    #[error("the peer does not speak TLS (its first bytes are \"{}\"){}: check the port, and that both sides use TLS", start.escape_ascii(), resembles(start))]
     NotTls {
-        /// What came instead of a record's header.
+        /// The bytes received in place of a record header.
         start: [u8; HEADER_BYTES],
     },
-    /// The peer speaks TLS, and another protocol in it.
+    /// The peer speaks TLS, but another application protocol.
     #[error(
-        "the peer speaks TLS but is not Dunlin (it does not know the protocol \"dunlin\"): check the address and the port"
+        "the peer speaks TLS but is not Dunlin (it does not support the ALPN protocol \"dunlin\"): check the address and the port"
     )]
     NotDunlin,
-    /// The peer says what a TLS client says first.
+    /// The peer, which should be a server, sent a ClientHello.
     #[error(
-        "the peer answers with a TLS client's first words: it sends back what it gets, or connects itself; check the address and the port"
+        "the peer answered with a ClientHello: it echoes its input, or is a TLS client itself; check the address and the port"
     )]
     Mirror,
-    /// A record or the sum of them is too long.
+    /// A record, or the sum of all records, is too long.
     #[error(
-        "the peer sent more than {FLIGHT_LIMIT_BYTES} bytes, or a record longer than allowed, before it was authenticated"
+        "the peer sent more than {FLIGHT_LIMIT_BYTES} bytes, or an oversized record, before authentication"
     )]
     TooLong,
-    /// The peer gave up and said why.
-    #[error("the peer ended the TLS handshake with the alert {0}")]
+    /// The peer sent an alert.
+    #[error("the peer ended the TLS handshake with alert {0}")]
     PeerAlert(Alert),
-    /// The peer has no certificate.
-    #[error("the peer presented no certificate: lanes authenticate both sides, give it one")]
-    NoCertificate,
-    /// None of our authorities vouches for the peer's certificate.
-    #[error("the peer's certificate is refused: {}", unissued(.0))]
-    UnknownAuthority(Option<UntrustedReason>),
-    /// The peer's certificate was taken back.
+    /// The peer presented no certificate.
     #[error(
-        "the peer's certificate, or an intermediate's, is revoked by its authority, as a revocation list on this host says: give the peer another certificate"
+        "the peer presented no certificate: lanes authenticate both sides; configure a certificate on the peer"
+    )]
+    NoCertificate,
+    /// No trusted authority issued the peer's certificate.
+    #[error("the peer's certificate is refused: {}", untrusted(.0))]
+    UnknownAuthority(Option<UntrustedReason>),
+    /// The peer's certificate is revoked.
+    #[error(
+        "the peer's certificate, or an intermediate's, is revoked according to a revocation list on this host: give the peer another certificate"
     )]
     Revoked,
-    /// It cannot be known whether the peer's certificate was taken back.
+    /// The local revocation list is too old to tell whether the peer's certificate is revoked.
     #[error(
-        "this host's revocation list of the peer's authority is out of date ({detail}), so that nobody's certificate from there can be trusted: put its current list on this host"
+        "this host's revocation list of the peer's authority is out of date ({detail}), so no certificate of that authority can be trusted: install the current list on this host"
     )]
     RevocationListOutdated {
-        /// Since when.
+        /// When the list expired.
         detail: String,
     },
-    /// The peer's certificate is for something else.
+    /// The peer's certificate has the wrong extended key usage.
     #[error(
-        "the peer's certificate is not for its side of a connection (extended key usage): give a source one for TLS clients, a destination one for TLS servers"
+        "the peer's certificate is not for its side of the connection (extended key usage): a source needs one for TLS clients, a destination one for TLS servers"
     )]
     WrongPurpose,
-    /// A signature does not verify.
+    /// A signature is invalid.
     #[error(
-        "a signature of the peer does not verify: most likely its authority bears the same name as one in this host's CA bundle and has another key; give both hosts certificates of one authority"
+        "invalid signature from the peer: most likely its authority has the same name as one in this host's CA bundle, but another key; give both hosts certificates of one authority"
     )]
     BadSignature,
-    /// The peer's certificate is out of date.
+    /// The peer's certificate has expired.
     #[error(
         "the peer's certificate has expired ({detail}): renew it on the peer, or correct this host's clock"
     )]
     Expired {
-        /// When it did.
+        /// When it expired.
         detail: String,
     },
     /// The peer's certificate is not valid yet.
@@ -100,29 +100,29 @@ pub enum HandshakeError {
         "the peer's certificate is not valid yet ({detail}): correct the clock of one of the hosts"
     )]
     NotYetValid {
-        /// When it will be.
+        /// When it becomes valid.
         detail: String,
     },
-    /// The peer's certificate is unfit for another reason.
+    /// The peer's certificate is invalid for another reason.
     #[error("the peer's certificate is refused: {0}")]
     Certificate(CertificateError),
-    /// The certificate is not of an allowed peer.
+    /// The certificate does not belong to an allowed peer.
     #[error(transparent)]
     Peer(PeerRefused),
-    /// Nothing in common.
+    /// The two sides have no TLS parameters in common.
     #[error(
         "the peer and this host have no TLS parameters in common ({0}): both must allow TLS 1.3 and share a suite and a key exchange"
     )]
     Incompatible(String),
-    /// The kernel was to seal and open records, and did not take the keys. Nothing was sent with
-    /// them; another connection may use them in the process.
-    #[error("the connection is given up before any data: {0}")]
+    /// The kernel is required to seal and open records, but rejected the keys. No data was sent
+    /// with them; another connection may leave the records to the process.
+    #[error("the connection was closed before any data was sent: {0}")]
     Offload(#[from] Refused),
-    /// Any other breach of the protocol.
-    #[error("the peer broke the TLS protocol: {0}")]
+    /// Any other protocol violation.
+    #[error("the peer violated the TLS protocol: {0}")]
     Protocol(#[source] rustls::Error),
-    /// A local fault that no peer can cause.
-    #[error("the TLS handshake could not be completed for a local reason: {0}")]
+    /// A local failure that no peer can cause.
+    #[error("local failure during the TLS handshake: {0}")]
     Local(String),
 }
 
@@ -149,7 +149,7 @@ impl From<rustls::Error> for HandshakeError {
 }
 
 impl HandshakeError {
-    /// What it means where a control lane was to be had.
+    /// The fault code of this error on a control lane.
     pub fn of_control_lane(&self) -> FaultCode {
         match self {
             Self::Deadline | Self::Io(_) | Self::PeerClosed => FaultCode::ControlLost,
@@ -162,18 +162,18 @@ impl HandshakeError {
 
     fn of_certificate(error: CertificateError) -> Self {
         match error {
-            CertificateError::UnknownIssuer => Self::UnknownAuthority(take_unissued()),
+            CertificateError::UnknownIssuer => Self::UnknownAuthority(take_untrusted()),
             CertificateError::BadSignature => Self::BadSignature,
             CertificateError::Revoked => Self::Revoked,
             CertificateError::ExpiredContext { time, not_after } => Self::Expired {
-                detail: at_odds("it was valid until", not_after, time),
+                detail: compared("it was valid until", not_after, time),
             },
             CertificateError::NotValidYetContext { time, not_before } => Self::NotYetValid {
-                detail: at_odds("it is valid from", not_before, time),
+                detail: compared("it is valid from", not_before, time),
             },
             CertificateError::ExpiredRevocationListContext { time, next_update } => {
                 Self::RevocationListOutdated {
-                    detail: at_odds("the next one was due on", next_update, time),
+                    detail: compared("the next one was due on", next_update, time),
                 }
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
@@ -184,8 +184,8 @@ impl HandshakeError {
     }
 }
 
-/// A date in a certificate, and the one that it was compared with.
-fn at_odds(what: &str, date: UnixTime, now: UnixTime) -> String {
+/// Formats a certificate's date and the current time that it was compared with.
+fn compared(what: &str, date: UnixTime, now: UnixTime) -> String {
     let readable = |time: UnixTime| {
         i64::try_from(time.as_secs())
             .ok()
@@ -193,14 +193,14 @@ fn at_odds(what: &str, date: UnixTime, now: UnixTime) -> String {
             .map_or_else(|| time.as_secs().to_string(), |time| time.to_string())
     };
     format!(
-        "{what} {}, and here it is {}",
+        "{what} {}, this host's clock reads {}",
         readable(date),
         readable(now)
     )
 }
 
-/// What is known to begin so.
-fn known(start: &[u8; HEADER_BYTES]) -> &'static str {
+/// Names the protocol that begins with these bytes.
+fn resembles(start: &[u8; HEADER_BYTES]) -> &'static str {
     match start {
         b"SSH-2" | b"SSH-1" => ", as an SSH server does",
         b"HTTP/" => ", as an HTTP server does",
@@ -209,9 +209,9 @@ fn known(start: &[u8; HEADER_BYTES]) -> &'static str {
     }
 }
 
-fn unissued(why: &Option<UntrustedReason>) -> String {
+fn untrusted(why: &Option<UntrustedReason>) -> String {
     match why {
         Some(why) => why.to_string(),
-        None => "it comes from an unknown authority".to_owned(),
+        None => "it was issued by an unknown authority".to_owned(),
     }
 }

@@ -1,4 +1,4 @@
-//! The fuzz entry of what stands in front of rustls.
+//! Fuzz target: the record reader in front of rustls.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -6,14 +6,13 @@ use std::time::{Duration, Instant};
 
 use super::{FLIGHT_LIMIT_BYTES, HEADER_BYTES, HandshakeError, RECEIVED_RECORD_BYTES, read_record};
 
-/// The records of a handshake: each is taken whole or not at all, and no peer
-/// makes us keep more than its bound.
+/// For any handshake records: each is read whole or not at all, and memory stays within the bound.
 pub fn fuzz_handshake_records(bytes: &[u8]) {
     let (mut near, far) = crate::fuzz::pair();
     near.write_all(bytes)
         .expect("the socket's buffer is larger");
     near.shutdown(Shutdown::Write)
-        .expect("the connection stands");
+        .expect("the connection is open");
     let deadline = Instant::now() + Duration::from_secs(10);
     let (mut incoming, mut received) = (Vec::new(), 0);
     let mut rest = bytes;

@@ -1,5 +1,5 @@
-//! A handshake for a hand-off: what is left of it is the socket and its keys, for the kernel or
-//! for whoever carries the connection in its place.
+//! The handshake of a hand-off. It results in the socket and its keys, for the kernel or for the
+//! process that relays the connection.
 
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -14,34 +14,34 @@ use crate::policy::HandoffTls;
 use crate::provider::parts;
 use crate::provider::{self, TlsVersion};
 
-/// A connection whose handshake is complete.
+/// A connection after a complete handshake.
 pub struct Keyed {
-    /// Blocking, with no time-outs set, and none of the peer's data read.
+    /// Blocking, with no timeouts set, and none of the peer's data read.
     pub stream: TcpStream,
-    /// Where the peer is.
+    /// The peer's address.
     pub at: SocketAddr,
-    /// The peer's certificate, if it has shown one.
+    /// The peer's certificate chain, if it presented one.
     pub certificates: Vec<CertificateDer<'static>>,
     /// The protocol version.
     pub version: TlsVersion,
     /// The cipher suite.
     pub suite: CipherSuite,
-    /// The key exchange group, where one was negotiated.
+    /// The key exchange group, if one was negotiated.
     pub group: Option<NamedGroup>,
     /// The traffic keys of both directions.
     pub secrets: ExtractedSecrets,
 }
 
-/// Makes one of a connection that this side opened.
+/// Runs the handshake on a connection that this side opened.
 ///
 /// # Errors
-/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
 pub fn client(
     stream: TcpStream,
     tls: &HandoffTls,
     deadline: Instant,
 ) -> Result<Keyed, HandshakeError> {
-    // Now: one that is reset has no address.
+    // Read the address now: a reset connection has none.
     let at = stream.peer_addr().map_err(HandshakeError::Io)?;
     let mut connection =
         UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
@@ -59,8 +59,8 @@ impl Keyed {
             })
     }
 
-    /// Takes a TLS 1.3 server's session tickets off the connection, until none has come for
-    /// `quiet`: a read of a program that knows nothing of TLS would fail of them (EIO).
+    /// Consumes a TLS 1.3 server's session tickets until none has arrived for `quiet`. A read by a
+    /// program unaware of TLS would fail with EIO on them.
     ///
     /// # Errors
     /// [`HandshakeError`].
@@ -99,7 +99,7 @@ pub(super) fn finish<C: Unbuffered>(
         .iter()
         .map(|one| one.clone().into_owned())
         .collect();
-    // Nobody is there to renew keys for the socket's owner.
+    // The key updater is unused: the socket's owner cannot renew keys.
     let (secrets, _) = connection.into_secrets()?;
     stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
     stream.set_write_timeout(None).map_err(HandshakeError::Io)?;

@@ -1,5 +1,5 @@
-//! The handshake of a relay, whose peer is some other program: no protocol is named, and the
-//! version is what both sides allow ([`policy`](crate::policy)).
+//! The handshake of a relay. The peer is another program: no ALPN is sent, and the version is what
+//! both sides allow ([`policy`](crate::policy)).
 
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -13,7 +13,7 @@ use rustls::server::UnbufferedServerConnection;
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Next, Unbuffered, drive, identified, linger, local, negotiated_suite, step,
+    HandshakeError, Next, Unbuffered, drive, identity_of, linger, local, negotiated_suite, step,
 };
 use crate::accept::reading::{Reading, RejectReason, would_block};
 use crate::kernel;
@@ -26,28 +26,28 @@ use crate::relayed::in_kernel::halves;
 use crate::relayed::session::Session;
 use crate::trust::Trust;
 
-/// A connection to a peer that is authenticated and need not be Dunlin.
+/// A connection to an authenticated peer that need not be Dunlin.
 pub struct Relayed {
-    /// Blocking, with no time-outs set, and none of the peer's data read.
+    /// Blocking, with no timeouts set, and none of the peer's data read.
     pub stream: TcpStream,
-    /// Where the peer is.
+    /// The peer's address.
     pub at: SocketAddr,
     /// The peer.
     pub peer: PeerIdentity,
-    /// What seals and opens its records.
+    /// What seals and opens the connection's records.
     pub records: Records,
 }
 
-/// Makes a relay's connection of one that this side opened.
+/// Runs the handshake on a connection that this side opened.
 ///
 /// # Errors
-/// [`HandshakeError`]; the connection is closed then, after the peer was told why.
+/// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
 pub fn client(
     stream: TcpStream,
     tls: &ClientTls,
     deadline: Instant,
 ) -> Result<Relayed, HandshakeError> {
-    // Now: one that is reset has no address.
+    // Read the address now: a reset connection has none.
     let at = stream.peer_addr().map_err(HandshakeError::Io)?;
     stream.set_nodelay(true).map_err(HandshakeError::Io)?;
     let mut connection =
@@ -63,7 +63,7 @@ fn finish<C: Unbuffered + Send + 'static>(
     offload: Offload,
 ) -> Result<Relayed, HandshakeError> {
     let common = connection.common();
-    let peer = identified(common, trust)?;
+    let peer = identity_of(common, trust)?;
     let version = match common.protocol_version() {
         Some(ProtocolVersion::TLSv1_3) => Version::V1_3,
         Some(ProtocolVersion::TLSv1_2) => Version::V1_2,
@@ -92,21 +92,21 @@ fn finish<C: Unbuffered + Send + 'static>(
     })
 }
 
-/// The accepting side's handshake, one of many on a thread.
+/// The handshake of the accepting side, one of many on a thread.
 pub struct Greeting {
     settings: Arc<ServerSettings>,
     connection: UnbufferedServerConnection,
     reading: Reading,
-    /// Whole records that rustls has not taken.
+    /// Whole records that rustls has not processed.
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
 }
 
 impl Greeting {
-    /// A handshake that has not begun.
+    /// Returns a handshake that has not begun.
     ///
     /// # Errors
-    /// The settings do not fit together.
+    /// The settings are inconsistent.
     pub fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
         let settings = tls.settings();
         Ok(Self {
@@ -118,7 +118,7 @@ impl Greeting {
         })
     }
 
-    /// Whether not one record has come.
+    /// Whether no record has arrived.
     pub(crate) fn is_fresh(&self) -> bool {
         self.reading.received == 0
     }
@@ -127,7 +127,7 @@ impl Greeting {
         !self.outgoing.is_empty()
     }
 
-    /// Goes on until the socket has no more or the handshake is complete, which is told by `true`.
+    /// Continues until the socket would block (`false`) or the handshake is complete (`true`).
     pub fn advance(&mut self, stream: &TcpStream) -> Result<bool, RejectReason> {
         loop {
             if let Err(error) = self.flush(stream) {
@@ -159,8 +159,8 @@ impl Greeting {
         Ok(())
     }
 
-    /// The connection, when the handshake is complete, for a hand-off; and whose it is, where the
-    /// client was asked for a certificate.
+    /// Returns the connection of a complete handshake for a hand-off, and the client's identity if
+    /// the client had to present a certificate.
     pub fn keyed(
         self,
         stream: TcpStream,
@@ -174,7 +174,7 @@ impl Greeting {
         Ok((keyed, peer))
     }
 
-    /// The connection, when the handshake is complete.
+    /// Returns the connection of a complete handshake.
     pub(crate) fn finish(self, stream: TcpStream, at: SocketAddr) -> Result<Relayed, RejectReason> {
         stream.set_nonblocking(false)?;
         let Self {

@@ -1,4 +1,5 @@
-//! Session tickets, which a server of TLS 1.3 sends behind the handshake (RFC 8446, section 4.6.1).
+//! Consumes session tickets, which a TLS 1.3 server sends after the handshake (RFC 8446, section
+//! 4.6.1).
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -13,18 +14,18 @@ use crate::provider;
 use crate::provider::parts;
 use crate::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
 
-/// More records with tickets are an attack or a fault.
+/// Maximum number of records with tickets. More are an attack or a fault.
 const RECORD_LIMIT: u64 = 16;
-/// A ticket with the longest of each of its fields (RFC 8446, section 4.6.1), and four bytes of
-/// header.
+/// The length of a ticket with every field at its maximum (RFC 8446, section 4.6.1), with a header
+/// of four bytes.
 const MESSAGE_LIMIT_BYTES: usize = 4 + 8 + 1 + 255 + 2 + 0xffff + 2 + 0xfffe;
 
-/// Takes session tickets off a connection, which would make a read of the socket's owner fail
-/// (EIO), until none has come for `quiet` or the peer's data begins. Returns how many
-/// records there were.
+/// Consumes session tickets from a connection until none has arrived for `quiet` or the peer's data
+/// begins, and returns the number of records. Tickets would fail a read of the socket's owner with
+/// EIO.
 ///
-/// Records are opened as copies, with a key that is then forgotten, and stay in the socket until
-/// they have turned out to be tickets, or to begin one whose rest follows.
+/// Records are peeked and opened as copies, with a key that is then dropped. They stay in the
+/// socket until they prove to be tickets, or to begin a ticket that continues.
 pub(super) fn take(
     stream: &TcpStream,
     (first, secrets): (u64, &ConnectionTrafficSecrets),
@@ -35,29 +36,29 @@ pub(super) fn take(
     let provider = provider::auto().provider;
     let mut open = OpenHalf::new(provider, suite, key, iv, first).map_err(local)?;
     let mut taken = 0;
-    // Of a ticket that goes on in the next record.
-    let mut begun = Vec::new();
+    // The beginning of a ticket that continues in the next record.
+    let mut partial = Vec::new();
     loop {
         let left = remaining(deadline).map_err(io_error)?;
-        let patience = if begun.is_empty() {
+        let timeout = if partial.is_empty() {
             quiet.min(left)
         } else {
             left
         };
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         let Some(mut record) = peek_record(stream, until).map_err(io_error)? else {
-            return done(taken, &begun);
+            return done(taken, &partial);
         };
         let whole = record.len();
-        // Data, an end: the owner's to find, and what is wrong as well.
+        // Data, a close or an error: the socket's owner handles it.
         let Ok(Content::Late(bytes, message)) = open.open_next(&mut record) else {
-            return done(taken, &begun);
+            return done(taken, &partial);
         };
         if bytes == 0 || taken == RECORD_LIMIT {
             return Err(unexpected(message));
         }
-        begun.extend_from_slice(&record[HEADER_BYTES..HEADER_BYTES + bytes]);
-        drop_tickets(&mut begun)?;
+        partial.extend_from_slice(&record[HEADER_BYTES..HEADER_BYTES + bytes]);
+        drop_tickets(&mut partial)?;
         (&*stream)
             .read_exact(&mut record[..whole])
             .map_err(io_error)?;
@@ -65,15 +66,15 @@ pub(super) fn take(
     }
 }
 
-/// Nothing more comes that could be a ticket's, which must be whole.
-fn done(taken: u64, begun: &[u8]) -> Result<u64, HandshakeError> {
-    match begun {
+/// Succeeds unless a ticket is incomplete.
+fn done(taken: u64, partial: &[u8]) -> Result<u64, HandshakeError> {
+    match partial {
         [] => Ok(taken),
-        _ => Err(protocol("its session ticket has no end")),
+        _ => Err(protocol("incomplete session ticket")),
     }
 }
 
-/// Leaves the last message if it is not whole.
+/// Removes complete tickets; an incomplete last message stays.
 fn drop_tickets(messages: &mut Vec<u8>) -> Result<(), HandshakeError> {
     while let Some(&kind) = messages.first() {
         let message = LateMessage::of(kind);
@@ -85,7 +86,7 @@ fn drop_tickets(messages: &mut Vec<u8>) -> Result<(), HandshakeError> {
         };
         let whole = 4 + u32::from_be_bytes([0, high, middle, low]) as usize;
         if whole > MESSAGE_LIMIT_BYTES {
-            return Err(protocol("its session ticket is longer than any can be"));
+            return Err(protocol("oversized session ticket"));
         }
         if messages.len() < whole {
             break;
@@ -96,14 +97,14 @@ fn drop_tickets(messages: &mut Vec<u8>) -> Result<(), HandshakeError> {
 }
 
 fn unexpected(message: LateMessage) -> HandshakeError {
-    protocol(&format!("it sent {message} where its data was to begin"))
+    protocol(&format!("it sent {message} instead of data"))
 }
 
 fn protocol(text: &str) -> HandshakeError {
     HandshakeError::Protocol(rustls::Error::General(text.to_owned()))
 }
 
-/// A copy of the next record, if all of it comes in time.
+/// Returns a copy of the next record if all of it arrives in time.
 fn peek_record(stream: &TcpStream, until: Instant) -> io::Result<Option<Vec<u8>>> {
     let mut record = vec![0; HEADER_BYTES];
     let mut seen = 0;
@@ -126,7 +127,7 @@ fn peek_record(stream: &TcpStream, until: Instant) -> io::Result<Option<Vec<u8>>
             record.resize(whole, 0);
         }
         if count == seen {
-            // Readable, and no more than before: the rest is on its way.
+            // Readable, but no new bytes: the rest is in transit.
             if Instant::now() >= until {
                 return Ok(None);
             }
@@ -151,8 +152,8 @@ mod tests {
     const KEY: [u8; 32] = [7; 32];
     const QUIET: Duration = Duration::from_millis(50);
 
-    /// What [`take`] says of handshake messages that come in these records, with data behind, and
-    /// how many bytes it leaves.
+    /// Returns the result of [`take`] for handshake messages in these records, followed by data,
+    /// and the number of handshake bytes left.
     fn taken(parts: &[&[u8]]) -> (Result<u64, HandshakeError>, usize) {
         let provider = provider::auto().provider;
         let suite = CipherSuite::Aes256Gcm;
@@ -187,12 +188,12 @@ mod tests {
     }
 
     fn ticket(bytes: u8) -> Vec<u8> {
-        // Bytes that would be a key update, read as the beginning of one.
+        // The body would parse as the beginning of a key update.
         [&[4, 0, 0, bytes][..], &vec![24; bytes.into()]].concat()
     }
 
     #[test]
-    fn k04_a_ticket_over_several_records_is_taken_and_several_in_one() {
+    fn k04_split_and_combined_tickets_are_consumed() {
         let one = ticket(100);
         for cut in [1, 3, 4, 50] {
             let (begin, end) = one.split_at(cut);
@@ -206,19 +207,19 @@ mod tests {
     }
 
     #[test]
-    fn k04_what_is_no_ticket_or_has_no_end_is_an_error() {
+    fn k04_other_messages_and_incomplete_tickets_are_errors() {
         let update = [24, 0, 0, 1, 0];
         let behind = [&ticket(9)[..], &update].concat();
-        for (parts, words) in [
+        for (parts, expected) in [
             (&[&update[..]][..], "a key update"),
             (&[&behind[..]], "a key update"),
-            (&[&ticket(9)[..5]], "has no end"),
-            (&[&[4, 3, 0, 0]], "longer than any"),
+            (&[&ticket(9)[..5]], "incomplete session ticket"),
+            (&[&[4, 3, 0, 0]], "oversized"),
             (&[&[4], &[]], "handshake message 0"),
         ] {
             let error = taken(parts).0.unwrap_err();
             let error = format!("{error:?}");
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
         let many = vec![&[4, 0, 0, 0][..]; 17];
         assert!(taken(&many).0.is_err());

@@ -1,10 +1,10 @@
-//! The parts of an identity, and when they are valid.
+//! The parts of an identity and their validity.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-/// What a file of an identity holds.
+/// A kind of item in an identity's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Item {
     /// This host's certificate.
@@ -15,20 +15,20 @@ pub enum Item {
     RevocationList,
 }
 
-/// When something of an identity is valid.
+/// The validity of one item of an identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dated {
-    /// What it is.
+    /// The kind of item.
     pub item: Item,
-    /// The file that it is in.
+    /// The file that contains it.
     pub path: PathBuf,
     /// Its position in that file, from zero.
     pub position: usize,
-    /// The beginning of its validity; when it was made, for a revocation list.
+    /// The beginning of its validity; for a revocation list, its date.
     pub not_before: SystemTime,
-    /// The end of its validity; when the next one is due, for a revocation list.
+    /// The end of its validity; for a revocation list, the date of its successor.
     pub not_after: SystemTime,
-    /// The same, for people.
+    /// The end of its validity, for display.
     pub until: String,
 }
 

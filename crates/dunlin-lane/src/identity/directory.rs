@@ -1,4 +1,4 @@
-//! Finding the files of an identity in a directory.
+//! Locates the files of an identity in a directory.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use super::layout::{
 };
 
 impl Files {
-    /// The files of one role in a directory, whose layout is told by which of them there are
-    /// unless it is given.
+    /// Returns the files of one role in a directory. Without `layout`, the files that exist
+    /// determine the layout.
     ///
     /// # Errors
     /// [`IdentityError::NoLayout`], [`IdentityError::SeveralLayouts`], and
-    /// [`IdentityError::RoleNeeded`] for a layout that has two roles.
+    /// [`IdentityError::RoleNeeded`] for a layout with separate roles.
     pub fn in_directory(
         directory: &Path,
         layout: Option<Layout>,
@@ -26,7 +26,7 @@ impl Files {
             None => Layout::of(directory)?,
         };
         let present = |path: PathBuf| path.exists().then_some(path);
-        // One that cannot be looked at denies keys, and loading it fails.
+        // A file that cannot be examined counts as present: loading it then fails.
         let denied = directory.join(DENIED_FILE);
         let denied = match denied.symlink_metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -77,9 +77,9 @@ impl Files {
     }
 }
 
-/// Where libvirt has authorities, certificates and keys. A system's are in three directories
-/// under `/etc/pki`, of which both that one and `/etc/pki/libvirt` may be meant; a user's, and
-/// those at a path that was configured, are in one.
+/// The directories of libvirt's authorities, certificates and keys. A system has three directories
+/// under `/etc/pki`; `directory` may be that directory or `/etc/pki/libvirt`. A user's files, and
+/// those at a configured path, are in one directory.
 fn libvirt_directories(directory: &Path) -> (PathBuf, PathBuf, PathBuf) {
     let system = |pki: &Path| {
         let certificates = pki.join("libvirt");
@@ -98,17 +98,17 @@ fn libvirt_directories(directory: &Path) -> (PathBuf, PathBuf, PathBuf) {
 impl Layout {
     const ALL: [Self; 3] = [Self::Dunlin, Self::Qemu, Self::Libvirt];
 
-    /// The layout of a directory, by the certificates in it.
+    /// Determines the layout of a directory from the certificates in it.
     ///
     /// # Errors
-    /// None, or more than one; or there is no such directory.
+    /// The directory matches no layout or several, or cannot be read.
     pub fn of(directory: &Path) -> Result<Self, IdentityError> {
-        // By its own entry: whoever may not search it finds no file in it either.
+        // `.` instead of the directory itself: this also fails without search permission.
         std::fs::metadata(directory.join(".")).map_err(|source| IdentityError::Unreadable {
             path: directory.to_owned(),
             source,
         })?;
-        let is_there = |layout: &Self| match layout {
+        let is_present = |layout: &Self| match layout {
             Self::Dunlin => directory.join(CERTIFICATE_FILE).exists(),
             Self::Qemu => ["client-cert.pem", "server-cert.pem"]
                 .iter()
@@ -120,7 +120,7 @@ impl Layout {
                     .any(|name| certificates.join(name).exists())
             }
         };
-        let mut found = Self::ALL.into_iter().filter(is_there);
+        let mut found = Self::ALL.into_iter().filter(is_present);
         match (found.next(), found.next()) {
             (Some(layout), None) => Ok(layout),
             (None, _) => Err(IdentityError::NoLayout {

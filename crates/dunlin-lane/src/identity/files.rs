@@ -1,4 +1,4 @@
-//! Reading an identity's files: bounded, with their permissions, as PEM.
+//! Reads an identity's PEM files, with a size limit, and checks their permissions.
 
 use std::fs::File;
 use std::io::Read;
@@ -15,7 +15,7 @@ use super::dated::Item;
 use super::error::{FILE_LIMIT_BYTES, IdentityError, Warning};
 use super::options::LoadOptions;
 
-/// The key of a file, unless others can read it or it is encrypted.
+/// Reads a key, unless every user can read the file or the key is encrypted.
 pub(super) fn read_key(
     path: &Path,
     options: LoadOptions,
@@ -37,7 +37,7 @@ pub(super) fn read_key(
             mode,
         });
     }
-    // RFC 7468, section 11, and RFC 1421, section 4.6.1.1, as OpenSSL still writes it.
+    // RFC 7468, section 11, and RFC 1421, section 4.6.1.1, which OpenSSL still writes.
     let marks: [&[u8]; 2] = [b"BEGIN ENCRYPTED PRIVATE KEY", b"Proc-Type: 4,ENCRYPTED"];
     if marks
         .iter()
@@ -49,18 +49,18 @@ pub(super) fn read_key(
     key.map(Zeroizing::new).map_err(|source| match source {
         pem::Error::NoItemsFound => IdentityError::Nothing {
             path,
-            wanted: "private key: write one there as PEM",
+            wanted: "private key in PEM form",
         },
         source => IdentityError::BadPem { path, source },
     })
 }
 
-/// The certificates of a file, at least one.
+/// Reads the certificates of a file, at least one.
 pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
-    items(path, "certificate: write one or more there as PEM")
+    items(path, "certificate in PEM form")
 }
 
-/// The authorities among those of a file: all of them.
+/// Makes every certificate of a file a trust anchor.
 pub(super) fn anchors(
     path: &Path,
     authorities: &[CertificateDer<'static>],
@@ -79,17 +79,17 @@ pub(super) fn anchors(
     Ok(store)
 }
 
-/// The revocation lists of a file, at least one: a file without would look like safety.
+/// Reads the revocation lists of a file, at least one: an empty file would suggest protection.
 pub(super) fn revocation_lists(
     path: &Path,
 ) -> Result<Vec<CertificateRevocationListDer<'static>>, IdentityError> {
     items(
         path,
-        "revocation list: write one or more there as PEM, or remove the file",
+        "revocation list in PEM form: add one, or remove the file",
     )
 }
 
-/// A revocation list as it is asked.
+/// Parses revocation lists into webpki's form.
 pub(super) fn revocations(
     path: &Path,
     lists: &[CertificateRevocationListDer<'static>],
@@ -124,8 +124,8 @@ fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, Iden
     Ok(items)
 }
 
-/// The content of a file and its permission bits, both from one descriptor, so that the bits are
-/// those of the bytes. They may be a key's, and are wiped.
+/// Reads a file and its permission bits through one descriptor, so the bits belong to these bytes.
+/// The buffer is wiped on drop because it may hold a key.
 pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityError> {
     let unreadable = |source| IdentityError::Unreadable {
         path: path.to_owned(),
@@ -134,8 +134,7 @@ pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityErr
     let file = File::open(path).map_err(unreadable)?;
     let metadata = file.metadata().map_err(unreadable)?;
     let mode = metadata.permissions().mode() & 0o7777;
-    // A buffer that grew would leave what it held in the one before. Reading to the end asks for
-    // some bytes beyond it.
+    // A growing buffer would leave copies behind. `read_to_end` needs some spare capacity.
     let expected = metadata.len().min(FILE_LIMIT_BYTES) as usize + 64;
     let mut text = Zeroizing::new(Vec::with_capacity(expected));
     file.take(FILE_LIMIT_BYTES + 1)

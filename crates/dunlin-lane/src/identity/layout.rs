@@ -1,4 +1,4 @@
-//! Where an identity's files are: Dunlin's own layout, and those that a host may have already.
+//! The locations of an identity's files: Dunlin's own layout, and layouts of other programs.
 //!
 //! | layout | authorities | revocations | certificate | key |
 //! | --- | --- | --- | --- | --- |
@@ -7,10 +7,9 @@
 //! | `libvirt`, in `/etc/pki` | `CA/cacert.pem` | `CA/cacrl.pem` | `libvirt/ROLEcert.pem` | `libvirt/private/ROLEkey.pem` |
 //! | `libvirt`, in one directory | `cacert.pem` | `cacrl.pem` | `ROLEcert.pem` | `ROLEkey.pem` |
 //!
-//! In the directory itself there may be [`DENIED_FILE`]. `ROLE` is `client` at a source and
-//! `server` at a destination. Sources: QEMU `include/crypto/tlscredsx509.h`, libvirt
-//! `src/rpc/virnettlsconfig.c`, Cloud Hypervisor `vm-migration/src/tls.rs` (QEMU's names; it
-//! knows no revocations).
+//! The directory may also contain [`DENIED_FILE`]. `ROLE` is `client` at a source and `server` at a
+//! destination. Sources: QEMU `include/crypto/tlscredsx509.h`, libvirt `src/rpc/virnettlsconfig.c`,
+//! Cloud Hypervisor `vm-migration/src/tls.rs` (QEMU's names, without revocation lists).
 
 use std::fmt;
 use std::path::PathBuf;
@@ -18,21 +17,21 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// The file of trusted authorities in Dunlin's own layout.
+/// The file with the trust anchors in Dunlin's own layout.
 pub const AUTHORITIES_FILE: &str = "ca-cert.pem";
-/// The file of this host's certificate chain, leaf first, in Dunlin's own layout.
+/// The file with this host's certificate chain, leaf first, in Dunlin's own layout.
 pub const CERTIFICATE_FILE: &str = "cert.pem";
-/// The file of this host's private key in Dunlin's own layout.
+/// The file with this host's private key in Dunlin's own layout.
 pub const KEY_FILE: &str = "key.pem";
-/// The file of revocation lists in Dunlin's own layout, if there is one.
+/// The optional file with revocation lists in Dunlin's own layout.
 pub const REVOCATIONS_FILE: &str = "ca-crl.pem";
 
-/// The file of denied keys beside an identity of any layout, if there is one: on each line a pin
-/// of a key, `spki-sha256:…`.
+/// The optional file with denied keys beside an identity of any layout: each line holds the pin of
+/// a key, `spki-sha256:…`.
 pub const DENIED_FILE: &str = "denied";
 
-/// Which side of a migration an identity is for: layouts made by others have a certificate for
-/// each.
+/// The side of a migration that an identity is for. Layouts of other programs have a certificate
+/// for each side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Connects: a TLS client.
@@ -41,36 +40,35 @@ pub enum Role {
     Destination,
 }
 
-/// How the files of an identity lie in a directory.
+/// The layout of an identity's files in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// One certificate for both roles.
     Dunlin,
     /// QEMU's `tls-creds-x509`, and Cloud Hypervisor's `tls_dir`.
     Qemu,
-    /// libvirt's, of a system or of a user.
+    /// libvirt's, for a system or a user.
     Libvirt,
 }
 
-/// The files of an identity, wherever they are.
+/// The paths of an identity's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Files {
-    /// Certificates of the authorities that are trusted, one or more; none where peers are
-    /// pinned.
+    /// The certificates of the trust anchors, one or more; `None` if peers are pinned.
     pub authorities: Option<PathBuf>,
-    /// Revocation lists of those authorities, if there are any.
+    /// Revocation lists of those authorities, if any.
     pub revocations: Option<PathBuf>,
     /// This host's certificate, followed by any intermediates.
     pub certificate: PathBuf,
     /// Its private key.
     pub key: PathBuf,
-    /// Keys of which no peer's certificate may be, if any are denied.
+    /// Keys that this host denies, if any.
     pub denied: Option<PathBuf>,
 }
 
-/// No such layout.
+/// The text does not name a layout.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
-#[error("{text:?} is no layout: use dunlin, qemu, cloud-hypervisor or libvirt")]
+#[error("unknown layout {text:?}: use dunlin, qemu, cloud-hypervisor or libvirt")]
 pub struct UnknownLayout {
     text: String,
 }

@@ -1,4 +1,4 @@
-//! How an identity is loaded.
+//! Options for loading an identity.
 
 use std::time::Duration;
 
@@ -6,17 +6,18 @@ use super::layout::{Layout, Role};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// How strictly files are looked at, and which.
+/// Which files of an identity to load, and how strictly to check them.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
-    /// How the files lie in the directory; told by what is there if none is given.
+    /// The layout of the directory; if `None`, the files that exist determine it.
     pub layout: Option<Layout>,
-    /// The side of a migration that it is for. Dunlin's own layout serves both.
+    /// The side of a migration. Dunlin's own layout serves both.
     pub role: Option<Role>,
-    /// Accept a key that every user of this host can read. For tests and broken file systems.
+    /// Accepts a key that every user of this host can read. For tests and for file systems without
+    /// permissions.
     pub allow_key_open_to_all: bool,
-    /// How long ahead the end of a validity is warned of; no sooner, though, than in the last
-    /// third of it, so that what is made to last a day is not always about to end.
+    /// Time before the end of a validity from which warnings are issued, limited to the last third
+    /// of the validity so that short-lived items do not always warn.
     pub warn_before: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! What is left in memory of a key that was used.
+//! Test: key material is wiped from memory when an identity is dropped.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -10,18 +10,18 @@ use super::*;
 use crate::peers::Peers;
 use crate::provider::Crypto;
 
-/// How often bytes stand in the writable memory of this process. They are given as hexadecimal
-/// digits, so that looking for them does not make them found.
+/// Counts occurrences of bytes in the writable memory of this process. The bytes are given as
+/// hexadecimal digits so that the argument itself does not match.
 fn found(digits: &str) -> usize {
     let digit = |at: usize| (digits.as_bytes()[at] as char).to_digit(16).unwrap() as u8;
     let length = digits.len() / 2;
-    let stands = |window: &[u8]| {
+    let matches = |window: &[u8]| {
         let mut bytes = window.iter().enumerate();
         bytes.all(|(at, byte)| *byte == digit(2 * at) << 4 | digit(2 * at + 1))
     };
     let memory = File::open("/proc/self/mem").unwrap();
     let mut part = vec![0; 1 << 20];
-    // What was read before, and is found there again.
+    // The read buffer holds copies of earlier matches.
     let own = part.as_ptr().addr() as u64;
     let own = own..own + part.len() as u64;
     let mut count = 0;
@@ -32,22 +32,22 @@ fn found(digits: &str) -> usize {
         let (mut at, end) = (number(start), number(end));
         while rest.starts_with("rw") && at + length as u64 <= end {
             let bytes = (end - at).min(part.len() as u64) as usize;
-            // Another thread may have unmapped it meanwhile.
+            // Another thread may have unmapped it in the meantime.
             if memory.read_exact_at(&mut part[..bytes], at).is_err() {
                 break;
             }
             let windows = (at..).zip(part[..bytes].windows(length));
             count += windows
-                .filter(|(address, window)| !own.contains(address) && stands(window))
+                .filter(|(address, window)| !own.contains(address) && matches(window))
                 .count();
-            // Parts overlap, for what lies across the border.
+            // Parts overlap, to find matches across their border.
             at += (bytes - length + 1) as u64;
         }
     }
     count
 }
 
-/// Runs a shell's script in `directory`; what it writes.
+/// Runs a shell script in `directory` and returns its output.
 fn shell(directory: &Path, script: &str) -> String {
     let mut shell = Command::new("sh");
     let done = shell.args(["-ec", script]).current_dir(directory).output();
@@ -57,10 +57,10 @@ fn shell(directory: &Path, script: &str) -> String {
 }
 
 #[test]
-fn nothing_of_a_keys_file_is_left_once_its_identity_has_gone() {
+fn key_material_is_wiped_when_its_identity_is_dropped() {
     let directory = std::env::temp_dir().join(format!("dunlin-wiped-{}", std::process::id()));
     fs::create_dir_all(&directory).unwrap();
-    // Made by others, so that this process never had it but by loading it.
+    // OpenSSL makes the key, so this process has it only from loading the file.
     shell(
         &directory,
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 \
@@ -72,9 +72,9 @@ fn nothing_of_a_keys_file_is_left_once_its_identity_has_gone() {
         let script = format!("{from} | od -An -v -tx1 | tr -d ' \\n'");
         shell(&directory, &script)
     };
-    // The text around the end of a line, which is in no decoder's buffer of lines.
+    // Text around a line break, which no decoder buffers as one line.
     let text = digits("head -c 110 key.pem | tail -c 40");
-    // The number and what stands before it, which a library that keeps the number does not keep.
+    // The private number with its ASN.1 prefix, which a library that stores only the number drops.
     let content =
         digits("openssl pkcs8 -topk8 -nocrypt -in key.pem -outform DER | head -c 68 | tail -c 37");
     assert!(content.starts_with("020101"), "{} digits", content.len());
@@ -87,13 +87,13 @@ fn nothing_of_a_keys_file_is_left_once_its_identity_has_gone() {
     assert_eq!(
         found(&content),
         1,
-        "the identity has its key, and has it once"
+        "the identity holds exactly one copy of its key"
     );
     let tls = identity
         .client(&Crypto::auto(), Peers::AnyFromAuthority)
         .unwrap();
     drop((identity, tls));
     fs::remove_dir_all(&directory).unwrap();
-    assert_eq!(found(&text), 0, "of its text");
-    assert_eq!(found(&content), 0, "of its content");
+    assert_eq!(found(&text), 0, "the text of the file");
+    assert_eq!(found(&content), 0, "the key");
 }

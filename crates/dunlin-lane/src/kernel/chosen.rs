@@ -1,5 +1,5 @@
-//! What the kernel has chosen for a connection that has given it its keys: what does the work,
-//! where, and what its counters say.
+//! What the kernel chose for a connection whose keys it has: the driver, the location of the work,
+//! and its counters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,22 +9,22 @@ use std::net::TcpStream;
 use super::Driver;
 use crate::provider::CipherSuite;
 
-/// The counters of the network namespace that the calling thread is in; `/proc/net` is that of the
-/// process's first thread, and not there where a service sees its processes alone.
+/// The counters of the calling thread's network namespace. `/proc/net` shows the namespace of the
+/// process's first thread, and is missing in a service with `ProcSubset=pid`.
 const COUNTERS: &str = "/proc/thread-self/net/tls_stat";
-/// As ethtool(8) has them: what is sent, what comes.
+/// The features' names in ethtool(8): sending, receiving.
 const FLAGS: [&str; 2] = ["tls-hw-tx-offload", "tls-hw-rx-offload"];
-/// Parts of the names of those that tell of cards and of what went wrong
+/// Parts of the names of counters about network cards and failures
 /// (Documentation/networking/tls.rst).
-const TOLD: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
+const REPORTED: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
 
-/// Asks the kernel about a connection, over netlink, for which this crate has no socket:
-/// `dunlin_ipsec::inspect` implements it. `()` asks nothing.
+/// Queries the kernel about a connection over netlink, for which this crate has no socket.
+/// `dunlin_ipsec::inspect` implements it; `()` returns nothing.
 pub trait Inspector: fmt::Debug + Send + Sync {
-    /// Who seals and opens the connection's records; `None` where the kernel does not tell.
+    /// What seals and opens the connection's records; `None` if the kernel does not report it.
     fn record_engines(&self, connection: &TcpStream) -> Option<RecordEngines>;
 
-    /// The device by which its segments leave now; `None` where the kernel does not tell.
+    /// The device through which its segments leave now; `None` if the kernel does not report it.
     fn device(&self, connection: &TcpStream) -> Option<Device>;
 }
 
@@ -38,86 +38,86 @@ impl Inspector for () {
     }
 }
 
-/// Who seals or opens the records of a direction.
+/// What seals or opens the records of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordEngine {
-    /// The kernel, on this host's processors (`TLS_CONF_SW`, or `sw` as ss(8) has it).
+    /// The kernel, on this host's processors (`TLS_CONF_SW`; `sw` in ss(8)).
     Software,
     /// The network card (`TLS_CONF_HW`, `TLS_CONF_HW_RECORD`).
     Card,
 }
 
-/// The same of both directions; `None` is a direction without a key.
+/// The engines of both directions; `None` is a direction without a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordEngines {
-    /// What this side sends.
+    /// For what this side sends.
     pub sending: Option<RecordEngine>,
-    /// What the peer sends.
+    /// For what the peer sends.
     pub receiving: Option<RecordEngine>,
 }
 
 /// A network device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// As ip(8) shows it.
+    /// The name in ip(8).
     pub name: String,
-    /// It takes keys for what is sent; `None` where it does not tell.
+    /// Whether it accepts keys for sending; `None` if it does not report that.
     pub tls_sends: Option<bool>,
-    /// The same for what comes.
+    /// Whether it accepts keys for receiving; `None` if it does not report that.
     pub tls_receives: Option<bool>,
 }
 
-/// What the kernel has chosen for a connection.
+/// What the kernel chose for a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// What seals and opens in software; `None` where the kernel does not tell.
+    /// The software driver; `None` if the kernel does not report it.
     pub driver: Option<Driver>,
-    /// Where that is done; `None` where the kernel does not tell.
+    /// Where records are sealed and opened; `None` if the kernel does not report it.
     pub acceleration: Option<Acceleration>,
-    /// The network device by which the connection left when it was made, and whether that is to take
-    /// keys; `None` where the kernel does not tell.
+    /// The device through which the connection left when its keys were installed, and whether that
+    /// device accepts keys; `None` if the kernel does not report it.
     pub device: Option<Device>,
-    /// Of all sockets of this network namespace since it was made, by the kernel's own names: how
-    /// many a card seals and opens for, and what has gone wrong. Empty where it does not tell. None
-    /// of them is of one connection.
+    /// Counters of all sockets in this network namespace since its creation, under the kernel's
+    /// names: connections on a network card, and failures. Empty if the kernel does not report
+    /// them. None is specific to this connection.
     pub counters: BTreeMap<String, u64>,
 }
 
 /// Where records are sealed and opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Acceleration {
-    /// What this side sends.
+    /// For what this side sends.
     pub sending: RecordEngine,
-    /// What the peer sends.
+    /// For what the peer sends.
     pub receiving: RecordEngine,
 }
 
 impl Chosen {
-    /// What it is for a connection that has its keys in the kernel.
+    /// Inspects a connection whose keys are in the kernel.
     pub fn of(connection: &TcpStream, suite: CipherSuite, inspector: &dyn Inspector) -> Self {
         let listed = fs::read_to_string(COUNTERS).unwrap_or_default();
         Self {
             driver: Driver::of(suite),
-            // Whatever keeps it from being told, it is a remark.
+            // A failure to find out is not an error: this is informational.
             acceleration: match inspector.record_engines(connection) {
                 Some(RecordEngines {
                     sending: Some(sending),
                     receiving: Some(receiving),
                 }) => Some(Acceleration { sending, receiving }),
-                _ => without_a_card(&listed),
+                _ => software_only(&listed),
             },
             device: inspector.device(connection),
             counters: counters(&listed)
-                .filter(|(name, _)| TOLD.iter().any(|part| name.contains(part)))
+                .filter(|(name, _)| REPORTED.iter().any(|part| name.contains(part)))
                 .map(|(name, count)| (name.to_owned(), count))
                 .collect(),
         }
     }
 }
 
-/// Where the kernel does not tell of one socket (before Linux 6.15 without `CAP_NET_ADMIN`): if no
-/// card has ever sealed or opened for any socket of this namespace, it does not for this one.
-fn without_a_card(listed: &str) -> Option<Acceleration> {
+/// For kernels that do not report on one socket (before Linux 6.15 without `CAP_NET_ADMIN`): if no
+/// card has ever sealed or opened for any socket of this namespace, none does for this one.
+fn software_only(listed: &str) -> Option<Acceleration> {
     let never = |wanted: &str| counters(listed).any(|found| found == (wanted, 0));
     (never("TlsTxDevice") && never("TlsRxDevice")).then_some(Acceleration {
         sending: RecordEngine::Software,
@@ -125,7 +125,7 @@ fn without_a_card(listed: &str) -> Option<Acceleration> {
     })
 }
 
-/// Lines "NAME VALUE".
+/// Parses lines "NAME VALUE".
 fn counters(listed: &str) -> impl Iterator<Item = (&str, u64)> {
     listed.lines().filter_map(|line| {
         let (name, value) = line.split_once(char::is_whitespace)?;
@@ -134,7 +134,7 @@ fn counters(listed: &str) -> impl Iterator<Item = (&str, u64)> {
 }
 
 impl fmt::Display for Chosen {
-    /// What is known of it, and such counters as are not zero: a part of a sentence.
+    /// Formats the known facts and all nonzero counters, as a part of a sentence.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("sealed by the kernel")?;
         if let Some(driver) = &self.driver {
@@ -144,7 +144,7 @@ impl fmt::Display for Chosen {
             write!(f, ", {acceleration}")?;
         }
         if let Some(device) = &self.device {
-            write!(f, ", by {}", device.name)?;
+            write!(f, ", through {}", device.name)?;
             for (flag, is_on) in FLAGS.iter().zip([device.tls_sends, device.tls_receives]) {
                 if is_on == Some(true) {
                     write!(f, " ({flag})")?;
@@ -154,7 +154,7 @@ impl fmt::Display for Chosen {
         let counted = self.counters.iter().filter(|&(_, &count)| count != 0);
         for (number, (name, count)) in counted.enumerate() {
             let before = match number {
-                0 => "; of all sockets here it has counted",
+                0 => "; counters of all sockets in this namespace:",
                 _ => ",",
             };
             write!(f, "{before} {name} {count}")?;
@@ -169,10 +169,10 @@ impl fmt::Display for Acceleration {
             (RecordEngine::Software, RecordEngine::Software) => "in software",
             (RecordEngine::Card, RecordEngine::Card) => "on the network card",
             (RecordEngine::Card, RecordEngine::Software) => {
-                "on the network card as far as it is sent, in software as far as it is received"
+                "on the network card for sending, in software for receiving"
             }
             (RecordEngine::Software, RecordEngine::Card) => {
-                "in software as far as it is sent, on the network card as far as it is received"
+                "in software for sending, on the network card for receiving"
             }
         })
     }
@@ -188,20 +188,20 @@ mod tests {
         TlsDecryptError                 2\nTlsRxNoPadViolation             0\n";
 
     #[test]
-    fn where_no_card_has_ever_sealed_it_is_done_in_software() {
-        let acceleration = without_a_card(LISTED).unwrap();
+    fn without_card_counters_the_engine_is_software() {
+        let acceleration = software_only(LISTED).unwrap();
         assert_eq!(acceleration.to_string(), "in software");
         for counter in ["TlsTxDevice", "TlsRxDevice"] {
             let zero = format!("{counter}                     0");
             let one = format!("{counter}                     1");
-            assert_eq!(without_a_card(&LISTED.replace(&zero, &one)), None);
-            assert_eq!(without_a_card(&LISTED.replace(&zero, "")), None);
+            assert_eq!(software_only(&LISTED.replace(&zero, &one)), None);
+            assert_eq!(software_only(&LISTED.replace(&zero, "")), None);
         }
-        assert_eq!(without_a_card(""), None, "it is not told");
+        assert_eq!(software_only(""), None, "not reported");
     }
 
     #[test]
-    fn k16_what_is_counted_for_a_whole_namespace_is_told_as_that() {
+    fn k16_counters_are_labelled_as_those_of_the_namespace() {
         let chosen = Chosen {
             driver: Some(Driver {
                 name: "generic-gcm-aesni".to_owned(),
@@ -219,10 +219,10 @@ mod tests {
         };
         assert_eq!(
             chosen.to_string(),
-            "sealed by the kernel, with generic-gcm-aesni (priority 400), on the network card; of \
-             all sockets here it has counted TlsCurrTxSw 1, TlsDecryptError 2, TlsTxSw 4"
+            "sealed by the kernel, with generic-gcm-aesni (priority 400), on the network card; \
+             counters of all sockets in this namespace: TlsCurrTxSw 1, TlsDecryptError 2, TlsTxSw 4"
         );
-        let told = Chosen {
+        let with_device = Chosen {
             counters: BTreeMap::new(),
             device: Some(Device {
                 name: "eth0".to_owned(),
@@ -231,8 +231,8 @@ mod tests {
             }),
             ..chosen
         };
-        let words = "on the network card, by eth0 (tls-hw-tx-offload)";
-        assert!(told.to_string().ends_with(words), "{told}");
+        let expected = "on the network card, through eth0 (tls-hw-tx-offload)";
+        assert!(with_device.to_string().ends_with(expected), "{with_device}");
         let nothing = Chosen {
             driver: None,
             acceleration: None,

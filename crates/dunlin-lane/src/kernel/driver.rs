@@ -1,28 +1,28 @@
-//! What of the kernel's seals and opens, out of `/proc/crypto`.
+//! The kernel's cipher drivers, from `/proc/crypto`.
 
 use std::fmt;
 use std::fs;
 
 use crate::provider::CipherSuite;
 
-/// Drivers below this are the kernel's plain code, or half of it: AES instructions come with 300
-/// on arm64 and with 400 and more on x86.
+/// Drivers with a lower priority use generic code, at least in part. Drivers with AES instructions
+/// have 300 on arm64 and at least 400 on x86.
 const FAST_PRIORITY: u32 = 300;
 
-/// What of the kernel's does the work.
+/// A cipher driver of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Driver {
-    /// As in `/proc/crypto`.
+    /// The name in `/proc/crypto`.
     pub name: String,
-    /// The kernel takes the highest.
+    /// The kernel uses the driver with the highest priority.
     pub priority: u32,
-    /// It answers later, on another thread or by hardware.
+    /// Whether it completes asynchronously, on another thread or in hardware.
     pub is_async: bool,
 }
 
 impl Driver {
-    /// What the kernel has taken for `suite`, which it lists once it has used it. `None` where the
-    /// list cannot be read: a service's `ProcSubset=pid` hides it, for instance.
+    /// Returns the kernel's driver for `suite`; the kernel lists it after the first use. `None` if
+    /// the list cannot be read, for example in a service with `ProcSubset=pid`.
     pub(super) fn of(suite: CipherSuite) -> Option<Self> {
         let algorithm = match suite {
             CipherSuite::Aes128Gcm | CipherSuite::Aes256Gcm => "gcm(aes)",
@@ -31,7 +31,7 @@ impl Driver {
         best(&fs::read_to_string("/proc/crypto").ok()?, algorithm)
     }
 
-    /// It makes no use of the processor's instructions for AES, or little.
+    /// Whether it hardly uses the processor's AES instructions.
     pub(super) fn is_slow(&self) -> bool {
         self.priority < FAST_PRIORITY
     }
@@ -48,7 +48,8 @@ impl fmt::Display for Driver {
     }
 }
 
-/// The driver of an algorithm with the highest priority, out of paragraphs of lines "NAME : VALUE".
+/// Finds the driver of an algorithm with the highest priority, in paragraphs of lines "NAME :
+/// VALUE".
 fn best(listed: &str, algorithm: &str) -> Option<Driver> {
     let of = |paragraph: &str| {
         let value = |name: &str| {
@@ -76,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn k11_the_driver_with_the_highest_priority_is_the_one() {
+    fn k11_the_driver_with_the_highest_priority_is_chosen() {
         let listed = "name         : gcm(aes)\ndriver       : gcm_base(ctr(aes-generic),ghash-generic)\n\
              module       : gcm\npriority     : 100\nasync        : no\ntype         : aead\n\n\
              name         : __gcm(aes)\ndriver       : __fast\npriority     : 900\n\n\

@@ -1,12 +1,12 @@
-//! The fuzz entry of certificates that peers present.
+//! Fuzz target: certificates that peers present.
 
 use rustls::pki_types::CertificateDer;
 
 use super::{AuthorisedBy, Peer, PeerIdentity, Peers};
 use crate::names::PeerName;
 
-/// Any certificate: nobody who is not on the list is let in, and what is
-/// printed about it does nothing to a terminal.
+/// For any certificate: only listed peers are admitted, and text printed about it contains no
+/// control characters.
 pub fn fuzz_certificate(bytes: &[u8]) {
     let leaf = CertificateDer::from(bytes);
     let allowed = PeerName::Dns("source.test".to_owned());

@@ -1,5 +1,5 @@
-//! A hand-off's terms: what is offered is in the words of whoever asks for the socket, and whom to
-//! believe is his to say.
+//! The TLS settings of a hand-off. The toolstack that asks for the socket chooses what is offered
+//! and which peers to trust.
 
 use std::sync::Arc;
 
@@ -16,9 +16,9 @@ use crate::identity::{Identity, Role, SettingsError};
 use crate::offload::Offload;
 use crate::peers::{PeerIdentity, Peers};
 use crate::provider::{self, Offer, TlsVersion};
-use crate::trust::bundle::{Believing, TrustPolicy};
+use crate::trust::bundle::{PolicyVerifier, TrustPolicy};
 
-/// The TLS settings of a hand-off that connects.
+/// The TLS settings of a hand-off on the connecting side.
 #[derive(Clone, Debug)]
 pub struct HandoffTls {
     pub(crate) config: Arc<ClientConfig>,
@@ -28,8 +28,8 @@ pub struct HandoffTls {
 }
 
 impl HandoffTls {
-    /// Offers `offer` to a peer that `trust` vouches for, names `server` to it, and shows it the
-    /// certificate of `identity`.
+    /// Returns settings that offer `offer` to a peer trusted by `trust`, send `server` as SNI, and
+    /// present the certificate of `identity`.
     ///
     /// # Errors
     /// [`SettingsError`].
@@ -42,8 +42,8 @@ impl HandoffTls {
         let server_name = server
             .map(|name| ServerName::try_from(name.to_owned()))
             .transpose()
-            .map_err(|error| SettingsError::Refused(format!("as a server's name: {error}")))?;
-        let believing = Believing {
+            .map_err(|error| SettingsError::Refused(format!("invalid server name: {error}")))?;
+        let verifier = PolicyVerifier {
             trust: trust.clone(),
             denied: identity.map_or_else(Denied::default, |own| own.authorities.denied.clone()),
             algorithms: offer.rustls.signature_verification_algorithms,
@@ -53,7 +53,7 @@ impl HandoffTls {
             .with_protocol_versions(versions)
             .map_err(refused)?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(believing));
+            .with_custom_certificate_verifier(Arc::new(verifier));
         let mut config = match identity {
             Some(own) => builder
                 .with_client_auth_cert(own.chain.clone(), own.key.clone_key())
@@ -63,7 +63,7 @@ impl HandoffTls {
         config.enable_secret_extraction = true;
         config.resumption = Resumption::disabled();
         config.enable_sni = server_name.is_some();
-        // A ticket would meet a program that reads data only. Few servers heed this (RFC 9149).
+        // The socket's owner cannot process a ticket. Few servers honour this extension (RFC 9149).
         config.send_ticket_request = Some(TicketRequest {
             new_session_count: 0,
             resumption_count: 0,
@@ -76,20 +76,20 @@ impl HandoffTls {
         })
     }
 
-    /// The version that is offered.
+    /// The offered version.
     pub fn version(&self) -> TlsVersion {
         self.version
     }
 
-    /// Who the bearer of a certificate is that a handshake has believed.
+    /// Returns the identity behind a certificate that a handshake has verified.
     pub fn identity_of(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         self.trust.identity(leaf)
     }
 }
 
 impl Identity {
-    /// Settings for a hand-off that accepts: what it takes is in `offer`, and clients are asked for
-    /// a certificate if `clients` says whose.
+    /// Returns settings for a hand-off that accepts what `offer` contains. With `clients`, clients
+    /// must present a certificate of one of them.
     ///
     /// # Errors
     /// [`SettingsError`].
@@ -100,7 +100,7 @@ impl Identity {
     ) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
         let asked = clients.is_some();
-        // A client that was not asked shows no certificate.
+        // A client that is not asked presents no certificate.
         let clients = clients.unwrap_or(Peers::OneOf(Vec::new()));
         let trust = trust(self, &offer.rustls, clients, KeyUsage::client_auth())?;
         let verifier: Arc<dyn ClientCertVerifier> = match asked {
@@ -116,7 +116,7 @@ impl Identity {
             config: server_config(self, verifier, terms)?,
             trust,
             provider: provider::auto().provider,
-            // It is chosen when the handshake is over, and what then is not the caller's to say here.
+            // The hand-off chooses after the handshake; this value is unused.
             offload: Offload::Auto,
         }))
     }

@@ -1,4 +1,4 @@
-//! Choosing the fastest library by measuring all that are built in.
+//! Chooses the fastest crypto library by measuring all that are built in.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use super::{CipherSuite, Crypto, Provider};
 use crate::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
-/// What [`auto`] chose, and on what grounds.
+/// The choice of [`auto`] and the measurements behind it.
 #[derive(Clone, Debug)]
 pub struct Choice {
     /// The library to use.
     pub provider: Provider,
-    /// What was measured: sealing and opening 16 KiB AES-256-GCM records on one core.
+    /// The measurements: one core seals and opens 16 KiB AES-256-GCM records.
     pub speeds: Vec<Speed>,
 }
 
@@ -21,19 +21,20 @@ pub struct Choice {
 pub struct Speed {
     /// The library.
     pub provider: Provider,
-    /// Bytes sealed and opened again per second.
+    /// Bytes sealed and opened per second.
     pub bytes_per_second: f64,
 }
 
 impl Crypto {
-    /// The fastest library on this processor and AES-256-GCM first.
+    /// Returns settings with the fastest library on this processor and all suites, AES-256-GCM
+    /// first.
     pub fn auto() -> Self {
         Self::with(auto().provider)
     }
 }
 
-/// The fastest library on this processor. The first call measures, for about five milliseconds
-/// with both built in; later calls answer at once.
+/// Returns the fastest library on this processor. The first call measures for about five
+/// milliseconds if both libraries are built in; later calls return immediately.
 pub fn auto() -> &'static Choice {
     static CHOICE: OnceLock<Choice> = OnceLock::new();
     CHOICE.get_or_init(probe)
@@ -54,11 +55,11 @@ fn probe() -> Choice {
     Choice { provider, speeds }
 }
 
-/// The best of five short runs: the others were disturbed by whatever else runs on this host.
+/// The best of five short runs: other load on this host slows down the rest.
 fn measure(provider: Provider) -> f64 {
     const RUN: Duration = Duration::from_micros(400);
     const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
-    // The key protects nothing: both halves live in this function.
+    // The key protects nothing: both halves are local to this function.
     let key = [7; SUITE.key_bytes()];
     let (Ok(mut seal), Ok(mut open)) = (
         SealHalf::new(provider, SUITE, &key, [0; 12], 0),
@@ -81,7 +82,7 @@ fn measure(provider: Provider) -> f64 {
             }
         }
     };
-    // One record first: it sets up the tables that every later one finds warm.
+    // Warm-up: the first record fills the tables that later ones use.
     run(Duration::ZERO);
     (0..5).map(|_| run(RUN)).fold(0.0, f64::max)
 }
@@ -101,7 +102,7 @@ impl fmt::Display for Choice {
             let gibibytes = speed.bytes_per_second / f64::from(1 << 30);
             write!(f, "{separator}{} {gibibytes:.2} GiB/s", speed.provider)?;
         }
-        f.write_str(", sealed and opened with AES-256-GCM on one core here")
+        f.write_str(", AES-256-GCM sealed and opened on one core")
     }
 }
 

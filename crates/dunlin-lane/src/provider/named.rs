@@ -1,5 +1,4 @@
-//! Suites and groups by the names that OpenSSL gives them: a toolstack says in its own words what
-//! a hand-off may offer.
+//! OpenSSL's names of suites and groups, in which a toolstack specifies what a hand-off may offer.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +9,7 @@ use thiserror::Error;
 
 use super::{CipherSuite, Provider, ProviderError, handshake_provider, older};
 
-/// Every suite that there is, best first.
+/// All suites, best first.
 const SUITES: [(&str, Suite); 9] = [
     (
         "ECDHE-ECDSA-AES256-GCM-SHA384",
@@ -44,7 +43,7 @@ const SUITES: [(&str, Suite); 9] = [
     ),
 ];
 
-/// Every group that there is; of several names, the first is the one to print.
+/// All groups. The first name of each is the one to print.
 const GROUPS: [(&[&str], NamedGroup); 4] = [
     (&["X25519MLKEM768"], NamedGroup::X25519MLKEM768),
     (&["X25519"], NamedGroup::X25519),
@@ -52,48 +51,48 @@ const GROUPS: [(&[&str], NamedGroup); 4] = [
     (&["secp384r1", "P-384"], NamedGroup::secp384r1),
 ];
 
-/// The one version of TLS that a hand-off speaks.
+/// The TLS version of a hand-off.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TlsVersion {
-    /// TLS 1.2 (RFC 5246): nothing but data and alerts follows its handshake.
+    /// TLS 1.2 (RFC 5246): only data and alerts follow its handshake.
     #[default]
     V1_2,
     /// TLS 1.3 (RFC 8446).
     V1_3,
 }
 
-/// What a hand-off cannot offer. The fault is in the configuration.
+/// A hand-off cannot offer what the configuration asks for.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OfferError {
-    /// An empty list, or an empty name in it.
-    #[error("the list of {what} {list:?} has an empty name: name at least one of {known}")]
+    /// An empty list, or an empty name in a list.
+    #[error("empty name in the list of {what} {list:?}: use at least one of {known}")]
     Empty {
         /// Ciphers or curves.
         what: &'static str,
-        /// What was given.
+        /// The configured list.
         list: String,
-        /// What there is.
+        /// The supported names.
         known: String,
     },
-    /// Not a name of anything that there is.
-    #[error("{name:?} is none of the {what} that there are for {version}: {known}")]
+    /// The name is not supported.
+    #[error("{name:?} is not one of the {what} for {version}: {known}")]
     Unknown {
         /// Ciphers or curves.
         what: &'static str,
-        /// What was asked for.
+        /// The configured name.
         name: String,
-        /// For this version.
+        /// The TLS version.
         version: TlsVersion,
-        /// What there is.
+        /// The supported names.
         known: String,
     },
-    /// The library is not there.
+    /// The crypto library is not built in.
     #[error(transparent)]
     Provider(#[from] ProviderError),
 }
 
-/// What a hand-off offers, or takes: one version, its suites and its groups.
+/// What a hand-off offers or accepts: one version, its suites and its groups.
 #[derive(Clone, Debug)]
 pub struct Offer {
     pub(crate) version: TlsVersion,
@@ -101,12 +100,12 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// The suites of `ciphers` and the groups of `curves`, each a list with colons between its
-    /// names, best first.
+    /// Parses the suites in `ciphers` and the groups in `curves`: lists separated by colons, best
+    /// first.
     ///
     /// # Errors
-    /// [`OfferError`]: every name must be known, for what is left out silently may be what the
-    /// other side was meant to take.
+    /// [`OfferError`]: every name must be known, because the peer might support only the name that
+    /// would be skipped.
     pub fn new(
         version: TlsVersion,
         ciphers: &str,
@@ -181,7 +180,7 @@ fn chosen<T: Copy>(
         .collect()
 }
 
-/// A suite's name; a hand-off negotiates none without.
+/// The OpenSSL name of a suite. Hand-offs negotiate only suites that have one.
 pub fn suite_name(suite: Suite) -> &'static str {
     SUITES
         .iter()
@@ -189,7 +188,7 @@ pub fn suite_name(suite: Suite) -> &'static str {
         .map_or("unknown", |(name, _)| name)
 }
 
-/// A group's name; a hand-off negotiates none without.
+/// The OpenSSL name of a group. Hand-offs negotiate only groups that have one.
 pub fn group_name(group: NamedGroup) -> &'static str {
     GROUPS
         .iter()
@@ -207,7 +206,7 @@ impl From<TlsVersion> for ProtocolVersion {
 }
 
 impl fmt::Display for TlsVersion {
-    /// As OpenSSL writes it.
+    /// Formats the version as OpenSSL does.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::V1_2 => "TLSv1.2",
@@ -226,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_xapi_asks_for_is_offered_in_its_order_and_nothing_else() {
+    fn xapis_suites_and_groups_are_offered_in_their_order_and_no_others() {
         let ciphers = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256";
         let offer = offer(TlsVersion::V1_2, ciphers, "secp384r1").unwrap();
         let suites: Vec<_> = offer.rustls.cipher_suites.iter().collect();
@@ -241,31 +240,31 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named_with_what_is() {
+    fn an_unsupported_name_is_an_error_that_lists_the_supported_ones() {
         let good = "ECDHE-RSA-AES256-GCM-SHA384";
         let text = |ciphers: &str, curves: &str| {
             let error = offer(TlsVersion::V1_2, ciphers, curves).unwrap_err();
             error.to_string()
         };
-        for (ciphers, curves, words) in [
-            ("", "P-256", "list of ciphers \"\" has an empty name"),
-            (good, "", "list of curves \"\" has an empty name"),
-            ("ECDHE-RSA-AES256-GCM-SHA384:", "P-256", "has an empty name"),
+        for (ciphers, curves, expected) in [
+            ("", "P-256", "empty name in the list of ciphers \"\""),
+            (good, "", "empty name in the list of curves \"\""),
+            ("ECDHE-RSA-AES256-GCM-SHA384:", "P-256", "empty name in"),
             (
                 "AES128-SHA",
                 "P-256",
-                "\"AES128-SHA\" is none of the ciphers",
+                "\"AES128-SHA\" is not one of the ciphers",
             ),
             (
                 "TLS_AES_256_GCM_SHA384",
                 "P-256",
                 "for TLSv1.2: ECDHE-ECDSA",
             ),
-            (good, "P-521", "\"P-521\" is none of the curves"),
+            (good, "P-521", "\"P-521\" is not one of the curves"),
             (good, "X25519MLKEM768", "for TLSv1.2: X25519, secp256r1"),
         ] {
             let text = text(ciphers, curves);
-            assert!(text.contains(words), "{text}");
+            assert!(text.contains(expected), "{text}");
         }
         let groups = offer(TlsVersion::V1_2, good, "p-384:PRIME256V1").unwrap();
         assert_eq!(groups.rustls.kx_groups.len(), 2);

@@ -1,4 +1,4 @@
-//! What a relay offers beyond the lanes' own TLS, for peers that are not Dunlin.
+//! TLS parameters that a relay offers beyond those of lanes, for peers that are not Dunlin.
 
 use std::sync::Arc;
 
@@ -6,20 +6,20 @@ use rustls::crypto::CryptoProvider;
 
 use super::{Crypto, ProviderError};
 
-/// The oldest TLS that a relay speaks.
+/// The oldest TLS version that a relay accepts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OldestTls {
-    /// TLS 1.2 (RFC 5246), with the suites of RFC 5289 and RFC 7905: ephemeral key exchange and
-    /// authenticated encryption.
+    /// TLS 1.2 (RFC 5246) with the suites of RFC 5289 and RFC 7905: ephemeral key exchange and
+    /// authenticated encryption only.
     V1_2,
-    /// TLS 1.3 alone.
+    /// TLS 1.3 only.
     #[default]
     V1_3,
 }
 
 impl Crypto {
-    /// As [`Crypto::rustls`], with P-256 and P-384 behind the usual key exchange, and with the
-    /// suites of TLS 1.2 where that is spoken.
+    /// As [`Crypto::rustls`], with P-256 and P-384 after the usual key exchange, and with the TLS
+    /// 1.2 suites if `oldest` allows them.
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].
@@ -39,7 +39,7 @@ impl Crypto {
     }
 }
 
-/// The key exchange that lanes do without.
+/// Adds the key exchange groups that lanes do not use.
 pub(super) fn add_groups(provider: &mut CryptoProvider) {
     #[cfg(feature = "aws-lc-rs")]
     use rustls::crypto::aws_lc_rs::kx_group;

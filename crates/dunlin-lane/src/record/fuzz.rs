@@ -1,4 +1,4 @@
-//! Fuzz entries of the record layer.
+//! Fuzz targets of the record layer.
 
 use dunlin_proto::fuzz::Choices;
 use vm_memory::VolatileSlice;
@@ -9,8 +9,7 @@ use super::{
 };
 use crate::provider::{CipherSuite, Provider};
 
-/// Both halves of a direction, with the library and the suite that `choice`
-/// stands for.
+/// Returns both halves of a direction, with the library and suite that `choice` selects.
 pub fn halves(choice: u8) -> (SealHalf, OpenHalf) {
     let providers = Provider::built_in();
     let provider = providers[usize::from(choice) % providers.len()];
@@ -18,16 +17,15 @@ pub fn halves(choice: u8) -> (SealHalf, OpenHalf) {
     let (iv, key) = ([3; 12], &[7; 32][..suite.key_bytes()]);
     let halves = SealHalf::new(provider, suite, key, iv, 0)
         .and_then(|seal| Ok((seal, OpenHalf::new(provider, suite, key, iv, 0)?)));
-    halves.expect("the library is built in and the key as long as it has to be")
+    halves.expect("the library is built in and the key has the suite's length")
 }
 
-/// Records on a path that drops, changes, cuts, repeats and delays them: only
-/// what was sealed comes out, in order, and nothing after the first record that
-/// was touched.
+/// Records on a path that drops, modifies, truncates, repeats and delays them. Only what was sealed
+/// is opened, in order, and nothing after the first record that was tampered with.
 pub fn fuzz_records(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let (mut seal, mut open) = halves(choices.byte());
-    let mut touched = false;
+    let mut tampered = false;
     let mut empty = 0;
     while choices.more() {
         let (kind, value) = (choices.byte(), choices.byte());
@@ -36,39 +34,39 @@ pub fn fuzz_records(bytes: &[u8]) {
         seal.seal(&mut record).expect("far below the record limit");
         let at = usize::from(value) * 31 % record.len();
         match kind % 16 {
-            // Dropped: the next one has the wrong number.
+            // Dropped: the next record has the wrong sequence number.
             0 => {
-                touched = true;
+                tampered = true;
                 continue;
             }
             1 => {
                 record[at] ^= 1 << (value % 8);
-                touched = true;
+                tampered = true;
             }
             2 => {
                 record.truncate(at);
-                touched = true;
+                tampered = true;
             }
             3 => {
                 record.push(value);
-                touched = true;
+                tampered = true;
             }
-            // Sent twice: the second one has the wrong number.
+            // Repeated: the second copy has the wrong sequence number.
             4 => {
                 let mut first = record.clone();
                 let opened = open.open(&mut first);
                 assert_eq!(
                     opened.is_ok(),
-                    !touched && (content > 0 || empty < EMPTY_RUN_LIMIT)
+                    !tampered && (content > 0 || empty < EMPTY_RUN_LIMIT)
                 );
-                touched = true;
+                tampered = true;
             }
             _ => {}
         }
         empty = if content == 0 { empty + 1 } else { 0 };
         match open.open(&mut record) {
             Ok(Opened::Data(count)) => {
-                assert!(!touched);
+                assert!(!tampered);
                 assert_eq!(count, content);
                 assert!(
                     record[HEADER_BYTES..][..count]
@@ -78,15 +76,15 @@ pub fn fuzz_records(bytes: &[u8]) {
             }
             Ok(Opened::Closed) => unreachable!("no close was sealed"),
             Err(_) => {
-                assert!(touched || empty > EMPTY_RUN_LIMIT);
-                touched = true;
+                assert!(tampered || empty > EMPTY_RUN_LIMIT);
+                tampered = true;
             }
         }
     }
 }
 
-/// What an authentic record may say: any content with any padding, opened in
-/// place and into guest memory, against RFC 8446 read plainly.
+/// Any authentic record: any content with any padding, opened in place and into guest memory,
+/// compared with a direct implementation of RFC 8446.
 pub fn fuzz_record_content(bytes: &[u8]) {
     let Some((&choice, inner)) = bytes.split_first() else {
         return;
@@ -101,7 +99,7 @@ pub fn fuzz_record_content(bytes: &[u8]) {
         assert!(inner.len() > CONTENT_BYTES + 1);
         return;
     }
-    let wanted = read_plainly(inner);
+    let wanted = reference(inner);
     let mut record = sealed.clone();
     let opened = open.open(&mut record);
     assert_eq!(opened, wanted);
@@ -115,7 +113,7 @@ pub fn fuzz_record_content(bytes: &[u8]) {
     if content.is_empty() {
         return;
     }
-    // Guest memory in two pieces that no page has anything to do with.
+    // Guest memory in two pieces that ignore page borders.
     let mut memory = vec![0xee; content.len()];
     let (left, right) = memory.split_at_mut(usize::from(choice) % content.len());
     let pages = [VolatileSlice::from(left), VolatileSlice::from(right)];
@@ -140,7 +138,7 @@ pub fn fuzz_record_content(bytes: &[u8]) {
     }
 }
 
-fn read_plainly(inner: &[u8]) -> Result<Opened, OpenError> {
+fn reference(inner: &[u8]) -> Result<Opened, OpenError> {
     let Some(end) = inner.iter().rposition(|&byte| byte != 0) else {
         return Err(OpenError::NoContentType);
     };

@@ -1,4 +1,4 @@
-//! The fuzz entry of what a relay's peer may say where the kernel opens records.
+//! Fuzz target: messages from a relay's peer when the kernel opens the records.
 
 use dunlin_linux::ktls::Version;
 use dunlin_proto::fuzz::Choices;
@@ -10,7 +10,7 @@ use super::in_kernel::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES, Opening, Sealing, Ve
 use crate::handshake::Renewal;
 use crate::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 
-/// No kernel is asked here, so no key is needed.
+/// No kernel is involved, so no key is needed.
 struct NoKeys;
 
 impl Renewal for NoKeys {
@@ -23,7 +23,7 @@ impl Renewal for NoKeys {
     }
 }
 
-/// Both halves of a connection whose keys the kernel has, without a kernel.
+/// Both halves of a connection with kernel TLS, without a kernel.
 pub(super) fn halves_without_kernel(version: Version) -> (Sealing, Opening) {
     let secrets = || ConnectionTrafficSecrets::Aes256Gcm {
         key: AeadKey::from([0; 32]),
@@ -41,14 +41,14 @@ pub(super) fn halves_without_kernel(version: Version) -> (Sealing, Opening) {
     )
 }
 
-/// What the messages of TLS itself in a record lead to, read plainly from RFC 8446: that the key is
-/// renewed, and whether ours is asked for, or that they break the protocol.
-fn messages(begun: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
+/// A direct implementation of RFC 8446 for the TLS messages in a record. `Ok(Some(_))`: the peer's
+/// key is renewed, and whether it requests ours. `Err`: the messages violate the protocol.
+fn messages(partial: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
     if content.is_empty() {
         return Err(());
     }
-    begun.extend_from_slice(content);
-    while let [kind, high, middle, low, rest @ ..] = &begun[..] {
+    partial.extend_from_slice(content);
+    while let [kind, high, middle, low, rest @ ..] = &partial[..] {
         let length = usize::from(*high) << 16 | usize::from(*middle) << 8 | usize::from(*low);
         if length + 4 > MESSAGE_LIMIT_BYTES {
             return Err(());
@@ -58,26 +58,26 @@ fn messages(begun: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
         }
         match (kind, &rest[..length], rest.len() - length) {
             (4, ..) => {}
-            (24, [wish @ (0 | 1)], 0) => {
-                let wish = *wish == 1;
-                begun.clear();
-                return Ok(Some(wish));
+            (24, [requested @ (0 | 1)], 0) => {
+                let requested = *requested == 1;
+                partial.clear();
+                return Ok(Some(requested));
             }
             _ => return Err(()),
         }
-        begun.drain(..length + 4);
+        partial.drain(..length + 4);
     }
     Ok(None)
 }
 
-/// Any records that an authentic peer may seal: its end is its end, keys are renewed when both
-/// sides know it, and what is neither is bounded (I7).
+/// Any records that an authentic peer may seal: a close ends the connection, both sides agree on
+/// key renewals, and memory for everything else is bounded (I7).
 pub fn fuzz_relayed(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let is_1_3 = choices.byte() & 1 == 0;
     let version = if is_1_3 { Version::V1_3 } else { Version::V1_2 };
     let (_, mut opening) = halves_without_kernel(version);
-    let mut begun = Vec::new();
+    let mut partial = Vec::new();
     let (mut late, mut empty, mut asked) = (0, 0, false);
     while choices.more() {
         let content_type = match choices.byte() % 8 {
@@ -95,7 +95,7 @@ pub fn fuzz_relayed(bytes: &[u8]) {
                 (late, empty) = (0, 0);
                 opening.came(content.len())
             };
-            let is_bad = empty > EMPTY_RUN_LIMIT || !(begun.is_empty() || content.is_empty());
+            let is_bad = empty > EMPTY_RUN_LIMIT || !(partial.is_empty() || content.is_empty());
             assert_eq!(came.is_err(), is_bad, "{came:?}");
             if is_bad {
                 return;
@@ -109,10 +109,10 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             (ALERT, [1, _]) if !is_1_3 => Some(Verdict::Nothing),
             (ALERT, [_, 90]) if is_1_3 => Some(Verdict::Nothing),
             (HANDSHAKE, [0, 0, 0, 0]) if !is_1_3 => Some(Verdict::Nothing),
-            (HANDSHAKE, content) if is_1_3 => match messages(&mut begun, content) {
-                Ok(Some(wish)) => {
-                    // The first that is not answered is no flood; here none is ever.
-                    if wish && !asked {
+            (HANDSHAKE, content) if is_1_3 => match messages(&mut partial, content) {
+                Ok(Some(requested)) => {
+                    // The first unanswered request is legitimate; here no request is ever answered.
+                    if requested && !asked {
                         (asked, late) = (true, 0);
                     }
                     Some(Verdict::Renewed)
@@ -122,8 +122,8 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             },
             _ => None,
         };
-        let verdict = opening.judge(content_type, &content);
-        assert!(opening.begun() <= MESSAGE_LIMIT_BYTES);
+        let verdict = opening.interpret(content_type, &content);
+        assert!(opening.partial_bytes() <= MESSAGE_LIMIT_BYTES);
         match (verdict, wanted) {
             (Ok(Verdict::Closed), Some(Verdict::Closed)) | (Err(_), None) => return,
             (Err(RelayError::LateRun), Some(_)) if is_run => return,

@@ -1,9 +1,9 @@
-//! A relay's records in the kernel: data goes between sockets, and what is left to do are the
-//! records that are no data, and counting.
+//! A relay's records in the kernel: data moves between sockets. This module handles the records
+//! that are not data, and counts records.
 //!
-//! In TLS 1.3 the peer may send session tickets, renew its keys and ask for ours (RFC 8446,
-//! section 4.6); and since there is nothing to put in the place of a connection whose keys are
-//! worn, this side renews them too. TLS 1.2 cannot: a connection ends at its record limit.
+//! In TLS 1.3 the peer may send session tickets, renew its keys and request ours (RFC 8446, section
+//! 4.6). This side also renews keys that reach their record limit, because a relay's connection
+//! cannot be replaced. TLS 1.2 cannot renew keys: a connection ends at its record limit.
 
 use crate::sync::lock;
 use std::io;
@@ -21,37 +21,37 @@ use crate::record::{
     ALERT, Alert, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, RECORD_LIMIT,
 };
 
-/// A record that is no data, as `ktls::send_record` takes it.
+/// A record that is not data, in the form of `ktls::send_record`.
 pub type Control = (u8, Vec<u8>);
 
-/// Handshake messages that have begun and not ended, in bytes. A session ticket may be longer by
-/// its lengths' size; none that is in use comes near this.
+/// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
+/// none in use comes near this.
 pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
-/// Messages of TLS itself without data in between: more are an attack or a fault.
+/// Maximum run of TLS messages without data in between. More are an attack or a fault.
 pub(super) const LATE_RUN_LIMIT: u32 = 32;
-/// The alert of that name, which is a warning.
+/// The `user_canceled` alert, a warning.
 const USER_CANCELED: Alert = Alert(90);
-/// Records that go with one call, at most: one for each piece that a pipe holds.
+/// Maximum number of records sent by one call: one for each slot of a pipe.
 const CALL_RECORDS: u64 = 16;
 
-/// Makes the next keys of either direction, and remembers which side asked for some.
+/// Derives the next keys of both directions, and tracks which side requested renewal.
 struct Keys {
     next: Mutex<Box<dyn Renewal>>,
     is_1_3: bool,
-    /// The kernel can change the keys.
+    /// The kernel can replace keys.
     renews: bool,
-    /// The peer has asked for ours.
+    /// The peer has requested our next key.
     asked: AtomicBool,
-    /// We want the peer's.
+    /// We request the peer's next key.
     asking: AtomicBool,
-    /// Records under one key, in either direction.
+    /// Maximum number of records under one key, for both directions.
     limit: AtomicU64,
 }
 
 /// The sending half.
 pub struct Sealing {
     keys: Arc<Keys>,
-    /// Records that the key has sealed.
+    /// Records sealed with the current key.
     records: u64,
     is_closed: bool,
 }
@@ -59,34 +59,35 @@ pub struct Sealing {
 /// The receiving half.
 pub struct Opening {
     keys: Arc<Keys>,
-    /// Records that the key has opened.
+    /// Records opened with the current key.
     records: u64,
-    /// The beginning of a handshake message.
+    /// An incomplete handshake message.
     message: Vec<u8>,
     late_run: u32,
     empty_run: u32,
     asked: bool,
 }
 
-/// What a record that is no data said.
+/// The content of a record that is not data.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Held {
-    /// Nothing that matters to the other side of the relay.
+    /// Nothing that concerns the other side of the relay.
     Nothing,
-    /// The peer's authentic end.
+    /// The peer's authenticated close.
     Closed,
 }
 
-/// What [`Opening::judge`] found in a record.
+/// The result of [`Opening::interpret`].
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Nothing,
     Closed,
-    /// What follows is sealed with the peer's next key.
+    /// Later records use the peer's next key.
     Renewed,
 }
 
-/// Both halves of a connection whose keys the kernel has, and can change if it `renews` them.
+/// Returns both halves of a connection with kernel TLS. `renews` is whether the kernel can replace
+/// keys.
 pub fn halves(
     secrets: &ExtractedSecrets,
     version: Version,
@@ -117,7 +118,8 @@ pub fn halves(
     (sealing, opening)
 }
 
-/// The records of data that went in one call, which ends a record. A read is of one alone.
+/// The number of data records written by one call; each call ends a record. A read returns part of
+/// one record.
 fn records_of(bytes: usize) -> u64 {
     bytes.div_ceil(CONTENT_BYTES) as u64
 }
@@ -127,35 +129,35 @@ fn not_renewed(error: impl ToString) -> RelayError {
 }
 
 impl Sealing {
-    /// Renews keys after `records` already, if that is less than they are good for.
+    /// Renews keys after `records`, if that is below their record limit.
     pub fn renew_after(&self, records: u64) {
         let limit = records.min(RECORD_LIMIT);
         self.keys.limit.store(limit, Ordering::Relaxed);
     }
 
-    /// Whether a message of TLS itself should go out although there is no data.
+    /// Whether a TLS message should be sent although there is no data.
     ///
-    /// Behind its end a direction says nothing more: the peer reads it no further, and would reset
-    /// the connection for it, and what is on its way here with it.
+    /// Nothing may be sent after the close of a direction: the peer would reset the connection,
+    /// which would discard data in transit to this side.
     pub fn is_asking(&self) -> bool {
         !self.is_closed && self.keys.asking.load(Ordering::SeqCst)
     }
 
-    /// So many bytes were given to the kernel in one call.
+    /// Counts `bytes` written to the kernel by one call.
     pub fn gave(&mut self, bytes: usize) {
         self.records += records_of(bytes);
     }
 
-    /// A key update that must be sent before more data, if there is one; when it was,
-    /// [`Sealing::has_renewed`] is to be called.
+    /// Returns a key update that must be sent before more data, if one is due. Call
+    /// [`Sealing::has_renewed`] after sending it.
     ///
     /// # Errors
-    /// [`RelayError::Worn`] where TLS 1.2 has no such thing.
+    /// [`RelayError::Worn`] in TLS 1.2, which has no key update.
     pub fn renews(&self) -> Result<Option<Control>, RelayError> {
         let keys = &self.keys;
-        let is_worn = self.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);
+        let is_used_up = self.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);
         if !keys.is_1_3 {
-            return if is_worn {
+            return if is_used_up {
                 Err(RelayError::Worn)
             } else {
                 Ok(None)
@@ -163,7 +165,7 @@ impl Sealing {
         }
         let asked = keys.asked.swap(false, Ordering::SeqCst);
         let asking = keys.asking.swap(false, Ordering::SeqCst);
-        if !(is_worn || asked || asking) {
+        if !(is_used_up || asked || asking) {
             return Ok(None);
         }
         if !keys.renews {
@@ -173,10 +175,10 @@ impl Sealing {
         Ok(Some((HANDSHAKE, vec![24, 0, 0, 1, u8::from(asking)])))
     }
 
-    /// Has the kernel seal with the next key.
+    /// Makes the kernel seal with the next key.
     ///
     /// # Errors
-    /// [`RelayError::Renewal`]; nothing may be sent any more then.
+    /// [`RelayError::Renewal`]; nothing more may be sent.
     pub fn has_renewed(&mut self, stream: &TcpStream) -> Result<(), RelayError> {
         let secrets = lock(&self.keys.next).sending().map_err(not_renewed)?;
         kernel::renew(stream, Direction::Sending, &secrets).map_err(not_renewed)?;
@@ -184,7 +186,7 @@ impl Sealing {
         Ok(())
     }
 
-    /// The alert that ends this direction.
+    /// Returns the alert that closes this direction.
     pub fn closes(&mut self) -> Control {
         self.is_closed = true;
         // Level warning, description close_notify.
@@ -193,10 +195,10 @@ impl Sealing {
 }
 
 impl Opening {
-    /// So many bytes of data came from the kernel in one call.
+    /// Counts `bytes` of data read from the kernel by one call.
     ///
     /// # Errors
-    /// [`RelayError`]; they are not to be used then.
+    /// [`RelayError`]; the data must not be used.
     pub fn came(&mut self, bytes: usize) -> Result<(), RelayError> {
         if let Some(&kind) = self.message.first() {
             // No message may be interrupted (RFC 8446, section 5.1).
@@ -213,10 +215,10 @@ impl Opening {
         Ok(())
     }
 
-    /// A record without content came.
+    /// Counts a record without content.
     ///
     /// # Errors
-    /// [`RelayError`], for too many of them.
+    /// [`RelayError`] if there are too many.
     pub fn was_empty(&mut self) -> Result<(), RelayError> {
         self.empty_run += 1;
         if self.empty_run > EMPTY_RUN_LIMIT {
@@ -225,17 +227,17 @@ impl Opening {
         Ok(())
     }
 
-    /// What a record says that is no data.
+    /// Processes a record that is not data.
     ///
     /// # Errors
-    /// [`RelayError`]; nothing behind it may be looked at then.
+    /// [`RelayError`]; later records must not be read.
     pub fn control(
         &mut self,
         content_type: u8,
         content: &[u8],
         stream: &TcpStream,
     ) -> Result<Held, RelayError> {
-        match self.judge(content_type, content)? {
+        match self.interpret(content_type, content)? {
             Verdict::Nothing => Ok(Held::Nothing),
             Verdict::Closed => Ok(Held::Closed),
             Verdict::Renewed => {
@@ -246,12 +248,12 @@ impl Opening {
         }
     }
 
-    /// What a failed read means, if it is about a record.
+    /// Converts a failed read; `None` if the error does not concern a record.
     pub fn failed(error: &io::Error) -> Option<RelayError> {
         OpenError::of_kernel(error).map(RelayError::Open)
     }
 
-    pub(super) fn judge(
+    pub(super) fn interpret(
         &mut self,
         content_type: u8,
         content: &[u8],
@@ -262,7 +264,7 @@ impl Opening {
         match Content::of_control(content_type, content) {
             Ok(Content::Late(..)) => self.late(content),
             Ok(Content::Usual(_)) => Ok(Verdict::Closed),
-            // An end follows, or an abort; some programs send it before each end
+            // A close or an error alert follows; some programs send this alert before every close
             // (RFC 8446, section 6.1).
             Err(OpenError::Alert {
                 alert: USER_CANCELED,
@@ -271,9 +273,9 @@ impl Opening {
         }
     }
 
-    /// Bytes that are kept of a message that has no end yet.
+    /// The number of buffered bytes of an incomplete message.
     #[cfg(any(test, feature = "fuzzing"))]
-    pub(super) fn begun(&self) -> usize {
+    pub(super) fn partial_bytes(&self) -> usize {
         self.message.len()
     }
 
@@ -285,7 +287,8 @@ impl Opening {
         Ok(())
     }
 
-    /// Handshake messages of TLS 1.3: session tickets, which are of no use here, and key updates.
+    /// Processes handshake messages of TLS 1.3: session tickets, which are ignored, and key
+    /// updates.
     fn late(&mut self, content: &[u8]) -> Result<Verdict, RelayError> {
         self.count_late()?;
         if content.is_empty() {
@@ -305,11 +308,12 @@ impl Opening {
             }
             match (kind, &self.message[4..whole]) {
                 (4, _) => {}
-                // Nothing may follow in its record, which the old key has sealed.
-                (24, [wish @ (0 | 1)]) if self.message.len() == whole => {
-                    // One that comes when the last was answered is no flood: a peer that has
-                    // nothing to say asks for our next key in this way alone.
-                    if *wish == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
+                // Nothing may follow in this record: the old key sealed it.
+                (24, [requested @ (0 | 1)]) if self.message.len() == whole => {
+                    // A request that arrives after the previous one was answered does not count as
+                    // a flood: a peer without data to send has no other way to request our next
+                    // key.
+                    if *requested == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
                         self.late_run = 0;
                     }
                     self.message.clear();
@@ -323,12 +327,12 @@ impl Opening {
         }
     }
 
-    /// A record of TLS 1.2 that is no data.
+    /// Interprets a TLS 1.2 record that is not data.
     fn older(&mut self, content_type: u8, content: &[u8]) -> Result<Verdict, RelayError> {
         match (content_type, content) {
             (ALERT, [_, 0]) => Ok(Verdict::Closed),
-            // A warning, such as that of a renegotiation that is not wanted; and a request to
-            // negotiate anew, which may be ignored (RFC 5246, section 7.4.1.1).
+            // A warning, such as the refusal of a renegotiation, or a HelloRequest, which may be
+            // ignored (RFC 5246, section 7.4.1.1).
             (ALERT, [1, _]) | (HANDSHAKE, [0, 0, 0, 0]) => {
                 self.count_late().map(|()| Verdict::Nothing)
             }

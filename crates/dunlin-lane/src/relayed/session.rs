@@ -1,8 +1,8 @@
-//! A relay's connection whose records rustls seals and opens, shared by two threads.
+//! A relay's connection with rustls, shared by two threads.
 //!
 //! rustls keeps one state for both directions, behind a lock. The lock is held while records are
-//! sealed or opened and never while a socket is read or written, so each direction flows while
-//! the other is blocked. rustls handles session tickets and the peer's key updates itself.
+//! sealed or opened, never while a socket is read or written, so each direction proceeds while the
+//! other is blocked. rustls handles session tickets and the peer's key updates itself.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -15,22 +15,22 @@ use crate::handshake::{Unbuffered, encode};
 use crate::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
 use crate::sync::lock;
 
-/// Requests for the peer's next key without data of ours in between. A peer may take more for an
-/// attack; rustls does so at 33.
+/// Maximum number of key requests without data of ours in between. A peer may treat more as an
+/// attack; rustls does at 33.
 const ASKS_LIMIT: u32 = 16;
 
-/// A connection whose handshake is complete.
+/// A connection after a complete handshake.
 pub struct Session {
     connection: Mutex<Box<dyn Connection>>,
     is_pending: AtomicBool,
 }
 
-/// What [`Session::open`] did.
+/// The result of [`Session::open`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Opened {
-    /// The bytes of whole records, which are not needed any more.
+    /// The number of input bytes consumed: whole records.
     pub taken: usize,
-    /// Whether the peer has ended its direction. This end is authentic.
+    /// Whether the peer has closed its direction. The close is authenticated.
     pub is_over: bool,
 }
 
@@ -40,7 +40,7 @@ trait Connection: Send {
 
     fn open(&mut self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError>;
 
-    /// Records of rustls's own that must be sent before any other.
+    /// rustls's own records, which must be sent before any other.
     fn pending(&mut self) -> &mut Vec<u8>;
 
     fn renew_after(&mut self, records: u64);
@@ -49,16 +49,16 @@ trait Connection: Send {
 struct Shared<C> {
     connection: C,
     pending: Vec<u8>,
-    /// What [`Connection::open`] was last given and has not taken: the start of a record or of a
-    /// message. rustls keeps positions in it and must see it in every call.
-    begun: Vec<u8>,
-    /// Records under one key, in either direction.
+    /// The input that the last [`Connection::open`] did not consume: the beginning of a record or
+    /// message. rustls keeps positions in it and must be given it in every call.
+    partial: Vec<u8>,
+    /// Maximum number of records under one key, for both directions.
     limit: u64,
-    /// Data records sealed with this key.
+    /// Data records sealed with the current key.
     sealed: u64,
-    /// Data records opened since the peer was last asked for its next key.
+    /// Data records opened since the last request for the peer's next key.
     opened: u64,
-    /// How often it was asked since this side last sent data.
+    /// Requests since this side last sent data.
     asks: u32,
     is_closed: bool,
 }
@@ -68,7 +68,7 @@ impl Session {
         let shared = Shared {
             connection,
             pending: Vec::new(),
-            begun: Vec::new(),
+            partial: Vec::new(),
             limit: RECORD_LIMIT,
             sealed: 0,
             opened: 0,
@@ -85,28 +85,29 @@ impl Session {
         lock(&self.connection)
     }
 
-    /// Renews keys after `records` if that is fewer than they are good for. TLS 1.2 cannot renew
-    /// keys: the connection ends with [`RelayError::Worn`].
+    /// Renews keys after `records`, if that is below their record limit. TLS 1.2 cannot renew keys:
+    /// the connection ends with [`RelayError::Worn`].
     pub fn renew_after(&self, records: u64) {
         self.lock().renew_after(records);
     }
 
-    /// Seals `content`, or the end of this direction, into the front of `records`, which grows as
-    /// needed. Returns the bytes to send, which follow those of the call before.
+    /// Seals `content`, or the close of this direction if `None`, into the front of `records`,
+    /// which grows as needed. Returns the number of bytes to send; they must follow those of the
+    /// previous call.
     ///
     /// # Errors
-    /// [`RelayError`]; nothing may be sent then.
+    /// [`RelayError`]; nothing may be sent.
     pub fn seal(&self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError> {
         let mut connection = self.lock();
         self.is_pending.store(false, Ordering::SeqCst);
         connection.seal(content, records)
     }
 
-    /// Opens all whole records in `bytes` and appends their content. The next call gets what this
-    /// one has not taken, and more behind it.
+    /// Opens all whole records in `bytes` and appends their content to `content`. Pass the bytes
+    /// that were not consumed to the next call, followed by more.
     ///
     /// # Errors
-    /// [`RelayError`]; nothing of the content may be used then.
+    /// [`RelayError`]; the content must not be used.
     pub fn open(&self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError> {
         let mut connection = self.lock();
         let opened = connection.open(bytes, content)?;
@@ -116,12 +117,12 @@ impl Session {
     }
 
     /// Whether rustls has a message of its own to send, such as a key update. The next
-    /// [`Session::seal`] returns it in front of the content.
+    /// [`Session::seal`] returns it before the content.
     pub fn is_pending(&self) -> bool {
         self.is_pending.load(Ordering::SeqCst)
     }
 
-    /// That message alone. It goes where [`Session::seal`]'s bytes go, in order with them.
+    /// Takes that message. Send it in order with the bytes of [`Session::seal`].
     pub fn take_pending(&self) -> Vec<u8> {
         let mut connection = self.lock();
         self.is_pending.store(false, Ordering::SeqCst);
@@ -140,7 +141,7 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
         let is_1_3 = self.is_1_3();
         let count = content.map_or(0, |content| content.len().div_ceil(CONTENT_BYTES) as u64);
         loop {
-            match self.connection.process(&mut self.begun).state? {
+            match self.connection.process(&mut self.partial).state? {
                 ConnectionState::EncodeTlsData(mut part) => {
                     encode(&mut part, &mut self.pending).map_err(unexpected)?;
                 }
@@ -200,8 +201,8 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                 }
                 ConnectionState::TransmitTlsData(sent) => sent.done(),
                 ConnectionState::PeerClosed | ConnectionState::Closed => break true,
-                // The peer need not renew its keys unasked. Behind the end of this direction
-                // nothing may be sent.
+                // The peer need not renew its keys without a request. Nothing may be sent after
+                // this direction's close.
                 ConnectionState::WriteTraffic(traffic)
                     if is_1_3
                         && !self.is_closed
@@ -221,8 +222,8 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
             }
             taken += status.discard;
         };
-        self.begun.clear();
-        self.begun.extend_from_slice(&bytes[taken..]);
+        self.partial.clear();
+        self.partial.extend_from_slice(&bytes[taken..]);
         Ok(Opened { taken, is_over })
     }
 

@@ -1,9 +1,7 @@
-//! Whom a hand-off believes: the certificates of one file, as toolstacks keep it. Beside
-//! authorities it may hold the peers' own certificates, signed with their own keys and without a
-//! name in them that could be checked.
-//!
+//! The certificates that a hand-off trusts: one file, as toolstacks keep it. Besides authorities
+//! the file may hold the peers' own self-signed certificates, which often carry no name to check.
 //! ```text
-//!   in the file itself? ── yes ──▶ in date? ──────────────▶ name demanded? ──▶ believed
+//!   in the file itself? ── yes ──▶ in date? ──────────────▶ name required? ──▶ trusted
 //!      │ no                                                       ▲
 //!      ▼                                                          │
 //!   chain to an authority of the file (webpki) ───────────────────┘
@@ -20,7 +18,7 @@ use webpki::KeyUsage;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-use super::{Authorities, UNISSUED, in_date, refused, without_chain};
+use super::{Authorities, UNTRUSTED, in_date, refused, without_chain};
 use crate::denied::Denied;
 use crate::identity::error::IdentityError;
 use crate::identity::files::certificates;
@@ -33,25 +31,26 @@ pub struct Bundle {
     authorities: Authorities,
 }
 
-/// Whom a hand-off believes.
+/// Which servers a hand-off trusts.
 #[derive(Clone, Debug)]
 pub enum TrustPolicy {
-    /// Whoever answers, which protects from nobody but listeners.
+    /// Any server. Protects against eavesdroppers only.
     Anybody,
-    /// Whoever the file vouches for, with one of these names if any are demanded.
+    /// Servers whose certificate is in the bundle, or was issued by an authority in it, with one of
+    /// these names if any are required.
     Bundle(Arc<Bundle>, Peers),
 }
 
 impl Bundle {
-    /// Reads a file with one certificate or more, as PEM.
+    /// Reads a PEM file with one or more certificates.
     ///
     /// # Errors
-    /// [`IdentityError`], which names the file and what to do.
+    /// [`IdentityError`], which names the file and the remedy.
     pub fn load(path: &Path) -> Result<Self, IdentityError> {
         let certificates = certificates(path)?;
         let mut anchors = RootCertStore::empty();
         for certificate in certificates.iter().filter(|it| is_authority(it)) {
-            // One that webpki cannot read vouches for nobody, and may still be a peer's own.
+            // A certificate that webpki cannot parse is no trust anchor, but may be a peer's own.
             let _ = anchors.add(certificate.clone());
         }
         let authorities = Authorities {
@@ -66,14 +65,14 @@ impl Bundle {
     }
 }
 
-/// webpki takes whatever is called an anchor for an authority. Here that would let each host of a
-/// pool vouch for others with its own key.
+/// webpki trusts every anchor as an authority. Without this check, each host of a pool could use
+/// its own key to issue certificates for the others.
 fn is_authority(certificate: &CertificateDer<'_>) -> bool {
     X509Certificate::from_der(certificate).is_ok_and(|(_, certificate)| certificate.is_ca())
 }
 
 impl TrustPolicy {
-    /// Who the bearer of `leaf` is. A handshake must have believed it.
+    /// Returns the identity behind `leaf`, which a handshake must have verified.
     pub fn identity(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         let Self::Bundle(bundle, peers) = self else {
             return None;
@@ -94,26 +93,26 @@ impl Bundle {
     }
 }
 
-/// The check of the server's certificate.
+/// Verifies the server's certificate against a [`TrustPolicy`].
 #[derive(Debug)]
-pub(crate) struct Believing {
+pub(crate) struct PolicyVerifier {
     pub(crate) trust: TrustPolicy,
-    /// The keys that our identity denies.
+    /// The keys that this host's identity denies.
     pub(crate) denied: Denied,
     pub(crate) algorithms: WebPkiSupportedAlgorithms,
 }
 
-impl ServerCertVerifier for Believing {
+impl ServerCertVerifier for PolicyVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        // It chooses the server's certificate and is in none of them.
+        // SNI only selects the server's certificate; the name need not be in it.
         _server_name: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        UNISSUED.set(None);
+        UNTRUSTED.set(None);
         self.denied
             .check(end_entity, intermediates)
             .map_err(refused)?;
@@ -134,5 +133,5 @@ impl ServerCertVerifier for Believing {
         Ok(ServerCertVerified::assertion())
     }
 
-    signatures_by_its_algorithms!();
+    verify_signatures_with_own_algorithms!();
 }

@@ -410,7 +410,7 @@ fn a_source_learns_from_its_lane_that_its_certificate_was_refused() {
     assert!(
         error
             .to_string()
-            .contains("compare our certificate's names"),
+            .contains("compare this host's certificate"),
         "{error}"
     );
 }

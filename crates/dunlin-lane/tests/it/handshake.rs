@@ -258,12 +258,12 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
         (
             "two",
             "unknown authority",
-            "does not trust the authority of our certificate",
+            "does not trust the authority of this host's certificate",
         ),
         (
             "one",
-            "has another key",
-            "cannot verify a signature of ours",
+            "but another key",
+            "cannot verify a signature from this host",
         ),
     ] {
         let theirs = Authority::named(name);
@@ -290,7 +290,7 @@ fn i6_a_wrong_name_is_refused_on_either_side_and_both_names_are_told() {
         &client(&source, names(&["elsewhere.test"])),
         &server(&destination, names(&[])),
         "it has DNS destination.test, IP 192.0.2.9, allowed is DNS elsewhere.test",
-        "compare our certificate's names, and its pin, with the peers that it allows",
+        "compare this host's certificate (names and pin) with the peers that it allows",
     );
     refused_by_server(
         &client(&source, names(&["192.0.2.9"])),
@@ -543,7 +543,7 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
 
     let directory = fresh();
     fs::write(directory.join("ca-cert.pem"), "nothing").unwrap();
-    assert!(load_error(&directory).contains("holds no certificate"));
+    assert!(load_error(&directory).contains("contains no certificate"));
 
     let directory = fresh();
     let mut text = String::from("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
@@ -551,7 +551,7 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
     assert!(load_error(&directory).contains("authority's certificate 1 in"));
     text.extend(std::iter::repeat_n('#', 2 << 20));
     fs::write(directory.join("ca-cert.pem"), &text).unwrap();
-    assert!(load_error(&directory).contains("longer than"));
+    assert!(load_error(&directory).contains("is larger than"));
 
     let directory = fresh();
     fs::write(
@@ -559,13 +559,13 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
         "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
     )
     .unwrap();
-    assert!(load_error(&directory).contains("holds no private key"));
+    assert!(load_error(&directory).contains("contains no private key"));
 
     let directory = fresh();
     fs::copy(fresh().join("key.pem"), directory.join("key.pem")).unwrap();
     let text = load_error(&directory);
     assert!(
-        text.contains("does not belong to the certificate"),
+        text.contains("does not match the certificate"),
         "{text}"
     );
 }

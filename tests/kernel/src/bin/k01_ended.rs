@@ -17,7 +17,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-const GONE: &str = "the peer has ended the connection before the kernel could be given its keys";
+const GONE: &str = "the peer closed the connection before its keys were installed in the kernel";
 
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {

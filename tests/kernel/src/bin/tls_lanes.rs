@@ -343,7 +343,7 @@ fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the
     let choice = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!choice.is_kernel);
     assert!(
-        choice.reason.contains("no key for what this side sends"),
+        choice.reason.contains("rejected the key for sending"),
         "{}",
         choice.reason
     );

@@ -1,4 +1,4 @@
-//! The fuzz entry of a data lane's receiving end.
+//! Fuzz target: the receiving half of a data lane.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -14,12 +14,11 @@ use super::{
 };
 use crate::record::fuzz::halves;
 
-/// What a socket takes in without anybody reading.
+/// Bytes that a socket buffers without a reader.
 const ROOM_BYTES: usize = 64 << 10;
 
-/// Records of any lengths, cut off or changed somewhere or closed in order,
-/// read by any mixture of calls: what comes out is what was sealed, up to the
-/// place where the lane was touched and not a byte beyond.
+/// Records of any length, truncated, modified or closed properly, read by any mixture of calls. The
+/// output is what was sealed, up to the place of the tampering and not a byte further.
 pub fn fuzz_data_lane(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let choice = choices.byte();
@@ -52,7 +51,7 @@ pub fn fuzz_data_lane(bytes: &[u8]) {
     near.write_all(&wire)
         .expect("the socket's buffer is larger");
     near.shutdown(Shutdown::Write)
-        .expect("the connection stands");
+        .expect("the connection is open");
 
     let mut receiver = DataReceiver {
         link: Link {
@@ -99,15 +98,17 @@ pub fn fuzz_data_lane(bytes: &[u8]) {
         }
         taken.extend_from_slice(&part);
     };
-    assert!(sent.starts_with(&taken), "what was not sent came out");
+    assert!(
+        sent.starts_with(&taken),
+        "received bytes that were not sent"
+    );
     match ended {
-        // The close is sealed as well, so that an end that was brought about
-        // from outside never looks like one.
+        // The close is sealed too, so tampering can never imitate it.
         None => assert!(damage == 0 && taken == sent),
         Some(ReceiveError::ClosedInside) => assert_eq!(damage, 0),
         Some(ReceiveError::Truncated | ReceiveError::Record(_)) => assert_ne!(damage, 0),
         Some(error) => panic!("{error}"),
     }
     let again = receiver.read_exact(&mut [0]);
-    assert!(again.is_err(), "a lane that has ended goes on");
+    assert!(again.is_err(), "a lane that has ended returns data");
 }

@@ -3,10 +3,10 @@
 use super::super::fuzz::halves_without_kernel;
 use super::*;
 
-/// The peer asks for a key at half of it, and gets one after all but a call's records of it.
+/// The peer requests a key at half of it, and gets one when only one call's records are left.
 const LIMIT: u64 = 64;
 
-/// Two sides of a connection.
+/// Returns two sides of a connection.
 fn pair(version: Version) -> ((Sealing, Opening), (Sealing, Opening)) {
     (
         halves_without_kernel(version),
@@ -14,18 +14,18 @@ fn pair(version: Version) -> ((Sealing, Opening), (Sealing, Opening)) {
     )
 }
 
-/// One side's opening half in TLS 1.3.
+/// Returns one side's receiving half in TLS 1.3.
 fn open() -> Opening {
     halves_without_kernel(Version::V1_3).1
 }
 
-/// Has the other side take a key update that is due, as it is after the kernel has its next key.
+/// Delivers a due key update to the other side, as if the kernel had installed its next key.
 fn renew(sealing: &mut Sealing, opening: &mut Opening) -> bool {
     let Some((content_type, update)) = sealing.renews().unwrap() else {
         return false;
     };
     sealing.records = 0;
-    let verdict = opening.judge(content_type, &update).unwrap();
+    let verdict = opening.interpret(content_type, &update).unwrap();
     assert_eq!(verdict, Verdict::Renewed);
     true
 }
@@ -37,24 +37,24 @@ fn data(sealing: &mut Sealing, opening: &mut Opening) {
 }
 
 #[test]
-fn a_ticket_in_pieces_is_passed_over_and_data_may_not_come_between_them() {
+fn a_split_ticket_is_ignored_and_data_within_it_is_an_error() {
     let mut ticket = vec![4, 0, 0, 200];
     ticket.resize(204, 9);
     let mut open = open();
     for piece in [&ticket[..1], &ticket[1..100], &ticket[100..]] {
-        assert_eq!(open.judge(HANDSHAKE, piece).unwrap(), Verdict::Nothing);
+        assert_eq!(open.interpret(HANDSHAKE, piece).unwrap(), Verdict::Nothing);
     }
     // Two in one record.
     let two = [&ticket[..], &ticket[..]].concat();
-    assert_eq!(open.judge(HANDSHAKE, &two).unwrap(), Verdict::Nothing);
+    assert_eq!(open.interpret(HANDSHAKE, &two).unwrap(), Verdict::Nothing);
     open.came(4).unwrap();
-    open.judge(HANDSHAKE, &ticket[..50]).unwrap();
+    open.interpret(HANDSHAKE, &ticket[..50]).unwrap();
     let between = open.came(4);
     assert!(matches!(between, Err(RelayError::Late(4))), "{between:?}");
 }
 
 #[test]
-fn keys_are_renewed_by_their_age_and_when_the_peer_asks() {
+fn keys_are_renewed_at_the_limit_and_on_request() {
     let ((mut near_seal, mut near_open), (mut far_seal, mut far_open)) = pair(Version::V1_3);
     near_seal.renew_after(LIMIT);
     far_seal.renew_after(LIMIT);
@@ -64,7 +64,7 @@ fn keys_are_renewed_by_their_age_and_when_the_peer_asks() {
         data(&mut near_seal, &mut far_open);
     }
     assert_eq!(renewals, 4);
-    // The far side asks for a key, although it has nothing to send.
+    // The far side requests a key, although it has no data to send.
     assert!(far_seal.is_asking());
     assert!(renew(&mut far_seal, &mut near_open));
     assert!(!far_seal.is_asking());
@@ -75,9 +75,9 @@ fn keys_are_renewed_by_their_age_and_when_the_peer_asks() {
     assert!(!renew(&mut far_seal, &mut near_open));
 }
 
-/// A peer that has nothing to say has nothing else to ask with.
+/// A peer without data to send has no other way to request keys.
 #[test]
-fn asking_for_keys_again_and_again_is_no_flood_where_each_is_answered() {
+fn answered_key_requests_are_not_a_flood() {
     let ((mut near_seal, mut near_open), (mut far_seal, mut far_open)) = pair(Version::V1_3);
     near_seal.renew_after(LIMIT);
     far_seal.renew_after(LIMIT);
@@ -91,10 +91,10 @@ fn asking_for_keys_again_and_again_is_no_flood_where_each_is_answered() {
         }
     }
     assert!(asked > 2 * LATE_RUN_LIMIT, "{asked}");
-    // Where none is answered they are one.
+    // Unanswered requests are a flood.
     let mut flood = Ok(Verdict::Nothing);
     for _ in 0..=2 * LATE_RUN_LIMIT {
-        flood = near_open.judge(HANDSHAKE, &[24, 0, 0, 1, 1]);
+        flood = near_open.interpret(HANDSHAKE, &[24, 0, 0, 1, 1]);
         if flood.is_err() {
             break;
         }
@@ -102,20 +102,23 @@ fn asking_for_keys_again_and_again_is_no_flood_where_each_is_answered() {
     assert!(matches!(flood, Err(RelayError::LateRun)), "{flood:?}");
 }
 
-/// Java says it before each of its ends.
+/// Java sends this alert before every close.
 #[test]
-fn a_cancelled_user_is_no_failure_and_the_end_comes_behind_him() {
+fn user_canceled_is_not_an_error_and_the_close_follows() {
     let mut open = open();
-    assert_eq!(open.judge(ALERT, &[1, 90]).unwrap(), Verdict::Nothing);
+    assert_eq!(open.interpret(ALERT, &[1, 90]).unwrap(), Verdict::Nothing);
     open.came(4).unwrap();
     let mut other = halves_without_kernel(Version::V1_3).0;
     let (content_type, close) = other.closes();
-    assert_eq!(open.judge(content_type, &close).unwrap(), Verdict::Closed);
+    assert_eq!(
+        open.interpret(content_type, &close).unwrap(),
+        Verdict::Closed
+    );
 }
 
-/// The peer would take it for a breach, reset the connection, and lose what is on its way here.
+/// The peer would treat it as a violation and reset the connection, discarding data in transit.
 #[test]
-fn nothing_is_asked_for_behind_the_end() {
+fn no_key_is_requested_after_the_close() {
     let ((mut near_seal, _), (mut far_seal, mut far_open)) = pair(Version::V1_3);
     far_seal.renew_after(4);
     far_seal.closes();
@@ -126,30 +129,30 @@ fn nothing_is_asked_for_behind_the_end() {
 }
 
 #[test]
-fn i7_messages_that_nobody_may_send_end_the_connection() {
+fn i7_forbidden_messages_end_the_connection() {
     let update = [24, 0, 0, 1, 0];
     for (messages, what) in [
         (&[13, 0, 0, 0][..], "a request for a certificate"),
         (&[24, 0, 0, 1, 2], "an update of no kind"),
         (&[24, 0, 0, 2, 0, 0], "an update that is too long"),
-        (&[&update[..], &[4]].concat(), "something behind an update"),
-        (&[4, 0, 0x80, 0], "more than is kept"),
+        (&[&update[..], &[4]].concat(), "data after an update"),
+        (&[4, 0, 0x80, 0], "more than the limit"),
         (&[4, 0xff, 0xff, 0xff], "far more"),
         (&[], "nothing at all"),
     ] {
-        assert!(open().judge(HANDSHAKE, messages).is_err(), "{what}");
+        assert!(open().interpret(HANDSHAKE, messages).is_err(), "{what}");
     }
     let mut open = open();
     let ticket = [4, 0, 0, 1, 0];
     for _ in 0..LATE_RUN_LIMIT {
-        open.judge(HANDSHAKE, &ticket).unwrap();
+        open.interpret(HANDSHAKE, &ticket).unwrap();
     }
-    let run = open.judge(HANDSHAKE, &ticket);
+    let run = open.interpret(HANDSHAKE, &ticket);
     assert!(matches!(run, Err(RelayError::LateRun)), "{run:?}");
 }
 
 #[test]
-fn tls_1_2_ends_where_its_keys_are_worn() {
+fn tls_1_2_ends_at_its_record_limit() {
     let (mut seal, _) = halves_without_kernel(Version::V1_2);
     assert_eq!(seal.renews().unwrap(), None);
     seal.records = RECORD_LIMIT;

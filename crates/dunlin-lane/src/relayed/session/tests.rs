@@ -15,7 +15,7 @@ use crate::record::{HANDSHAKE, HEADER_BYTES, SealHalf, TRAILER_BYTES};
 
 const VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
 
-/// Two connections whose handshake is complete.
+/// Returns two connections after a complete handshake.
 fn handshake(
     version: &'static SupportedProtocolVersion,
 ) -> (UnbufferedClientConnection, UnbufferedServerConnection) {
@@ -51,7 +51,7 @@ fn handshake(
     (client, server)
 }
 
-/// Takes all of `incoming` that can be taken, and appends the answers.
+/// Processes `incoming` as far as possible and appends the output to `outgoing`.
 fn step<C: Unbuffered>(connection: &mut C, incoming: &mut Vec<u8>, outgoing: &mut Vec<u8>) {
     loop {
         let UnbufferedStatus { discard, state } = connection.process(incoming);
@@ -85,7 +85,8 @@ fn sealed(session: &Session, content: Option<&[u8]>) -> Vec<u8> {
     records
 }
 
-/// What comes out of `records` when they arrive in parts of `part` bytes; and whether they end.
+/// Opens `records` in parts of `part` bytes; returns the content and whether they close the
+/// direction.
 fn opened(session: &Session, records: &[u8], part: usize) -> (Vec<u8>, bool) {
     let (mut buffer, mut content) = (Vec::new(), Vec::new());
     for part in records.chunks(part) {
@@ -96,12 +97,12 @@ fn opened(session: &Session, records: &[u8], part: usize) -> (Vec<u8>, bool) {
             return (content, true);
         }
     }
-    assert!(buffer.is_empty(), "only whole records were given");
+    assert!(buffer.is_empty(), "all records were consumed");
     (content, false)
 }
 
 #[test]
-fn data_goes_both_ways_in_any_parts_and_each_end_by_itself() {
+fn data_flows_both_ways_in_any_parts_and_each_direction_closes_separately() {
     let long: Vec<u8> = (0..100_000_u32).map(|at| (at / 7) as u8).collect();
     for version in VERSIONS {
         let (near, far) = pair(version);
@@ -122,14 +123,14 @@ fn data_goes_both_ways_in_any_parts_and_each_end_by_itself() {
     }
 }
 
-/// One thread seals while the other has the beginning of a record, or of a message.
+/// One thread seals while the other has received part of a record or message.
 #[test]
-fn i7_a_direction_is_not_disturbed_by_what_the_other_has_begun() {
+fn i7_a_partial_record_does_not_disturb_the_other_direction() {
     for version in VERSIONS {
         let (near, far) = pair(version);
         let records = sealed(&near, Some(b"a page"));
-        let (begun, rest) = records.split_at(9);
-        let mut buffer = begun.to_vec();
+        let (partial, rest) = records.split_at(9);
+        let mut buffer = partial.to_vec();
         let mut content = Vec::new();
         assert_eq!(far.open(&mut buffer, &mut content).unwrap().taken, 0);
         let back = sealed(&far, Some(b"back"));
@@ -154,7 +155,7 @@ fn i7_a_direction_is_not_disturbed_by_what_the_other_has_begun() {
 }
 
 #[test]
-fn keys_of_tls_1_2_end_the_connection_when_they_are_worn_and_others_are_renewed() {
+fn tls_1_2_ends_at_its_record_limit_and_tls_1_3_renews_keys() {
     let (near, far) = pair(&TLS12);
     near.renew_after(8);
     for _ in 0..8 {
@@ -171,21 +172,21 @@ fn keys_of_tls_1_2_end_the_connection_when_they_are_worn_and_others_are_renewed(
     for _ in 0..400 {
         let records = sealed(&near, Some(b"data"));
         assert_eq!(opened(&far, &records, 1 << 20).0, b"data");
-        // The far side has nothing to send, and asks for keys.
+        // The far side has no data to send, and requests keys.
         if far.is_pending() {
             asked += 1;
             let pending = far.take_pending();
             assert_eq!(opened(&near, &pending, 1 << 20), (Vec::new(), false));
         }
     }
-    // More would be an attack.
+    // More would look like an attack.
     assert_eq!(asked, ASKS_LIMIT);
     let back = sealed(&far, Some(b"back"));
     assert_eq!(opened(&near, &back, 1 << 20).0, b"back");
 }
 
 #[test]
-fn i7_a_changed_bit_is_found_wherever_it_is() {
+fn i7_every_flipped_bit_is_detected() {
     for version in VERSIONS {
         let (near, _) = pair(version);
         let whole = sealed(&near, Some(b"memory")).len();
@@ -195,9 +196,9 @@ fn i7_a_changed_bit_is_found_wherever_it_is() {
             record[at] ^= 1;
             let (mut content, before) = (Vec::new(), record.len());
             let opened = far.open(&mut record, &mut content);
-            // A longer record is one that has not come yet.
+            // A modified length makes the record look incomplete.
             let is_used = opened.is_ok_and(|opened| opened.taken == before);
-            // rustls vouches for a record's type and version in TLS 1.3 without looking at them.
+            // In TLS 1.3, rustls does not check a record's type and version.
             let is_harmless = at < 3 && version == &TLS13 && content == b"memory";
             let is_found = content.is_empty() && !is_used;
             assert!(is_found || is_harmless, "{at} {version:?}");
