@@ -464,7 +464,10 @@ fn i6_an_untrusted_peer_carries_nothing() {
             &|one| one.far = stranger.identity(&[FAR]),
             "unknown authority",
         ),
-        (&|one| one.allow = names(&["other.test"]), "compare this host's"),
+        (
+            &|one| one.allow = names(&["other.test"]),
+            "compare this host's",
+        ),
         (&|one| one.allow = pin(&other), "compare this host's"),
         (
             &|one| {

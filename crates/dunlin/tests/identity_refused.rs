@@ -804,7 +804,12 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
 
     let host = fresh();
     set_mode(&host.path("key.pem"), 0o644);
-    let words = ["key.pem", "accessible to every user", "0644", "run chmod 0600"];
+    let words = [
+        "key.pem",
+        "accessible to every user",
+        "0644",
+        "run chmod 0600",
+    ];
     row("key readable by all", &host, &words);
 
     let host = fresh();
@@ -842,7 +847,10 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
     row(
         "revoked",
         &host,
-        &["cert.pem is revoked by its authority", "obtain a new certificate"],
+        &[
+            "cert.pem is revoked by its authority",
+            "obtain a new certificate",
+        ],
     );
 
     for (label, mark) in [

@@ -257,10 +257,7 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
         assert!(error.to_string().contains("not for TLS servers"), "{error}");
         let error = load(&one, None).unwrap_err();
         assert!(matches!(error, IdentityError::RoleNeeded { .. }), "{error}");
-        assert!(
-            error.to_string().contains("specify the role"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("specify the role"), "{error}");
     }
 }
 

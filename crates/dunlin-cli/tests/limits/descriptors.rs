@@ -136,10 +136,7 @@ fn one_that_cannot_accept_anybody_says_so_once_and_does_not_spin() {
     let (text, line) = failed(&hosts, &source, done);
     assert_eq!(line["fault"], "control-lost");
     // It cannot be told more.
-    assert_says(
-        &text,
-        &["TLS handshake timed out", "at fault: network"],
-    );
+    assert_says(&text, &["TLS handshake timed out", "at fault: network"]);
     let rejected = destination.wait_for("rejected");
     let parts = [
         "a connection is waiting but cannot be accepted",

@@ -94,7 +94,10 @@ fn somebody_before_the_handshake() {
     let _silent = TcpStream::connect(&destination.address).unwrap();
     let rejected = destination.wait_for("rejected");
     assert_within(began, 10);
-    let parts = ["did not complete its opening message within 10 s", "127.0.0.1"];
+    let parts = [
+        "did not complete its opening message within 10 s",
+        "127.0.0.1",
+    ];
     assert_says(rejected["text"].as_str().unwrap(), &parts);
 }
 

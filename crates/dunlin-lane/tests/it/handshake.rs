@@ -564,10 +564,7 @@ fn identities_that_cannot_be_used_say_which_file_and_what_to_do() {
     let directory = fresh();
     fs::copy(fresh().join("key.pem"), directory.join("key.pem")).unwrap();
     let text = load_error(&directory);
-    assert!(
-        text.contains("does not match the certificate"),
-        "{text}"
-    );
+    assert!(text.contains("does not match the certificate"), "{text}");
 }
 
 #[test]

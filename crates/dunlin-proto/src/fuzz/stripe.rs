@@ -155,8 +155,8 @@ impl Rig {
             7 => trunk.lane_over(lane, now_ns),
             8 => trunk.readable(channel),
             9 => {
-                let usage =
-                    [KeyUsage::Fresh, KeyUsage::NearLimit, KeyUsage::Spent][choices.below(3) as usize];
+                let usage = [KeyUsage::Fresh, KeyUsage::NearLimit, KeyUsage::Spent]
+                    [choices.below(3) as usize];
                 if let Work::Read { channel, most } = trunk.next(lane, usage, now_ns) {
                     assert!((1..=MAX_STRIPE_CHUNK_BYTES).contains(&most));
                     self.reads.push((lane, channel, most));

@@ -39,7 +39,9 @@ pub(crate) fn run(
         DestinationEvent::Recorded(DestinationRecord::Running) => shown.at("running-recorded"),
         DestinationEvent::Ready => shown.at("ready"),
         DestinationEvent::Committed => shown.at("commit-come"),
-        DestinationEvent::Notified(verdict) => shown.at(&format!("{verdict:?}-unsent").to_lowercase()),
+        DestinationEvent::Notified(verdict) => {
+            shown.at(&format!("{verdict:?}-unsent").to_lowercase())
+        }
         DestinationEvent::Running { .. } => shown.at("running-sent"),
         DestinationEvent::Warning(text) => shown.say(&format!("warning: {text}")),
         _ => {}
