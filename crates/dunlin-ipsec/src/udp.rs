@@ -1,12 +1,13 @@
 //! UDP sockets on which the kernel receives ESP in UDP. There is one for each address and port; all
 //! sessions of this process share it.
 
+use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use dunlin_linux::udp_encap::receive_encapsulated;
 
@@ -20,7 +21,7 @@ static OPEN: Mutex<BTreeMap<BoundAddress, Weak<UdpSocket>>> = Mutex::new(BTreeMa
 /// the last user drops it.
 pub(super) fn listen(address: SocketAddr) -> io::Result<Arc<UdpSocket>> {
     let key = (fs::metadata("/proc/thread-self/ns/net")?.ino(), address);
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut open = lock(&OPEN);
     open.retain(|_, socket| socket.strong_count() > 0);
     if let Some(socket) = open.get(&key).and_then(Weak::upgrade) {
         return Ok(socket);

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use dunlin::lane::sync::{lock, wait};
 use dunlin_linux::mapping::PAGE_BYTES;
 use thiserror::Error;
 
@@ -198,14 +199,8 @@ impl Control {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn wait<'a>(&self, inner: MutexGuard<'a, Inner>) -> MutexGuard<'a, Inner> {
-        self.changed
-            .wait(inner)
-            .unwrap_or_else(PoisonError::into_inner)
+        wait(&self.changed, inner, None)
     }
 
     /// Waits while `waits` holds, or until `deadline`.
@@ -217,17 +212,17 @@ impl Control {
         let left = deadline.saturating_duration_since(Instant::now());
         let waited = self
             .changed
-            .wait_timeout_while(self.lock(), left, |inner| waits(inner));
+            .wait_timeout_while(lock(&self.inner), left, |inner| waits(inner));
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     pub(crate) fn state(&self) -> VmState {
-        self.lock().state.clone()
+        lock(&self.inner).state.clone()
     }
 
     /// Runs a machine that is in the state `from`, which is created or paused.
     pub(crate) fn run(&self, from: VmState) -> Result<(), ControlError> {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         match &inner.state {
             state if *state == from => {}
             VmState::Created => return Err(ControlError::NotStarted),
@@ -244,14 +239,14 @@ impl Control {
     /// Makes every vCPU park; `wake` makes those in the guest leave it. Returns once
     /// all are parked.
     pub(crate) fn pause(&self, wake: impl Fn()) -> Result<(), ControlError> {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         if inner.state == VmState::Running {
             inner.state = VmState::Paused;
             inner.want = Want::Park;
             self.changed.notify_all();
             drop(inner);
             wake();
-            inner = self.lock();
+            inner = lock(&self.inner);
         }
         // Another thread may have resumed the machine meanwhile; then stop waiting.
         while inner.parked < self.vcpus && inner.want != Want::Run {
@@ -269,7 +264,7 @@ impl Control {
         &self,
         load: impl FnOnce() -> Result<T, E>,
     ) -> Result<Result<T, E>, ControlError> {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         inner.state.must_be_created()?;
         let result = load();
         inner.state = match &result {
@@ -282,7 +277,7 @@ impl Control {
     /// Ends the machine in `state`, unless it has ended; `wake` makes the other vCPUs
     /// leave the guest.
     pub(crate) fn end(&self, state: VmState, wake: impl Fn()) {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         if inner.state.has_ended() {
             return;
         }
@@ -309,23 +304,23 @@ impl Control {
 
     /// Makes every vCPU thread return.
     pub(crate) fn exit(&self, wake: impl Fn()) {
-        self.lock().want = Want::Exit;
+        lock(&self.inner).want = Want::Exit;
         self.changed.notify_all();
         wake();
     }
 
     pub(crate) fn set_throttle(&self, percent: u8) {
-        self.lock().throttle_percent = percent;
+        lock(&self.inner).throttle_percent = percent;
         self.changed.notify_all();
     }
 
     pub(crate) fn throttle_percent(&self) -> u8 {
-        self.lock().throttle_percent
+        lock(&self.inner).throttle_percent
     }
 
     /// Waits until the vCPU may run; returns false if its thread must return.
     pub(crate) fn wait_to_run(&self) -> bool {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         loop {
             match inner.want {
                 Want::Park => inner = self.wait(inner),
@@ -340,13 +335,13 @@ impl Control {
 
     /// Notes that a vCPU thread has unlocked its vCPU.
     pub(crate) fn park(&self) {
-        self.lock().parked += 1;
+        lock(&self.inner).parked += 1;
         self.changed.notify_all();
     }
 
     /// Whether a vCPU may enter the guest.
     pub(crate) fn may_run(&self) -> bool {
-        self.lock().want == Want::Run
+        lock(&self.inner).want == Want::Run
     }
 
     /// Waits until `due`; returns false if the vCPU must leave the guest before that.

@@ -2,11 +2,12 @@
 //! a process guest) or by the VMM (vm-memory's bitmap).
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::kvm::Machine;
 use dunlin::engine::dirty::WriteProtectLog;
 use dunlin::engine::vmm::DirtyLog as _;
+use dunlin::lane::sync::lock;
 use dunlin_linux::mapping::TrackedMemory;
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
@@ -64,13 +65,9 @@ impl DirtyLog {
         Self { memory, state }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Starts an empty log. Start it before the first copy of memory.
     pub(crate) fn start(&self) -> Result<(), DirtyError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for region in self.memory.iter() {
             region.get_mmap().bitmap().reset();
         }
@@ -92,7 +89,7 @@ impl DirtyLog {
     /// Reads and clears the log. If one region's log cannot be read, KVM's log of the
     /// other regions is kept for the next fetch (I5).
     pub(crate) fn fetch(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if !state.on {
             return Err(DirtyError::Off);
         }
@@ -118,7 +115,7 @@ impl DirtyLog {
     }
 
     pub(crate) fn stop(&self) -> Result<(), DirtyError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         match &mut state.guest {
             Guest::Kvm(machine) => machine
                 .set_dirty_logging(false)

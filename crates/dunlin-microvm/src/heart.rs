@@ -5,8 +5,10 @@
 //! ids), else by the guest's own TSC, which continues during the migration.
 
 use std::fs;
-use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
+
+use dunlin::lane::sync::lock;
 
 use crate::kvm::monotonic_ns;
 
@@ -132,17 +134,13 @@ impl Heart {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Beats> {
-        self.beats.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notes a beat of a vCPU.
     pub(crate) fn beat(&self, vcpu: u8, guest_tsc: u64) {
         let beat = Beat {
             at: Moment::now(),
             guest_tsc,
         };
-        let mut beats = self.lock();
+        let mut beats = lock(&self.beats);
         let now = beat.at.monotonic_ns;
         if let Some(source) = beats.source.take() {
             let silent = if beat.at.same_boot(&source.at) {
@@ -166,7 +164,7 @@ impl Heart {
     }
 
     pub(crate) fn pulse(&self) -> Pulse {
-        let beats = self.lock();
+        let beats = lock(&self.beats);
         Pulse {
             last_beat_ns: beats.last.map(|beat| beat.at.monotonic_ns),
             largest_gap: beats.largest_gap,
@@ -177,7 +175,7 @@ impl Heart {
     /// Waits for the first beat after a migration, for at most `limit`, and returns the
     /// silence before it.
     pub(crate) fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
-        let beats = self.lock();
+        let beats = lock(&self.beats);
         let (beats, _) = self
             .first
             .wait_timeout_while(beats, limit, |beats| beats.source.is_some())
@@ -187,11 +185,11 @@ impl Heart {
 
     /// Resets the largest gap.
     pub(crate) fn forget_gap(&self) {
-        self.lock().largest_gap = Duration::ZERO;
+        lock(&self.beats).largest_gap = Duration::ZERO;
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let beats = self.lock();
+        let beats = lock(&self.beats);
         let mut writer = Writer::default();
         writer.u64(beats.largest_gap.as_nanos() as u64);
         // A machine that arrives and leaves again without a beat passes on the first
@@ -218,7 +216,7 @@ impl Heart {
             }),
         };
         reader.finish("heart")?;
-        let mut beats = self.lock();
+        let mut beats = lock(&self.beats);
         beats.largest_gap = largest_gap;
         beats.source = source;
         Ok(())

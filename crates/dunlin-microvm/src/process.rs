@@ -7,9 +7,10 @@
 //! memory disagree, the thread finds a wrong page and the machine stops.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Instant, SystemTime};
 
+use dunlin::lane::sync::lock;
 use dunlin_linux::mapping::PAGE_BYTES;
 use dunlin_linux::memory::untracked;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
@@ -86,7 +87,7 @@ impl Visitor {
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.progress)
     }
 }
 

@@ -1,7 +1,8 @@
 //! A vCPU's thread: runs the guest, answers its beats, and parks on request.
 
+use dunlin::lane::sync::lock;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use crate::kvm::Vcpu;
@@ -31,7 +32,7 @@ impl Slot {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Vcpu> {
-        self.vcpu.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.vcpu)
     }
 }
 

@@ -8,9 +8,9 @@
 //! ```
 //! Requests, signals, the arrival and the VM's own end are serialised by one lock.
 
-use dunlin_lane::sync::lock;
+use dunlin_lane::sync::{lock, wait};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -126,14 +126,8 @@ impl ControlService {
         socket.serve(self)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Now> {
-        lock(&self.state)
-    }
-
     fn wait<'a>(&self, state: MutexGuard<'a, Now>) -> MutexGuard<'a, Now> {
-        self.changed
-            .wait(state)
-            .unwrap_or_else(PoisonError::into_inner)
+        wait(&self.changed, state, None)
     }
 
     /// Ends this process in order at the first signal, and immediately at the second.
@@ -149,7 +143,7 @@ impl ControlService {
 
     fn end(&self, signal: EndSignal) {
         let name = signal.name();
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(doubt) = &mut state.doubt {
             if doubt.signalled {
                 std::process::exit(SIGNAL + signal.number());
@@ -187,7 +181,7 @@ impl ControlService {
 
     /// Prepares for the next attempt of a source; `None` if this process is ending.
     pub(crate) fn next_attempt(&self) -> Option<Cancel> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.attempt += 1;
         state.holds = Holds::Waiting;
         state.cancel = Cancel::new();
@@ -197,17 +191,17 @@ impl ControlService {
 
     /// The signal that asked this process to end, if any.
     pub(crate) fn ending(&self) -> Option<EndSignal> {
-        self.lock().ending
+        lock(&self.state).ending
     }
 
     /// Whether a source has connected and its attempt is not over.
     pub(crate) fn is_arriving(&self) -> bool {
-        matches!(self.lock().holds, Holds::Arriving(_))
+        matches!(lock(&self.state).holds, Holds::Arriving(_))
     }
 
     /// Updates the state with an event of the arrival.
     pub(crate) fn observe(&self, event: &DestinationEvent) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         match (event, &mut state.holds) {
             (DestinationEvent::Connected { peer }, holds) => {
                 *holds = Holds::Arriving(Box::new(Arriving {
@@ -249,7 +243,7 @@ impl ControlService {
     /// code.
     pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
         {
-            let mut state = self.lock();
+            let mut state = lock(&self.state);
             if matches!(state.holds, Holds::Arriving(_))
                 && let Some(signal) = state.ending.take()
             {
@@ -263,7 +257,7 @@ impl ControlService {
         }
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
         start("vm-watch", move || service.await_end_of(watched.vm()))?;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let (how, code) = loop {
             if state.under_way().is_none() {
                 match (&state.vm_ended, state.ending) {
@@ -296,13 +290,13 @@ impl ControlService {
                 break state;
             }
         };
-        self.lock().vm_ended = Some(ended);
+        lock(&self.state).vm_ended = Some(ended);
         self.changed.notify_all();
     }
 
     /// Status of this process and its VM.
     pub(crate) fn status(&self) -> Result<StatusLine> {
-        let state = self.lock();
+        let state = lock(&self.state);
         match &state.holds {
             Holds::Waiting => bail!("no VM is here yet"),
             Holds::Arriving(arriving) => Ok(arriving.status()),
@@ -319,7 +313,7 @@ impl ControlService {
 
     /// Carries out a command, unless a migration or a doubt forbids it.
     pub(crate) fn command(&self, command: Command) -> Result<()> {
-        let state = self.lock();
+        let state = lock(&self.state);
         let vm = state.vm()?;
         // Resuming the VM after *commit* would run it twice (I1).
         if state.under_way().is_some() && !matches!(command, Command::PowerOff) {
@@ -335,7 +329,7 @@ impl ControlService {
 
     /// Reserves the VM for the migration `moving`.
     pub(crate) fn begin(&self, moving: &Arc<Moving>) -> Result<Arc<Movable>> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let vm = Arc::clone(state.vm()?);
         if state.under_way().is_some() {
             bail!("the VM is being migrated already");
@@ -349,7 +343,7 @@ impl ControlService {
 
     /// Ends the migration that holds the reservation.
     pub(crate) fn finish(&self, moving: &Moving, line: Line) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Line::Failed(failed) = &line
             && matches!(&*failed.vm, "in-doubt" | "ran-then-died")
         {
@@ -386,7 +380,7 @@ impl ControlService {
 
     /// Carries out the operator's decision about a VM in doubt, after recording it.
     pub(crate) fn resolve(&self, session: [u8; 16], decision: Decision) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let (vm, mut record) = self.take_doubt(&mut state, session)?;
         let resolution = match decision {
             Decision::RunHere => source::Resolution::RunHere,
@@ -404,12 +398,12 @@ impl ControlService {
         common: &Common,
         options: &source::Options,
     ) -> Result<VmLocation> {
-        let (vm, mut record) = self.take_doubt(&mut self.lock(), session)?;
+        let (vm, mut record) = self.take_doubt(&mut lock(&self.state), session)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
         let asked = client_tls(common, &record.record().peer)
             .and_then(|(tls, _)| Ok(record.ask(Some(&*vm), &tls, options, &host)?));
         let over = matches!(asked, Ok(VmLocation::AtSource | VmLocation::AtDestination));
-        self.put_back(&mut self.lock(), record, over);
+        self.put_back(&mut lock(&self.state), record, over);
         asked
     }
 
@@ -461,7 +455,7 @@ impl ControlService {
 
     /// The migration under way.
     pub(crate) fn moving(&self) -> Result<Arc<Moving>> {
-        match self.lock().under_way() {
+        match lock(&self.state).under_way() {
             Some(moving) => Ok(Arc::clone(moving)),
             None => bail!("the VM is not being migrated"),
         }
@@ -472,7 +466,7 @@ impl ControlService {
     /// # Errors
     /// The reason, if it did not end as cancelled.
     pub(crate) fn cancel(&self) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.doubt.is_some() {
             bail!(
                 "too late to cancel: the destination got commit and has not answered; see \

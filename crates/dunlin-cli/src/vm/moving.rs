@@ -1,8 +1,8 @@
 //! A migration that this process carries out: its followers, progress, settings and result.
 
-use dunlin_lane::sync::lock;
+use dunlin_lane::sync::{lock, wait};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use anyhow::{Result, bail};
@@ -83,14 +83,10 @@ impl Moving {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Seen> {
-        lock(&self.seen)
-    }
-
     /// Processes an event of the engine, on any of its threads.
     pub(crate) fn observe(&self, event: &Event) {
         let line = Line::from(event);
-        let mut seen = self.lock();
+        let mut seen = lock(&self.seen);
         match event {
             Event::Accepted { .. } => seen.phase = Phase::PreCopy,
             Event::Paused => seen.phase = Phase::Switchover,
@@ -104,12 +100,12 @@ impl Moving {
 
     /// Sends every follower a warning that is not an event of the engine.
     pub(crate) fn warn(&self, text: String) {
-        self.lock().send(&Line::Warning { text });
+        lock(&self.seen).send(&Line::Warning { text });
     }
 
     /// Ends the migration with its last line.
     pub(crate) fn end(&self, line: Line) {
-        let mut seen = self.lock();
+        let mut seen = lock(&self.seen);
         seen.ended = Some(line);
         seen.followers.clear();
         self.changed.notify_all();
@@ -117,20 +113,17 @@ impl Moving {
 
     /// Whether the migration has ended.
     pub(crate) fn has_ended(&self) -> bool {
-        self.lock().ended.is_some()
+        lock(&self.seen).ended.is_some()
     }
 
     /// Waits for the end; returns the last line.
     pub(crate) fn wait(&self) -> Line {
-        let mut seen = self.lock();
+        let mut seen = lock(&self.seen);
         loop {
             if let Some(line) = &seen.ended {
                 return line.clone();
             }
-            seen = self
-                .changed
-                .wait(seen)
-                .unwrap_or_else(PoisonError::into_inner);
+            seen = wait(&self.changed, seen, None);
         }
     }
 
@@ -139,7 +132,7 @@ impl Moving {
     /// # Errors
     /// Too late to cancel; nothing was requested.
     pub(crate) fn ask_to_end(&self) -> Result<()> {
-        if self.lock().phase == Phase::Committed {
+        if lock(&self.seen).phase == Phase::Committed {
             bail!("too late to cancel: the destination got commit and may run the VM");
         }
         self.cancel.cancel();
@@ -149,13 +142,13 @@ impl Moving {
     /// Limits the rate from now on.
     pub(crate) fn set_rate(&self, bytes_per_s: Option<u64>) -> Result<()> {
         self.tune.set_rate(bytes_per_s)?;
-        self.lock().rate = bytes_per_s;
+        lock(&self.seen).rate = bytes_per_s;
         Ok(())
     }
 
     /// Status of the migration.
     pub(crate) fn line(&self) -> MigrationLine {
-        let seen = self.lock();
+        let seen = lock(&self.seen);
         MigrationLine {
             role: "source".into(),
             peer: self.to.clone(),
@@ -170,7 +163,7 @@ impl Moving {
     /// Follows the migration from now on.
     pub(crate) fn follow(self: &Arc<Self>) -> Follower {
         let (sender, lines) = sync_channel(FOLLOWER_LINES);
-        let mut seen = self.lock();
+        let mut seen = lock(&self.seen);
         if seen.ended.is_none() {
             seen.followers.push(sender);
         }

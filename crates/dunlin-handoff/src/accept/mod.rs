@@ -23,13 +23,13 @@ mod forward;
 mod proxy;
 mod token;
 
-use dunlin_lane::sync::lock;
+use dunlin_lane::sync::{lock, wait};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -371,8 +371,7 @@ impl Acceptor {
             if left.is_zero() {
                 break;
             }
-            let waited = self.shared.changed.wait_timeout(state, left);
-            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.shared.changed, state, Some(left));
         }
         let cut = state.forwarded.len() + state.handovers.values().sum::<usize>();
         drop(state);
@@ -397,8 +396,7 @@ impl Drop for Acceptor {
         let mut state = self.shared.lock();
         // Each of them was stopped, or has a deadline of its own.
         while !state.is_idle() {
-            let waited = self.shared.changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.shared.changed, state, None);
         }
     }
 }

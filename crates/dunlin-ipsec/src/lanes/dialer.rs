@@ -6,7 +6,7 @@ use std::io;
 use std::mem;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,7 @@ use dunlin_lane::data::LaneGuard;
 use dunlin_lane::data::{DataSender, PlainConsent, STALL_LIMIT};
 use dunlin_lane::dial::{DialError, LaneDialer, LaneRequest};
 use dunlin_lane::peers::Principal;
-use dunlin_lane::sync::lock;
+use dunlin_lane::sync::{lock, wait};
 
 /// How many blocks of ports to try before giving up.
 const BLOCKS_TRIED: usize = 8;
@@ -301,8 +301,7 @@ impl IpsecDialer {
                 one.is_making = true;
                 break one.over.clone();
             }
-            let waited = self.changed.wait_timeout(toward, STEP);
-            toward = waited.unwrap_or_else(PoisonError::into_inner).0;
+            toward = wait(&self.changed, toward, Some(STEP));
             check_limits(request)?;
         };
         drop(toward);

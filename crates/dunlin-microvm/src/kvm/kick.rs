@@ -10,7 +10,9 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+
+use dunlin::lane::sync::lock;
 
 use crate::kvm::Vcpu;
 
@@ -39,7 +41,7 @@ impl Kick {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;
         // SAFETY: gettid takes nothing and cannot fail.
-        self.lock().thread = Some(unsafe { libc::gettid() });
+        lock(&self.0).thread = Some(unsafe { libc::gettid() });
         Ok(Attached {
             kick: self,
             old,
@@ -50,7 +52,7 @@ impl Kick {
     /// Makes the attached thread leave KVM_RUN, now or as soon as it enters. Has no
     /// effect if no thread is attached.
     pub(crate) fn kick(&self) {
-        let mut target = self.lock();
+        let mut target = lock(&self.0);
         let Some(thread) = target.thread else { return };
         if target.sent {
             return;
@@ -60,10 +62,6 @@ impl Kick {
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
         assert_eq!(sent, 0, "the attached thread is alive and one signal fits");
         target.sent = true;
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Target> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -81,7 +79,7 @@ impl Attached<'_> {
     ///
     /// Read the kicker's request *after* this call: a kick sent later is pending again.
     pub(crate) fn take(&self) {
-        let mut target = self.kick.lock();
+        let mut target = lock(&self.kick.0);
         let only = set_of(signal());
         let now = libc::timespec {
             tv_sec: 0,
@@ -95,7 +93,7 @@ impl Attached<'_> {
 
 impl Drop for Attached<'_> {
     fn drop(&mut self) {
-        self.kick.lock().thread = None;
+        lock(&self.kick.0).thread = None;
         self.take();
         // SAFETY: `old` is the mask that `attach` read on this very thread.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.old, ptr::null_mut()) };

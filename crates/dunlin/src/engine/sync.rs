@@ -4,7 +4,6 @@
 //! tests with the feature `shuttle` replace them with a checker's, which chooses at
 //! every step the thread that runs next (`engine/interleavings`). No other build does
 //! this.
-//! built so.
 
 use std::sync::PoisonError;
 #[cfg(not(all(test, feature = "shuttle")))]
