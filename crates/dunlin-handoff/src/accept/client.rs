@@ -232,8 +232,13 @@ mod tests {
     use dunlin_proto::client_hello::Hello;
     use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
+    use super::super::Target;
+    use super::super::testing::{PATIENCE, acceptor, until};
     use super::*;
     use dunlin_lane::provider::Crypto;
+    use dunlin_linux::poll::{Interest, poll};
+    use dunlin_linux::socket::unread_bytes;
+    use dunlin_test_support::lane::pair;
 
     /// What rustls says first to a server of this name or address.
     fn hello(server: &str) -> Vec<u8> {
@@ -247,6 +252,51 @@ mod tests {
         let mut connection = ClientConnection::new(Arc::new(config), name).unwrap();
         connection.write_tls(&mut bytes).unwrap();
         bytes
+    }
+
+    /// The kernel reports no byte of a hello before as many are there as the last look asked for.
+    #[test]
+    fn i7_a_hello_that_has_half_arrived_is_reported_only_when_there_is_more_to_see() {
+        let (acceptor, _events) = acceptor(Target::Tcp("127.0.0.1:9".to_owned()), 1);
+        let shared = &acceptor.shared;
+        let whole = hello("host-a.example");
+        let in_records_of_a_byte: Vec<u8> = whole[5..]
+            .iter()
+            .flat_map(|byte| [&whole[..3], &[0, 1, *byte]].concat())
+            .collect();
+        for bytes in [whole, in_records_of_a_byte] {
+            let (mut near, far) = pair();
+            near.set_nodelay(true).unwrap();
+            let from = far.peer_addr().unwrap();
+            let mut client = Client::new(far, from, PATIENCE).unwrap();
+            let mut desk: HelloBuffer = Box::new([0; MAX_CLIENT_FLIGHT_BYTES]);
+            let (mut there, mut looks) = (0, 0);
+            let mut least = 1;
+            loop {
+                // Few segments: the kernel also reports a socket whose buffers are nearly used up.
+                for (until_byte, is_reported) in [(least - 1, false), (least, true)] {
+                    near.write_all(&bytes[there..until_byte]).unwrap();
+                    there = until_byte;
+                    until("it has come", || {
+                        unread_bytes(&client.stream).unwrap() == there as u64
+                    });
+                    let ready = poll(&[Interest::read(&client.stream)], Some(Duration::ZERO));
+                    assert_eq!(ready.unwrap()[0], is_reported, "{there} of {least}");
+                }
+                looks += 1;
+                match client.advance(shared, &mut desk, false) {
+                    Step::Wait => {}
+                    Step::Forward(hello) => break assert_eq!(hello, bytes.len()),
+                    _ => panic!("refused after {there} bytes"),
+                }
+                let Ok(Look::Needs(more)) = look(&bytes[..there]) else {
+                    panic!("it waits after {there} bytes");
+                };
+                least = more;
+            }
+            // The bound that client_hello.rs names.
+            assert!(looks <= 50, "{looks} looks at {} bytes", bytes.len());
+        }
     }
 
     #[test]

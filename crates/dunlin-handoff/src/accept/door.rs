@@ -135,8 +135,9 @@ impl AcceptLoop {
                     // A client that went away again, or a signal.
                     io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                     _ if is_shortage(&error) => {
-                        self.resting = Some(Instant::now() + SHORTAGE_REST);
-                        self.make_do(error);
+                        let now = Instant::now();
+                        self.resting = Some(now + SHORTAGE_REST);
+                        self.make_do(error, now);
                         return Ok(());
                     }
                     _ => return Err(error),
@@ -146,34 +147,29 @@ impl AcceptLoop {
         self.listen()
     }
 
-    /// The means are lacking for another connection: somebody who had his time goes for it.
-    fn make_do(&mut self, error: io::Error) {
-        let old = |client: &Client| client.began.elapsed() >= SHORTAGE_GRACE;
-        let least = self.least();
-        match least {
-            Some(number) if self.clients.get(&number).is_some_and(old) => {
-                self.dismiss(number, Refusal::Shortage(error));
-            }
-            Some(_) => {}
-            None if !std::mem::replace(&mut self.is_starved, true) => {
+    /// Out of descriptors or memory: evicts a client past its grace period.
+    fn make_do(&mut self, error: io::Error, now: Instant) {
+        match on_shortage(self.candidates(), now) {
+            Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),
+            Shortage::Wait => {}
+            Shortage::Starved if !std::mem::replace(&mut self.is_starved, true) => {
                 self.shared.tell(Event::Starved(error));
             }
-            None => {}
+            Shortage::Starved => {}
         }
     }
 
-    /// The oldest of those that have got least far, among the older half: the others have hardly
-    /// had the time to say anything.
-    fn least(&self) -> Option<u64> {
-        let older = self.clients.len().div_ceil(2);
-        let all = self.clients.iter().take(older);
-        let (_, number) = all.map(|(number, one)| (one.progress(), *number)).min()?;
-        Some(number)
+    fn candidates(&self) -> impl ExactSizeIterator<Item = Candidate> {
+        self.clients.iter().map(|(number, client)| Candidate {
+            number: *number,
+            progress: client.progress(),
+            began: client.began,
+        })
     }
 
     fn evict(&mut self, refusal: Refusal) {
-        if let Some(number) = self.least() {
-            self.dismiss(number, refusal);
+        if let Some(least) = least(self.candidates()) {
+            self.dismiss(least.number, refusal);
         }
     }
 
@@ -238,5 +234,91 @@ impl AcceptLoop {
         if let Some(one) = one {
             one.fails(side);
         }
+    }
+}
+
+/// What the choice of a client to evict depends on.
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    number: u64,
+    progress: u8,
+    began: Instant,
+}
+
+/// What is done when accept(2) finds no descriptor or memory.
+#[derive(Debug, PartialEq, Eq)]
+enum Shortage {
+    /// The client with this number is closed.
+    Evict(u64),
+    /// No client is past its grace period yet.
+    Wait,
+    /// There is no client to evict.
+    Starved,
+}
+
+/// `all` is sorted by age, the oldest first.
+fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> Shortage {
+    match least(all) {
+        Some(one) if now.saturating_duration_since(one.began) >= SHORTAGE_GRACE => {
+            Shortage::Evict(one.number)
+        }
+        Some(_) => Shortage::Wait,
+        None => Shortage::Starved,
+    }
+}
+
+/// The oldest of those that have got least far, among the older half: the younger half has hardly
+/// had the time to send anything. `all` is sorted by age, the oldest first.
+fn least(all: impl ExactSizeIterator<Item = Candidate>) -> Option<Candidate> {
+    let older = all.len().div_ceil(2);
+    all.take(older).min_by_key(|one| (one.progress, one.number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Clients with this progress each, the oldest first and one millisecond apart.
+    fn clients(oldest: Instant, progress: &[u8]) -> Vec<Candidate> {
+        let candidate = |(number, &progress): (u64, &u8)| Candidate {
+            number,
+            progress,
+            began: oldest + Duration::from_millis(number),
+        };
+        (0..).zip(progress).map(candidate).collect()
+    }
+
+    #[test]
+    fn i7_the_oldest_with_least_progress_of_the_older_half_is_evicted() {
+        let begin = Instant::now();
+        for (progress, evicted) in [
+            (&[][..], None),
+            (&[3], Some(0)),
+            (&[2, 1], Some(0)),
+            (&[2, 1, 1], Some(1)),
+            (&[1, 1, 0, 0], Some(0)),
+            (&[3, 2, 1, 0, 0], Some(2)),
+            (&[3, 3, 3, 0, 0, 0], Some(0)),
+        ] {
+            let least = least(clients(begin, progress).into_iter());
+            assert_eq!(least.map(|one| one.number), evicted, "{progress:?}");
+        }
+    }
+
+    #[test]
+    fn i7_a_shortage_evicts_a_client_past_its_grace_period_and_no_other() {
+        let begin = Instant::now();
+        let at = |progress: &[u8], after: Duration| {
+            on_shortage(clients(begin, progress).into_iter(), begin + after)
+        };
+        let before = SHORTAGE_GRACE - Duration::from_nanos(1);
+        assert_eq!(at(&[], SHORTAGE_GRACE), Shortage::Starved);
+        assert_eq!(at(&[1], Duration::ZERO), Shortage::Wait);
+        assert_eq!(at(&[1], before), Shortage::Wait);
+        assert_eq!(at(&[1], SHORTAGE_GRACE), Shortage::Evict(0));
+        // The one with least progress is the younger, and its grace period ends later.
+        let younger = SHORTAGE_GRACE + Duration::from_millis(1);
+        assert_eq!(at(&[2, 1, 1], SHORTAGE_GRACE), Shortage::Wait);
+        assert_eq!(at(&[2, 1, 1], younger), Shortage::Evict(1));
     }
 }

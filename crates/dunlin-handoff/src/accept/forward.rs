@@ -69,7 +69,7 @@ impl Forwarded {
         hello_bytes: usize,
     ) {
         let refused = |refusal| shared.refused(from, name.clone(), refusal);
-        if !make_room(shared) {
+        if !make_room(shared, Instant::now()) {
             reset(&client);
             return refused(Refusal::Full(shared.options.limits.forwarded));
         }
@@ -135,12 +135,13 @@ impl Forwarded {
         self.stop.tell();
     }
 
-    /// How long nobody has said anything, if that is long enough to lose its place.
-    fn idle(&self) -> Option<Duration> {
-        let last = Duration::from_millis(self.last_ms.load(Ordering::SeqCst));
-        let idle = self.began.elapsed().saturating_sub(last);
-        let has_said_more = self.said_bytes.load(Ordering::SeqCst) > self.hello_bytes;
-        (idle >= if has_said_more { IDLE } else { GRACE }).then_some(idle)
+    fn activity(&self) -> Activity {
+        Activity {
+            number: self.number,
+            is_leaving: self.stop.is_told(),
+            has_said_more: self.said_bytes.load(Ordering::SeqCst) > self.hello_bytes,
+            last: self.began + Duration::from_millis(self.last_ms.load(Ordering::SeqCst)),
+        }
     }
 
     fn heard(&self) {
@@ -283,34 +284,69 @@ impl Forwarded {
     }
 }
 
-/// Whether there is room for one more; somebody may have to go for it, whose place is taken until
-/// its threads have ended.
-fn make_room(shared: &Shared) -> bool {
-    let most = shared.options.limits.forwarded;
+/// Whether there is room for one more. Another client may be cut for it; the threads of that one
+/// count until they have ended.
+fn make_room(shared: &Shared, now: Instant) -> bool {
     let state = shared.lock();
-    let all = state.forwarded.len();
-    let is_leaving = |one: &&Arc<Forwarded>| one.stop.is_told();
-    let leaving = state.forwarded.values().filter(is_leaving).count();
-    if all < most {
-        return true;
-    }
-    if leaving >= LEAVING {
-        return false;
-    }
-    if all - leaving < most {
-        return true;
-    }
-    let idle = |one: &Arc<Forwarded>| match one.stop.is_told() {
-        true => None,
-        false => Some((one.idle()?, Arc::clone(one))),
-    };
-    let longest = state.forwarded.values().filter_map(idle);
-    match longest.max_by_key(|(idle, _)| *idle) {
-        Some((_, one)) => {
-            one.cut();
+    let all: Vec<_> = state.forwarded.values().map(|one| one.activity()).collect();
+    match room(shared.options.limits.forwarded, &all, now) {
+        Room::Free => true,
+        Room::Evict(number) => {
+            if let Some(one) = state.forwarded.get(&number) {
+                one.cut();
+            }
             true
         }
-        None => false,
+        Room::Full => false,
+    }
+}
+
+/// What the choice of a client to evict depends on.
+#[derive(Clone, Copy, Debug)]
+struct Activity {
+    number: u64,
+    /// It was cut, and its threads have not ended yet.
+    is_leaving: bool,
+    /// It has sent more than its hello.
+    has_said_more: bool,
+    /// When either side last sent something.
+    last: Instant,
+}
+
+impl Activity {
+    /// How long neither side has sent anything, if that is long enough to be evicted.
+    fn idle(&self, now: Instant) -> Option<Duration> {
+        let idle = now.saturating_duration_since(self.last);
+        let limit = if self.has_said_more { IDLE } else { GRACE };
+        (!self.is_leaving && idle >= limit).then_some(idle)
+    }
+}
+
+/// What a client that arrives finds.
+#[derive(Debug, PartialEq, Eq)]
+enum Room {
+    Free,
+    /// There is room if the client with this number is cut.
+    Evict(u64),
+    Full,
+}
+
+/// Whether one more client has room among `all`, of which at most `most` stay.
+fn room(most: usize, all: &[Activity], now: Instant) -> Room {
+    if all.len() < most {
+        return Room::Free;
+    }
+    let leaving = all.iter().filter(|one| one.is_leaving).count();
+    if leaving >= LEAVING {
+        return Room::Full;
+    }
+    if all.len() - leaving < most {
+        return Room::Free;
+    }
+    let idle = |one: &Activity| Some((one.idle(now)?, one.number));
+    match all.iter().filter_map(idle).max_by_key(|(idle, _)| *idle) {
+        Some((_, number)) => Room::Evict(number),
+        None => Room::Full,
     }
 }
 
@@ -359,3 +395,7 @@ impl AsFd for Server {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

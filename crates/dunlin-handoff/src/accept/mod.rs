@@ -21,6 +21,8 @@ mod deliver;
 mod door;
 mod forward;
 mod proxy;
+#[cfg(test)]
+mod testing;
 mod token;
 
 use dunlin_lane::sync::{lock, wait};

@@ -1,0 +1,186 @@
+use std::io::Read;
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::sync::mpsc::Receiver;
+
+use dunlin_linux::socket::connect_unix;
+use dunlin_test_base::Scratch;
+
+use super::super::Acceptor;
+use super::super::testing::{PATIENCE, acceptor, until};
+use super::*;
+
+#[test]
+fn i7_room_for_one_more_depends_on_who_was_idle_for_how_long() {
+    let now = Instant::now() + 10 * IDLE;
+    let ago = |idle: Duration, has_said_more| Activity {
+        number: 0,
+        is_leaving: false,
+        has_said_more,
+        last: now - idle,
+    };
+    let leaving = || Activity {
+        is_leaving: true,
+        ..ago(2 * IDLE, true)
+    };
+    let short = Duration::from_nanos(1);
+    let busy = || ago(Duration::ZERO, true);
+    let many = |one: &dyn Fn() -> Activity, count| (0..count).map(|_| one()).collect::<Vec<_>>();
+    for (what, most, mut all, found) in [
+        ("no other", 1, vec![], Room::Free),
+        ("less than the limit", 3, many(&busy, 2), Room::Free),
+        ("only active ones", 2, many(&busy, 2), Room::Full),
+        (
+            "a hello and its grace period",
+            1,
+            vec![ago(GRACE, false)],
+            Room::Evict(0),
+        ),
+        (
+            "a hello before that",
+            1,
+            vec![ago(GRACE - short, false)],
+            Room::Full,
+        ),
+        (
+            "more than a hello, idle",
+            1,
+            vec![ago(IDLE, true)],
+            Room::Evict(0),
+        ),
+        (
+            "more than a hello, before that",
+            1,
+            vec![ago(IDLE - short, true)],
+            Room::Full,
+        ),
+        (
+            "the one that was idle for longest",
+            4,
+            vec![
+                busy(),
+                ago(IDLE, true),
+                ago(IDLE + short, true),
+                ago(2 * GRACE, false),
+            ],
+            Room::Evict(2),
+        ),
+        (
+            "one not old enough although it was idle for longer",
+            2,
+            vec![ago(IDLE - short, true), ago(GRACE, false)],
+            Room::Evict(1),
+        ),
+        ("one leaves already", 2, vec![busy(), leaving()], Room::Free),
+        (
+            "one leaves and another took its room",
+            2,
+            [many(&busy, 2), vec![leaving()]].concat(),
+            Room::Full,
+        ),
+        (
+            "the next one is cut beside one that leaves",
+            1,
+            vec![leaving(), ago(IDLE, true)],
+            Room::Evict(1),
+        ),
+        (
+            "too many are leaving",
+            1,
+            [many(&leaving, LEAVING), vec![ago(IDLE, true)]].concat(),
+            Room::Full,
+        ),
+    ] {
+        for (number, one) in (0..).zip(&mut all) {
+            one.number = number;
+        }
+        assert_eq!(room(most, &all, now), found, "{what}");
+    }
+}
+
+fn connected(acceptor: &Acceptor) -> TcpStream {
+    let mut near = TcpStream::connect(acceptor.address()).unwrap();
+    near.set_read_timeout(Some(PATIENCE)).unwrap();
+    near.write_all(b"x").unwrap();
+    near
+}
+
+#[test]
+fn i7_what_either_side_sends_keeps_a_client_and_the_silent_one_is_cut() {
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = Target::Tcp(server.local_addr().unwrap().to_string());
+    let (acceptor, events) = acceptor(to, 3);
+    let shared = &acceptor.shared;
+    let mut all: Vec<_> = (0..3)
+        .map(|_| {
+            let mut near = connected(&acceptor);
+            let mut far = server.accept().unwrap().0;
+            far.set_read_timeout(Some(PATIENCE)).unwrap();
+            far.read_exact(&mut [0]).unwrap();
+            near.write_all(b"+").unwrap();
+            far.read_exact(&mut [0]).unwrap();
+            (near, far)
+        })
+        .collect();
+    let activity = |at: usize| {
+        let state = shared.lock();
+        let mut all = state.forwarded.values().map(|one| one.activity());
+        all.nth(at).unwrap()
+    };
+    // Bytes are counted after they were passed on.
+    until("bytes behind the hello", || {
+        (0..3).all(|at| activity(at).has_said_more)
+    });
+    let silent = activity(2).last;
+    until("the first client", || {
+        all[0].0.write_all(b"x").unwrap();
+        all[0].1.read_exact(&mut [0]).unwrap();
+        activity(0).last > silent
+    });
+    until("the second client's server", || {
+        all[1].1.write_all(b"y").unwrap();
+        all[1].0.read_exact(&mut [0]).unwrap();
+        activity(1).last > silent
+    });
+    assert!(!make_room(shared, silent + IDLE - Duration::from_nanos(1)));
+    assert!(make_room(shared, silent + IDLE));
+    is_cut(&events);
+    assert!(all[2].0.read_exact(&mut [0]).is_err());
+    for (near, far) in &mut all[..2] {
+        near.write_all(b"x").unwrap();
+        far.read_exact(&mut [0]).unwrap();
+    }
+}
+
+#[test]
+fn i7_a_client_that_is_cut_while_its_server_does_not_accept_ends_at_once() {
+    let scratch = Scratch::new();
+    let path = scratch.join("server");
+    let _server = UnixListener::bind(&path).unwrap();
+    // Until the queue is full.
+    let mut queue = Vec::new();
+    while let Ok(one) = connect_unix(&path, Instant::now()) {
+        queue.push(one);
+    }
+    let (acceptor, events) = acceptor(Target::Unix(path), 1);
+    let shared = &acceptor.shared;
+    let mut near = connected(&acceptor);
+    until("it is forwarded", || shared.lock().forwarded.len() == 1);
+    assert!(make_room(shared, Instant::now() + GRACE));
+    // Far sooner than the server's time is up.
+    is_cut(&events);
+    assert!(near.read_exact(&mut [0]).is_err());
+    until("its room is free", || shared.lock().forwarded.is_empty());
+}
+
+/// The next client that is refused was cut.
+fn is_cut(events: &Receiver<Event>) {
+    loop {
+        match events.recv_timeout(PATIENCE).unwrap() {
+            Event::Refused { refusal, .. } => {
+                return assert!(matches!(refusal, Refusal::Cut), "{refusal}");
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! What the tests of several files share.
+#![allow(clippy::unwrap_used)]
+
+use std::net::TcpListener;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dunlin_lane::provider::{Offer, Provider, TlsVersion};
+use dunlin_test_support::lane::{Authority, DESTINATION};
+
+use super::{Acceptor, Event, Limits, Options, Other, Target};
+
+/// Nothing that a test waits for takes longer.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Forwards whatever a client sends, with at most `most` clients.
+pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
+    let ciphers = "TLS_AES_256_GCM_SHA384";
+    let provider = Provider::built_in()[0];
+    let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
+    let identity = Authority::new().identity(&[DESTINATION]);
+    let options = Options {
+        names: Vec::new(),
+        other: Some(Other { to, header: None }),
+        forwards_plain: true,
+        describe: Box::new(|_| String::new()),
+        inspector: Box::new(()),
+        limits: Limits {
+            forwarded: most,
+            // No test waits for that long.
+            connect: 10 * PATIENCE,
+            ..Limits::default()
+        },
+    };
+    let (sender, events) = channel();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let tls = identity.handoff_server(offer, None).unwrap();
+    let acceptor = Acceptor::start(listener, tls, options, move |event| {
+        // A test that does not look at events has dropped its end.
+        let _ = sender.send(event);
+    });
+    (acceptor.unwrap(), events)
+}
+
+/// Repeats until it holds.
+pub(super) fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let limit = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < limit, "{what}: not yet");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
