@@ -2,15 +2,18 @@
 //! memory with a writer.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity, Resolution};
 use dunlin::engine::vmm::{FaultCode, Refusal, RunState};
 use dunlin::engine::{Cancel, Event, VmIs};
-use dunlin_test_support::engine::{Moved, Scan, TestBuilder, TestVm, run, state, tls, verified};
+use dunlin_test_support::engine::{
+    Moved, Receiving, Scan, TestBuilder, TestVm, run, send_observed, state, tls, verified,
+};
 use vm_memory::{Bytes, GuestAddress};
 
 fn moved(vm: &Arc<TestVm>, options: &source::Options, builder: TestBuilder) -> Moved {
@@ -122,9 +125,9 @@ fn i3_an_idle_vm_arrives_whatever_secures_its_lanes() {
 fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     let vm = running(4 << 20);
     let builder = TestBuilder {
-        planted: Some(|vm| {
+        planted: Some(Box::new(|vm| {
             vm.memory.write_obj(1_u8, GuestAddress(3 << 20)).unwrap();
-        }),
+        })),
         ..TestBuilder::default()
     };
     let moved = moved(&vm, &verified(2), builder);
@@ -530,42 +533,36 @@ fn i2_cancelled_at_any_time_before_commit_the_vm_goes_on() {
 fn i1_a_cancellation_after_commit_is_too_late() {
     let (client, server) = tls();
     let vm = running(8 << 20);
-    // The destination takes its time with *acquire*.
+    let cancel = Cancel::new();
+    let (warned, warning) = sync_channel(1);
+    // The destination has committed when it acquires the disks, and acquires them for as long as the
+    // source takes to answer the cancellation.
+    let (same, warning) = (cancel.clone(), Arc::new(Mutex::new(warning)));
     let builder = TestBuilder {
-        planted: Some(|vm| {
-            *vm.hook.lock().unwrap() = Some(Box::new(|step| {
+        planted: Some(Box::new(move |vm| {
+            let (same, warning) = (same.clone(), Arc::clone(&warning));
+            *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
                 if step == "acquire" {
-                    std::thread::sleep(Duration::from_millis(300));
+                    same.cancel();
+                    let warning = warning.lock().unwrap();
+                    warning.recv_timeout(Duration::from_secs(5)).unwrap();
                 }
             }));
-        }),
+        })),
         ..TestBuilder::default()
     };
-    let cancel = Cancel::new();
-    let same = cancel.clone();
-    *vm.hook.lock().unwrap() = Some(Box::new(move |step| {
-        if step == "hold" {
-            let later = same.clone();
-            std::thread::spawn(move || {
-                std::thread::sleep(Duration::from_millis(150));
-                later.cancel();
-            });
-        }
-    }));
     let options = destination::Options::default();
-    let moved = run(
-        &vm,
-        (&client, &server),
-        &verified(2),
-        &options,
-        builder,
-        &cancel,
-    );
-    assert!(moved.source.unwrap().runs);
-    let too_late =
-        |event: &Event| matches!(event, Event::Warning(text) if text.contains("too late"));
-    assert!(moved.source_events.iter().any(too_late));
-    assert!(moved.destination.unwrap().runs);
+    let receiving = Receiving::start(&server, &options, builder);
+    let to = receiving.address.to_string();
+    let observe = |event: &Event| {
+        if matches!(event, Event::Warning(text) if text.contains("too late")) {
+            // Told once more, it is the same.
+            let _ = warned.try_send(());
+        }
+    };
+    let report = send_observed(&vm, &to, &client, &verified(2), &observe, &cancel);
+    assert!(report.unwrap().runs);
+    assert!(receiving.finish(false).0.unwrap().runs);
 }
 
 #[test]

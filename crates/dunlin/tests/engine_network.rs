@@ -153,8 +153,8 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
                 .unwrap();
             let (vm, client) = (&vm, &client);
             let sending = scope.spawn(move || send(vm, &to, client, &options, &Cancel::new()));
-            thread::sleep(Duration::from_millis(500));
-            assert_eq!(proxy.connections(), usize::from(lanes) + 1);
+            proxy.await_connections(usize::from(lanes) + 1);
+            proxy.await_progress(1, |progress| progress.struck.is_some());
             proxy.cut(1);
             sending.join().unwrap().0.unwrap()
         });

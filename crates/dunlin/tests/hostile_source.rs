@@ -481,7 +481,7 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     let _alone = alone();
     let (client, server) = tls();
     let builder = TestBuilder {
-        planted: Some(|vm| *BUILT.lock().unwrap() = Some(Arc::clone(vm))),
+        planted: Some(Box::new(|vm| *BUILT.lock().unwrap() = Some(Arc::clone(vm)))),
         ..TestBuilder::default()
     };
     let receiving = Receiving::start(&server, &impatient(), builder);

@@ -22,7 +22,7 @@ use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, Region, RunState, Section,
     SourceVm, VmDescription, VmmError,
 };
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
+use dunlin::engine::{Cancel, Event, Host, MigrateError, Observer, Report, StandardHost};
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_linux::mapping::{Backing, allocate};
@@ -39,6 +39,8 @@ pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
 /// What a test does at a step of the VM.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
+/// See [`TestBuilder::planted`].
+pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
 
 /// A search for what is worth sending in a region of the source's memory.
 pub type Scan = fn(&MappedMemory, usize, &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
@@ -339,7 +341,7 @@ pub struct TestBuilder {
     pub refuse: Option<Refusal>,
     pub fail: Option<&'static str>,
     /// Called with the VM that was built.
-    pub planted: Option<fn(&Arc<TestVm>)>,
+    pub planted: Option<Plant>,
 }
 
 impl Builder for TestBuilder {
@@ -354,7 +356,7 @@ impl Builder for TestBuilder {
             .collect();
         let vm = TestVm::with_ranges(&ranges);
         *vm.fail.lock().unwrap() = self.fail;
-        if let Some(planted) = self.planted {
+        if let Some(planted) = &self.planted {
             planted(&vm);
         }
         self.built = Some(Arc::clone(&vm));
@@ -402,11 +404,23 @@ pub fn send(
     cancel: &Cancel,
 ) -> (Result<Report, MigrateError>, Vec<Event>) {
     let events = Mutex::new(Vec::new());
+    let observe = |event: &Event| events.lock().unwrap().push(event.clone());
+    let result = send_observed(vm, to, client, options, &observe, cancel);
+    (result, events.into_inner().unwrap())
+}
+
+/// The same, with the events as they happen.
+pub fn send_observed(
+    vm: &Arc<TestVm>,
+    to: &str,
+    client: &ClientTls,
+    options: &source::Options,
+    observe: &dyn Observer,
+    cancel: &Cancel,
+) -> Result<Report, MigrateError> {
     let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
     let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let observe = |event: &Event| events.lock().unwrap().push(event.clone());
-    let result = migrate(&as_source, to, client, options, &host, &observe, cancel);
-    (result, events.into_inner().unwrap())
+    migrate(&as_source, to, client, options, &host, observe, cancel)
 }
 
 type Taken = (Result<Received, MigrateError>, TestBuilder);

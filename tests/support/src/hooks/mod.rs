@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dunlin::engine::destination::{self, Received, receive};
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
@@ -243,9 +243,16 @@ impl Vm {
         self.guest().0.clone()
     }
 
+    /// Whether the guest runs and writes.
     pub fn goes_on(&self) -> bool {
+        if self.state() != RunState::Running {
+            return false;
+        }
         let before = self.guest().1;
-        thread::sleep(Duration::from_millis(50));
+        let until = Instant::now() + Duration::from_secs(10);
+        while self.guest().1 == before && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
         self.guest().1 > before
     }
 
