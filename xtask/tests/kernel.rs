@@ -34,6 +34,7 @@ fn boot(scripts: &[(&str, &str)], adjust: impl FnOnce(&mut Machine<'_>)) -> Opti
                     cpus: 2,
                     packages: Vec::new(),
                     dunlin: false,
+                    previous: false,
                     library_tests: Vec::new(),
                     limit_seconds: 10,
                     under: Under::Both,

@@ -53,6 +53,9 @@ pub struct Needs {
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
     pub dunlin: bool,
+    /// Whether the command of an earlier commit, which `DUNLIN_PREVIOUS` names, is in the path too; see
+    /// [`Guest::versions`].
+    pub previous: bool,
     /// Test programs of the library that are in the path; see [`Guest::library_tests`].
     pub library_tests: &'static [&'static str],
     /// After so long the test is killed, and counts as hung; in the soak after ten times as long.
@@ -81,6 +84,7 @@ impl Needs {
         cpus: 2,
         packages: &[],
         dunlin: false,
+        previous: false,
         library_tests: &[],
         limit_seconds: 60,
         under: Under::Both,
@@ -137,6 +141,22 @@ impl Guest {
     pub fn skip(&self, reason: &str) -> ! {
         println!("skipped: {reason}");
         process::exit(SKIPPED)
+    }
+
+    /// The names of the earlier command and of today's, in both orders. Without `DUNLIN_PREVIOUS` this
+    /// skips the test.
+    ///
+    /// # Panics
+    /// The soak runs without `DUNLIN_PREVIOUS`.
+    #[must_use]
+    pub fn versions(&self) -> [[&'static str; 2]; 2] {
+        const PREVIOUS: &str = "dunlin-previous";
+        if !Path::new("/usr/bin").join(PREVIOUS).exists() {
+            let reason = "the earlier command is missing: DUNLIN_PREVIOUS=$(tools/previous)";
+            assert!(!is_soak(), "{reason}");
+            self.skip(reason);
+        }
+        [[PREVIOUS, "dunlin"], ["dunlin", PREVIOUS]]
     }
 
     /// What a program prints.

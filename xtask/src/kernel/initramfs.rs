@@ -73,12 +73,76 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
     if programs.iter().any(|test| test.needs.dunlin) {
         archive.program("usr/bin/dunlin", program::build_dunlin()?);
     }
+    let stripped = target.with_extension("previous");
+    if programs.iter().any(|test| test.needs.previous)
+        && let Some(previous) = std::env::var_os("DUNLIN_PREVIOUS")
+    {
+        add_previous(&mut archive, Path::new(&previous), &stripped)?;
+    }
     let named = |test: &Program| test.needs.library_tests.clone();
     for name in programs.iter().flat_map(named).collect::<BTreeSet<_>>() {
         let program = program::build_library_tests(&name)?;
         archive.program(format!("usr/bin/{name}"), program);
     }
-    fs::write(target, archive.finish()?).with_context(|| target.display().to_string())
+    fs::write(target, archive.finish()?).with_context(|| target.display().to_string())?;
+    if stripped.exists() {
+        fs::remove_file(stripped)?;
+    }
+    Ok(())
+}
+
+/// Adds the command of an earlier commit as `dunlin-previous`. It is linked with the host's C library,
+/// and the guest's packages may bring another version. The archive therefore holds the host's
+/// libraries, and a script runs the command through their loader (ld.so(8)). `stripped` receives a copy
+/// without debug information, which is two thirds of the file; it must exist until the archive is
+/// written.
+fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Result<()> {
+    const FOLDER: &str = "rig/previous";
+    let printed = |command: &mut Command| -> Result<String> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let done = command
+            .output()
+            .with_context(|| format!("cannot start {name}"))?;
+        if !done.status.success() {
+            bail!(
+                "{name} for DUNLIN_PREVIOUS={}: {}",
+                previous.display(),
+                String::from_utf8_lossy(&done.stderr)
+            );
+        }
+        Ok(String::from_utf8_lossy(&done.stdout).into_owned())
+    };
+    let mut strip = Command::new("strip");
+    printed(
+        strip
+            .args(["--strip-debug", "-o"])
+            .arg(stripped)
+            .arg(previous),
+    )?;
+    archive.program(format!("{FOLDER}/dunlin"), stripped);
+    // Libraries are "libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x…)". The loader has no arrow; the
+    // kernel's vDSO has no path.
+    let listed = printed(Command::new("ldd").arg(previous))?;
+    let mut loader = None;
+    for line in listed.lines() {
+        let Some(path) = line.split_whitespace().find(|word| word.starts_with('/')) else {
+            continue;
+        };
+        let path = Path::new(path);
+        let name = path.file_name().context("ldd lists files")?;
+        let inside = Path::new(FOLDER).join(name);
+        archive.program(&inside, path);
+        if !line.contains("=>") {
+            loader = Some(inside);
+        }
+    }
+    let loader = loader.with_context(|| format!("ldd lists no loader: {listed}"))?;
+    let script = format!(
+        "#!/bin/sh\nexec /{} --library-path /{FOLDER} /{FOLDER}/dunlin \"$@\"\n",
+        loader.display()
+    );
+    archive.bytes("usr/bin/dunlin-previous", script, 0o755);
+    Ok(())
 }
 
 fn busybox() -> Result<PathBuf> {

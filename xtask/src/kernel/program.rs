@@ -34,6 +34,8 @@ pub struct Needs {
     pub packages: Vec<String>,
     /// Whether the `dunlin` command is to be in the guest.
     pub dunlin: bool,
+    /// Whether the earlier command is to be there too, if `DUNLIN_PREVIOUS` names one.
+    pub previous: bool,
     /// Test programs of the library.
     pub library_tests: Vec<String>,
     /// How long it may take.
