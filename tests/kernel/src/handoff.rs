@@ -142,8 +142,17 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
 /// It does not start.
 #[must_use]
 pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
+    call(connect_command(user, port, more))
+}
+
+/// Runs a `handoff connect` that lacks only `--send-fd`, and receives its sockets.
+///
+/// # Panics
+/// It does not start.
+#[must_use]
+pub fn call(command: Command) -> Called {
     let (ours, theirs) = UnixStream::pair().expect("a socket pair");
-    let mut called = connect_to(theirs, user, port, more);
+    let mut called = call_for(theirs, command);
     let received = fdpass::receive(&ours, &mut [0; 16]).expect("the desk stands");
     called.sockets = received.descriptors;
     called
@@ -156,18 +165,22 @@ pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
 #[must_use]
 pub fn connect_for_nobody(port: u16, more: &[&str]) -> Called {
     let (_, theirs) = UnixStream::pair().expect("a socket pair");
-    connect_to(theirs, 0, port, more)
+    call_for(theirs, connect_command(0, port, more))
 }
 
-fn connect_to(desk: UnixStream, user: u32, port: u16, more: &[&str]) -> Called {
+fn connect_command(user: u32, port: u16, more: &[&str]) -> Command {
     let mut command = Command::new("dunlin");
     command
         .args(["handoff", "connect", "--host", "127.0.0.1", "--sni", "pool"])
-        .args(["--port", &port.to_string(), "--send-fd", "0"])
+        .args(["--port", &port.to_string()])
         .args(["--ciphers", CIPHERS, "--curves", CURVE])
         .args(more)
-        .uid(user)
-        .stdin(OwnedFd::from(desk));
+        .uid(user);
+    command
+}
+
+fn call_for(desk: UnixStream, mut command: Command) -> Called {
+    command.args(["--send-fd", "0"]).stdin(OwnedFd::from(desk));
     let done = command.output().expect("dunlin is in the path");
     Called {
         code: done.status.code(),
@@ -219,11 +232,17 @@ impl Accept {
     /// It does not start.
     #[must_use]
     pub fn start_alone(guest: &Guest, more: &[&str]) -> Self {
+        Self::begin(Self::command(guest, more))
+    }
+
+    /// Starts a complete command, such as one of [`Accept::command_of`].
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn begin(mut command: Command) -> Self {
         let log = File::create("accept.log").expect("the folder is ours");
-        let process = Self::command(guest, more)
-            .stdout(Stdio::piped())
-            .stderr(log)
-            .spawn();
+        let process = command.stdout(Stdio::piped()).stderr(log).spawn();
         let mut process = Background(process.expect("dunlin is in the path"));
         let out = process.0.stdout.take().expect("it was asked for");
         let mut line = String::new();
@@ -243,8 +262,14 @@ impl Accept {
     /// What [`Accept::start_alone`] starts.
     #[must_use]
     pub fn command(guest: &Guest, more: &[&str]) -> Command {
+        Self::command_of("dunlin", guest, more)
+    }
+
+    /// The same with another version of the command.
+    #[must_use]
+    pub fn command_of(dunlin: &str, guest: &Guest, more: &[&str]) -> Command {
         let to = format!("unix:{}", guest.folder().join("taker").display());
-        let mut command = Command::new("dunlin");
+        let mut command = Command::new(dunlin);
         command
             .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
             .args(["--sni", "own", "--to", &to])
