@@ -84,7 +84,12 @@ pub fn connect_to(at: &str) -> io::Result<TcpStream> {
 
 /// The SAs of a host's sessions.
 pub fn associations(guest: &Guest, host: &str) -> Vec<Value> {
-    let text = guest.output("dunlin", &status(host, &["--json"]));
+    associations_by("dunlin", guest, host)
+}
+
+/// The same, as another version of the command shows them.
+pub fn associations_by(dunlin: &str, guest: &Guest, host: &str) -> Vec<Value> {
+    let text = guest.output(dunlin, &status(host, &["--json"]));
     let sessions = text
         .lines()
         .map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
@@ -157,10 +162,16 @@ impl Process {
     /// The same with more words.
     #[must_use]
     pub fn serve_with(more: &[&str]) -> Self {
+        Self::serve_of("dunlin", more)
+    }
+
+    /// The same with another version of the command.
+    #[must_use]
+    pub fn serve_of(dunlin: &str, more: &[&str]) -> Self {
         let arguments = netns(
             "b",
             &[
-                "dunlin",
+                dunlin,
                 "ipsec",
                 "serve",
                 "--listen",
@@ -228,11 +239,16 @@ impl Process {
 
 /// `dunlin ipsec up` at host a.
 pub fn up_with(server: &str, more: &[&str]) -> Command {
+    up_of("dunlin", server, more)
+}
+
+/// The same with another version of the command.
+pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     let mut command = Command::new("ip");
     command.args(netns(
         "a",
         &[
-            "dunlin",
+            dunlin,
             "ipsec",
             "up",
             "--peer",

@@ -1,5 +1,6 @@
 //! VMs' processes inside the machine, and migrations that take their time there.
 
+use std::env;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -9,6 +10,7 @@ use dunlin::engine::source::{Options, OptionsBuilder};
 use serde_json::Value;
 
 use crate::handoff::Background;
+use crate::sessions::netns;
 
 /// A VM's process, all of whose confinement this kernel can do.
 pub struct Vm {
@@ -36,6 +38,23 @@ impl Vm {
         }
     }
 
+    /// Starts one at a host of [`crate::sessions`]; `line` has the arguments of the command `dunlin`.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn start_at(host: &str, dunlin: &str, line: &str) -> Self {
+        let here = env::current_dir().expect("the runner has made it");
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let mut command = Command::new("ip");
+        command
+            .args(netns(host, &[&[dunlin], &words[..]].concat()))
+            .args(["--control", &format!("run-{host}")])
+            .arg("--state-dir")
+            .arg(here.join(format!("state-{host}")));
+        Self::start(&mut command)
+    }
+
     /// Waits for an event, behind that of a confinement which lacks nothing, and returns it too.
     ///
     /// # Panics
@@ -57,6 +76,23 @@ impl Vm {
         }
         panic!("it has ended before {name}");
     }
+}
+
+/// The last event of a `vm migrate` with `--json` at host a of [`crate::sessions`].
+///
+/// # Panics
+/// It does not start, or says nothing.
+#[must_use]
+pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let said = Command::new("ip")
+        .args(netns("a", &[&[dunlin], &words[..]].concat()))
+        .output()
+        .expect("ip starts");
+    let said = String::from_utf8(said.stdout).expect("JSON");
+    println!("{said}");
+    let last = said.lines().last().expect("it says something");
+    serde_json::from_str(last).expect("a JSON object")
 }
 
 /// A source with limits for a machine that is emulated.

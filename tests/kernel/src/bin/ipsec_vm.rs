@@ -1,7 +1,6 @@
 //! Confined VM processes with the privileges for lanes over IPsec: a VM migrates. Without them the
 //! migration fails with the reason.
 
-use std::env;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -10,9 +9,8 @@ use dunlin_kernel_tests::sealed_lanes::POOL;
 use dunlin_kernel_tests::sessions::{
     Capture, HOSTS, captured, connect, credentials, netns, nothing_left,
 };
-use dunlin_kernel_tests::vm::Vm;
+use dunlin_kernel_tests::vm::{Vm, migrate_from_a};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
-use serde_json::Value;
 
 const NEEDS: Needs = Needs {
     cpus: 4,
@@ -34,17 +32,17 @@ fn main() -> ExitCode {
         let capture = Capture::begin("b", "vm.pcap");
         let receive = "vm receive --listen 10.0.0.2:7400 --ipsec --identity host-b --peer \
                        host-a.example";
-        let (destination, _) = start("b", receive).until("listening");
+        let (destination, _) = Vm::start_at("b", "dunlin", receive).until("listening");
 
-        let (unprepared, _) = start("a", GUEST).until("started");
-        let said = migrate(&[]);
+        let (unprepared, _) = Vm::start_at("a", "dunlin", GUEST).until("started");
+        let said = migrate_from_a("dunlin", MIGRATE);
         assert_eq!(said["event"], "failed", "{said}");
         let text = said["text"].as_str().expect("it says why");
         assert!(text.contains("start it with --ipsec"), "{text}");
         drop(unprepared);
 
-        let (source, _) = start("a", &format!("{GUEST} --ipsec")).until("started");
-        let said = migrate(&["--cpus", "1,3"]);
+        let (source, _) = Vm::start_at("a", "dunlin", &format!("{GUEST} --ipsec")).until("started");
+        let said = migrate_from_a("dunlin", &format!("{MIGRATE} --cpus 1,3"));
         assert_eq!(said["event"], "moved", "{said}");
         nothing_left(guest);
         capture.end(guest);
@@ -101,35 +99,4 @@ fn lanes_are_measured_between_two_hosts(guest: &Guest) {
     // Before the process is killed: what it has not removed by then stays until the next one.
     nothing_left(guest);
     drop(listening);
-}
-
-/// Migrates from host a and returns the last line of output.
-fn migrate(more: &[&str]) -> Value {
-    let words: Vec<&str> = MIGRATE
-        .split_whitespace()
-        .chain(more.iter().copied())
-        .collect();
-    let said = Command::new("ip")
-        .args(netns("a", &[&["dunlin"], &words[..]].concat()))
-        .output()
-        .expect("ip starts");
-    let said = String::from_utf8(said.stdout).expect("JSON");
-    println!("{said}");
-    let last = said.lines().last().expect("it says something");
-    serde_json::from_str(last).expect("a JSON object")
-}
-
-/// Starts the process of a VM on a host.
-fn start(host: &str, line: &str) -> Vm {
-    let here = env::current_dir().expect("the runner has made it");
-    let words: Vec<&str> = line.split_whitespace().collect();
-    let mut command = Command::new("ip");
-    command
-        .args(netns(host, &[&["dunlin"], &words[..]].concat()))
-        .args(["--control", &format!("run-{host}")]);
-    Vm::start(
-        command
-            .arg("--state-dir")
-            .arg(here.join(format!("state-{host}"))),
-    )
 }
