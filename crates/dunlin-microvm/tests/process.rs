@@ -160,6 +160,17 @@ fn rate(vm: &Vm) -> f64 {
     (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64()
 }
 
+/// Asserts that so many more visits take at least as long as `rate` a second allows, but for a seventh.
+/// A busy machine makes them take longer; `pace` has tests of the exact rate.
+fn is_no_faster(vm: &Vm, visits: u64, rate: f64) {
+    let (start, before) = (Instant::now(), vm.stats().pages_checked);
+    wait_for(vm, "visits", |vm| {
+        vm.stats().pages_checked >= before + visits
+    });
+    let (took, least) = (start.elapsed().as_secs_f64(), visits as f64 / rate);
+    assert!(took >= least * 6.0 / 7.0, "{visits} visits in {took} s");
+}
+
 #[test]
 fn it_keeps_its_rate_can_be_throttled_and_paused() {
     let _turn = turn();
@@ -169,11 +180,9 @@ fn it_keeps_its_rate_can_be_throttled_and_paused() {
     });
     // The first pass populates the memory, a huge page at a time.
     wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
-    let full = rate(&vm);
-    assert!((6800.0..=9200.0).contains(&full), "{full}");
+    is_no_faster(&vm, 2400, 8000.0);
     vm.throttle(75).unwrap();
-    let slow = rate(&vm);
-    assert!((1500.0..=2500.0).contains(&slow), "{slow}");
+    is_no_faster(&vm, 600, 2000.0);
     assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
     vm.pause().unwrap();
     vm.start_dirty_log().unwrap();

@@ -426,6 +426,7 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     let near = scene.unix();
     let far = scene.accept();
     let out = send(&near, 3, 40 << 20);
+    // The kernel counts keepalive in seconds: a peer that is gone would be missed within this time.
     thread::sleep(Duration::from_secs(4));
     let mut sent = vec![0; 40 << 20];
     dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);

@@ -153,7 +153,9 @@ fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
                     }
                 });
             }
-            thread::sleep(Duration::from_millis(200));
+            while came.load(Ordering::SeqCst) < HELD as u64 {
+                thread::sleep(Duration::from_millis(1));
+            }
             let migrating = scope.spawn(|| migrate(to, &client).0);
             let accepted = migrating.join();
             stop.store(true, Ordering::SeqCst);

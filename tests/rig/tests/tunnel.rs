@@ -166,6 +166,13 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
+/// Waits until the first data lane has carried memory from now on.
+fn carries(pair: &Pair) {
+    let relay = pair.relay.as_ref().unwrap();
+    let before = relay.forwarded(1).unwrap_or(0);
+    relay.wait_forwarded(1, before + (512 << 10));
+}
+
 /// A migration that fails leaves the guest running where it was, and the next one
 /// goes through.
 #[test]
@@ -180,7 +187,7 @@ fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
 
     let mut cancelled = Machine::start_incoming(&setup, None).unwrap();
     machine::begin(&mut source, &mut cancelled, &slow).unwrap();
-    thread::sleep(Duration::from_millis(500));
+    carries(&pair);
     machine::cancel(&mut source).unwrap();
     assert!(source.runs().unwrap());
     drop(cancelled);
@@ -188,7 +195,7 @@ fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
 
     let mut killed = Machine::start_incoming(&setup, None).unwrap();
     machine::begin(&mut source, &mut killed, &slow).unwrap();
-    thread::sleep(Duration::from_millis(500));
+    carries(&pair);
     drop(killed);
     let failed = machine::finish(&mut source, "source");
     assert!(

@@ -4,10 +4,11 @@
 //! No clock is set: libfaketime answers for the kernel, in the process that is tested alone.
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::host::{after, assert_says, pass_on, skip};
 use crate::support::{Hosts, finish, words};
@@ -120,16 +121,19 @@ fn a_clock_that_goes_back_by_a_day_makes_no_deadline_late() {
         return;
     };
     let source = running(&hosts, clock.by(&run()), "1");
-    let destination = hosts.receive("b", "2", "");
+    // A destination that accepts the connection and does not answer.
+    let mut destination = hosts.receive("b", "2", "");
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    destination.address = silent.local_addr().unwrap().to_string();
     let began = Instant::now();
-    destination.signal("STOP");
     let going_back = thread::spawn(move || {
-        thread::sleep(Duration::from_secs(1));
+        let held = silent.accept().unwrap();
         clock.jump("-1d");
+        held
     });
     let done = migrate(&hosts, &source, &destination, "");
     let took = began.elapsed();
-    going_back.join().unwrap();
+    drop(going_back.join().unwrap());
     let (text, _) = failed(&hosts, &source, done);
     assert_says(&text, &["TLS handshake timed out"]);
     assert!((9..20).contains(&took.as_secs()), "{took:?}");

@@ -19,7 +19,8 @@ fn allow(process: &Process, more: usize) -> Option<()> {
             .map(|number| number.parse().unwrap())
             .collect()
     };
-    // It may not have settled down to waiting yet.
+    // It may not have settled down to waiting yet, and nothing says when it has closed all that an
+    // earlier attempt left open: it has if nothing changes for a while.
     let mut before = Vec::new();
     while before != open() {
         before = open();

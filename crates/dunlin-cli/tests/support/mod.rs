@@ -287,16 +287,26 @@ impl Hosts {
     /// An identity of the authority `ca` that expires after `valid`, to the second; returns its
     /// end.
     pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
+        let expired = Instant::now() + valid + Duration::from_secs(1);
+        self.issue_until(directory, name, OffsetDateTime::now_utc() + valid);
+        expired
+    }
+
+    /// An identity of the authority `ca` that has expired.
+    pub fn issue_expired(&self, directory: &str, name: &str) {
+        let expired = OffsetDateTime::now_utc() - Duration::from_secs(10);
+        self.issue_until(directory, name, expired);
+    }
+
+    fn issue_until(&self, directory: &str, name: &str, not_after: OffsetDateTime) {
         let (ca, host) = (self.scratch.join("ca"), self.scratch.join(directory));
         let authority = fs::read_to_string(ca.join("ca-cert.pem")).unwrap();
         let key = fs::read_to_string(ca.join("ca-key.pem")).unwrap();
         let issuer =
             Issuer::from_ca_cert_pem(&authority, KeyPair::from_pem(&key).unwrap()).unwrap();
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        let now = OffsetDateTime::now_utc();
-        params.not_before = now - Duration::from_secs(60);
-        params.not_after = now + valid;
-        let expired = Instant::now() + valid + Duration::from_secs(1);
+        params.not_before = not_after - Duration::from_secs(60);
+        params.not_after = not_after;
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &issuer).unwrap();
         fs::create_dir(&host).unwrap();
@@ -304,7 +314,6 @@ impl Hosts {
         fs::write(host.join("cert.pem"), certificate.pem()).unwrap();
         fs::write(host.join("key.pem"), key.serialize_pem()).unwrap();
         fs::set_permissions(host.join("key.pem"), PermissionsExt::from_mode(0o600)).unwrap();
-        expired
     }
 
     /// A running VM named `vm`, with further flags.

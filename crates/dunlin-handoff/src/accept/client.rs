@@ -233,7 +233,7 @@ mod tests {
     use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
     use super::super::Target;
-    use super::super::testing::{PATIENCE, acceptor, until};
+    use super::super::testing::{TIMEOUT, acceptor, until};
     use super::*;
     use dunlin_lane::provider::Crypto;
     use dunlin_linux::poll::{Interest, poll};
@@ -268,7 +268,7 @@ mod tests {
             let (mut near, far) = pair();
             near.set_nodelay(true).unwrap();
             let from = far.peer_addr().unwrap();
-            let mut client = Client::new(far, from, PATIENCE).unwrap();
+            let mut client = Client::new(far, from, TIMEOUT).unwrap();
             let mut desk: HelloBuffer = Box::new([0; MAX_CLIENT_FLIGHT_BYTES]);
             let (mut there, mut looks) = (0, 0);
             let mut least = 1;

@@ -20,7 +20,7 @@ use dunlin_lane::kernel::{Refused, abilities};
 use dunlin_lane::peers::PeerIdentity;
 
 /// From a complete handshake until the socket is taken.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client has for the alert with which it is given up.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -68,7 +68,7 @@ pub(super) fn start(shared: &Arc<Shared>, own: usize, secured: Secured) {
 
 fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event, Refusal> {
     let Own { name, to } = &shared.options.names[own];
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let no_taker = |source| Refusal::NoTaker {
         to: to.clone(),
         source,

@@ -12,7 +12,7 @@ use dunlin_test_support::lane::{Authority, DESTINATION};
 use super::{Acceptor, Event, Limits, Options, Other, Target};
 
 /// Nothing that a test waits for takes longer.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Forwards whatever a client sends, with at most `most` clients.
 pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
@@ -29,7 +29,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
         limits: Limits {
             forwarded: most,
             // No test waits for that long.
-            connect: 10 * PATIENCE,
+            connect: 10 * TIMEOUT,
             ..Limits::default()
         },
     };
@@ -45,7 +45,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
 
 /// Repeats until it holds.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TIMEOUT;
     while !holds() {
         assert!(Instant::now() < limit, "{what}: not yet");
         thread::sleep(Duration::from_millis(1));

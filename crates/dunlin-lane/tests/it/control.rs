@@ -90,8 +90,12 @@ fn a_deadline_loses_nothing() {
     assert_eq!(&got, b"late");
     // A deadline that has passed still hands out what is there.
     near.send(b"more").unwrap();
-    thread::sleep(Duration::from_millis(50));
-    far.receive_exact(&mut got, Instant::now()).unwrap();
+    let limit = soon();
+    while let Err(error) = far.receive_exact(&mut got, Instant::now()) {
+        assert!(matches!(error, ControlError::Deadline), "{error}");
+        assert!(Instant::now() < limit, "what is there is not handed out");
+        thread::yield_now();
+    }
     assert_eq!(&got, b"more");
 }
 
@@ -108,11 +112,10 @@ fn shutdown_wakes_the_receiver_while_others_send() {
     thread::sleep(Duration::from_millis(50));
     // The receiver holds no lock that a sender needs.
     far.send(b"sent while the other waits").unwrap();
-    let begin = Instant::now();
     far.shutdown();
+    // And not at its deadline.
     let error = waiting.join().unwrap();
     assert!(matches!(error, ControlError::Cancelled), "{error}");
-    assert!(begin.elapsed() < Duration::from_secs(1));
     assert!(matches!(far.send(b"x"), Err(ControlError::Cancelled)));
     let mut got = [0; 26];
     near.receive_exact(&mut got, soon()).unwrap();

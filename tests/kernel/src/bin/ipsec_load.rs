@@ -3,14 +3,13 @@
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::ipsec::lanes::{Lane, look_again, read_all};
 use dunlin_kernel_tests::ipsec::on_cpu;
 use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{
     AT, AT_6, Process, SERVER, SERVER_6, associations, connect, connect_to, credentials, inside,
-    netns, nothing_left, up_with,
+    netns, nothing_left, until, up_with,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_linux::affinity::pin_to;
@@ -31,8 +30,11 @@ const NEEDS: Needs = Needs {
 const BYTES: usize = 300_000;
 /// TCP's header with a timestamp, which counts as an SA's bytes too.
 const HEADER: u64 = 32;
-/// Shorter than TCP's patience, longer than it waits before it looks for another way.
-const CUT: Duration = Duration::from_secs(3);
+/// Unanswered retransmissions after which TCP looks for another way: `tcp_retries1`.
+const RETRIES: u32 = 2;
+/// The kernel's numbers of a connection's states in /proc/net/tcp.
+const ESTABLISHED: u8 = 1;
+const SYN_SENT: u8 = 2;
 /// The ports that are never in the clear.
 const PORTS: std::ops::RangeInclusive<u16> = 4444..=4447;
 
@@ -108,7 +110,7 @@ fn each_goes_by_its_own(guest: &Guest, case: Case) {
     }
     if case.connections > 1 || guest.is_soak() {
         drop(scene.lose_syn(&listener, at));
-        scene.cut();
+        scene.cut(at);
         scene.repair();
         scene.check("after a cut");
     }
@@ -284,7 +286,10 @@ impl Scene<'_> {
                 })
             });
             // It is sent again after a second, and after two more.
-            thread::sleep(Duration::from_millis(1_500));
+            until("the SYN is sent again", || {
+                let sent = retransmissions(self.guest, "a", SYN_SENT, at);
+                sent.iter().any(|times| *times > 0)
+            });
             drop(cut);
             let near = connecting.join().expect("it does not panic");
             (
@@ -304,21 +309,24 @@ impl Scene<'_> {
     }
 
     /// Nothing gets through while all connections send; then everything does.
-    fn cut(&self) {
+    fn cut(&self, at: &str) {
         for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
             // Timeouts after which the way is looked for anew; fewer are sooner.
-            let sysctl = ["sysctl", "-q", "-w", "net.ipv4.tcp_retries1=2"];
+            let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
+            let sysctl = ["sysctl", "-q", "-w", &setting];
             self.guest.command("ip", &netns(host, &sysctl));
         }
         thread::scope(|scope| {
             let cut = Cut::begin(self.guest);
-            let begun = Instant::now();
             for (number, lane) in self.lanes.iter().enumerate() {
                 let [near, far] = self.cpus(number);
                 scope.spawn(move || lane.send(near, BYTES));
                 scope.spawn(move || lane.send_back(far, BYTES));
             }
-            thread::sleep(CUT.saturating_sub(begun.elapsed()));
+            until("every connection has looked for another way", || {
+                let sent = retransmissions(self.guest, "a", ESTABLISHED, at);
+                sent.len() == self.lanes.len() && sent.iter().all(|times| *times > RETRIES)
+            });
             drop(cut);
         });
         let mut strayed = 0;
@@ -329,6 +337,26 @@ impl Scene<'_> {
         }
         println!("{strayed} of {} have strayed in a cut", self.lanes.len());
     }
+}
+
+/// How often each connection of `host` in `state` to `at` has sent its oldest segment again
+/// (proc_net_tcp(5)).
+fn retransmissions(guest: &Guest, host: &str, state: u8, at: &str) -> Vec<u32> {
+    let (_, port) = at.rsplit_once(':').expect("an address and a port");
+    let port: u16 = port.parse().expect("a number");
+    let table = guest.output(
+        "ip",
+        &netns(host, &["cat", "/proc/net/tcp", "/proc/net/tcp6"]),
+    );
+    let lines = table.lines().filter(|line| !line.contains("rem_address"));
+    lines
+        .map(|line| line.split_whitespace().collect::<Vec<_>>())
+        .filter(|fields| {
+            fields[2].ends_with(&format!(":{port:04X}"))
+                && u8::from_str_radix(fields[3], 16).is_ok_and(|number| number == state)
+        })
+        .map(|fields| u32::from_str_radix(fields[6], 16).expect("retransmissions"))
+        .collect()
 }
 
 /// While it lives nothing that host a or b sends gets through.

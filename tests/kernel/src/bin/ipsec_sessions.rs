@@ -6,8 +6,7 @@ use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dunlin_kernel_tests::sessions::{
     AT, AT_6, BYTES, Capture, LIMIT, NAME, PORTS, Process, SERVER, SERVER_6, associations,
@@ -439,6 +438,15 @@ fn says(mut command: Command, why: &str) {
     assert!(said.contains(why), "{said}");
 }
 
+/// How many packets host a has not sent since a policy blocks them.
+fn blocked(guest: &Guest) -> u64 {
+    let counters = guest.output("ip", &netns("a", &["cat", "/proc/net/xfrm_stat"]));
+    let mut lines = counters.lines();
+    let blocked = lines.find_map(|line| line.strip_prefix("XfrmOutPolBlock"));
+    let blocked = blocked.and_then(|count| count.trim().parse().ok());
+    blocked.unwrap_or_else(|| panic!("{counters}"))
+}
+
 /// What a connection still has to send is not sent in the clear when its session ends.
 fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     let session = Process::begin(
@@ -457,8 +465,12 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     );
     assert_eq!(session.end_with(guest), Some(1), "the ports are not free");
     // It is retransmitted from now on, if anything lets it.
+    let before = blocked(guest);
     let _ = (&near).write_all(&[7; 4096]);
-    thread::sleep(Duration::from_secs(3));
+    // The first segment and one retransmission.
+    until("the policy blocks what is sent again", || {
+        blocked(guest) >= before + 2
+    });
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");
     assert!(

@@ -77,6 +77,34 @@ fn blocks(socket: &impl AsRawFd) -> bool {
     flags.expect("it has flags") & NONBLOCKING == 0
 }
 
+/// States of a connection in /proc/net/tcp: both ends are open, or the other side has closed its own.
+const ESTABLISHED: u8 = 1;
+const CLOSE_WAIT: u8 = 8;
+
+/// Waits until the state of a connection at this port, and the bytes that lie in its socket, are as
+/// `found` says (proc_net_tcp(5)).
+fn wait_for_socket(port: u16, found: impl Fn(u8, u64) -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    let local = format!(":{port:04X}");
+    loop {
+        let table = fs::read_to_string("/proc/net/tcp").expect("the kernel has TCP");
+        let is_found = table.lines().skip(1).any(|line| {
+            let fields: Vec<_> = line.split_whitespace().collect();
+            let state = u8::from_str_radix(fields[3], 16).expect("a state");
+            let (_, waiting) = fields[4].split_once(':').expect("two queues");
+            let waiting = u64::from_str_radix(waiting, 16).expect("bytes");
+            fields[1].ends_with(&local)
+                && [ESTABLISHED, CLOSE_WAIT].contains(&state)
+                && found(state, waiting)
+        });
+        if is_found {
+            return;
+        }
+        assert!(Instant::now() < until, "no such connection in {table}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// A counter of the kernel's TLS; there are none before it is first asked for.
 fn stat(guest: &Guest, name: &str) -> u64 {
     const FILE: &str = "/proc/net/tls_stat";
@@ -142,7 +170,8 @@ fn what_came_before_the_keys_is_read(
     let early = pattern(EARLY, 7);
     let mut input = client.0.stdin.take().expect("it was asked for");
     input.write_all(&early).expect("it is taken");
-    thread::sleep(Duration::from_secs(2));
+    // The rest may have no room in the socket, and waits at the client.
+    wait_for_socket(port, |_, waiting| waiting > EARLY as u64 / 2);
     assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel has no key yet");
     empty_queue(queue, taker);
     let (mut socket, line) = take(taker);
@@ -161,15 +190,15 @@ fn who_has_ended_before_the_keys_is_refused(guest: &Guest, accept: &Accept, take
     let mut client = client(accept.port, "own", "-tls1_2");
     let mut input = client.0.stdin.take().expect("it was asked for");
     input.write_all(b"last words").expect("it is taken");
-    // The client reads its input once its handshake is over.
+    // The client reads its input once its handshake is over, and nothing else comes then.
     let until = Instant::now() + Duration::from_secs(60);
     while unread_bytes(&input).expect("it is a pipe") > 0 {
         assert!(Instant::now() < until, "the handshake does not end");
         thread::sleep(Duration::from_millis(10));
     }
-    thread::sleep(Duration::from_millis(500));
+    wait_for_socket(accept.port, |_, waiting| waiting > 0);
     drop((input, client));
-    thread::sleep(Duration::from_millis(200));
+    wait_for_socket(accept.port, |state, _| state == CLOSE_WAIT);
     empty_queue(queue, taker);
     let line = accept.says("the peer has ended the connection");
     assert!(line.contains("for own is refused"), "{line}");

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dunlin_ipsec::xfrm::Protocol;
 use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane, look_again, read_all, users};
@@ -133,6 +133,10 @@ fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     (number("SAD count"), number("buckets count"))
 }
 
+/// Waits until the second of the kernel's clock is another one, which lags behind by up to a tick.
 fn next_second() {
-    thread::sleep(Duration::from_millis(2100));
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let part = since.expect("the clock is right").subsec_nanos();
+    let left = Duration::from_secs(1) - Duration::from_nanos(part.into());
+    thread::sleep(left + Duration::from_millis(50));
 }
