@@ -5,7 +5,7 @@
 //! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
 //! bound, the loop evicts an older one that has made the least progress. A silent client therefore
 //! delays no other client, and a thousand silent clients delay only each other (I7): a connection
-//! that merely exists cannot evict one whose handshake proceeds.
+//! that merely exists cannot evict one that makes progress.
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control

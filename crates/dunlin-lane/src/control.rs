@@ -25,7 +25,7 @@ use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 use super::trust::Trust;
 
-/// Maximum time without progress in a write, or in a message that has begun to arrive.
+/// Maximum time without progress in a write, or in a message that has partly arrived.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// Why the control lane failed. Every error except [`ControlError::Deadline`] ends the lane.

@@ -99,7 +99,7 @@ pub struct LaneRequest<'a> {
     pub endpoint: &'a str,
     /// The only peer that may answer. `tls` may allow others.
     pub peer: &'a Principal,
-    /// This side's certificate and the peers whose certificates it accepts.
+    /// This side's certificate and the peers that it accepts.
     pub tls: &'a ClientTls,
     /// The dial fails at this time.
     pub deadline: Instant,

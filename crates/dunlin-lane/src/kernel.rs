@@ -325,7 +325,7 @@ pub fn choose_for_relay(
 
 /// Why a connection ends when its keys must be renewed.
 pub const CANNOT_RENEW: &str = "this kernel cannot replace a connection's keys (needs Linux \
- 6.14): seal the records of this route in this process (tls_offload)";
+ 6.14): let this process seal the records of this route";
 
 /// Installs the next key of a direction in the kernel (TLS 1.3). Its record numbers begin at zero.
 ///

@@ -19,7 +19,7 @@
 //!
 //! A source's settings never change, so all lanes of a session use the same ones. A destination can
 //! replace its settings while it runs: [`ServerTls::replace`] affects every later handshake, except
-//! those of a session in progress, whose lanes keep the session's settings.
+//! those of a session in progress: its lanes keep its settings.
 
 pub(super) mod handoff;
 

@@ -550,7 +550,7 @@ impl OpenHalf {
             self.empty_run = 0;
             return Ok(Landed::InGuest);
         }
-        // Copy the plaintext back over the ciphertext, which is no longer needed.
+        // Copy the plaintext back over the ciphertext, which can be overwritten.
         let (inner, _) = body.split_at_mut(body.len() - TAG_BYTES);
         let mut at = 0;
         for page in pages {

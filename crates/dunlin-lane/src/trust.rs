@@ -191,7 +191,7 @@ fn key_digest(content: &[u8]) -> [u8; 32] {
 }
 
 impl Trust {
-    /// Returns a check of peers whose certificates must be for `usage`.
+    /// Returns a check that requires certificates for `usage`.
     pub(super) fn new(
         authorities: Arc<Authorities>,
         algorithms: WebPkiSupportedAlgorithms,
@@ -213,7 +213,7 @@ impl Trust {
         }
     }
 
-    /// Returns the identity of a peer whose handshake passed this check.
+    /// Returns the identity of a peer after its handshake passed this check.
     ///
     /// # Errors
     /// The list of peers does not allow it, or a certificate has expired since the check.

@@ -1,4 +1,4 @@
-//! An accepted connection whose peer is not authenticated yet.
+//! An accepted connection before its peer is authenticated.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -38,7 +38,7 @@ pub(super) enum Outcome {
     Starved(io::Error),
 }
 
-/// A connection whose opening message is incomplete.
+/// A connection with an incomplete opening message.
 pub(super) struct Pending {
     pub(super) stream: TcpStream,
     pub(super) from: SocketAddr,

@@ -172,7 +172,7 @@ pub enum SettingsError {
     #[error(transparent)]
     Identity(#[from] IdentityError),
     /// The kernel is required to seal and open records, but cannot.
-    #[error("{0}; or let this process do it (`--tls-offload auto`)")]
+    #[error("{0}; or let this process seal the records")]
     Offload(#[from] Refused),
     /// rustls rejects the settings.
     #[error("unusable TLS settings: {0}")]

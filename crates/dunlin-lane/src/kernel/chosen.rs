@@ -1,4 +1,4 @@
-//! What the kernel chose for a connection whose keys it has: the driver, the location of the work,
+//! What the kernel chose for a connection with kernel TLS: the driver, the location of the work,
 //! and its counters.
 
 use std::collections::BTreeMap;
@@ -93,7 +93,7 @@ pub struct Acceleration {
 }
 
 impl Chosen {
-    /// Inspects a connection whose keys are in the kernel.
+    /// Inspects a connection with kernel TLS.
     pub fn of(connection: &TcpStream, suite: CipherSuite, inspector: &dyn Inspector) -> Self {
         let listed = fs::read_to_string(COUNTERS).unwrap_or_default();
         Self {

@@ -36,7 +36,7 @@ pub struct Bundle {
 pub enum TrustPolicy {
     /// Any server. Protects against eavesdroppers only.
     Anybody,
-    /// Servers whose certificate is in the bundle, or was issued by an authority in it, with one of
+    /// Servers with a certificate that is in the bundle, or was issued by an authority in it, with one of
     /// these names if any are required.
     Bundle(Arc<Bundle>, Peers),
 }
@@ -50,7 +50,7 @@ impl Bundle {
         let certificates = certificates(path)?;
         let mut anchors = RootCertStore::empty();
         for certificate in certificates.iter().filter(|it| is_authority(it)) {
-            // A certificate that webpki cannot parse is no trust anchor, but may be a peer's own.
+            // A certificate that webpki cannot parse is not a trust anchor, but may be a peer's own.
             let _ = anchors.add(certificate.clone());
         }
         let authorities = Authorities {

@@ -200,7 +200,7 @@ fn who_has_ended_before_the_keys_is_refused(guest: &Guest, accept: &Accept, take
     drop((input, client));
     wait_for_socket(accept.port, |state, _| state == CLOSE_WAIT);
     empty_queue(queue, taker);
-    let line = accept.says("the peer has ended the connection");
+    let line = accept.says("the peer closed the connection");
     assert!(line.contains("for own is refused"), "{line}");
     // The taker was connected to, and got nothing.
     let mut passed = Vec::new();

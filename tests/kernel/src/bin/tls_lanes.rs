@@ -326,7 +326,7 @@ fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the
         let (near, far) = connect();
         let error = near.expect_err("one key of two was taken");
         assert!(
-            error.to_string().contains("what this side sends"),
+            error.to_string().contains("the key for sending"),
             "{error}"
         );
         let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
