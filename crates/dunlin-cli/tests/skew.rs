@@ -11,14 +11,16 @@ mod tunnel;
 #[path = "support/way.rs"]
 mod way;
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use dunlin::engine::journal::{Journal, Record, State};
 use dunlin_test_base::kvm;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
@@ -77,6 +79,27 @@ fn i3_a_vm_moves_over_tls_and_over_plain_lanes() {
     }
 }
 
+#[test]
+fn i6_a_source_that_wants_plain_lanes_is_refused_by_one_that_does_not() {
+    let Some(pairs) = pairs() else { return };
+    let Some(_turn) = kvm() else { return };
+    for (from, to) in &pairs {
+        let hosts = Hosts::new();
+        let source = with_binary(from, || hosts.run("1", GUEST));
+        let destination = with_binary(to, || hosts.receive("b", "2", "--peer a.test"));
+        let flags = "--json --security plain --peer b.test";
+        let refused = with_binary(from, || {
+            finish(hosts.migrate(&source, &destination, "a", flags))
+        });
+        let failed = refused.expect(1).last();
+        assert_eq!(failed["fault"], "security-not-agreed");
+        with_binary(from, || hosts.assert_runs(&source));
+        let moved = migrate(from, &hosts, &source, &destination, "");
+        assert_eq!(moved["security"], "tls");
+        with_binary(to, || hosts.assert_runs(&destination));
+    }
+}
+
 /// Asks about the sessions of a host with this command.
 fn ask(binary: &Path, hosts: &Hosts, line: &str) -> Done {
     with_binary(binary, || {
@@ -90,80 +113,333 @@ fn ask(binary: &Path, hosts: &Hosts, line: &str) -> Done {
     })
 }
 
-/// A VM of which the source does not know where it runs: the way there was cut at *commit*, and
-/// the destination killed.
-fn in_doubt(from: &Path, to: &Path) -> (Hosts, Process, Value, Way, String) {
-    let hosts = Hosts::new();
-    let source = with_binary(from, || hosts.run("1", GUEST));
-    let mut destination = with_binary(to, || hosts.receive("b", "2", ""));
-    let (way, led) = (Way::to(&destination.address), destination.address.clone());
-    destination.address.clone_from(&way.address);
-    let flags = "--peer b.test --doubt-limit 1s";
-    let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
-    client.wait_for("paused");
-    way.hold(Duration::from_millis(600));
-    client.wait_for("committing");
-    way.cut();
-    destination.kill();
-    assert_eq!(client.ended().0, 3);
-    let listed = ask(to, &hosts, "status --json").expect(0);
-    let session = listed
-        .lines()
-        .into_iter()
-        .find(|line| line["role"] == "source");
-    let session = session.unwrap_or_else(|| panic!("{listed:?}"));
-    (hosts, source, session, way, led)
+/// The sessions of a host that this command lists.
+fn listed(binary: &Path, hosts: &Hosts) -> Vec<Value> {
+    ask(binary, hosts, "status --json").expect(0).lines()
+}
+
+/// The one session of a host in this role.
+fn one(sessions: &[Value], role: &str) -> Value {
+    let found = sessions.iter().find(|line| line["role"] == role);
+    let found = found.unwrap_or_else(|| panic!("no {role} in {sessions:?}"));
+    found.clone()
+}
+
+/// What a listed session has of its record.
+fn read(session: &Value) -> [&Value; 8] {
+    [
+        "session",
+        "role",
+        "phase",
+        "attempt",
+        "process",
+        "resolvable",
+        "vm",
+        "peer",
+    ]
+    .map(|key| &session[key])
+}
+
+/// Both commands read the same from the journals of a host; returned as today's says it.
+fn same(pair: &(PathBuf, PathBuf), hosts: &Hosts) -> Vec<Value> {
+    let [mut one, mut other] = [&pair.0, &pair.1].map(|binary| listed(binary, hosts));
+    for sessions in [&mut one, &mut other] {
+        sessions.sort_by_key(|line| format!("{} {}", line["session"], line["role"]));
+    }
+    let all = |sessions: &[Value]| -> Vec<Value> {
+        let read = |session| Value::from_iter(read(session).map(Clone::clone));
+        sessions.iter().map(read).collect()
+    };
+    assert_eq!(all(&one), all(&other));
+    if is_today(&pair.0) { one } else { other }
 }
 
 #[test]
-fn i1_i2_either_reads_the_others_journal_and_resolves_its_doubt() {
+fn either_reads_what_the_other_wrote_in_pre_copy() {
     let Some(pairs) = pairs() else { return };
     let Some(_turn) = kvm() else { return };
-    for (from, to) in &pairs {
-        let (hosts, source, session, _way, _) = in_doubt(from, to);
-        assert_eq!(session["phase"], "committing");
-        assert_eq!(session["process"], "lives");
-        assert_eq!(session["resolvable"], true);
-        let session = session["session"].as_str().unwrap();
-        // The other command asks the process that holds the VM.
-        let line = format!("resolve {session} --run-here");
-        ask(to, &hosts, &line).expect(0);
-        with_binary(from, || hosts.assert_runs(&source));
+    for pair in &pairs {
+        let (from, to) = pair;
+        let hosts = Hosts::new();
+        let source = with_binary(from, || hosts.run("1", GUEST));
+        let destination = with_binary(to, || hosts.receive("b", "2", ""));
+        let flags = "--rate 1M --peer b.test";
+        let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
+        client.wait_for("progress");
+        let sessions = same(pair, &hosts);
+        assert_eq!(one(&sessions, "source")["process"], "lives");
+        source.kill();
+        destination.kill();
+        let sessions = same(pair, &hosts);
+        assert_eq!(sessions.len(), 2);
+        let [source, destination] = ["source", "destination"].map(|role| one(&sessions, role));
+        assert_eq!(source["phase"], "migrating");
+        assert_eq!(destination["phase"], "prepared");
+        for session in [&source, &destination] {
+            assert_eq!(session["process"], "died");
+            assert_eq!(session["resolvable"], false);
+        }
     }
 }
 
+/// Every kind of record, as today's code writes it. The other tests read records that the earlier
+/// command has written.
 #[test]
-fn i1_i2_a_restarted_destination_answers_for_the_record_of_the_other() {
-    let Some(pairs) = pairs() else { return };
-    let Some(_turn) = kvm() else { return };
-    for (from, to) in &pairs {
-        let (hosts, source, session, way, led) = in_doubt(from, to);
-        source.kill();
-        // It starts as the version of the source; the record is the other's.
-        let again = with_binary(from, || {
+fn the_earlier_command_reads_every_record() {
+    use dunlin::engine::journal::{DestinationRecord as Arriving, SourceRecord as Leaving};
+    let Some([pair, _]) = pairs() else { return };
+    let hosts = Hosts::new();
+    let journal = Journal::open(&hosts.scratch.join("state")).unwrap();
+    let states = [
+        State::Source(Leaving::Migrating),
+        State::Source(Leaving::Committing),
+        State::Source(Leaving::Kept),
+        State::Source(Leaving::Released),
+        State::Source(Leaving::RanThenDied),
+        State::Source(Leaving::RunHere),
+        State::Source(Leaving::GivenUp),
+        State::Destination(Arriving::Prepared),
+        State::Destination(Arriving::Running),
+        State::Destination(Arriving::Aborted),
+        State::Destination(Arriving::MovedOn),
+    ];
+    for (number, state) in (1..).zip(states) {
+        let record = Record {
+            state,
+            session: [number; 16],
+            attempt: 2,
+            epoch: 3,
+            vm_uuid: [number; 16],
+            vm_name: "web".into(),
+            peer: "host-b.example:4444".into(),
+            owner: String::new(),
+            started_ms: u64::from(number),
+            written_ms: 0,
+        };
+        journal.create(record).unwrap().write(state).unwrap();
+    }
+    let sessions = same(&pair, &hosts);
+    assert_eq!(sessions.len(), states.len());
+    let phases = sessions.iter().map(|line| line["phase"].to_string());
+    let different: BTreeSet<String> = phases.collect();
+    assert_eq!(different.len(), states.len(), "{different:?}");
+}
+
+/// Kills a process and waits until it has gone.
+fn end(process: &Process) {
+    process.signal("KILL");
+    while support::lives(process.pid()) {
+        thread::yield_now();
+    }
+}
+
+/// What the destination of a VM in doubt has recorded.
+#[derive(Clone, Copy)]
+enum Recorded {
+    /// *prepared*: *commit* was lost, and its process was killed.
+    Prepared,
+    /// *aborted*: *commit* was lost, and its process has given the VM up.
+    Aborted,
+    /// *running*: the answer was lost.
+    Running,
+}
+
+/// A VM in doubt; its process at the source lives.
+struct Doubt {
+    hosts: Hosts,
+    source: Process,
+    destination: Process,
+    session: String,
+    way: Way,
+    /// Where the way leads to.
+    led: String,
+}
+
+impl Doubt {
+    fn new(pair: &(PathBuf, PathBuf), recorded: Recorded) -> Self {
+        let (from, to) = pair;
+        let hosts = Hosts::new();
+        let source = with_binary(from, || hosts.run("1", GUEST));
+        let mut destination = with_binary(to, || hosts.receive("b", "2", ""));
+        let (way, led) = (Way::to(&destination.address), destination.address.clone());
+        destination.address.clone_from(&way.address);
+        let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
+        let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
+        client.wait_for("paused");
+        // Longer than it takes to read the journal.
+        let held = Duration::from_secs(3);
+        match recorded {
+            Recorded::Running => way.hold(held),
+            _ => way.hold_messages(held),
+        }
+        client.wait_for("committing");
+        let phase = match recorded {
+            Recorded::Prepared => "prepared",
+            Recorded::Aborted => "aborted",
+            Recorded::Running => "running",
+        };
+        if phase != "running" {
+            way.cut_messages();
+            way.cut();
+        }
+        let is_recorded = |line: &Value| line["phase"] == phase;
+        let until = Instant::now() + tunnel::TIMEOUT;
+        while !listed(from, &hosts).iter().any(is_recorded) {
+            assert!(Instant::now() < until, "the destination is not {phase}");
+        }
+        way.cut();
+        if phase == "prepared" {
+            end(&destination);
+        }
+        let (code, last) = client.ended();
+        assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));
+        let sessions = same(pair, &hosts);
+        let listed = one(&sessions, "source");
+        assert_eq!(listed["phase"], "committing");
+        assert_eq!(listed["process"], "lives");
+        assert_eq!(listed["resolvable"], true);
+        assert_eq!(one(&sessions, "destination")["phase"], phase);
+        Self {
+            session: listed["session"].as_str().unwrap().to_owned(),
+            hosts,
+            source,
+            destination,
+            way,
+            led,
+        }
+    }
+
+    /// `dunlin resolve`, by this command.
+    fn resolve(&self, by: &Path, decision: &str) -> Done {
+        let line = format!("resolve {} {decision}", self.session);
+        ask(by, &self.hosts, &line)
+    }
+
+    /// The same, without a decision: it asks the destination.
+    fn resolve_by_asking(&self, by: &Path) -> Done {
+        let identity = self.hosts.scratch.join("a");
+        let line = format!(
+            "--doubt-limit 5s --peer b.test --identity {}",
+            identity.display()
+        );
+        self.resolve(by, &line)
+    }
+
+    /// Kills the destination's process and has this command listen in its place.
+    fn restart(self, by: &Path) -> Self {
+        let Self {
+            hosts,
+            source,
+            destination,
+            session,
+            way,
+            led,
+        } = self;
+        destination.kill();
+        let destination = with_binary(by, || {
             let mut command = words(&format!("vm receive --listen {led}"));
             command.arg("--identity").arg(hosts.scratch.join("b"));
             Process::start(command, &hosts.scratch.join("2"))
         });
-        again.wait_for("listening");
-        way.hold(Duration::ZERO);
-        let session = session["session"].as_str().unwrap();
-        let identity = hosts.scratch.join("a");
-        let line = format!(
-            "resolve {session} --doubt-limit 1s --peer b.test --identity {}",
-            identity.display()
-        );
-        let settled = ask(to, &hosts, &line);
-        // 0: it was killed before it had recorded that the VM runs there, and gave the VM back.
-        // 2: after it, so that the operator decides.
-        assert!([0, 2].contains(&settled.code), "{settled:?}");
-        if settled.code == 2 {
-            let line = format!("resolve {session} --destroy");
-            ask(from, &hosts, &line).expect(0);
+        destination.wait_for("listening");
+        way.mend();
+        Self {
+            hosts,
+            source,
+            destination,
+            session,
+            way,
+            led,
         }
-        let left = ask(to, &hosts, "status --json").expect(0);
-        let is_source = |line: &Value| line["role"] == "source";
-        assert!(!left.lines().iter().any(is_source), "{left:?}");
+    }
+
+    /// The source's record is gone, for either command.
+    fn assert_settled(&self, pair: &(PathBuf, PathBuf)) {
+        let left = same(pair, &self.hosts);
+        assert!(
+            !left.iter().any(|line| line["role"] == "source"),
+            "{left:?}"
+        );
+    }
+}
+
+#[test]
+fn i1_i2_an_operator_resolves_a_doubt_by_the_other_command() {
+    let Some(pairs) = pairs() else { return };
+    let Some(_turn) = kvm() else { return };
+    for pair in &pairs {
+        let (from, to) = pair;
+        let doubt = Doubt::new(pair, Recorded::Prepared);
+        // The command passes the decision to the process that has the VM.
+        doubt.resolve(to, "--run-here").expect(0);
+        with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
+        doubt.assert_settled(pair);
+
+        let doubt = Doubt::new(pair, Recorded::Running);
+        doubt.resolve(to, "--destroy").expect(0);
+        with_binary(to, || doubt.hosts.assert_runs(&doubt.destination));
+        doubt.assert_settled(pair);
+        doubt.source.code();
+    }
+}
+
+#[test]
+fn i1_i2_a_destination_answers_the_other_command() {
+    let Some(pairs) = pairs() else { return };
+    let Some(_turn) = kvm() else { return };
+    for pair in &pairs {
+        let (from, to) = pair;
+        // The process that runs the VM answers.
+        let doubt = Doubt::new(pair, Recorded::Running);
+        doubt.way.mend();
+        doubt.resolve_by_asking(to).expect(0);
+        with_binary(to, || doubt.hosts.assert_runs(&doubt.destination));
+        doubt.assert_settled(pair);
+        doubt.source.code();
+
+        // A process that has aborted answers.
+        let doubt = Doubt::new(pair, Recorded::Aborted);
+        doubt.way.mend();
+        doubt.resolve_by_asking(to).expect(0);
+        with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
+        doubt.assert_settled(pair);
+
+        // A process of the other version answers from the record.
+        for recorded in [Recorded::Prepared, Recorded::Aborted] {
+            let doubt = Doubt::new(pair, recorded).restart(from);
+            doubt.resolve_by_asking(to).expect(0);
+            with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
+            doubt.assert_settled(pair);
+        }
+        let doubt = Doubt::new(pair, Recorded::Running).restart(from);
+        doubt.resolve_by_asking(to).expect(2);
+        assert_eq!(
+            one(&same(pair, &doubt.hosts), "source")["phase"],
+            "ran, then died"
+        );
+        doubt.resolve(to, "--run-here").expect(0);
+        with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
+        doubt.assert_settled(pair);
+    }
+}
+
+#[test]
+fn i1_i2_the_doubt_of_a_source_that_has_died_is_taken_over_by_the_other_command() {
+    let Some(pairs) = pairs() else { return };
+    let Some(_turn) = kvm() else { return };
+    for pair in &pairs {
+        let (from, to) = pair;
+        for (recorded, code) in [(Recorded::Prepared, 0), (Recorded::Running, 2)] {
+            let doubt = Doubt::new(pair, recorded).restart(from);
+            end(&doubt.source);
+            doubt.resolve_by_asking(to).expect(code);
+            if code == 2 {
+                let source = one(&same(pair, &doubt.hosts), "source");
+                assert_eq!(source["process"], "died");
+                doubt.resolve(from, "--destroy").expect(0);
+            }
+            doubt.assert_settled(pair);
+        }
     }
 }
 

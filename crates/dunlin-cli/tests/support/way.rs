@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A relay to a destination that can delay and drop the destination's answers.
+/// A relay to a destination that can delay and drop the destination's answers and the messages to
+/// it.
 pub struct Way {
     pub address: String,
-    held_ms: Arc<AtomicU64>,
+    answers_held_ms: Arc<AtomicU64>,
+    messages_held_ms: Arc<AtomicU64>,
 }
 
 /// In place of a delay: drop.
@@ -20,41 +22,71 @@ impl Way {
     pub fn to(destination: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let held_ms = Arc::<AtomicU64>::default();
-        let (held, destination) = (Arc::clone(&held_ms), destination.to_owned());
+        let answers_held_ms = Arc::<AtomicU64>::default();
+        let messages_held_ms = Arc::<AtomicU64>::default();
+        let (answers, messages) = (Arc::clone(&answers_held_ms), Arc::clone(&messages_held_ms));
+        let destination = destination.to_owned();
         std::thread::spawn(move || {
-            for near in listener.incoming().map_while(Result::ok) {
+            for (number, near) in listener.incoming().map_while(Result::ok).enumerate() {
                 // If the destination does not listen, the connection is refused.
                 let Ok(far) = TcpStream::connect(&destination) else {
                     continue;
                 };
                 let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
-                let held = Arc::clone(&held);
-                std::thread::spawn(move || copy(near_too, far_too, &AtomicU64::new(0)));
-                std::thread::spawn(move || copy(far, near, &held));
+                let (answers, messages) = (Arc::clone(&answers), Arc::clone(&messages));
+                // The first connection is the control lane. Only its messages are delayed: a delay of
+                // each read of pages would take minutes.
+                let waits = number == 0;
+                std::thread::spawn(move || copy(near_too, far_too, &messages, waits));
+                std::thread::spawn(move || copy(far, near, &answers, true));
             }
         });
-        Self { address, held_ms }
+        Self {
+            address,
+            answers_held_ms,
+            messages_held_ms,
+        }
     }
 
     /// Delays each answer by `time` from now on.
     pub fn hold(&self, time: Duration) {
-        let millis = time.as_millis().try_into().unwrap();
-        self.held_ms.store(millis, Ordering::SeqCst);
+        self.answers_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
     /// Drops the delayed answers and all later ones.
     pub fn cut(&self) {
-        self.held_ms.store(CUT, Ordering::SeqCst);
+        self.answers_held_ms.store(CUT, Ordering::SeqCst);
+    }
+
+    /// Delays each message on the first control lane by `time` from now on.
+    pub fn hold_messages(&self, time: Duration) {
+        self.messages_held_ms.store(millis(time), Ordering::SeqCst);
+    }
+
+    /// Drops the delayed messages and all later ones, on every connection.
+    pub fn cut_messages(&self) {
+        self.messages_held_ms.store(CUT, Ordering::SeqCst);
+    }
+
+    /// Relays new connections without delay.
+    pub fn mend(&self) {
+        for held in [&self.answers_held_ms, &self.messages_held_ms] {
+            held.store(0, Ordering::SeqCst);
+        }
     }
 }
 
-fn copy(mut from: TcpStream, mut to: TcpStream, held_ms: &AtomicU64) {
+fn millis(time: Duration) -> u64 {
+    time.as_millis().try_into().unwrap()
+}
+
+fn copy(mut from: TcpStream, mut to: TcpStream, held_ms: &AtomicU64, waits: bool) {
     let mut buffer = [0; 65536];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
         match held_ms.load(Ordering::SeqCst) {
             CUT => break,
-            millis => std::thread::sleep(Duration::from_millis(millis)),
+            millis if waits => std::thread::sleep(Duration::from_millis(millis)),
+            _ => {}
         }
         if held_ms.load(Ordering::SeqCst) == CUT {
             break;
