@@ -40,6 +40,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+/// The name of the earlier command in the path; see [`Guest::versions`].
+pub const PREVIOUS: &str = "dunlin-previous";
+
 /// "Skipped" as an exit code, as in automake.
 const SKIPPED: i32 = 77;
 
@@ -150,7 +153,6 @@ impl Guest {
     /// The soak runs without `DUNLIN_PREVIOUS`.
     #[must_use]
     pub fn versions(&self) -> [[&'static str; 2]; 2] {
-        const PREVIOUS: &str = "dunlin-previous";
         if !Path::new("/usr/bin").join(PREVIOUS).exists() {
             let reason = "the earlier command is missing: DUNLIN_PREVIOUS=$(tools/previous)";
             assert!(!is_soak(), "{reason}");

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use dunlin_rig::linux::netns::run_inside;
 use serde_json::Value;
 
-use crate::Guest;
+use crate::{Guest, PREVIOUS};
 
 /// The two hosts, each a network namespace, and their addresses.
 pub const HOSTS: [(&str, &str); 2] = [("a", "10.0.0.1"), ("b", "10.0.0.2")];
@@ -178,7 +178,7 @@ impl Process {
                 "[::]:7302",
                 "--udp",
                 "4500",
-                "--timeout",
+                timeout_flag(dunlin),
                 "60s",
                 "--ports",
                 PORTS,
@@ -266,8 +266,18 @@ pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     if !more.contains(&"--control") {
         command.args(["--control", "run-a"]);
     }
-    command.args(["--timeout", "60s"]).args(more);
+    command.args([timeout_flag(dunlin), "60s"]).args(more);
     command
+}
+
+/// The flag that limits how long a peer may take to answer. The earlier command has another name for
+/// it.
+fn timeout_flag(dunlin: &str) -> &'static str {
+    if dunlin == PREVIOUS {
+        "--patience"
+    } else {
+        "--timeout"
+    }
 }
 
 /// Certificates for both hosts.
