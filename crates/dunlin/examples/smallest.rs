@@ -50,9 +50,7 @@ impl Vm {
     }
 
     fn guest(&self) -> MutexGuard<'_, (RunState, u64)> {
-        self.guest
-            .lock()
-            .expect("no thread panics while holding it")
+        self.guest.lock().expect("no holder panics")
     }
 
     fn step(&self) {

@@ -171,7 +171,7 @@ fn i6_i7_a_selection_that_was_not_offered_is_refused() {
         lane: 1,
         mac: [0; 32],
     });
-    let ends = stays(MALFORMED, "with something else");
+    let ends = stays(MALFORMED, "unexpected answer to the offer");
     refused_by_source(
         "select: a lane's opening instead",
         ends,
@@ -279,7 +279,7 @@ fn i7_endpoints_that_lead_elsewhere_are_refused() {
             "\u{1b}[2J".to_owned(),
             "cannot reach",
         ),
-        ("to a stranger", elsewhere, "cannot be secured"),
+        ("to a stranger", elsewhere, "cannot secure lane 1"),
     ];
     let (_, other_authority) = tls();
     thread::spawn(move || {

@@ -125,7 +125,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         (
             Opening::Select(selection),
             FaultCode::Malformed,
-            "an offer comes first",
+            "expected an offer as the first message",
         ),
     ];
     for (opening, fault, text) in lies {
@@ -431,12 +431,12 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
         ),
         (
             "more chunks than came",
-            "ends with 5 chunks",
+            "announced 5 chunks at its end but carried 1",
             vec![zero_chunk(0, 0, 0), end(5)],
         ),
         (
             "fewer chunks than came",
-            "ends with 0 chunks",
+            "announced 0 chunks at its end but carried 1",
             vec![zero_chunk(0, 0, 0), end(0)],
         ),
         (
@@ -552,7 +552,7 @@ fn i7_counts_that_lie_end_the_session() {
             liar.into()
         });
     }
-    let text = "where the source counts";
+    let text = "but the source counts";
     refused_by_destination(
         "final: a section that never came",
         MALFORMED,
@@ -848,7 +848,7 @@ fn i8_a_source_that_reads_no_acknowledgements_takes_no_memory() {
 fn i7_numbers_that_are_not_one_after_the_other_end_the_session() {
     for (lie, step, text) in [
         ("one number twice", 0, "arrived twice"),
-        ("every second number", 2, "one after the other"),
+        ("every second number", 2, "gaps in the chunk numbers"),
     ] {
         refused_by_destination(&format!("chunk: {lie}"), MALFORMED, text, |victim| {
             let mut liar = victim.liar();

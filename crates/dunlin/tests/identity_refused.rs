@@ -420,7 +420,7 @@ fn i6_certificates_out_of_date_or_revoked() {
             &revoked,
         ),
         &[
-            "is revoked by its authority",
+            "is revoked according to a revocation list",
             "give the peer another certificate",
         ],
         &["CertificateRevoked (44)", "replace it"],
@@ -432,7 +432,7 @@ fn i6_certificates_out_of_date_or_revoked() {
             &near(&source, names(&[&pin])),
             &revoked,
         ),
-        &["is revoked by its authority"],
+        &["is revoked according to a revocation list"],
         &["CertificateRevoked (44)"],
     );
     let (bad, good) = (
@@ -449,7 +449,7 @@ fn i6_certificates_out_of_date_or_revoked() {
         ),
         &["CertificateRevoked (44)", "replace it"],
         &[
-            "is revoked by its authority",
+            "is revoked according to a revocation list",
             "give the peer another certificate",
         ],
     );
@@ -469,7 +469,7 @@ fn i6_certificates_out_of_date_or_revoked() {
             &far(&careful(&good, &list), names(&[])),
         ),
         &["CertificateRevoked (44)"],
-        &["is revoked by its authority"],
+        &["is revoked according to a revocation list"],
     );
     let old = site.ca.revoke(&[], 2025);
     table.row(

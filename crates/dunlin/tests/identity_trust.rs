@@ -171,7 +171,7 @@ fn a_revocation_list_is_for_its_authority_alone() {
     destination.put("ca-crl.pem", "nothing");
     let error = Identity::load(destination.directory(), LoadOptions::default()).unwrap_err();
     assert!(
-        error.to_string().contains("holds no revocation list"),
+        error.to_string().contains("contains no revocation list"),
         "{error}"
     );
 }
@@ -326,7 +326,7 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
     assert!(at(list.not_after - 31 * DAY).is_empty());
     let text = at(list.not_after - 30 * DAY).join("");
     assert!(
-        text.contains("revocation list 1 in") && text.contains("ends in 30 days"),
+        text.contains("revocation list 1 in") && text.contains("expires in 30 days"),
         "{text}"
     );
     let text = at(certificate.not_after - Duration::from_secs(9)).join("|");

@@ -95,7 +95,7 @@ fn a_vm_larger_than_the_destinations_control_group_is_refused_before_it_moves() 
         "/memory.",
         "the kernel would kill it",
         "at fault: peer",
-        "raise the limit of the cgroup",
+        "raise the memory limit",
         "goes on at the source",
     ];
     assert_says(&text, &parts);

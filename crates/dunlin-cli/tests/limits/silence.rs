@@ -129,7 +129,7 @@ fn source_that_only_answers() {
     let began = Instant::now();
     let client = under_way(&hosts, &source, &destination, "--rate 1K");
     let parts = [
-        "the source is there, and has sent no pages nor anything else for 3s",
+        "the source answers pings but has sent no pages or messages for 3s",
         "(standstill, at fault: this side)",
         "raise the destination's limit",
     ];

@@ -305,7 +305,7 @@ impl Hosts {
         let issuer =
             Issuer::from_ca_cert_pem(&authority, KeyPair::from_pem(&key).unwrap()).unwrap();
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        params.not_before = not_after - Duration::from_secs(60);
+        params.not_before = not_after - Duration::from_secs(600);
         params.not_after = not_after;
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &issuer).unwrap();

@@ -325,10 +325,7 @@ fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the
         };
         let (near, far) = connect();
         let error = near.expect_err("one key of two was taken");
-        assert!(
-            error.to_string().contains("the key for sending"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("the key for sending"), "{error}");
         let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
             .expect("a socket takes its options");
         // Not so much as an alert, which would go in the clear.
