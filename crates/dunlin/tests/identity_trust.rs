@@ -335,11 +335,11 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
         "{text}"
     );
     assert!(
-        text.contains("revocation list 1") && text.contains("was valid until"),
+        text.contains("revocation list 1") && text.contains("expired on"),
         "{text}"
     );
 
-    // What is made to last a day is not always about to end.
+    // A certificate that is valid for a day does not always expire soon.
     let short = LoadOptions {
         warn_before: 1_000_000 * DAY,
         ..LoadOptions::default()
