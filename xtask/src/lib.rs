@@ -1,8 +1,8 @@
-//! Chores of the workspace, as a library so that they can be tested. `cargo xtask help` lists them.
+//! The workspace's development tasks, as a library for its tests. `cargo xtask help` lists them.
 //!
-//! - [`mod@bench`]: Dunlin beside other programs.
-//! - [`kernel`]: tests under a real kernel.
-//! - [`programs`]: test programs side by side.
+//! - [`mod@bench`]: benchmarks of Dunlin and other programs.
+//! - [`kernel`]: tests under Debian's kernels, in virtual machines.
+//! - [`programs`]: runs test programs in parallel.
 //! - [`words`]: retired words in code and pages.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
@@ -23,27 +23,27 @@ use self::kernel::KernelOptions;
 use self::programs::TestOptions;
 use self::words::WordOptions;
 
-/// The exit code when something cannot be had from Debian: no network, or no Debian.
+/// The exit code if Debian's packages cannot be fetched: no network, or the host is not Debian.
 const NOT_FETCHED: u8 = 3;
 
-/// Dunlin's own chores.
+/// Development tasks of Dunlin.
 #[derive(Parser)]
 #[command(bin_name = "cargo xtask")]
 enum Chore {
     /// Runs the tests of tests/kernel inside virtual machines with Debian's kernels.
     Kernel(KernelOptions),
-    /// Measures Dunlin beside other programs; docs/benchmarking.md says how to read it.
+    /// Compares Dunlin with other programs; docs/benchmarking.md explains the output.
     #[command(subcommand)]
     Bench(Bench),
-    /// Runs test programs side by side, each by itself when it is about time.
+    /// Runs test programs in parallel, and those that measure time one by one.
     Test(TestOptions),
     /// Lists retired words in code and pages; fails if there are any.
     Words(WordOptions),
 }
 
-/// Cargo, as whoever has called this program would call it. `cargo run` tells a program about its own
-/// package, and a build script that looks at the same variables (ring's does) would take that
-/// for a change, and build everything above it again.
+/// Returns cargo with the environment of this program's caller. `cargo run` sets variables about
+/// its own package. A build script that reads these variables, such as ring's, would treat them as
+/// a change and rebuild every crate above it.
 fn cargo() -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     for (name, _) in env::vars_os() {
@@ -58,7 +58,7 @@ fn cargo() -> Command {
     cargo
 }
 
-/// Does the chore that the command line names.
+/// Runs the task that the command line names.
 #[must_use]
 pub fn main() -> ExitCode {
     let done = match Chore::parse() {

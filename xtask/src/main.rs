@@ -1,4 +1,4 @@
-//! `cargo xtask`: chores that cargo has no command for.
+//! `cargo xtask`: development tasks that cargo has no command for.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

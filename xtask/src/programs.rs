@@ -1,6 +1,6 @@
-//! Test programs side by side. Most of them wait for most of their time: for a
-//! silent peer, a limit, a guest that counts; one after the other they leave the
-//! machine idle.
+//! Runs test programs in parallel. Most of them spend most of their time waiting: for a silent
+//! peer, for a timeout, or for a guest that counts. Run one after the other, they leave the machine
+//! idle.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -16,27 +16,27 @@ use clap::{Args, ValueEnum};
 use dunlin_test_base::Scratch;
 use serde::Deserialize;
 
-/// How many run at a time, on a machine of two cores.
+/// The number of programs that run at once, for a machine of two cores.
 const AT_A_TIME: usize = 2;
-/// Programs that promise or compare times and rates, and run when no other does.
+/// Programs that assert or compare times and rates. Each runs alone.
 const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
-/// A package of which all programs do: its guests keep rates.
+/// A package with guests that keep rates: each of its programs runs alone.
 const GUESTS: &str = "crates/dunlin-microvm";
-/// Where the packages are that tests stand on.
+/// Packages of the test infrastructure.
 const RIG: [&str; 2] = ["tests/rig", "xtask"];
-/// How the names of the tunnel's programs begin, in whatever package.
+/// The name prefix of the tunnel's test programs, in any package.
 const TUNNEL: &str = "tunnel";
-/// And those of the hand-off's.
+/// The name prefix of the hand-off's test programs.
 const HANDOFF: &str = "handoff";
-/// What [`built`] builds; another choice of packages would build much of it twice.
+/// The packages that [`built`] builds. Another selection would build many crates twice.
 const BUILT: [&str; 3] = ["--workspace", "--exclude", "dunlin-kernel-tests"];
-/// So many of the longest are named at the end.
+/// The number of longest-running programs that the summary lists.
 const LONGEST: usize = 8;
 
-/// What to run.
+/// Options of `cargo xtask test`.
 #[derive(Debug, Args)]
 pub struct TestOptions {
-    /// Which programs; without it they are built alone.
+    /// The programs to run; without it the programs are only built.
     suite: Option<Suite>,
 }
 
@@ -44,15 +44,15 @@ pub struct TestOptions {
 enum Suite {
     /// The crates' own tests.
     Spine,
-    /// What tests stand on.
+    /// The test infrastructure.
     Rig,
-    /// The tunnel, with real hypervisors too.
+    /// The tunnel, including its tests with real hypervisors.
     Tunnel,
     /// The hand-off.
     Handoff,
 }
 
-/// What cargo says of each thing that it has built.
+/// Cargo's message about an artifact.
 #[derive(Deserialize)]
 struct Message {
     reason: String,
@@ -75,12 +75,12 @@ struct Profile {
 struct Program {
     name: String,
     file: PathBuf,
-    /// Of its package: where cargo runs it too.
+    /// The directory of its package, in which cargo also runs it.
     directory: PathBuf,
 }
 
 impl Program {
-    /// For people: programs of several packages are called `it`.
+    /// A name for the output; programs of several packages are called `it`.
     fn label(&self) -> String {
         let package = self.directory.file_name().unwrap_or_default();
         format!("{} {}", package.display(), self.name)
@@ -109,14 +109,13 @@ struct Ran {
     passed: bool,
 }
 
-/// Builds the chosen test programs and runs them; one that fails does not keep
-/// the others from running.
+/// Builds the chosen test programs and runs them. A failing program does not stop the others.
 ///
 /// # Errors
-/// They cannot be built or started, or none is chosen.
+/// The programs cannot be built or started, or the suite has none.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
-    // One that was renamed would run beside others, and nobody would know.
+    // A renamed program would run beside others unnoticed.
     let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
     if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
         bail!("{gone}, which is to run alone, is no test program any more");
@@ -150,7 +149,7 @@ pub fn command(options: &TestOptions) -> Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
-/// Builds them. Returns them as cargo would run them, one after the other.
+/// Builds the test programs. Returns them in the order in which cargo would run them.
 fn built() -> Result<Vec<Program>> {
     let mut cargo = crate::cargo()
         .args(["test", "--locked", "--no-run"])
@@ -172,7 +171,7 @@ fn built() -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-/// A test program, if that is what a line of cargo's is about.
+/// Parses one line of cargo's output. Returns the program if the line reports a test program.
 fn program(line: &str) -> Result<Option<Program>> {
     let message: Message =
         serde_json::from_str(line).with_context(|| format!("cargo says {line}"))?;
@@ -192,7 +191,7 @@ fn program(line: &str) -> Result<Option<Program>> {
     }))
 }
 
-/// Runs programs, so many at a time; prints what each wrote when it has ended.
+/// Runs programs, `at_a_time` at once; prints the output of each when it has ended.
 fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
     let waiting = Mutex::new(VecDeque::from(programs));
     let ran = Mutex::new(Vec::new());
@@ -219,14 +218,14 @@ fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
 }
 
 fn run_one(program: &Program) -> Result<Ran> {
-    // A file, and no pipe: what a test has left running would hold that open.
+    // A file instead of a pipe: a process that a test leaves behind would keep a pipe open.
     let scratch = Scratch::try_new()?;
     let output = scratch.join("output");
     let file = File::create(&output)?;
     let began = Instant::now();
     let mut command = Command::new(&program.file);
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
-        // What the seeds and crashes have come to is what a soak is run for.
+        // The soak prints the results of passed tests too, such as seeds and crash counts.
         command.arg("--show-output");
     }
     let status = command

@@ -1,5 +1,5 @@
-//! What goes wrong in a guest is reported as what it is. Each test boots Debian's newest kernel with
-//! scripts in the place of tests.
+//! Tests of the verdicts of `cargo xtask kernel`. Each test boots Debian's newest kernel with
+//! scripts instead of test programs.
 #![allow(clippy::unwrap_used)]
 #![cfg(target_arch = "x86_64")]
 
@@ -15,8 +15,8 @@ use xtask::kernel::program::{Needs, Program, Under};
 use xtask::kernel::verdict::{Failure, Outcome, Verdict};
 use xtask::kernel::{Boot, Rig};
 
-/// Boots with these scripts, given as name and text, in this order.
-/// `None` where there is neither a Debian nor a network.
+/// Boots with `scripts`, given as name and text, and runs them in this order. Returns `None` if the
+/// host is not Debian or has no network.
 fn boot(scripts: &[(&str, &str)], adjust: impl FnOnce(&mut Machine<'_>)) -> Option<Boot> {
     let qemu = need::qemu()?;
     let kernel = need::fetched(debian::kernel(&Which::Newest))?;
@@ -145,7 +145,7 @@ fn a_test_that_leaves_the_machine_changed_has_failed_and_the_next_has_another() 
 
 #[test]
 fn a_machine_that_says_nothing_has_hung() {
-    // It never starts its first CPU.
+    // QEMU does not start the first CPU.
     let Some(boot) = boot(&[("a", "exit 0")], |machine| {
         machine.qemu_arguments.push("-S".to_owned());
         machine.boot_limit = Duration::from_secs(3);

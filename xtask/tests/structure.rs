@@ -49,7 +49,7 @@ const LAYERS: [(&str, &[&str]); 9] = [
     ),
 ];
 
-/// What a VMM author must not have to compile.
+/// Crates that a VMM author must not have to compile.
 const NOT_FOR_A_VMM: [&str; 5] = [
     "kvm",
     "netlink",
@@ -58,10 +58,10 @@ const NOT_FOR_A_VMM: [&str; 5] = [
     "dunlin-ipsec",
 ];
 
-/// The most fields of a struct.
+/// The largest number of fields in a struct.
 const MAX_FIELDS: usize = 24;
 
-/// Crates with `unsafe`, all of it or in one module.
+/// Crates that contain `unsafe`, anywhere or in one module.
 const WITH_UNSAFE: [&str; 2] = ["dunlin-linux", "dunlin-microvm"];
 
 fn root() -> PathBuf {
@@ -144,7 +144,7 @@ impl Sources {
         sources
     }
 
-    /// Adds a file and those of its modules; they are in `directory`.
+    /// Adds a file and the files of its modules, which are in `directory`.
     fn add(&mut self, path: Vec<String>, file: &Path, directory: &Path) {
         let parsed = syn::parse_file(&fs::read_to_string(file).unwrap()).unwrap();
         for item in &parsed.items {
@@ -207,7 +207,7 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// The paths that a file imports or names from `crate`, `self` and `super`.
+/// The paths below `crate`, `self` and `super` that a file imports or uses.
 #[derive(Default)]
 struct Paths(Vec<Vec<String>>);
 
@@ -281,8 +281,8 @@ fn no_files_of_a_crate_import_each_other_in_a_circle() {
             let targets: BTreeSet<_> = targets.filter(|to| !is_one_unit(from, to)).collect();
             imports.insert(from.clone(), targets);
         }
-        // A file that imports nothing that is left is in no circle, and neither is one that
-        // nothing left imports.
+        // Remove files without remaining imports and files that no remaining file imports: neither
+        // can be part of a circle.
         loop {
             let before = imports.len();
             let left: BTreeSet<_> = imports.keys().cloned().collect();

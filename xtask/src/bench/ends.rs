@@ -16,22 +16,22 @@ use dunlin_test_base::Scratch;
 
 use super::program;
 
-/// Nothing that is waited for takes longer.
+/// The time limit for every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a forwarder prints when it accepts connections.
+/// The line that a forwarder prints when it accepts connections.
 pub(super) const LISTENING: &str = "listening";
 
-/// What carries the bytes.
+/// The transport under measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Variant {
-    /// Nothing: the sender's socket is the reader's.
+    /// No tunnel: the sender's socket is connected to the reader's.
     Bare,
-    /// Two processes that move bytes and seal none ([`super::forward`]).
+    /// Two processes that move bytes without encryption ([`super::forward`]).
     Pipeline,
     Stunnel,
     Relay,
-    /// With so many lanes.
+    /// A tunnel in stripe mode with this number of lanes.
     Stripe(u16),
 }
 
@@ -65,7 +65,7 @@ impl FromStr for Variant {
     }
 }
 
-/// What a hypervisor's socket is.
+/// The socket type of the hypervisors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ends {
     Unix,
@@ -143,7 +143,7 @@ impl Write for &Stream {
     }
 }
 
-/// What all variants share: certificates, and where the far hypervisor listens.
+/// State shared by all variants: certificates, and the far hypervisor's listener.
 pub(super) struct Site {
     dunlin: PathBuf,
     scratch: Scratch,
@@ -182,12 +182,12 @@ impl Site {
         self.scratch.join(name)
     }
 
-    /// Where the far QEMU listens.
+    /// The socket of the far QEMU.
     pub(super) fn qemu(&self) -> PathBuf {
         self.path("qemu-out")
     }
 
-    /// The next connection at the far hypervisor.
+    /// Accepts the next connection at the far hypervisor.
     pub(super) fn accept(&self, ends: Ends) -> Result<Stream> {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -209,7 +209,7 @@ impl Site {
     }
 }
 
-/// Two processes, and where they take connections.
+/// Two processes, and the addresses on which they accept connections.
 pub(super) struct Pair {
     pub(super) variant: Variant,
     processes: Vec<Process>,
@@ -222,7 +222,7 @@ struct Process(Child);
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Fails only for one that has ended.
+        // Fails only if the process has ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -266,18 +266,18 @@ impl Pair {
         let mut ticks = 0;
         for process in &self.processes {
             let stat = fs::read_to_string(format!("/proc/{}/stat", process.0.id()))?;
-            // The command's name may hold spaces; utime and stime are the 14th and 15th.
+            // The command's name may contain spaces; utime and stime are fields 14 and 15.
             let (_, rest) = stat.rsplit_once(')').context("no stat of a process")?;
             let fields = rest.split_whitespace().skip(11).take(2);
             for field in fields {
                 ticks += field.parse::<u64>()?;
             }
         }
-        // USER_HZ, which is 100 on every machine that Linux shows it to.
+        // USER_HZ, which Linux reports as 100 on every machine.
         Ok(Duration::from_millis(ticks * 10))
     }
 
-    /// A connection to the near entrance.
+    /// Connects to the near end.
     pub(super) fn connect(&self, ends: Ends) -> Result<Stream> {
         let stream = match ends {
             Ends::Unix => Stream::Unix(UnixStream::connect(&self.unix)?),
@@ -328,7 +328,7 @@ impl Pair {
             fs::write(&file, text)?;
             let mut command = Command::new(&site.dunlin);
             command.args(["tunnel", "run", "--config"]).arg(&file);
-            // Beside tunnels that may run on this host.
+            // Does not collide with other tunnels on this host.
             command.arg("--control").arg(site.path("control"));
             let mut child = command
                 .stdin(Stdio::null())
@@ -339,7 +339,7 @@ impl Pair {
             let stdout = child.stdout.take().context("it was asked for")?;
             let mut stdout = BufReader::new(stdout);
             stdout.read_line(&mut said)?;
-            // Its other lines go nowhere.
+            // Discard the remaining lines.
             thread::spawn(move || io::copy(&mut stdout, &mut io::sink()));
             self.processes.push(Process(child));
             if !said.starts_with("listening on ") {
@@ -376,7 +376,7 @@ impl Pair {
     }
 
     fn stunnels(&mut self, site: &Site) -> Result<()> {
-        // stunnel's own words for the same places.
+        // stunnel's syntax for the same addresses.
         let place = |text: String| {
             let path = text.strip_prefix("unix:");
             path.or(text.strip_prefix("tcp:"))
@@ -419,7 +419,7 @@ impl Pair {
         wait("stunnel at the near side", || {
             self.unix.exists() && self.qemu.exists()
         })?;
-        // Between making its sockets and listening there.
+        // stunnel creates its sockets before it listens on them.
         thread::sleep(Duration::from_millis(200));
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! Figures of several rounds: lines of JSON, or a table.
+//! Measurements of several rounds, printed as lines of JSON or as a table.
 
 use serde_json::{Map, Value, json};
 
-/// Everything that was measured, in the order in which it was first.
+/// All measurements, in the order of their first occurrence.
 #[derive(Debug, Default)]
 pub(super) struct Table(Vec<Row>);
 
@@ -12,7 +12,7 @@ struct Row {
     figures: Vec<(&'static str, Vec<f64>)>,
 }
 
-/// One turn's part of a row.
+/// The measurements of one turn for a row.
 pub(super) struct Line<'a> {
     table: &'a mut Table,
     row: Row,
@@ -50,7 +50,7 @@ impl Table {
 }
 
 impl Line<'_> {
-    /// A condition under which it was measured.
+    /// Adds a condition of the measurement.
     pub(super) fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.row.conditions.insert(name.to_owned(), value.into());
         self
@@ -61,7 +61,7 @@ impl Line<'_> {
         self
     }
 
-    /// Adds it to the other turns under the same conditions.
+    /// Adds the measurement to those of other turns under the same conditions.
     pub(super) fn add(self) {
         let same = |row: &&mut Row| row.conditions == self.row.conditions;
         let Some(row) = self.table.0.iter_mut().find(same) else {
@@ -108,7 +108,7 @@ impl Row {
     }
 }
 
-/// The middle value, or the mean of the two in the middle; the smallest; the largest.
+/// The median (the mean of the two middle values for an even count), the minimum and the maximum.
 fn spread(values: &[f64]) -> (f64, f64, f64) {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -120,7 +120,7 @@ fn spread(values: &[f64]) -> (f64, f64, f64) {
     (f64::midpoint(sorted[lower], sorted[upper]), least, most)
 }
 
-/// Four digits behind the point: more would be noise.
+/// Rounds to four decimal places; more would be noise.
 fn rounded(value: f64) -> Value {
     json!((value * 1e4).round() / 1e4)
 }

@@ -1,5 +1,5 @@
-//! A tunnel's end without a cipher: what is left of a tunnel when nothing is sealed, and so the
-//! ceiling for every program that stands between two hypervisors and moves bytes through itself.
+//! A tunnel end without encryption. It measures the upper bound for every program that moves bytes
+//! between two hypervisors through user space.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -12,10 +12,10 @@ use clap::Args;
 
 use super::ends::{LISTENING, Stream};
 
-/// As much as a relay moves at once.
+/// The number of bytes that a relay moves at once.
 const PIECE_BYTES: usize = 512 << 10;
 
-/// Where connections come in and go on.
+/// Addresses of the forwarder.
 #[derive(Args, Debug)]
 pub struct ForwardOptions {
     /// LISTEN and TARGET of each route, each of them unix:PATH or tcp:ADDRESS:PORT.
@@ -71,7 +71,7 @@ impl Listener {
     }
 }
 
-/// Says on standard output when it listens everywhere, and never returns.
+/// Prints a line when it listens on every address, then serves without returning.
 pub(super) fn run(options: &ForwardOptions) -> Result<()> {
     let mut routes = Vec::new();
     for route in options.routes.chunks_exact(2) {
@@ -95,12 +95,13 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
     Ok(())
 }
 
-/// Both ways, each in a thread of its own. Whoever does not listen has no connection.
+/// Moves bytes in both directions, each in a thread of its own. Drops the connection if the target
+/// does not listen.
 fn carry(near: Stream, target: &Place) {
     let target = target.clone();
     thread::spawn(move || {
-        // A target that does not answer, or a connection that was cut, ends this one alone: the
-        // measurement finds its end.
+        // An unreachable target or a reset ends only this connection; the measurement sees the
+        // closed connection.
         let Ok(far) = target.connect() else { return };
         thread::scope(|scope| {
             scope.spawn(|| one_way(&near, &far));

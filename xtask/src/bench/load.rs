@@ -1,4 +1,4 @@
-//! What goes through a tunnel: bulk, and round trips.
+//! Load for a tunnel: bulk data and round trips.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -8,20 +8,20 @@ use anyhow::{Context, Result, bail};
 
 use super::ends::{Ends, Pair, Site, Stream};
 
-/// What a sender writes and a reader reads at once.
+/// The number of bytes of one write and one read.
 const PART_BYTES: usize = 256 << 10;
-/// How long a stalled channel has taken nothing when it counts as full.
+/// A stalled channel counts as full when it has accepted nothing for this long.
 const FULL: Duration = Duration::from_millis(300);
 
-/// What a turn has shown.
+/// The result of a turn.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moved {
     pub(super) gib_per_s: f64,
-    /// Of both ends.
+    /// CPU time of both ends.
     pub(super) cpu_s_per_gib: f64,
 }
 
-/// Channels that stand: a byte has gone through each.
+/// Opens channels. Each has carried one byte, which proves that it is open.
 fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Stream, Stream)>> {
     let mut open = Vec::new();
     for _ in 0..streams {
@@ -34,7 +34,8 @@ fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Str
     Ok(open)
 }
 
-/// So many bytes over so many channels at once, from the first byte to the last end.
+/// Sends `bytes` over each of `streams` channels at once, and measures from the first byte to the
+/// last end of stream.
 pub(super) fn bulk(
     site: &Site,
     pair: &Pair,
@@ -61,7 +62,7 @@ pub(super) fn bulk(
     let cpu = pair.cpu()?.saturating_sub(cpu).as_secs_f64();
     for (near, far) in channels {
         drop(far);
-        // Until the end has come back the channel stands.
+        // The channel stays open until the end of stream has arrived.
         (&near).read_to_end(&mut Vec::new()).context("the end")?;
     }
     let gib = (each * streams as u64) as f64 / f64::from(1 << 30);
@@ -93,7 +94,7 @@ fn receive(mut stream: &Stream, bytes: u64) -> Result<()> {
     }
 }
 
-/// How long each of so many round trips took.
+/// Measures the duration of each of a number of round trips.
 pub(super) fn trips(
     site: &Site,
     pair: &Pair,
@@ -125,7 +126,7 @@ pub(super) fn trips(
     })
 }
 
-/// A channel that is full, since nobody reads at its far side.
+/// A channel that is full because its far side does not read.
 pub(super) struct Stalled {
     _near: Stream,
     _far: Stream,
@@ -145,7 +146,7 @@ impl Stalled {
     }
 }
 
-/// Bytes that nothing makes shorter.
+/// Incompressible bytes.
 fn random(bytes: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {

@@ -9,17 +9,17 @@ use serde_json::{Value, json};
 
 use super::ends::{Pair, Site};
 
-/// What a migration took.
+/// The duration and downtime of a migration.
 pub(super) struct Moved {
     pub(super) total_s: f64,
     /// As QEMU's source reports it.
     pub(super) downtime_ms: f64,
-    /// From the source's stop to the destination's start.
+    /// From the stop of the source to the start of the destination.
     pub(super) guest_downtime_ms: f64,
 }
 
 pub(super) fn migrate(site: &Site, pair: &Pair, setup: &Setup) -> Result<Moved> {
-    // One that an earlier QEMU has left behind.
+    // A previous QEMU may have left its socket behind.
     let _ = fs::remove_file(site.qemu());
     let mut source = Machine::start(setup, None)?;
     let mut destination = Machine::start_incoming(setup, None)?;
@@ -37,7 +37,7 @@ pub(super) fn migrate(site: &Site, pair: &Pair, setup: &Setup) -> Result<Moved> 
 
 fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration) -> Result<Moved> {
     begin(source, destination, migration)?;
-    // The guest goes on as soon as it is there.
+    // Resume the guest as soon as it has arrived.
     destination.qmp().execute("cont", json!({}))?;
     let is = |wanted: &'static str| move |name: &str, _: &Value| name == wanted;
     let stopped = source.qmp().wait_event(PATIENCE, is("STOP"))?;
@@ -55,7 +55,7 @@ fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration)
     })
 }
 
-/// When an event happened, by this host's clock.
+/// The time of an event by this host's clock.
 fn at(event: &Value) -> Result<Duration> {
     let stamp = &event["timestamp"];
     let part = |name: &str| stamp[name].as_u64().context("an event without a time");

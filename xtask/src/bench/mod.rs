@@ -1,7 +1,7 @@
-//! `cargo xtask bench`: Dunlin beside other programs, on this host, in one run.
+//! `cargo xtask bench`: compares Dunlin with other programs on this host in one run.
 //!
-//! - [`tunnel`]: what the tunnel carries, beside a pair of stunnels, a pair
-//!   of programs that seal nothing, and no tunnel at all.
+//! - [`tunnel`]: throughput and latency of the tunnel, a pair of stunnels, a pair of programs
+//!   without encryption, and a direct connection.
 
 mod ends;
 mod figures;
@@ -16,20 +16,20 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Subcommand;
 
-/// What is measured.
+/// The available benchmarks.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
-    /// The tunnel: bytes through stunnel, relay and stripe, round trips, and QEMU's downtime.
+    /// Compares stunnel, relay and stripe mode: throughput, round trips, and QEMU's downtime.
     Tunnel(tunnel::TunnelOptions),
-    /// One end of the tunnel's ceiling, which it starts itself.
+    /// Runs one end of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]
     Forward(forward::ForwardOptions),
 }
 
-/// Measures what is asked for.
+/// Runs the benchmark.
 ///
 /// # Errors
-/// Something that is needed cannot be had, or does not carry what it is given.
+/// A required program or certificate is unavailable, or the tunnel does not carry the data.
 pub fn command(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Tunnel(options) => tunnel::run(options)?,

@@ -1,4 +1,4 @@
-//! The programs that are measured.
+//! The programs under measurement.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use dunlin_rig::debian;
 use serde::Deserialize;
 
-/// Builds `dunlin` as it is released.
+/// Builds `dunlin` in release mode.
 pub(super) fn dunlin() -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Message {
@@ -31,7 +31,7 @@ pub(super) fn dunlin() -> Result<PathBuf> {
         .context("cargo does not say where it has put dunlin")
 }
 
-/// A command that runs stunnel: the machine's own, or Debian's.
+/// Returns a command that runs stunnel: the installed one, or Debian's package.
 pub(super) fn stunnel() -> Result<Command> {
     let own = Command::new("stunnel4")
         .arg("-version")

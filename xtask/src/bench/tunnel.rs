@@ -1,8 +1,8 @@
 //! `cargo xtask bench tunnel`.
 //!
-//! Every variant is two processes that stand for the whole run, and variants take turns in each
-//! round, so that whatever else runs on the host falls on all of them. What is not a tunnel's part
-//! (sender, reader, making connections) is the same for all, and is in no figure of CPU time.
+//! The two processes of each variant run for the whole benchmark. The variants take turns in each
+//! round, which spreads other load on the host over all of them. Work outside the tunnel (sender,
+//! reader, opening connections) is the same for all variants and not part of the CPU time.
 
 use std::fs::File;
 
@@ -16,22 +16,22 @@ use super::ends::{Ends, Pair, Site, Variant};
 use super::figures::Table;
 use super::{load, migration, program};
 
-/// How much is measured.
+/// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct TunnelOptions {
-    /// One JSON object a line, instead of a table.
+    /// Prints one JSON object a line instead of a table.
     #[arg(long)]
     json: bool,
-    /// Turns that every variant takes.
+    /// Turns of each variant.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: u32,
-    /// MiB that all streams of a turn carry together.
+    /// MiB that all streams of a turn carry in total.
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     size: u64,
-    /// Round trips in a turn.
+    /// Round trips of a turn.
     #[arg(long, value_name = "N", default_value_t = 1000)]
     trips: usize,
-    /// Leaves QEMU out.
+    /// Skips the measurements with QEMU.
     #[arg(long)]
     without_qemu: bool,
     /// Variants to measure: bare, pipeline, stunnel, relay, stripe-N.
@@ -43,12 +43,12 @@ pub struct TunnelOptions {
     variants: Vec<Variant>,
 }
 
-/// Streams at the same time.
+/// Numbers of concurrent streams.
 const STREAMS: [usize; 2] = [1, 4];
-/// Bytes of a round trip.
+/// Sizes of a round trip in bytes.
 const TRIPS: [usize; 2] = [1, 4096];
 
-/// 512 MiB, of which 40 MiB are written to about twice a second.
+/// 512 MiB, of which the guest writes to 40 MiB about twice a second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 512,
     pages: 120_000,
@@ -65,7 +65,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         eprintln!("starting {variant}");
         let pair = Pair::start(&site, variant).with_context(|| format!("{variant}"))?;
         for ends in Ends::BOTH {
-            // The first connection makes what the others find.
+            // The first connection sets up state that later ones reuse.
             load::trips(&site, &pair, ends, 1, 10)?;
         }
         pairs.push(pair);
@@ -161,7 +161,7 @@ fn ping_pong(
     Ok(())
 }
 
-/// Four streams, without and with a fifth whose consumer does not read.
+/// Measures four streams, without and with a fifth channel that its far side does not read.
 fn stalled(options: &TunnelOptions, site: &Site, pairs: &[Pair], table: &mut Table) -> Result<()> {
     for pair in pairs {
         if !matches!(pair.variant, Variant::Stripe(_)) {

@@ -1,4 +1,4 @@
-//! The files of a guest, put together from several sources before they become an initramfs.
+//! The files of a guest, collected from several sources for an initramfs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use dunlin_rig::guest::Initramfs;
 
-/// Files by their path in the guest, without the leading slash. What is put at a path replaces what
-/// was there; parents are added by themselves.
+/// Files by their path in the guest, without the leading slash. A new entry replaces an existing
+/// one at the same path; missing parents are added.
 #[derive(Debug, Default)]
 pub struct Archive {
     entries: BTreeMap<PathBuf, Entry>,
@@ -21,39 +21,39 @@ enum Entry {
     Link(PathBuf),
     /// A file of the host, with its mode.
     Copy(PathBuf, u32),
-    /// Contents of our own, with their mode.
+    /// Generated contents, with their mode.
     Bytes(Vec<u8>, u32),
 }
 
 impl Archive {
-    /// A folder.
+    /// Adds a folder.
     pub fn folder(&mut self, path: impl AsRef<Path>) {
         self.add(path.as_ref(), Entry::Folder);
     }
 
-    /// A symbolic link to `target`.
+    /// Adds a symbolic link to `target`.
     pub fn link(&mut self, path: impl AsRef<Path>, target: impl Into<PathBuf>) {
         self.add(path.as_ref(), Entry::Link(target.into()));
     }
 
-    /// A program: the host's file `source`.
+    /// Adds the program `source` of the host.
     pub fn program(&mut self, path: impl AsRef<Path>, source: impl Into<PathBuf>) {
         self.add(path.as_ref(), Entry::Copy(source.into(), 0o755));
     }
 
-    /// A script or other file with these contents and mode.
+    /// Adds a script or another file with these contents and this mode.
     pub fn bytes(&mut self, path: impl AsRef<Path>, bytes: impl Into<Vec<u8>>, mode: u32) {
         self.add(path.as_ref(), Entry::Bytes(bytes.into(), mode));
     }
 
-    /// Whether anything has been put at `path`.
+    /// Whether the archive has an entry at `path`.
     #[must_use]
     pub fn holds(&self, path: impl AsRef<Path>) -> bool {
         self.entries.contains_key(path.as_ref())
     }
 
-    /// The host's folder `source` and everything in it that `wanted` admits, by its path below
-    /// `source`, as `path` in the guest. Devices and sockets are left out.
+    /// Adds the host's folder `source` as `path`, with everything in it that `wanted` accepts;
+    /// `wanted` receives paths relative to `source`. Devices and sockets are left out.
     ///
     /// # Errors
     /// The folder cannot be read.
@@ -87,10 +87,10 @@ impl Archive {
         Ok(())
     }
 
-    /// The archive, as the kernel takes it.
+    /// Returns the archive in the kernel's initramfs format.
     ///
     /// # Errors
-    /// A file cannot be read, or a name is no UTF-8.
+    /// A file cannot be read, or a name is not UTF-8.
     pub fn finish(&self) -> io::Result<Vec<u8>> {
         let mut archive = Initramfs::default();
         for (path, entry) in &self.entries {
@@ -113,7 +113,8 @@ impl Archive {
                     .or_insert(Entry::Folder);
             }
         }
-        // A package may bring a folder where the layout has a link; what is in it follows the link.
+        // A package may contain a folder where the layout has a link; the folder's contents then
+        // follow the link.
         if let (Entry::Folder, Some(Entry::Link(_))) = (&entry, self.entries.get(path)) {
             return;
         }

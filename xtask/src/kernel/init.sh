@@ -1,9 +1,9 @@
 #!/rig/busybox sh
-# The first process inside the virtual machine: runs the tests that /rig/run
+# The first process inside the virtual machine. It runs the tests that /rig/run
 # lists ("NAME LIMIT-SECONDS" a line), each in network and mount namespaces of
 # its own, reports over one virtio port and sends the tests' files over another.
-# What it says itself begins with a token that the host made up, and goes to the
-# kernel's log too, so that a kernel's warning is known to be of this test.
+# Its own lines begin with a token that the host generated. They also go to the
+# kernel's log, which assigns a kernel warning to the test that caused it.
 export PATH=/usr/sbin:/usr/bin:/rig/bin HOME=/root LC_ALL=C RUST_BACKTRACE=1
 mount -t proc none /proc
 mount -t sysfs none /sys
@@ -35,10 +35,10 @@ if [ -n "$shell" ]; then
     poweroff -f
 fi
 
-# Modules up to 6.1, built in since.
+# Modules up to Linux 6.1, built in later.
 modprobe -a virtio_pci virtio_console 2>/dev/null
 
-# The kernel makes the ports known some time after it has started us.
+# The kernel registers the ports some time after it has started this process.
 port() { # name
     while :; do
         for known in /sys/class/virtio-ports/*; do
@@ -57,8 +57,8 @@ say() {
     echo "$token $*" >/dev/kmsg
 }
 
-# What a test must leave as it was, since the next one runs in the same machine:
-# settings, CPUs, swap.
+# The state that a test must restore, because the next one runs in the same
+# machine: settings, CPUs, swap.
 settings() {
     for file in /proc/sys/kernel/modprobe /proc/sys/kernel/hostname \
         /proc/sys/vm/nr_hugepages /proc/sys/vm/overcommit_memory /proc/sys/vm/swappiness \
@@ -76,7 +76,7 @@ modules() {
     done </proc/modules
 }
 
-# What was not left as it was, a line each. Modules that have come are no harm.
+# Prints each unrestored setting on a line. Additional modules do not count.
 changed() { # settings and modules before
     settings >/run/settings
     echo "$1" | grep -v -x -F -f /run/settings | sed 's/$/, no more/'
@@ -101,13 +101,13 @@ while read -r name limit; do
     (
         sleep "$limit"
         : >/run/late
-        # What the kernel was waiting for goes to its log.
+        # The kernel logs the stacks of blocked tasks.
         echo w >/proc/sysrq-trigger
         kill -KILL "$test"
     ) &
     wait "$test"
     code=$?
-    # Whatever the test has left running, and the process that waits for the limit.
+    # Processes that the test left running, and the process that enforces the limit.
     kill -KILL -1
     wait
     if [ -e /run/late ]; then
@@ -124,7 +124,7 @@ while read -r name limit; do
     fi
     rm -rf "/out/${name:?}"
     say end "$name" "$code" "$(cat /proc/sys/kernel/tainted)"
-    # The tests that are left run in another machine.
+    # The remaining tests run in another boot.
     [ -z "$left" ] || break
 done </rig/run
 say done

@@ -1,7 +1,7 @@
-//! What is in the guest: busybox, the kernel's modules, Debian packages, and the tests.
+//! The guest's files: busybox, kernel modules, Debian packages, and the tests.
 //!
-//! Packages lie as Debian has them, `/rig` is ours, and busybox's commands come last in the path:
-//! whoever asks for `iproute2` gets its `ip`.
+//! Packages keep Debian's layout, `/rig` holds the runner and the tests, and busybox's commands
+//! come last in the path: a test that needs `iproute2` gets its `ip`.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -16,13 +16,13 @@ use dunlin_rig::debian::{self, Kernel};
 use super::archive::Archive;
 use super::program::{self, Program};
 
-/// Where the guest's packages are from.
+/// The Debian release of the guest's packages.
 const SUITE: &str = "trixie";
 
-/// Writes to `target` what `programs` need under `kernel`.
+/// Writes to `target` the initramfs that `programs` need under `kernel`.
 ///
 /// # Errors
-/// Something cannot be fetched or built, or `target` cannot be written.
+/// A download or a build fails, or `target` cannot be written.
 pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()> {
     let mut archive = Archive::default();
     let mut packages: Vec<&str> = Vec::new();
@@ -32,7 +32,7 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
         }
     }
     for package in packages {
-        // One root each: they are asked for in many combinations.
+        // One root for each package, because tests need many combinations.
         let root = debian::packages(SUITE, &[package])?;
         archive.tree("", &root, &is_for_programs)?;
     }
@@ -150,7 +150,7 @@ fn busybox() -> Result<PathBuf> {
     Ok(root.join("usr/bin/busybox"))
 }
 
-/// Leaves out documentation, translations, and what installing packages takes.
+/// Excludes documentation, translations, and files used only to install packages.
 fn is_for_programs(path: &Path) -> bool {
     let share = ["doc", "man", "locale", "info", "lintian", "bug", "perl5"];
     let libraries = ["gconv", "perl-base"];
@@ -162,8 +162,8 @@ fn is_for_programs(path: &Path) -> bool {
     !within("usr/share", &share) && !within("usr/lib/x86_64-linux-gnu", &libraries)
 }
 
-/// Leaves out what the machine does not have or no test is about, three quarters of all modules:
-/// an emulated CPU takes seconds to unpack them.
+/// Excludes modules that the machine or the tests do not use, three quarters of all: an emulated
+/// CPU takes seconds to unpack them.
 fn is_for_a_virtual_machine(path: &Path) -> bool {
     let within = |folder: &str, wanted: &[&str]| {
         path.strip_prefix(Path::new("kernel").join(folder))
@@ -199,8 +199,8 @@ fn is_for_a_virtual_machine(path: &Path) -> bool {
         && !within("fs", &file_systems)
 }
 
-/// All of the kernel's modules, unpacked, with the lists from which the kernel's own requests for
-/// modules are answered as on an installed system. Made once for each kernel.
+/// Unpacks all of the kernel's modules, with the indexes that answer the kernel's module requests
+/// as on an installed system. Done once for each kernel.
 fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
     let _turn = cache::lock("modules")?;
     let folder = cache::directory().join("modules");
@@ -213,7 +213,7 @@ fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
     }
-    // depmod wants the folders of an installed system around them.
+    // depmod expects the directory layout of an installed system.
     let tree = aside.join("lib/modules").join(&kernel.version);
     unpack(&kernel.modules, &tree, busybox)?;
     let made = Command::new(busybox)
@@ -234,7 +234,7 @@ fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
     Ok(whole)
 }
 
-/// Copies a folder of modules, those that are compressed decompressed.
+/// Copies a folder of modules and decompresses them.
 fn unpack(from: &Path, to: &Path, busybox: &Path) -> Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {

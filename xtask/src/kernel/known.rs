@@ -1,5 +1,5 @@
-//! The kernels that have passed here before, so that a new upload of Debian's is not mistaken for a
-//! fault of ours.
+//! Kernel versions that have passed on this machine. They distinguish a fault of a new Debian
+//! kernel from a fault of Dunlin.
 
 use std::fs;
 use std::io;
@@ -9,7 +9,7 @@ use anyhow::Result;
 use dunlin_rig::cache;
 use dunlin_rig::debian::{self, Kernel, Which};
 
-/// Remembers that every test has passed under `kernel`.
+/// Records that every test has passed under `kernel`.
 ///
 /// # Errors
 /// The cache cannot be written.
@@ -20,8 +20,8 @@ pub fn record_passed(kernel: &Kernel) -> Result<()> {
     Ok(fs::write(path(), passed.join("\n"))?)
 }
 
-/// For a kernel that failed: `None` when it has passed before or was asked for by its version, else
-/// the newest kernel of its kind that has passed and is still in the cache, if there is one.
+/// For a kernel that failed: returns `None` if it has passed before or was requested by version,
+/// otherwise the newest cached kernel of its kind that has passed, if there is one.
 ///
 /// # Errors
 /// The cache cannot be read.
@@ -41,7 +41,7 @@ pub fn previous(which: &Which, failed: &Kernel) -> Result<Option<Option<Kernel>>
         .map(Option::<&Kernel>::cloned))
 }
 
-/// What is said of a kernel that was never seen before and failed.
+/// The message about a failure under a kernel that has not run before.
 #[must_use]
 pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     match previous {
@@ -56,8 +56,8 @@ pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
     }
 }
 
-/// The rule: see [`previous`]; `cached` is in order, the newest last. The oldest is compared within its own series alone, since a newer
-/// series passes for other reasons.
+/// Implements [`previous`]. `cached` is sorted, the newest last. The oldest kernel is compared only
+/// within its own series: a newer series may pass for other reasons.
 fn choose<'a>(
     which: &Which,
     failed: &str,
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(newest("7.4.1", &["7.3.4", "6.12.9"]), "7.3.4");
         assert_eq!(newest("7.4.1", &["7.3.4", "7.4.1"]), "ours");
         assert_eq!(newest("7.4.1", &[]), "new");
-        // Passed, but no longer in the cache.
+        // Has passed, but has left the cache.
         assert_eq!(newest("7.4.1", &["7.3.9"]), "new");
     }
 

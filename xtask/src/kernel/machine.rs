@@ -1,4 +1,4 @@
-//! One boot of a virtual machine: QEMU started, listened to, and ended when it hangs.
+//! One boot of a virtual machine: starts QEMU, records its output, and kills it if it hangs.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -16,47 +16,47 @@ use dunlin_rig::debian::{Kernel, Qemu};
 
 use super::verdict::{Record, Said};
 
-/// A boot takes 10 to 20 seconds of an idle machine; this is for one that is building beside it.
+/// A boot takes 10 to 20 seconds on an idle machine. The limit allows for a parallel build.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
-/// Added to a test's own limit, which the guest watches and mostly gets right.
+/// Added to a test's own limit, which the guest normally enforces.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// Under the instruction-counting clock the guest's seconds are longer than ours.
+/// With the instruction-counting clock, a second of the guest takes longer than a real second.
 const COUNTING_FACTOR: u32 = 10;
 
-/// What to boot, and how.
+/// What to boot, with which hardware and arguments.
 #[derive(Debug)]
 pub struct Machine<'a> {
     /// The emulator.
     pub qemu: &'a Qemu,
     /// The kernel.
     pub kernel: &'a Kernel,
-    /// The archive for the kernel's first file system.
+    /// The initramfs archive.
     pub initramfs: &'a Path,
     /// Virtual CPUs, 1 to 4.
     pub cpus: u32,
     /// Whether the guest's clock counts instructions.
     pub counting: bool,
-    /// Where the console's log and the tests' files go.
+    /// The folder for the console log and the tests' files.
     pub folder: &'a Path,
-    /// More for QEMU's command line.
+    /// Additional arguments for QEMU.
     pub qemu_arguments: Vec<String>,
-    /// More for the kernel's.
+    /// Additional kernel parameters.
     pub kernel_arguments: Vec<String>,
-    /// How long it may take to start.
+    /// The time limit for the start.
     pub boot_limit: Duration,
 }
 
 enum Event {
     Console(String),
     Said(Said),
-    /// The console's end: QEMU has gone.
+    /// The console was closed: QEMU has exited.
     Ended,
 }
 
 impl<'a> Machine<'a> {
-    /// A machine with nothing but what the arguments say.
+    /// A machine without additional arguments.
     #[must_use]
     pub fn new(
         qemu: &'a Qemu,
@@ -78,11 +78,11 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Boots, lets the tests run and returns what was heard. `limit` says how long a test may take;
-    /// `progress` hears what the guest says as it says it.
+    /// Boots, runs the tests and returns the record. `limit` returns a test's time limit;
+    /// `progress` receives each report of the guest as it arrives.
     ///
     /// # Errors
-    /// QEMU does not start, or the folder cannot be written. A guest that fails is no error.
+    /// QEMU does not start, or the folder cannot be written. A failing guest is not an error.
     pub fn run(
         &self,
         limit: impl Fn(&str) -> Duration,
@@ -90,7 +90,7 @@ impl<'a> Machine<'a> {
     ) -> Result<Record> {
         static BOOTS: AtomicU32 = AtomicU32::new(0);
         let number = BOOTS.fetch_add(1, Ordering::Relaxed);
-        // Tells the runner's words from a test's output.
+        // Distinguishes the runner's lines from the output of a test.
         let token = format!("rig-{}-{number}:", std::process::id());
         fs::create_dir_all(self.folder)?;
         let report = Channel::new(&token, "report")?;
@@ -120,7 +120,7 @@ impl<'a> Machine<'a> {
                 scope.spawn(|| report.accept(|stream| read_report(stream, &token, &events)));
             let saved = scope.spawn(|| {
                 files.accept(|stream| {
-                    // An error here is the guest's end; what has come is kept.
+                    // An error means that the guest ended; keep what has arrived.
                     let _ = io::copy(&mut &stream, &mut File::create(&files_at)?);
                     Ok(())
                 })
@@ -142,12 +142,12 @@ impl<'a> Machine<'a> {
                 next_limit,
                 &mut progress,
             );
-            // A QEMU that did not start has connected to neither.
+            // If QEMU did not start, it has connected to neither channel.
             report.wake();
             files.wake();
             reported.join().expect("it does not panic")?;
             saved.join().expect("it does not panic")?;
-            // The console may end before the last report is read.
+            // The console may close before the last report has been read.
             for event in heard.try_iter() {
                 record.hear(event, &mut progress);
             }
@@ -162,7 +162,7 @@ impl<'a> Machine<'a> {
         Ok(record)
     }
 
-    /// A shell on the console, on our terminal, until the guest is switched off.
+    /// Opens a shell on the console, attached to this terminal, until the guest powers off.
     ///
     /// # Errors
     /// QEMU does not start.
@@ -179,7 +179,7 @@ impl<'a> Machine<'a> {
 
     fn command(&self, token: &str) -> Command {
         let qemu = self.qemu.command();
-        // QEMU ends with us, however we end.
+        // setpriv sets the parent-death signal: QEMU ends with this process.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "--"]);
         command.arg(qemu.get_program()).args(qemu.get_args());
@@ -190,15 +190,16 @@ impl<'a> Machine<'a> {
             };
         }
         let (accelerator, clock): (_, &[&str]) = if self.counting {
-            // One instruction is one nanosecond of the guest's, whatever the host does meanwhile.
+            // One instruction takes one nanosecond of guest time, independent of the host's load.
             ("tcg,thread=single", &["-icount", "shift=0,sleep=off"])
         } else {
             ("tcg,thread=multi", &[])
         };
         let mut arguments = vec![
-            // The kernel stops at an oops, QEMU at the reset that follows.
+            // The kernel panics at an oops and resets; QEMU exits at the reset.
             "console=ttyS0 ignore_loglevel printk.devkmsg=on oops=panic panic=-1".to_owned(),
-            // An emulated CPU on a busy host stands still for seconds; that is not the kernel's.
+            // An emulated CPU on a busy host can stall for seconds. This is not a fault of the
+            // kernel.
             "rcupdate.rcu_cpu_stall_timeout=120 watchdog_thresh=60 tsc=reliable".to_owned(),
             format!("rdinit=/rig/init rig.token={token}"),
         ];
@@ -214,9 +215,10 @@ impl<'a> Machine<'a> {
             .args(["-accel", accelerator])
             .args(clock)
             .args(["-cpu", "max", "-m", "1536"])
-            // Against the PIT, which counts while the CPU stands still, the kernel may find a
-            // third of the TSC's true rate on a busy host; its clock then goes three times too
-            // fast, and every limit with it. Without one it takes the HPET, which cannot deceive it.
+            // On a busy host, calibration against the PIT, which keeps counting while the CPU is
+            // stalled, may yield a third of the TSC's true rate. The guest's clock, and with it
+            // every limit, would then run three times too fast. Without a PIT the kernel calibrates
+            // against the HPET, which is not affected.
             .args(["-machine", "pit=off"])
             .args(["-smp", &self.cpus.to_string()])
             .args(["-serial", "stdio"])
@@ -233,7 +235,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Listens until QEMU has gone, and makes it go when nothing was heard for too long.
+/// Records output until QEMU exits. Kills QEMU if no output arrives within the limit.
 fn listen(
     heard: &mpsc::Receiver<Event>,
     child: &mut Child,
@@ -258,7 +260,7 @@ fn listen(
             }
             Err(RecvTimeoutError::Timeout) => {
                 record.hung = Some(limit);
-                // It may have gone this moment, which is as well; its console ends now.
+                // Fails if QEMU has just exited; the console closes in either case.
                 let _ = child.kill();
                 limit = Duration::MAX / 2;
             }
@@ -279,7 +281,8 @@ impl Record {
     }
 }
 
-/// Where QEMU connects to for one of the guest's ports. An abstract address leaves nothing behind.
+/// The socket that QEMU connects to for one of the guest's ports. An abstract address leaves no
+/// file.
 struct Channel {
     name: &'static str,
     address: String,
@@ -311,7 +314,7 @@ impl Channel {
     }
 
     fn wake(&self) {
-        // Nobody waits where QEMU has connected; then this connection is one more in the queue.
+        // If QEMU has connected, no thread is in accept() and this connection stays in the queue.
         let _ = SocketAddr::from_abstract_name(&self.address)
             .and_then(|address| UnixStream::connect_addr(&address));
     }
@@ -324,7 +327,7 @@ fn read_console(console: impl Read, mut log: File, events: &Sender<Event>) {
         .read_until(b'\n', &mut line)
         .is_ok_and(|read| read > 0)
     {
-        // The log is for the reader; the verdict goes by what is sent on.
+        // The log is for the reader; the verdict uses the lines that are sent on.
         let _ = log.write_all(&line);
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         if events.send(Event::Console(text)).is_err() {
@@ -352,7 +355,7 @@ fn read_report(stream: UnixStream, token: &str, events: &Sender<Event>) -> Resul
     Ok(())
 }
 
-/// The guest sends one archive for each test that left files, one after the other.
+/// Unpacks the archives that the guest sends, one for each test that left files.
 fn unpack(archive: &Path, folder: &Path) -> Result<()> {
     if fs::metadata(archive).map_or(true, |data| data.len() == 0) {
         return Ok(());
@@ -365,7 +368,7 @@ fn unpack(archive: &Path, folder: &Path) -> Result<()> {
         .output()
         .context("cannot start tar")?;
     if !done.status.success() {
-        // The machine may have ended while it sent.
+        // The machine may have ended while it was sending.
         eprintln!(
             "the tests' files are not whole: {}",
             String::from_utf8_lossy(&done.stderr).trim()

@@ -1,13 +1,14 @@
 //! Tests inside virtual machines with Debian's kernels: `cargo xtask kernel`.
 //!
-//! The machine that builds may have a kernel without kernel TLS or ESP; here the real ones run,
-//! emulated, the newest and the oldest that we support. docs/testing.md says how to add a test.
+//! The kernel of the build machine may lack kernel TLS or ESP. The tests run under the newest and
+//! the oldest supported kernel of Debian, in an emulated machine. docs/testing.md explains how to
+//! add a test.
 //!
-//! - [`program`]: the tests, built and asked what they need
-//! - [`initramfs`], [`archive`]: what is in the guest; `init.sh` runs there
-//! - [`machine`]: one boot, heard
-//! - [`verdict`]: what was heard, judged
-//! - [`known`]: the versions that have passed here before
+//! - [`program`]: builds the tests and asks each for its requirements
+//! - [`initramfs`], [`archive`]: the guest's files; `init.sh` runs in the guest
+//! - [`machine`]: runs one boot and records its output
+//! - [`verdict`]: derives each test's outcome from the record
+//! - [`known`]: kernel versions that have passed on this machine
 
 pub mod archive;
 pub mod initramfs;
@@ -32,42 +33,44 @@ use self::machine::Machine;
 use self::program::{Program, Under};
 use self::verdict::{Outcome, Said, Verdict};
 
-/// Boots whose logs and files are kept.
+/// The number of boots for which logs and files are kept.
 const RESULTS_KEPT: usize = 30;
 
-/// What `cargo xtask kernel` is asked for.
+/// Options of `cargo xtask kernel`.
 #[derive(Args, Clone, Debug, Default)]
 pub struct KernelOptions {
-    /// Runs this test alone; may be given several times.
+    /// Runs only this test; may be given several times.
     #[arg(long = "test", value_name = "NAME")]
     tests: Vec<String>,
-    /// Runs the tests of this suite alone.
+    /// Runs only the tests of this suite.
     #[arg(long, conflicts_with = "tests")]
     suite: Option<Suite>,
-    /// Lists the tests and runs none.
+    /// Lists the tests without running them.
     #[arg(long)]
     list: bool,
-    /// Fetches and builds what the tests need, and runs none.
+    /// Fetches and builds everything the tests need, without running them.
     #[arg(long)]
     no_run: bool,
-    /// newest, oldest, former, or a version as `uname -r` says it, or its beginning; may be given
-    /// several times. Without it, the newest and the oldest, and the former for tests that are of it.
+    /// newest, oldest, former, or a version as printed by `uname -r`, or a prefix of one; may be
+    /// given several times. Default: the newest and the oldest, and the former for the tests that
+    /// require it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
-    /// Boots the one kernel, with the tests in it, and gives a shell.
+    /// Boots the kernel, with the tests in the guest, and opens a shell. Needs exactly one kernel.
     #[arg(long)]
     shell: bool,
-    /// Counts instructions: the guest's clock goes by them, and not by time.
+    /// Runs the guest's clock by the number of executed instructions instead of by time.
     #[arg(long)]
     icount: bool,
-    /// Shows what tests printed, those that passed included.
+    /// Prints the output of all tests, including those that passed.
     #[arg(long)]
     verbose: bool,
 }
 
 impl KernelOptions {
-    /// Whether this kernel's run has such a test: where no kernel was named, the former one has its
-    /// own alone, and of tests that were not named some are left to one of the others.
+    /// Whether the run under this kernel includes such a test. Unless kernels were named, the
+    /// former kernel runs only its own tests. Unless tests were named, some run under only one of
+    /// the other two.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             _ if !self.kernels.is_empty() => true,
@@ -81,10 +84,10 @@ impl KernelOptions {
     }
 }
 
-/// Tests that belong together, and have a budget together.
+/// Tests that share a time budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Suite {
-    /// What tests stand on, and everything that is in no other.
+    /// The test infrastructure, and every test outside the other suites.
     Rig,
     /// Kernel TLS.
     Tls,
@@ -93,7 +96,7 @@ pub enum Suite {
 }
 
 impl Suite {
-    /// The suite of a test, by its name: `tls_…`, `ipsec_…`, or a pitfall's number.
+    /// The suite of a test, by its name: `tls_…`, `ipsec_…`, or the number of a pitfall.
     fn of(name: &str) -> Self {
         let is_pitfall = |rest: &str| rest.starts_with(|first: char| first.is_ascii_digit());
         let is_of = |suite, pitfall| {
@@ -109,21 +112,22 @@ impl Suite {
     }
 }
 
-/// How many of a kernel's tests came out how.
+/// Outcomes of a kernel's tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Passed.
     pub passed: usize,
-    /// Failed, the boot itself included.
+    /// Failed, including a failed boot.
     pub failed: usize,
     /// Skipped.
     pub skipped: usize,
 }
 
-/// Does what is asked, and prints one line for each kernel last.
+/// Runs the command. Prints one line for each kernel at the end.
 ///
 /// # Errors
-/// Something cannot be fetched, built or started. Failing tests are no error, but an exit code of 1.
+/// A download, a build or the start of a program fails. Failing tests are not an error; they set
+/// exit code 1.
 pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     let all = program::list()?;
     if options.list {
@@ -180,7 +184,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // Side by side: a boot keeps little more than one core busy.
+    // In parallel: a boot uses little more than one core.
     let rig = &rig;
     let tallies = thread::scope(|scope| {
         let runs: Vec<_> = runs
@@ -219,7 +223,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
     })
 }
 
-/// The closing line.
+/// The summary line.
 fn line(kernel: &Kernel, tally: Tally) -> String {
     format!(
         "{}: {} passed, {} failed, {} skipped",
@@ -227,34 +231,34 @@ fn line(kernel: &Kernel, tally: Tally) -> String {
     )
 }
 
-/// What came of one boot.
+/// The result of one boot.
 #[derive(Debug)]
 pub struct Boot {
-    /// The tests that began, in their order.
+    /// Outcomes of the tests that started, in the order in which they ran.
     pub outcomes: Vec<Outcome>,
-    /// The names of those that did not.
+    /// Names of the tests that did not start.
     pub rest: Vec<String>,
-    /// Where the console's log is, and a folder for each test that has left files.
+    /// Contains the console log, and a folder for each test that left files.
     pub folder: PathBuf,
 }
 
-/// What runs the tests.
+/// Runs the tests.
 #[derive(Debug)]
 pub struct Rig {
     /// The emulator.
     pub qemu: Qemu,
     /// Whether instructions are counted.
     pub counting: bool,
-    /// Whether everything that tests print is shown.
+    /// Whether to print the output of every test.
     pub verbose: bool,
 }
 
 impl Rig {
-    /// Runs every test under `kernel`, those that want equally many CPUs in one boot, and prints
-    /// each as it ends. After a boot that ended early another one runs what is left.
+    /// Runs every test under `kernel` and prints each outcome. Tests that need the same number of
+    /// CPUs share a boot. If a boot ends early, another boot runs the remaining tests.
     ///
     /// # Errors
-    /// The guest's files cannot be put together, or QEMU does not start.
+    /// The guest's files cannot be assembled, or QEMU does not start.
     pub fn run(&self, kernel: &Kernel, programs: &[Program]) -> Result<Tally> {
         let mut tally = Tally::default();
         let mut groups: BTreeMap<u32, Vec<Program>> = BTreeMap::new();
@@ -270,7 +274,7 @@ impl Rig {
                 for outcome in &outcomes {
                     tally.add(outcome);
                 }
-                // A boot in which no test began would only be repeated.
+                // No test started in this boot; repeating it would give the same result.
                 if rest.len() == group.len() {
                     tally.failed += rest.len();
                     break;
@@ -281,10 +285,10 @@ impl Rig {
         Ok(tally)
     }
 
-    /// One boot, of a machine that `adjust` may change.
+    /// Runs one boot of a machine that `adjust` may change.
     ///
     /// # Errors
-    /// As for [`Rig::run`].
+    /// See [`Rig::run`].
     pub fn boot(
         &self,
         kernel: &Kernel,
@@ -317,7 +321,7 @@ impl Rig {
         })
     }
 
-    /// Has everything fetched, unpacked and built.
+    /// Fetches, unpacks and builds everything.
     fn prepare(&self, kernel: &Kernel, programs: &[Program]) -> Result<()> {
         let folder = results(kernel, "prepared")?;
         initramfs::write(kernel, programs, &folder.join("initramfs"))?;
@@ -337,7 +341,7 @@ impl Rig {
     }
 }
 
-/// A new folder for what comes of a boot. The oldest ones go.
+/// Creates a folder for the results of a boot, and removes the oldest ones.
 fn results(kernel: &Kernel, name: &str) -> Result<PathBuf> {
     let all = cache::directory().join("results");
     let new = all.join(format!("{}-{name}-{}", kernel.version, std::process::id()));
@@ -345,7 +349,7 @@ fn results(kernel: &Kernel, name: &str) -> Result<PathBuf> {
     let mut known = Vec::new();
     for entry in fs::read_dir(&all)? {
         let entry = entry?;
-        // Another run may have removed it.
+        // A concurrent run may have removed it.
         if let Ok(changed) = entry.metadata().and_then(|data| data.modified()) {
             known.push((changed, entry.path()));
         }
@@ -367,7 +371,7 @@ impl Tally {
     }
 }
 
-/// So that a run that is waited for is seen to go on.
+/// Shows progress on a terminal.
 fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
     let now = begun.elapsed().as_secs_f32();
     let what = match said {
@@ -379,7 +383,7 @@ fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
     println!("{now:6.1} s  {}  {what}", short(kernel));
 }
 
-/// A boot's tests and what they printed, in one piece, since two kernels run side by side.
+/// Formats a boot's tests and their output as one block, because two kernels run in parallel.
 fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) -> String {
     let mut text = String::new();
     for test in outcomes {
@@ -389,7 +393,7 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
             Verdict::Failed(failure) => format!("FAILED: {failure}"),
         };
         text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
-        // What a test that passed had to say is of use only when it is a figure.
+        // Of a test that passed, print only measurements.
         let told = |line: &&String| {
             all || test.verdict != Verdict::Passed || line.starts_with("count of ")
         };

@@ -1,4 +1,4 @@
-//! The tests: one program each, from one file each of tests/kernel/src/bin.
+//! The tests: each file of tests/kernel/src/bin is one program.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -14,37 +14,38 @@ use serde::Deserialize;
 /// The package of the tests.
 const PACKAGE: &str = "dunlin-kernel-tests";
 
-/// A test that can be run.
+/// A test that has been built.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// Its file's name.
+    /// The name of its file.
     pub name: String,
-    /// The program, which needs no library of the guest.
+    /// The executable; it is linked statically, for any guest.
     pub path: PathBuf,
-    /// What it needs.
+    /// Its requirements.
     pub needs: Needs,
 }
 
-/// What a test needs, as it says itself when asked with `--describe`; see tests/kernel/src/lib.rs.
+/// A test's requirements, as printed by the test itself with `--describe`; see
+/// tests/kernel/src/lib.rs.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Needs {
     /// Virtual CPUs, 1 to 4.
     pub cpus: u32,
     /// Debian packages of trixie.
     pub packages: Vec<String>,
-    /// Whether the `dunlin` command is to be in the guest.
+    /// Whether the guest needs the `dunlin` command.
     pub dunlin: bool,
-    /// Whether the earlier command is to be there too, if `DUNLIN_PREVIOUS` names one.
+    /// Whether the guest also needs the earlier command, if `DUNLIN_PREVIOUS` names one.
     pub previous: bool,
-    /// Test programs of the library.
+    /// Test programs of library crates.
     pub library_tests: Vec<String>,
-    /// How long it may take.
+    /// Its time limit.
     pub limit_seconds: u64,
-    /// Under which kernels a whole suite runs it.
+    /// The kernels under which a run of the whole suite includes it.
     pub under: Under,
 }
 
-/// The kernels of a whole suite, as a test says them.
+/// The kernels for a run of the whole suite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Under {
@@ -54,19 +55,19 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// The former release's, in the soak too.
+    /// The former release's, also in the soak.
     Former,
 }
 
 impl Needs {
-    /// How long it may take.
+    /// The time limit.
     #[must_use]
     pub fn limit(&self) -> Duration {
         Duration::from_secs(self.limit_seconds)
     }
 }
 
-/// A test's name, and what the first line of its file says of it.
+/// The name of each test, and the first line of its file.
 ///
 /// # Errors
 /// The folder of the tests cannot be read.
@@ -94,7 +95,7 @@ pub fn list() -> Result<Vec<(String, String)>> {
 /// Builds the tests with these names.
 ///
 /// # Errors
-/// One does not build, or does not describe itself.
+/// A test does not build or does not describe itself.
 pub fn build(names: &[&str]) -> Result<Vec<Program>> {
     let mut programs = Vec::new();
     for (name, path) in names.iter().zip(build_some(PACKAGE, "--bin", names)?) {
@@ -125,10 +126,10 @@ pub fn build_dunlin() -> Result<PathBuf> {
     build_one("dunlin-cli", "--bin", "dunlin")
 }
 
-/// Builds a test program of a library crate for the guest: the one whose `tests` has it.
+/// Builds a test program of a library crate for the guest: from the crate that has it in `tests`.
 ///
 /// # Errors
-/// No crate has it, or it does not build.
+/// No crate contains it, or it does not build.
 pub fn build_library_tests(name: &str) -> Result<PathBuf> {
     let crates = fs::read_dir(workspace().join("crates")).context("cannot list the crates")?;
     for found in crates {
@@ -151,9 +152,9 @@ fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
     built.into_iter().next().context("one was asked for")
 }
 
-/// Builds programs with the C library in them, so that they run beside any other, and returns
-/// where they are. The flags go to our own programs alone, and the libraries of others are those of
-/// an ordinary build.
+/// Builds programs with static C library, which run beside any other libraries, and returns their
+/// paths. The flags apply to this workspace only; dependencies are built as usual and therefore
+/// shared with an ordinary build.
 fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Message {
@@ -197,9 +198,9 @@ fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>>
     names.iter().map(path).collect()
 }
 
-/// What cargo is to call for the crates of this workspace: the compiler, with the C library for
-/// whatever is a program. (`cargo rustc -- FLAGS` would do for one program at a time, and cargo takes a
-/// second to find that there is nothing to do.) By the crate `___` cargo asks what the compiler can do.
+/// Returns a wrapper of the compiler for this workspace's crates. It links programs with the static
+/// C library. (`cargo rustc -- FLAGS` builds one program at a time, and cargo takes a second to
+/// check an unchanged one.) Cargo uses the crate name `___` to query the compiler's features.
 fn compiler() -> Result<PathBuf> {
     const SCRIPT: &str = "#!/bin/sh
 case \" $* \" in

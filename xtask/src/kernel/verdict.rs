@@ -1,4 +1,4 @@
-//! What a boot's words mean: which tests passed, and what was wrong with the others. Pure.
+//! Derives from the record of a boot which tests passed and why others failed. Performs no I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,16 +11,16 @@ const SKIPPED: &str = "77";
 /// (Documentation/admin-guide/tainted-kernels.rst).
 const TROUBLE: u64 = 1 << 4 | 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
 
-/// What was heard of one boot.
+/// The record of one boot.
 #[derive(Debug, Default)]
 pub struct Record {
-    /// What the runner's own words begin with.
+    /// The prefix of the runner's own lines.
     pub token: String,
-    /// The kernel's console.
+    /// The lines of the kernel's console.
     pub console: Vec<String>,
-    /// The runner's report.
+    /// The lines of the runner's report.
     pub said: Vec<Said>,
-    /// Set when nothing was heard for this long, and the machine was ended from outside.
+    /// Set if no output arrived for this long and the machine was killed.
     pub hung: Option<Duration>,
 }
 
@@ -37,60 +37,61 @@ pub enum Said {
     End {
         /// Its name.
         name: String,
-        /// Its exit code, "late" when it was killed at its limit, or "changed" when it ended well
-        /// and left the machine changed.
+        /// Its exit code, "late" if it was killed at its limit, or "changed" if it succeeded but
+        /// left the machine changed.
         code: String,
         /// The kernel's taint flags.
         taint: u64,
     },
-    /// No more tests run in this boot: all have, or one has left the machine changed.
+    /// This boot runs no more tests: all have run, or one has left the machine changed.
     Done,
 }
 
-/// What became of a test.
+/// The outcome of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The test, or "boot" for what happened outside every test.
+    /// The name of the test, or "boot" for events outside every test.
     pub name: String,
-    /// What became of it.
+    /// Whether it passed.
     pub verdict: Verdict,
-    /// What it printed.
+    /// Its output.
     pub output: Vec<String>,
 }
 
 /// Passed, skipped or failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It ended well, and the kernel had nothing to say.
+    /// The test exited with 0, and the kernel logged no fault.
     Passed,
-    /// It says that this kernel lacks what it is about.
+    /// The test reports that this kernel lacks the tested feature.
     Skipped,
     /// See [`Failure`].
     Failed(Failure),
 }
 
-/// What is wrong.
+/// The cause of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
     /// The test ended with this exit code.
     Test(String),
-    /// The test did not end by its limit.
+    /// The test exceeded its limit.
     TestHung,
-    /// The test left the machine changed; what of it, its output says.
+    /// The test left the machine changed; its output lists the changes.
     LeftChanged,
-    /// The kernel warned: its line.
+    /// The kernel logged this warning.
     KernelWarning(String),
-    /// The kernel stopped at an oops: its line.
+    /// The kernel stopped at this oops.
     KernelOops(String),
-    /// The kernel says that a task or a CPU stands still: its line.
+    /// The kernel reported this stall of a task or a CPU.
     KernelStall(String),
-    /// Nothing was heard of the machine for this long.
+    /// The machine produced no output for this long.
     MachineHung(Duration),
-    /// The machine went without a word.
+    /// The machine ended without a report.
     MachineEnded,
 }
 
-/// Every test's outcome in the order in which they ran, and those of `asked` that did not begin.
+/// Returns every test's outcome in the order in which they ran, and the names of those in `asked`
+/// that did not start.
 #[must_use]
 pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
     let mut rest = asked.to_vec();
@@ -119,7 +120,8 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
                     continue;
                 };
                 test.verdict = match trouble(record, Some(name)) {
-                    // The report of blocked tasks that was asked for is no trouble of its own.
+                    // The runner requests a report of blocked tasks at the limit; this report is
+                    // not a fault of its own.
                     _ if code == "late" => Verdict::Failed(Failure::TestHung),
                     Some(failure) => Verdict::Failed(failure),
                     None if (taint & !taint_before) & TROUBLE != 0 => {
@@ -155,7 +157,7 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
     (outcomes, rest.into_iter().map(str::to_owned).collect())
 }
 
-/// The worst that the kernel said between a test's beginning and its end, or outside of all tests.
+/// The most severe fault that the kernel logged during the test `of`, or outside all tests.
 fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
     let mut running: Option<&str> = None;
     let mut worst: Option<Failure> = None;
@@ -173,7 +175,8 @@ fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
             continue;
         }
         match (complaint(line), &worst) {
-            // A warning first and then an oops: the oops. Else the first, which led to the others.
+            // An oops outranks an earlier warning. Otherwise report the first fault, which caused
+            // the others.
             (Some(failure @ Failure::KernelOops(_)), None | Some(Failure::KernelWarning(_)))
             | (Some(failure), None) => worst = Some(failure),
             _ => {}
@@ -182,7 +185,7 @@ fn trouble(record: &Record, of: Option<&str>) -> Option<Failure> {
     worst
 }
 
-/// What a line of the kernel's log complains of.
+/// The fault that a line of the kernel's log reports.
 fn complaint(line: &str) -> Option<Failure> {
     // "[   12.345678] WARNING: …"; with CONFIG_PRINTK_CALLER also "[ 12.3][  T123] ".
     let mut text = line;
@@ -213,8 +216,8 @@ fn complaint(line: &str) -> Option<Failure> {
 }
 
 impl Said {
-    /// A line of the report port. Before the runner's word on it may stand the end of a test's
-    /// output, which had no newline.
+    /// Parses a line of the report port. The runner's part may follow the end of a test's output
+    /// that had no newline.
     pub(super) fn parse(line: &str, token: &str) -> Vec<Self> {
         let line = line.trim_end_matches(['\n', '\r']);
         let Some((output, words)) = line.split_once(token) else {
@@ -231,7 +234,7 @@ impl Said {
             ["end", name, code, taint] => said.push(Self::End {
                 name: name.to_owned(),
                 code: code.to_owned(),
-                // Flags that cannot be read count as trouble.
+                // Unreadable flags count as a fault.
                 taint: taint.parse().unwrap_or(u64::MAX),
             }),
             ["done"] => said.push(Self::Done),
