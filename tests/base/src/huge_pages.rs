@@ -20,8 +20,8 @@ fn reserved() -> u64 {
 }
 
 impl HugePages {
-    /// Reserves that many pages of 2 MiB beyond those that are reserved already. Returns `None` if
-    /// the host lacks them, and panics in CI.
+    /// Reserves `pages` pages of 2 MiB in addition to those already reserved. Returns `None` if the
+    /// host lacks the memory; panics in CI.
     #[must_use]
     pub fn reserve(pages: u64) -> Option<Self> {
         let before = reserved();
@@ -42,13 +42,13 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        // Only the host's administrator could have changed that meanwhile.
+        // Fails only if the host's administrator has changed the setting meanwhile.
         let _ = fs::write(RESERVED, self.before.to_string());
     }
 }
 
-/// The host's policy of transparent huge pages, `madvise` or `always`. Returns `None` where it is
-/// `never` or the kernel has none, and panics in CI.
+/// Returns the host's policy of transparent huge pages, `madvise` or `always`. Returns `None` if it
+/// is `never` or the kernel lacks them; panics in CI.
 #[must_use]
 pub fn transparent() -> Option<String> {
     let file = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -68,7 +68,8 @@ pub fn transparent() -> Option<String> {
     None
 }
 
-/// Bytes on private transparent huge pages, of this process's mapping at `address`.
+/// Returns how many bytes of this process's mapping at `address` are on private transparent huge
+/// pages.
 #[must_use]
 pub fn transparent_bytes(address: u64) -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();

@@ -1,11 +1,11 @@
 use std::fs::File;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Returns the turn of a test if the machine has KVM. One test of a program runs at a time: guests
-/// that compete for the CPUs keep no rates.
+/// Waits for the other tests of this program that use KVM and returns a guard, or `None` without
+/// KVM. Only one test runs at a time: guests that compete for the CPUs keep no rates.
 ///
 /// # Panics
-/// There is no KVM, and the environment says `CI=true`.
+/// The machine has no KVM, and the environment has `CI=true`.
 pub fn kvm() -> Option<MutexGuard<'static, ()>> {
     static TURN: Mutex<()> = Mutex::new(());
     match File::open("/dev/kvm") {

@@ -1,9 +1,9 @@
-//! What the tests of every crate need.
+//! Helpers for the tests of every crate.
 //!
 //! - [`Scratch`]: temporary directories.
 //! - [`huge_pages`]: reserved and transparent huge pages.
 //! - [`kvm`]: KVM, for one test at a time.
-//! - [`maker`]: names by which a process recognises what a dead one has left.
+//! - [`maker`]: names that identify the process that created a resource.
 #![forbid(unsafe_code)]
 
 pub mod huge_pages;

@@ -1,10 +1,10 @@
-//! Names of things that outlast the process that made them. Each name holds the process, so that a
-//! later process can tell whether the maker still runs.
+//! Names for resources that outlive the process that created them. Each name identifies that
+//! process, which lets a later process check whether the maker still runs.
 
 use std::fs;
 use std::process::Command;
 
-/// A process. Its start time tells it from a later process with the same id.
+/// A process. The start time distinguishes it from a later process with the same ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Maker {
     id: u32,
@@ -16,27 +16,26 @@ impl Maker {
     /// This process.
     ///
     /// # Panics
-    /// There is no /proc.
+    /// /proc is not mounted.
     #[must_use]
     pub fn this_process() -> Self {
         Self::process(std::process::id()).expect("a process sees itself in /proc")
     }
 
-    /// The process `id`, or `None` if there is none.
+    /// Returns the process `id`, or `None` if it does not exist.
     #[must_use]
     pub fn process(id: u32) -> Option<Self> {
         let started = started(id)?;
         Some(Self { id, started })
     }
 
-    /// The beginning of the names of all that the process makes. A dash, a number and anything
-    /// else follow.
+    /// The prefix of all names of this process. A dash, a number and any suffix follow.
     #[must_use]
     pub fn prefix(self) -> String {
         format!("dunlin-test-{}-{}", self.id, self.started)
     }
 
-    /// The process in a whole name; `None` if this crate did not make the name.
+    /// The process of a complete name, or `None` if this crate did not create the name.
     #[must_use]
     pub fn of(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix("dunlin-test-")?.split('-');
@@ -61,7 +60,7 @@ impl Maker {
     }
 }
 
-/// Kills processes, and ignores those that have ended.
+/// Kills processes; ignores those that have ended.
 pub fn kill<'a>(ids: impl IntoIterator<Item = &'a str>) {
     for id in ids {
         let _ = Command::new("sh")
@@ -72,7 +71,7 @@ pub fn kill<'a>(ids: impl IntoIterator<Item = &'a str>) {
 
 fn started(id: u32) -> Option<u64> {
     let line = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
-    // The second field is the program's name in brackets, which may hold blanks and brackets.
+    // The second field is the program's name in parentheses; it may contain spaces and parentheses.
     let (_, rest) = line.rsplit_once(')')?;
     rest.split_whitespace().nth(19)?.parse().ok()
 }

@@ -1,5 +1,5 @@
-//! Temporary directories. A killed process leaves its directories behind; the next process that makes
-//! one removes them.
+//! Temporary directories. A killed process leaves its directories behind; the next process that
+//! creates one removes them.
 
 use std::fs;
 use std::io;
@@ -11,7 +11,7 @@ use crate::maker::Maker;
 
 /// The file in a directory that names the child process to be killed with it.
 const PROCESS: &str = "process";
-/// A tmpfs on most machines.
+/// On most machines a tmpfs.
 const MEMORY: &str = "/dev/shm";
 
 /// An empty directory, removed on drop.
@@ -19,10 +19,10 @@ const MEMORY: &str = "/dev/shm";
 pub struct Scratch(PathBuf);
 
 impl Scratch {
-    /// Makes a directory among the temporary files.
+    /// Creates a directory in the system's temporary directory.
     ///
     /// # Panics
-    /// The directory for temporary files is not writable. [`Self::try_new`] returns an error.
+    /// The temporary directory is not writable. [`Self::try_new`] returns an error instead.
     #[allow(clippy::new_without_default)]
     #[must_use]
     pub fn new() -> Self {
@@ -35,17 +35,17 @@ impl Scratch {
         }
     }
 
-    /// Makes a directory among the temporary files.
+    /// Creates a directory in the system's temporary directory.
     ///
     /// # Errors
-    /// The directory for temporary files is not writable.
+    /// The temporary directory is not writable.
     pub fn try_new() -> io::Result<Self> {
         Self::within(&std::env::temp_dir())
     }
 
-    /// Makes a directory in memory where there is a tmpfs, and else among the temporary files. For
-    /// tests whose processes sync often: a killed process loses nothing that it has written, so
-    /// that a disk would only slow them down.
+    /// Creates a directory in memory if there is a tmpfs, otherwise in the temporary directory. For
+    /// tests with processes that sync often: a killed process loses no written data, and a disk
+    /// would only make the tests slower.
     ///
     /// # Panics
     /// Neither directory is writable.
@@ -85,7 +85,7 @@ impl Scratch {
     /// # Errors
     /// The directory is not writable.
     pub fn record(&self, id: u32) -> io::Result<()> {
-        // The name of a directory ends with a number; a process has none.
+        // The name of a directory ends with a number; that of a process does not.
         let name = Maker::process(id).map(|child| child.prefix() + "-0");
         fs::write(self.join(PROCESS), name.unwrap_or_default())
     }
@@ -159,7 +159,7 @@ mod tests {
         sweep(parent.path());
         assert!(!left.path().exists());
         assert!(held.path().exists());
-        // Killed by the sweep: waiting for it returns.
+        // The sweep has killed the child: wait() returns.
         assert!(!child.wait().unwrap().success());
         assert!(living.try_wait().unwrap().is_none());
         living.kill().unwrap();
