@@ -1,13 +1,13 @@
-//! Counts of what a piece of work costs, where times mean nothing: instructions and system calls.
+//! Counts the instructions and system calls of a piece of work, because times are meaningless here.
 //!
-//! Under `cargo xtask kernel --icount` the machine's clock goes by instructions. How many pass in
-//! one of its nanoseconds is measured in the same boot by a loop of a known length, before each of
-//! five runs of the work. The count is the median of the five, and its error the spread of the middle
-//! three, of the work and of the loop together. It is a count of the whole machine: what the kernel
-//! does for the work is in it, and what it does meanwhile for itself too, which is why the outermost
-//! two are left out.
+//! Under `cargo xtask kernel --icount` the machine's clock advances with instructions. A loop of
+//! known length calibrates the number of instructions per nanosecond in the same boot, before each
+//! of five runs of the work. The count is the median of the five; its error is the spread of the
+//! middle three, of the work and of the loop combined. It counts the whole machine, including the
+//! kernel's work for the test and its unrelated background work; the outermost two runs are dropped
+//! for the latter reason.
 //!
-//! System calls are counted by the kernel's own tracing (ftrace), with and without `--icount`.
+//! The kernel's tracing (ftrace) counts system calls, with and without `--icount`.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -23,48 +23,48 @@ use crate::Guest;
 
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// The loops that build.rs assembles, and by how many instructions they differ.
+/// The loops that build.rs assembles, and the difference of their instruction counts.
 const SHORT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/short"));
 const LONG: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/long"));
 const DIFFERENCE: f64 = 2.0 * 25_000_000.0;
 
-/// In this time the kernel does what is left of its start, which would be counted too. Where the
-/// clock goes by instructions nobody waits for it: an idle machine's clock jumps.
+/// Lets the kernel finish its start; its instructions would be counted too. With the instruction
+/// clock this takes no real time: the clock of an idle machine jumps.
 const SETTLING: Duration = Duration::from_secs(5);
 
-/// How often the work is done for its instructions, and the loops with it.
+/// The number of runs of the work and of the loops.
 const ROUNDS: usize = 5;
 
-/// What a piece of work cost.
+/// The cost of a piece of work.
 #[derive(Clone, Debug)]
 pub struct Count {
     what: String,
     /// `None` without `--icount`.
     pub instructions: Option<Instructions>,
-    /// By their numbers on x86-64; of this process, and of threads and processes that the work
-    /// began.
+    /// Indexed by number on x86-64; those of this process, and of threads and processes that the
+    /// work starts.
     pub system_calls: BTreeMap<u32, u64>,
 }
 
 /// A number of instructions.
 #[derive(Clone, Copy, Debug)]
 pub struct Instructions {
-    /// So many.
+    /// The median.
     pub count: f64,
-    /// And so many more or less.
+    /// The deviation in either direction.
     pub error: f64,
 }
 
 impl Guest {
-    /// Counts what `work` costs, and prints it. The work is done once for the system calls, since
-    /// tracing costs instructions, and five times for the instructions.
+    /// Counts the cost of `work`, and prints it. Runs the work once for system calls, because
+    /// tracing costs instructions, and five times for instructions.
     ///
     /// # Panics
-    /// The kernel's tracing cannot be used, or had no room for all of the system calls.
+    /// Tracing is unavailable, or its buffer is too small for the system calls.
     pub fn count(&self, what: &str, mut work: impl FnMut()) -> Count {
         let instructions = env::var_os("RIG_COUNTING").map(|_| instructions(&mut work));
         let mut system_calls = trace(&mut work);
-        // What it takes to switch the tracing on and off.
+        // Subtract the cost of switching the tracing on and off.
         for (number, count) in trace(&mut || {}) {
             if let Some(of_work) = system_calls.get_mut(&number) {
                 *of_work = of_work.saturating_sub(count);
@@ -114,7 +114,7 @@ fn instructions(work: &mut impl FnMut()) -> Instructions {
     }
 }
 
-/// The median, and as a fraction of it how far the middle three of the values deviate from it.
+/// The median, and the relative deviation of the middle three values from it.
 fn median(mut values: Vec<f64>) -> (f64, f64) {
     values.sort_by(f64::total_cmp);
     let middle = ROUNDS / 2;
@@ -123,7 +123,7 @@ fn median(mut values: Vec<f64>) -> (f64, f64) {
     (median, spread / median)
 }
 
-/// How long the machine takes for a program, its start and end included.
+/// The run time of a program, including its start and exit.
 fn nanoseconds(name: &str, program: &[u8]) -> f64 {
     let path = Path::new("/tmp").join(name);
     if !path.exists() {
@@ -138,7 +138,7 @@ fn nanoseconds(name: &str, program: &[u8]) -> f64 {
     spent
 }
 
-/// System calls that begin while `work` is done.
+/// The system calls that begin while `work` runs.
 fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
     // One buffer for each CPU; a system call takes about 40 bytes.
     set("buffer_size_kb", "8192");
@@ -172,7 +172,7 @@ fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
     calls
 }
 
-/// Ends the tracing, also when the work panics.
+/// Stops the tracing on drop, also during a panic.
 struct Traced;
 
 impl Drop for Traced {

@@ -1,4 +1,4 @@
-//! A stunnel set up as xapi's, and `dunlin handoff connect` as xapi calls its helper.
+//! A stunnel configured as xapi's, and `dunlin handoff connect` called as xapi calls its helper.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -17,15 +17,15 @@ use serde_json::Value;
 
 use crate::Guest;
 
-/// What xenopsd asks for.
+/// The cipher list that xenopsd requests.
 pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256";
-/// The same, of the key exchange.
+/// The key exchange group that xenopsd requests.
 pub const CURVE: &str = "secp384r1";
 
-/// Nothing that is waited for takes longer.
+/// The time limit for every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A program that is killed with its owner.
+/// A program that is killed on drop.
 #[derive(Debug)]
 pub struct Background(pub Child);
 
@@ -39,15 +39,15 @@ impl Drop for Background {
 /// A stunnel that decrypts for a listener.
 #[derive(Debug)]
 pub struct Stunnel {
-    /// Where it listens.
+    /// The port on which it listens.
     pub port: u16,
-    /// What it connects to.
+    /// The listener that it connects to.
     pub target: TcpListener,
     _process: Background,
 }
 
-/// Makes `NAME.pem` and `NAME.key` as xapi makes a pool's certificates: RSA, signed with their own
-/// key, without a name that could be checked.
+/// Creates `NAME.pem` and `NAME.key` as xapi creates a pool's certificates: RSA, self-signed, and
+/// without a name to verify.
 ///
 /// # Panics
 /// OpenSSL fails.
@@ -60,7 +60,7 @@ pub fn certificate(guest: &Guest, name: &str) {
     guest.command("openssl", &words);
 }
 
-/// Starts a stunnel that shows `pool.pem` to whoever asks for "pool".
+/// Starts a stunnel that presents `pool.pem` to clients that request the name "pool".
 ///
 /// # Panics
 /// It does not start.
@@ -75,7 +75,7 @@ pub fn stunnel(guest: &Guest, port: u16, more: &str) -> Stunnel {
     }
 }
 
-/// The same, before a server that is already there.
+/// Starts such a stunnel in front of an existing server.
 ///
 /// # Panics
 /// It does not start.
@@ -101,10 +101,10 @@ pub fn stunnel_to(guest: &Guest, port: u16, to: SocketAddr, more: &str) -> Backg
     process
 }
 
-/// Waits until somebody listens, by looking and not by connecting.
+/// Waits for a listener on the port. Reads the socket table instead of connecting.
 ///
 /// # Panics
-/// Nobody does within half a minute.
+/// None appears within half a minute.
 pub fn wait_for_listener(port: u16) {
     let until = Instant::now() + Duration::from_secs(30);
     let words = format!(":{port:04X} 00000000:0000 0A");
@@ -114,7 +114,7 @@ pub fn wait_for_listener(port: u16) {
     }
 }
 
-/// How the command ended, what it said, and the sockets that it passed.
+/// The result of the command: exit code, output, and the sockets that it passed.
 #[derive(Debug)]
 pub struct Called {
     /// The exit code.
@@ -127,7 +127,7 @@ pub struct Called {
     pub sockets: Vec<OwnedFd>,
 }
 
-/// Calls `dunlin handoff connect` for a port of this machine.
+/// Calls `dunlin handoff connect` for a local port.
 ///
 /// # Panics
 /// It does not start.
@@ -136,7 +136,7 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
     connect_as(0, port, more)
 }
 
-/// The same as another user, who has no privileges.
+/// Like [`connect`], as another user without privileges.
 ///
 /// # Panics
 /// It does not start.
@@ -158,7 +158,7 @@ pub fn call(command: Command) -> Called {
     called
 }
 
-/// The same for a caller that has gone: nothing can be passed to it.
+/// Like [`connect`], for a caller that has closed its socket: nothing can be passed to it.
 ///
 /// # Panics
 /// It does not start.
@@ -190,7 +190,7 @@ fn call_for(desk: UnixStream, mut command: Command) -> Called {
     }
 }
 
-/// Calls it, expects one socket, and takes the other end of it behind the stunnel.
+/// Calls [`connect`] and expects one socket. Returns it and its counterpart behind the stunnel.
 ///
 /// # Panics
 /// It fails.
@@ -205,17 +205,18 @@ pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     (socket.into(), far)
 }
 
-/// A `dunlin handoff accept` for the name "own", whose sockets go to the unix socket `taker` in the
-/// test's folder. Its log is `accept.log` there.
+/// A `dunlin handoff accept` for the name "own". It passes its sockets to the unix socket `taker`
+/// in the test's folder and logs to `accept.log` there.
 #[derive(Debug)]
 pub struct Accept {
-    /// Where it listens.
+    /// The port on which it listens.
     pub port: u16,
     process: Background,
 }
 
 impl Accept {
-    /// Starts it with the certificate `other.pem`; clients of other names go to port 4443.
+    /// Starts it with the certificate `other.pem`; clients that request other names go to port
+    /// 4443.
     ///
     /// # Panics
     /// It does not start.
@@ -226,7 +227,8 @@ impl Accept {
         Self::start_alone(guest, &[&own[..], &certificate, more].concat())
     }
 
-    /// Starts it without a certificate and a server behind it, unless `more` says otherwise.
+    /// Starts it without a certificate and without a server for other names, unless `more` adds
+    /// them.
     ///
     /// # Panics
     /// It does not start.
@@ -259,13 +261,13 @@ impl Accept {
         }
     }
 
-    /// What [`Accept::start_alone`] starts.
+    /// The command that [`Accept::start_alone`] starts.
     #[must_use]
     pub fn command(guest: &Guest, more: &[&str]) -> Command {
         Self::command_of("dunlin", guest, more)
     }
 
-    /// The same with another version of the command.
+    /// The same command with another version of the program.
     #[must_use]
     pub fn command_of(dunlin: &str, guest: &Guest, more: &[&str]) -> Command {
         let to = format!("unix:{}", guest.folder().join("taker").display());
@@ -278,10 +280,10 @@ impl Accept {
         command
     }
 
-    /// How many descriptors and threads it has.
+    /// The number of its descriptors and threads.
     ///
     /// # Panics
-    /// It has ended.
+    /// The process has ended.
     #[must_use]
     pub fn held(&self) -> [usize; 2] {
         ["fd", "task"].map(|what| {
@@ -290,10 +292,10 @@ impl Accept {
         })
     }
 
-    /// Waits until it has as many descriptors and threads as `before`.
+    /// Waits until the number of descriptors and threads is back to `before`.
     ///
     /// # Panics
-    /// It keeps more.
+    /// It stays higher.
     pub fn settles(&self, before: [usize; 2]) {
         let until = Instant::now() + PATIENCE;
         while self.held() != before {
@@ -303,10 +305,10 @@ impl Accept {
         }
     }
 
-    /// Waits until its log has these words, and returns their line.
+    /// Waits until the log contains `words`, and returns their line.
     ///
     /// # Panics
-    /// They do not come.
+    /// They do not appear.
     #[must_use]
     pub fn says(&self, words: &str) -> String {
         let until = Instant::now() + PATIENCE;
@@ -321,10 +323,10 @@ impl Accept {
     }
 }
 
-/// The socket of the next client, and what is said of it.
+/// Receives the socket of the next client, and the description that is sent with it.
 ///
 /// # Panics
-/// None comes.
+/// None arrives.
 #[must_use]
 pub fn take(taker: &UnixListener) -> (TcpStream, Value) {
     let from = taker.accept().expect("it listens").0;
@@ -345,8 +347,8 @@ pub fn take(taker: &UnixListener) -> (TcpStream, Value) {
     (socket.into(), line)
 }
 
-/// OpenSSL's client, whose standard input and output are what it sends and gets. It takes no letter
-/// for a command while it does not look for its input's end.
+/// OpenSSL's client; it sends its standard input and prints what it receives. `-quiet` keeps it
+/// from interpreting letters of its input as commands, and from stopping at the end of its input.
 ///
 /// # Panics
 /// It does not start.
@@ -355,7 +357,7 @@ pub fn client(port: u16, name: &str, version: &str) -> Background {
     client_with(port, name, &[version])
 }
 
-/// The same with more arguments.
+/// Like [`client`], with other arguments.
 ///
 /// # Panics
 /// It does not start.
@@ -373,11 +375,11 @@ pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
     Background(child.expect("openssl starts"))
 }
 
-/// Carries one connection that comes to the port which is returned, and with the last message of
-/// the handshake from the side `from`, in the same segment, that side's end.
+/// Returns a port, and forwards one connection from it to the port `to`. Sends the end of stream of
+/// the side `from` in the same segment as that side's last handshake message.
 ///
 /// # Panics
-/// Something of it fails, in a thread of its own.
+/// A step fails, in a thread of its own.
 #[must_use]
 pub fn end_with_handshake(from: Side, to: u16) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
@@ -394,7 +396,7 @@ pub fn end_with_handshake(from: Side, to: u16) -> u16 {
             hears.try_clone().expect("descriptors are left"),
             speaks.try_clone().expect("descriptors are left"),
         );
-        // Whoever is told that it failed may have gone by then.
+        // A peer that has reported the failure may have closed its connection.
         thread::spawn(move || io::copy(&mut back.0, &mut back.1));
         let mut last = Vec::new();
         while !last.starts_with(&[CHANGE_CIPHER_SPEC]) {
@@ -404,33 +406,33 @@ pub fn end_with_handshake(from: Side, to: u16) -> u16 {
             }
         }
         last.extend(record(&mut speaks));
-        // What has more behind it waits for that, which is the end.
+        // MSG_MORE delays the segment until more follows, which is the end of the stream.
         let more = MsgFlags::from_bits_retain(MSG_MORE);
         let sent = send(hears.as_raw_fd(), &last, more);
         assert_eq!(sent, Ok(last.len()));
         hears.shutdown(Shutdown::Write).expect("it is there");
-        // Until the other side has ended too.
+        // Wait until the other side has ended too.
         let _ = io::copy(&mut speaks, &mut io::sink());
     });
     port
 }
 
-/// Of a connection.
+/// A side of a connection.
 #[derive(Clone, Copy, Debug)]
 pub enum Side {
-    /// Who connects.
+    /// The connecting side.
     Client,
-    /// Who listens.
+    /// The listening side.
     Server,
 }
 
-/// The content type behind which a side of TLS 1.2 seals (RFC 5246, section 7.1).
+/// The content type after which a side of TLS 1.2 encrypts (RFC 5246, section 7.1).
 const CHANGE_CIPHER_SPEC: u8 = 20;
 
-/// The next record of a connection.
+/// Reads the next record of a connection.
 ///
 /// # Panics
-/// None comes.
+/// None arrives.
 #[must_use]
 pub fn record(from: &mut TcpStream) -> Vec<u8> {
     let mut record = vec![0; 5];
@@ -441,7 +443,7 @@ pub fn record(from: &mut TcpStream) -> Vec<u8> {
     record
 }
 
-/// Bytes of which no part is like another.
+/// Bytes in which all parts differ.
 #[must_use]
 pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
@@ -455,13 +457,13 @@ pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
         .collect()
 }
 
-/// Sends `there` and then `back` over a connection, and compares.
+/// Sends `there` and then `back` over a connection, and compares the received bytes.
 ///
 /// # Panics
 /// They differ.
 pub fn exchange(near: &TcpStream, far: &TcpStream, there: &[u8], back: &[u8]) {
     for end in [near, far] {
-        // Else one that fails would leave the other waiting.
+        // Without a timeout a failing side would leave the other waiting.
         end.set_read_timeout(Some(PATIENCE))
             .expect("it is a socket");
     }

@@ -1,5 +1,6 @@
-//! What a kernel test says and uses. Each file of `src/bin` is one test, a program that runs inside
-//! a virtual machine: `cargo xtask kernel` builds it, asks it what it needs, boots and runs it.
+//! Helpers for kernel tests. Each file of `src/bin` is one test, a program that runs inside a
+//! virtual machine: `cargo xtask kernel` builds it, reads its requirements, boots the machine and
+//! runs it.
 //!
 //! ```text
 //! fn main() -> ExitCode {
@@ -10,16 +11,16 @@
 //! }
 //! ```
 //!
-//! A test fails by a panic. It runs as root, in a network namespace of its own in which only the
-//! loopback is up. Modules come by themselves when something asks for them, as on an installed
-//! system. What it prints is shown, and what it writes into its [`Guest::folder`] is brought back.
+//! A test fails by panicking. It runs as root, in a network namespace of its own with only the
+//! loopback up. The kernel loads modules on request, as on an installed system. The test's output
+//! is printed, and its files in [`Guest::folder`] are copied to the host.
 //!
-//! Whether the kernel has something is found by looking for it (`/proc/crypto`, a counter, an
-//! attempt), never by the kernel's version: distributions backport, and features move between
-//! releases. What a test changes of the machine itself it changes through a guard
-//! ([`Guest::set`], [`Guest::without_module`]): the tests after it run in the same machine.
+//! Tests detect a kernel feature by probing (`/proc/crypto`, a counter, an attempt), never by the
+//! kernel's version: distributions backport features, and features move between releases. A test
+//! changes the machine only through a guard ([`Guest::set`], [`Guest::without_module`]), because
+//! later tests run in the same machine.
 //!
-//! The machine is emulated: times mean nothing. Assert on behaviour and on counters.
+//! The machine is emulated, so times are meaningless. Assert on behaviour and counters.
 #![forbid(unsafe_code)]
 
 pub mod counting;
@@ -43,16 +44,16 @@ use serde::Serialize;
 /// The name of the earlier command in the path; see [`Guest::versions`].
 pub const PREVIOUS: &str = "dunlin-previous";
 
-/// "Skipped" as an exit code, as in automake.
+/// The exit code for "skipped", as in automake.
 const SKIPPED: i32 = 77;
 
-/// What the machine must have for a test.
+/// What the machine must provide for a test.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Needs {
     /// Virtual CPUs, 1 to 4.
     pub cpus: u32,
-    /// Debian packages of trixie, whose programs are then in the path. None has been configured:
-    /// what their installation would have set up is missing.
+    /// Debian packages of trixie, with their programs in the path. The packages are unpacked but
+    /// not configured: files that the installation would generate are missing.
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
     pub dunlin: bool,
@@ -61,13 +62,15 @@ pub struct Needs {
     pub previous: bool,
     /// Test programs of the library that are in the path; see [`Guest::library_tests`].
     pub library_tests: &'static [&'static str],
-    /// After so long the test is killed, and counts as hung; in the soak after ten times as long.
+    /// The time limit, after which the test is killed and counts as hung. The soak allows ten times
+    /// as long.
     pub limit_seconds: u64,
-    /// Under which kernels a whole suite runs it. The soak leaves nothing to the newest or the oldest.
+    /// The kernels under which a run of the whole suite includes it. The soak uses both for every
+    /// test that names one of them.
     pub under: Under,
 }
 
-/// The kernels of a whole suite. What takes long is left to one of them.
+/// The kernels for a run of the whole suite. Long tests run under only one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Under {
@@ -77,12 +80,12 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// Bookworm's, older than everything works under: for what is said and done there.
+    /// Bookworm's, older than the oldest supported one: for errors reported there.
     Former,
 }
 
 impl Needs {
-    /// Two CPUs, busybox and a minute.
+    /// Two CPUs, busybox and a limit of one minute.
     pub const NOTHING: Self = Self {
         cpus: 2,
         packages: &[],
@@ -98,7 +101,7 @@ impl Needs {
 #[derive(Debug)]
 pub struct Guest(());
 
-/// The whole of a test's `main`: says what it `needs` when it is asked, otherwise runs `test`.
+/// The `main` of a test: prints its `needs` if called with `--describe`, otherwise runs `test`.
 #[must_use]
 pub fn run(needs: &Needs, test: impl FnOnce(&Guest)) -> ExitCode {
     if env::args().nth(1).as_deref() == Some("--describe") {
@@ -126,28 +129,28 @@ fn is_soak() -> bool {
 }
 
 impl Guest {
-    /// Whether more is to be done of the same (docs/testing.md).
+    /// Whether to run more repetitions (docs/testing.md).
     #[must_use]
     pub fn is_soak(&self) -> bool {
         is_soak()
     }
 
-    /// Where files are put that are to be brought back: captures, logs. The working directory when
-    /// the test begins.
+    /// The folder for files to copy to the host: captures, logs. It is the initial working
+    /// directory.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
         env::current_dir().expect("the runner has made it")
     }
 
-    /// Ends the test as skipped, for something that this kernel does not have; it is counted and
-    /// shown as such. Nothing is dropped: a test skips before it changes the machine.
+    /// Ends the test as skipped because this kernel lacks a feature. Skipped tests are counted and
+    /// shown. Does not drop guards: a test skips before it changes the machine.
     pub fn skip(&self, reason: &str) -> ! {
         println!("skipped: {reason}");
         process::exit(SKIPPED)
     }
 
-    /// The names of the earlier command and of today's, in both orders. Without `DUNLIN_PREVIOUS` this
-    /// skips the test.
+    /// The names of the earlier command and of the current one, in both orders. Skips the test
+    /// without `DUNLIN_PREVIOUS`.
     ///
     /// # Panics
     /// The soak runs without `DUNLIN_PREVIOUS`.
@@ -161,10 +164,10 @@ impl Guest {
         [[PREVIOUS, "dunlin"], ["dunlin", PREVIOUS]]
     }
 
-    /// What a program prints.
+    /// Runs a program and returns its standard output.
     ///
     /// # Panics
-    /// It does not start, or fails; with all that it said.
+    /// The program does not start, or fails; the message contains its output.
     #[must_use]
     pub fn output(&self, program: &str, arguments: &[&str]) -> String {
         let line = format!("{program} {}", arguments.join(" "));
@@ -182,8 +185,8 @@ impl Guest {
         text
     }
 
-    /// Runs the library's test program with this name where the kernel seals and opens records, one
-    /// test after the other, since times mean nothing here. What it printed is returned.
+    /// Runs the library's test program `name` with kernel TLS, one test at a time, because the
+    /// machine is slow. Returns the output.
     ///
     /// # Panics
     /// A test fails.
@@ -198,20 +201,20 @@ impl Guest {
         printed
     }
 
-    /// Runs a program for what it does.
+    /// Runs a program and ignores its output.
     ///
     /// # Panics
-    /// It does not start, or fails; with all that it said.
+    /// The program does not start, or fails; the message contains its output.
     pub fn command(&self, program: &str, arguments: &[&str]) {
         let _ = self.output(program, arguments);
     }
 
-    /// Unloads a module until the returned guard is dropped, also by a panic. A module that was not
-    /// loaded is not loaded then either.
+    /// Unloads a module until the returned guard is dropped, also during a panic. The guard reloads
+    /// only a module that was loaded before.
     ///
     /// # Panics
-    /// The module is in use for half a minute: sockets of an earlier test release it some time after
-    /// that test.
+    /// The module is in use for half a minute: sockets of an earlier test release it some time
+    /// after that test has ended.
     #[must_use]
     pub fn without_module(&self, name: &'static str) -> WithoutModule {
         let guard = WithoutModule {
@@ -234,22 +237,22 @@ impl Guest {
         }
     }
 
-    /// The kernel loads no module by itself until the returned guard is dropped. `modprobe` still
-    /// does.
+    /// Disables the kernel's own loading of modules until the returned guard is dropped. `modprobe`
+    /// still works.
     #[must_use]
     pub fn without_loader(&self) -> Setting {
         self.set("/proc/sys/kernel/modprobe", "/nowhere")
     }
 
-    /// Writes a setting of the kernel, a file of `/proc/sys` or `/sys`, and writes its old value
-    /// back when the returned guard is dropped, also by a panic.
+    /// Writes a setting of the kernel, a file of `/proc/sys` or `/sys`. The returned guard restores
+    /// the old value when dropped, also during a panic.
     ///
     /// # Panics
     /// The file cannot be read or written.
     #[must_use]
     pub fn set(&self, file: &str, value: &str) -> Setting {
         let before = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
-        // A choice out of several is shown as "always [madvise] never".
+        // A choice between values is shown as "always [madvise] never".
         let chosen = before.split(['[', ']']).nth(1).unwrap_or(before.trim_end());
         let guard = Setting {
             file: file.to_owned(),
@@ -259,10 +262,10 @@ impl Guest {
         guard
     }
 
-    /// A counter of a file of lines "NAME VALUE", `/proc/net/tls_stat` for instance.
+    /// A counter from a file with lines "NAME VALUE", for instance `/proc/net/tls_stat`.
     ///
     /// # Panics
-    /// The file or the counter is not there.
+    /// The file or the counter does not exist.
     #[must_use]
     pub fn counter(&self, file: &str, name: &str) -> u64 {
         let text = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
@@ -279,8 +282,8 @@ pub struct WithoutModule {
     was_loaded: bool,
 }
 
-// A second panic would end the process before the other guards are dropped, so a guard that fails
-// only says so; the runner compares the machine with what it was before the test.
+// A panic during a panic would abort the process before other guards are dropped, so a failing
+// guard only prints a message; the runner compares the machine's state before and after the test.
 impl Drop for WithoutModule {
     fn drop(&mut self) {
         if self.was_loaded {

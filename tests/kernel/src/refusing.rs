@@ -1,4 +1,4 @@
-//! A kernel that refuses a key, as in a sandbox or where a direction lacks the cipher.
+//! A kernel that refuses a key, as in a sandbox or if one direction lacks the cipher.
 
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
@@ -10,8 +10,8 @@ use seccompiler::{
     SeccompRule, TargetArch, apply_filter,
 };
 
-/// Has setsockopt(2) refuse one direction's keys with `EPERM`, in this thread and what it starts, for
-/// ever.
+/// Makes setsockopt(2) refuse the keys of one direction with `EPERM`, permanently, in this thread
+/// and in the threads and processes that it starts.
 ///
 /// # Panics
 /// The kernel has no seccomp.
@@ -19,7 +19,7 @@ pub fn forbid(direction: Direction) {
     refuse(direction, None);
 }
 
-/// The same for the socket that has this number alone.
+/// Does the same only for the socket with this number.
 ///
 /// # Panics
 /// The kernel has no seccomp.

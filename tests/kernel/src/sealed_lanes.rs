@@ -1,5 +1,5 @@
-//! Hosts with lanes over IPsec between them: what each of them has for it, and what its SAs have
-//! carried.
+//! Hosts with lanes over IPsec between them: each host's dialer, and the traffic counters of its
+//! SAs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,18 +13,18 @@ use dunlin_ipsec::{Direction, Mode, Observer, Options, Sender, Status};
 use crate::Guest;
 use crate::sessions::{inside, netns};
 
-/// The ports of all sessions of lanes.
+/// The ports for the sessions of all lanes.
 pub const POOL: &str = "24576-28671";
 
-/// What a host says of its sessions.
+/// The events of a host's sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Said(Arc<Mutex<Vec<String>>>);
 
 impl Said {
-    /// Whether it has said something with these words.
+    /// Whether an event contains `words`.
     ///
     /// # Panics
-    /// Another thread has.
+    /// Another thread has panicked.
     #[must_use]
     pub fn has(&self, words: &str) -> bool {
         let said = self.0.lock().expect("nobody panics");
@@ -32,7 +32,7 @@ impl Said {
     }
 }
 
-/// What a host has for lanes over IPsec on these CPUs.
+/// Creates a host's [`IpsecLanes`] for these CPUs.
 ///
 /// # Panics
 /// The kernel has no IPsec.
@@ -41,7 +41,7 @@ pub fn ipsec_lanes(host: &str, mode: Mode, cpus: &[u32]) -> (IpsecLanes, Said) {
     ipsec_lanes_with(host, mode, cpus, POOL)
 }
 
-/// A [`ipsec_lanes`] whose sessions use these ports.
+/// Like [`ipsec_lanes`], with these ports for its sessions.
 ///
 /// # Panics
 /// The kernel has no IPsec.
@@ -62,10 +62,10 @@ pub fn ipsec_lanes_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (I
     (sealed, said)
 }
 
-/// What the SAs of what a host sends in a session have carried.
+/// The number of bytes that each outbound SA of a session has carried.
 ///
 /// # Panics
-/// Somebody has removed one.
+/// An SA has been removed.
 #[must_use]
 pub fn carried(session: &Status) -> BTreeMap<Sender, u64> {
     let outbound = session
@@ -80,8 +80,8 @@ pub fn carried(session: &Status) -> BTreeMap<Sender, u64> {
         .collect()
 }
 
-/// Packets that the kernel's IPsec of a host has dropped or refused, by why; nothing else
-/// belongs there.
+/// The packets that the IPsec of a host's kernel has dropped or refused, by counter. No other IPsec
+/// traffic counts there.
 #[must_use]
 pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     let text = guest.output("ip", &netns(host, &["cat", "/proc/net/xfrm_stat"]));
@@ -93,10 +93,10 @@ pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     text.lines().filter_map(count).collect()
 }
 
-/// Ends a connection of a host as if its peer had vanished and the host given it up.
+/// Destroys a connection of a host, as if its peer had vanished and the host had given it up.
 ///
 /// # Panics
-/// There is none such.
+/// No connection matches the filter.
 pub fn cut(guest: &Guest, host: &str, filter: &str) {
     let words = ["-n", "-t", "-K", "-H"];
     let command: Vec<&str> = words.into_iter().chain(filter.split(' ')).collect();
@@ -104,7 +104,7 @@ pub fn cut(guest: &Guest, host: &str, filter: &str) {
     assert!(!said.is_empty(), "{host} has no connection {filter}");
 }
 
-/// Whether a host's records of what it has installed are gone.
+/// Whether a host has removed all its records of installed state.
 #[must_use]
 pub fn no_records(host: &str) -> bool {
     let folder = Path::new(&format!("state-{host}")).join("ipsec");

@@ -1,5 +1,5 @@
-//! Two hosts between which `dunlin ipsec` has sessions: namespaces with a captured link, the
-//! command at either of them, and connections.
+//! Two hosts with sessions of `dunlin ipsec`: namespaces with a captured link, the command on each
+//! host, and connections.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -18,22 +18,22 @@ use crate::{Guest, PREVIOUS};
 pub const HOSTS: [(&str, &str); 2] = [("a", "10.0.0.1"), ("b", "10.0.0.2")];
 /// The ports of sessions.
 pub const PORTS: &str = "4444-4447";
-/// Where connections arrive.
+/// The address on which connections arrive.
 pub const AT: &str = "10.0.0.2:4444";
-/// Where sessions are asked for.
+/// The server's address.
 pub const SERVER: &str = "10.0.0.2:7302";
-/// The same over IPv6.
+/// [`AT`] over IPv6.
 pub const AT_6: &str = "[fd00::2]:4444";
-/// The same over IPv6.
+/// [`SERVER`] over IPv6.
 pub const SERVER_6: &str = "[fd00::2]:7302";
 /// The name of the server's certificate.
 pub const NAME: &str = "host-b.example";
-/// What is sent over a connection at a time.
+/// The number of bytes sent over a connection at a time.
 pub const BYTES: usize = 256 << 10;
-/// Far more than anything takes in this machine.
+/// Much longer than any step takes in this machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Bytes over every connection, near to far, all at once. Where they do not come through, what
-/// both hosts have is printed.
+/// Sends bytes over every connection at once, near to far. If they do not arrive, prints the IPsec
+/// state of both hosts.
 pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     let carried: Vec<io::Result<()>> = thread::scope(|scope| {
         let one = |(near, far): &(TcpStream, TcpStream)| -> io::Result<()> {
@@ -43,7 +43,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
             thread::scope(|scope| {
                 let written = scope.spawn(move || near.write_all(&vec![7; BYTES]));
                 let mut bytes = vec![0; BYTES];
-                // `read_exact` goes on after an interruption.
+                // `read_exact` continues after an interrupted call.
                 far.read_exact(&mut bytes)?;
                 assert!(bytes.iter().all(|byte| *byte == 7));
                 written.join().expect("it does not panic")
@@ -74,10 +74,10 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     panic!("not everything came through: {carried:?}");
 }
 
-/// A connection to an address.
+/// Connects to an address.
 ///
 /// # Errors
-/// What connect(2) says.
+/// The error of connect(2).
 pub fn connect_to(at: &str) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&at.parse().expect("an address"), LIMIT)
 }
@@ -87,7 +87,7 @@ pub fn associations(guest: &Guest, host: &str) -> Vec<Value> {
     associations_by("dunlin", guest, host)
 }
 
-/// The same, as another version of the command shows them.
+/// The SAs of a host's sessions as another version of the command prints them.
 pub fn associations_by(dunlin: &str, guest: &Guest, host: &str) -> Vec<Value> {
     let text = guest.output(dunlin, &status(host, &["--json"]));
     let sessions = text
@@ -97,7 +97,7 @@ pub fn associations_by(dunlin: &str, guest: &Guest, host: &str) -> Vec<Value> {
     associations.flatten().flatten().collect()
 }
 
-/// The words of `dunlin ipsec status` at a host.
+/// The command line of `dunlin ipsec status` on a host.
 pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let control = if host == "a" { "run-a" } else { "run-b" };
     [&["ipsec", "status", "--control", control], more].concat()
@@ -106,7 +106,7 @@ pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 /// Waits until neither host has an SA or a policy.
 ///
 /// # Panics
-/// One still has when the limit has come.
+/// One of them still has at the limit.
 pub fn nothing_left(guest: &Guest) {
     let limit = Instant::now() + LIMIT;
     for (host, _) in HOSTS {
@@ -128,7 +128,7 @@ pub fn empty(guest: &Guest, host: &str) -> bool {
     !table("state").contains("proto esp") && !table("policy").contains("priority")
 }
 
-/// Waits for something that comes, with a limit that only a defect reaches.
+/// Waits for a condition. Only a defect reaches the limit.
 pub fn until(what: &str, mut come: impl FnMut() -> bool) {
     let limit = Instant::now() + LIMIT;
     while !come() {
@@ -137,35 +137,35 @@ pub fn until(what: &str, mut come: impl FnMut() -> bool) {
     }
 }
 
-/// Does something in a host's namespace.
+/// Runs `task` in a host's namespace.
 pub fn inside<T: Send>(host: &str, task: impl FnOnce() -> T + Send) -> T {
     let namespace = File::open(Path::new("/run/netns").join(host)).expect("it was made");
     run_inside(&namespace, task).expect("it is a namespace")
 }
 
-/// The words by which `ip` runs a command at a host.
+/// The arguments with which `ip` runs a command on a host.
 pub fn netns<'a>(host: &'a str, command: &[&'a str]) -> Vec<&'a str> {
     [&["netns", "exec", host], command].concat()
 }
 
-/// A `dunlin ipsec` that runs.
+/// A running `dunlin ipsec`.
 #[derive(Debug)]
 pub struct Process(pub Child);
 
 impl Process {
-    /// The server, at host b.
+    /// Starts the server, on host b.
     #[must_use]
     pub fn serve() -> Self {
         Self::serve_with(&[])
     }
 
-    /// The same with more words.
+    /// Starts the server with more arguments.
     #[must_use]
     pub fn serve_with(more: &[&str]) -> Self {
         Self::serve_of("dunlin", more)
     }
 
-    /// The same with another version of the command.
+    /// Starts the server with another version of the command.
     #[must_use]
     pub fn serve_of(dunlin: &str, more: &[&str]) -> Self {
         let arguments = netns(
@@ -197,16 +197,16 @@ impl Process {
         Self::begin(command, "listening on")
     }
 
-    /// A session, from host a.
+    /// Opens a session, from host a.
     #[must_use]
     pub fn up(mode: &str) -> Self {
         Self::begin(up_with(SERVER, &["--mode", mode]), "up")
     }
 
-    /// Begins one and waits for its first words.
+    /// Starts a command and waits for its first output.
     ///
     /// # Panics
-    /// It says something else.
+    /// It prints something else.
     #[must_use]
     pub fn begin(mut command: Command, first: &str) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("ip starts");
@@ -217,32 +217,32 @@ impl Process {
         Self(child)
     }
 
-    /// Has it end, and well.
+    /// Stops it, and expects success.
     ///
     /// # Panics
-    /// It fails.
+    /// It exits with another code.
     pub fn end(self, guest: &Guest) {
         assert_eq!(self.end_with(guest), Some(0));
     }
 
-    /// Has it end, and says with which exit code it does.
+    /// Stops it, and returns its exit code.
     ///
     /// # Panics
-    /// It cannot be asked to.
+    /// The signal cannot be sent.
     #[must_use]
     pub fn end_with(mut self, guest: &Guest) -> Option<i32> {
-        // `ip netns exec` becomes the program that it starts.
+        // `ip netns exec` replaces itself with the program that it starts.
         guest.command("kill", &["-TERM", &self.0.id().to_string()]);
         self.0.wait().expect("it ends").code()
     }
 }
 
-/// `dunlin ipsec up` at host a.
+/// `dunlin ipsec up` on host a.
 pub fn up_with(server: &str, more: &[&str]) -> Command {
     up_of("dunlin", server, more)
 }
 
-/// The same with another version of the command.
+/// `dunlin ipsec up` on host a with another version of the command.
 pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     let mut command = Command::new("ip");
     command.args(netns(
@@ -280,7 +280,7 @@ fn timeout_flag(dunlin: &str) -> &'static str {
     }
 }
 
-/// Certificates for both hosts.
+/// Creates certificates for both hosts.
 pub fn credentials(guest: &Guest) {
     guest.command("dunlin", &["pki", "init", "ca"]);
     for host in ["host-a", "host-b"] {
@@ -290,20 +290,20 @@ pub fn credentials(guest: &Guest) {
     }
 }
 
-/// A link between the two hosts.
+/// Creates a link between the two hosts.
 pub fn connect(guest: &Guest) {
     let ip = |arguments: &str| {
         guest.command("ip", &arguments.split(' ').collect::<Vec<_>>());
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
-        // Of an earlier test in the same machine, whose namespaces have gone with it.
+        // Left by an earlier test in the same machine. The mount that it pointed to is gone.
         let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }
     ip("link add link-a netns a type veth peer name link-b netns b");
     for (host, address) in HOSTS {
-        // An address that came by itself later would make connections look for their way anew.
+        // An address that is added later would make connections look up their route again.
         ip(&format!("-n {host} link set link-{host} addrgenmode none"));
         ip(&format!("-n {host} addr add {address}/24 dev link-{host}"));
         let address_6 = address.replace("10.0.0.", "fd00::");
@@ -312,7 +312,7 @@ pub fn connect(guest: &Guest) {
         ));
         ip(&format!("-n {host} link set link-{host} up"));
     }
-    // So would a link that the kernel takes for up a moment later.
+    // So would a link that the kernel reports as up later.
     for (host, _) in HOSTS {
         until("the link is up", || {
             let link = format!("link-{host}");
@@ -322,12 +322,12 @@ pub fn connect(guest: &Guest) {
     }
 }
 
-/// What goes over a host's link, as tcpdump sees it.
+/// A running tcpdump on a host's link.
 #[derive(Debug)]
 pub struct Capture(Child);
 
 impl Capture {
-    /// Begins to capture what goes over a host's link.
+    /// Starts the capture of a host's link.
     ///
     /// # Panics
     /// tcpdump does not start.
@@ -361,18 +361,18 @@ impl Capture {
         Self(child)
     }
 
-    /// Ends it, with everything written.
+    /// Stops it when every packet has been written.
     ///
     /// # Panics
     /// tcpdump does not end.
     pub fn end(mut self, guest: &Guest) {
-        // Asked to end, it writes out what it holds.
+        // On SIGINT tcpdump writes out its buffer.
         guest.command("kill", &["-INT", &self.0.id().to_string()]);
         self.0.wait().expect("it ends");
     }
 }
 
-/// How many captured packets a filter lets through.
+/// The number of captured packets that match a filter.
 pub fn captured(guest: &Guest, file: &str, filter: &str) -> usize {
     guest
         .output("tcpdump", &["-Z", "root", "-n", "-r", file, filter])

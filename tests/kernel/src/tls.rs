@@ -1,8 +1,8 @@
-//! Both ends of kernel TLS: sockets with keys in the kernel, and a peer whose records are sealed and
-//! opened here, so that what is on the wire can be looked at and made at will.
+//! Both ends of kernel TLS: sockets with keys in the kernel, and a peer that seals and opens
+//! records in user space. Tests can read any record on the wire and send any record.
 //!
-//! The peer has nothing of the kernel's and nothing of Dunlin's: ring's AES-256-GCM, and the two
-//! forms of a record (RFC 8446, section 5.2; RFC 5288, section 3).
+//! The peer shares no code with the kernel or Dunlin. It uses ring's AES-256-GCM and implements
+//! both record formats (RFC 8446, section 5.2; RFC 5288, section 3).
 
 use std::fs;
 use std::io::{self, Read};
@@ -28,35 +28,35 @@ pub const DATA: u8 = 23;
 /// The alert that ends a direction: level warning, close_notify.
 pub const CLOSE_NOTIFY: [u8; 2] = [1, 0];
 
-/// A KeyUpdate that asks for none in return (RFC 8446, section 4.6.3).
+/// A KeyUpdate that does not request one in return (RFC 8446, section 4.6.3).
 pub const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 
-/// The most that one record holds.
+/// The maximum content of a record.
 pub const RECORD: usize = 1 << 14;
 
-/// What stands before a record's sealed part.
+/// The length of a record's header.
 pub const HEADER: usize = 5;
 const TAG: usize = 16;
 
-/// How long a test waits for something that is certain to come. Times mean nothing: it only ends a
-/// test that would hang.
+/// The time limit for an event that is certain to occur. Times are meaningless here; the limit only
+/// stops a test that would hang.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The keys of one direction.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys {
-    /// For which version.
+    /// The TLS version.
     pub version: Version,
-    /// Which: keys of the same number are the same.
+    /// The key's number: equal numbers mean equal keys.
     pub number: u8,
-    /// What the first record is counted as.
+    /// The sequence number of the first record.
     pub sequence: u64,
-    /// In 1.2 the shown half of the first nonce; in 1.3 the last eight bytes of the IV.
+    /// In 1.2 the explicit part of the first nonce; in 1.3 the last eight bytes of the IV.
     pub iv: [u8; 8],
 }
 
 impl Keys {
-    /// Keys for TLS 1.3 from the first record on.
+    /// Keys for TLS 1.3, starting with sequence number 0.
     #[must_use]
     pub fn new(number: u8) -> Self {
         Self {
@@ -67,7 +67,7 @@ impl Keys {
         }
     }
 
-    /// What the first nonce is made of.
+    /// The IV of the first nonce.
     fn nonce(&self) -> [u8; 12] {
         let mut nonce = [self.number; 12];
         nonce[4..].copy_from_slice(&self.iv);
@@ -88,7 +88,7 @@ pub fn connected() -> (TcpStream, TcpStream) {
     (near, far)
 }
 
-/// A socket with keys in the kernel, and a peer with the same ones here.
+/// A socket with keys in the kernel, and a peer with the same keys in this process.
 #[must_use]
 pub fn kernel_and_peer(seals: Keys, opens: Keys) -> (TcpStream, Peer) {
     let (kernel, far) = connected();
@@ -110,20 +110,20 @@ pub fn kernels() -> (TcpStream, TcpStream) {
     (near, far)
 }
 
-/// Keys for both directions.
+/// Installs keys for both directions.
 ///
 /// # Panics
-/// The kernel refuses.
+/// The kernel refuses them.
 pub fn install(socket: &TcpStream, seals: &Keys, opens: &Keys) {
     ktls::attach(socket).expect("the kernel has TLS");
     set(socket, Direction::Sending, seals).expect("it seals");
     set(socket, Direction::Receiving, opens).expect("it opens");
 }
 
-/// Gives the kernel keys for a direction.
+/// Installs the keys of one direction.
 ///
 /// # Errors
-/// What setsockopt(2) says.
+/// The error of setsockopt(2).
 pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), Errno> {
     let key = Key {
         version: keys.version,
@@ -135,25 +135,25 @@ pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), 
     ktls::install(socket, direction, &key).map_err(errno)
 }
 
-/// What a socket with keys receives next: a content type, and so much of its content.
+/// Receives on a socket with keys. Returns the content type and the number of bytes.
 ///
 /// # Errors
-/// What recvmsg(2) says.
+/// The error of recvmsg(2).
 pub fn receive(socket: &TcpStream, buffer: &mut [u8]) -> Result<(u8, usize), Errno> {
     let received = ktls::receive(socket, buffer).map_err(errno)?;
     Ok((received.control.unwrap_or(DATA), received.bytes))
 }
 
-/// As the system calls have it.
+/// Converts an error to its number.
 ///
 /// # Panics
-/// It is not from a system call.
+/// The error is not from a system call.
 #[must_use]
 pub fn errno(error: io::Error) -> Errno {
     Errno::from_raw(error.raw_os_error().expect("it is from a system call"))
 }
 
-/// Whether there is something to read, now.
+/// Whether poll(2) reports the socket as readable.
 ///
 /// # Panics
 /// poll(2) fails.
@@ -167,10 +167,10 @@ pub fn readable(socket: &TcpStream) -> bool {
     poll(&[interest], Some(Duration::ZERO)).expect("it can be polled")[0]
 }
 
-/// Waits until so many bytes, as they are on the wire, lie in the socket's queue.
+/// Waits until the socket's queue holds this many bytes, counted as on the wire.
 ///
 /// # Panics
-/// They do not come.
+/// They do not arrive within the limit.
 pub fn await_bytes(socket: &TcpStream, bytes: usize) {
     let begun = Instant::now();
     while unread_bytes(socket).expect("it is a socket") < bytes as u64 {
@@ -185,7 +185,7 @@ pub fn stat(guest: &Guest, name: &str) -> u64 {
     guest.counter("/proc/net/tls_stat", name)
 }
 
-/// Whether this kernel takes a new key for a socket that has one. Its counters of that came with it.
+/// Whether this kernel accepts a new key for a socket that has one. It then has counters for it.
 ///
 /// # Panics
 /// The kernel has no TLS.
@@ -196,7 +196,7 @@ pub fn renews_keys(guest: &Guest) -> bool {
     counters.contains("TlsTxRekeyOk")
 }
 
-/// Bytes that differ from each other at every distance that matters.
+/// Bytes in which parts of different offsets differ.
 #[must_use]
 pub fn pattern(bytes: usize) -> Vec<u8> {
     (0..bytes)
@@ -204,14 +204,14 @@ pub fn pattern(bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// A socket whose records are made and read here.
+/// A socket for which this process seals and opens the records.
 #[derive(Debug)]
 pub struct Peer {
     /// The connection.
     pub socket: TcpStream,
-    /// What it seals with.
+    /// The sealing half.
     pub seals: Half,
-    /// What it opens with.
+    /// The opening half.
     pub opens: Half,
 }
 
@@ -226,21 +226,21 @@ impl Peer {
         self.socket.write_all(&record).expect("it is sent");
     }
 
-    /// The next record, or `None` at the end.
+    /// Receives the next record. Returns `None` at the end of the stream.
     ///
     /// # Panics
-    /// The connection is broken, or the record is not sealed with the keys and in the order that
-    /// are expected.
+    /// The connection is broken, or the record is not sealed with the expected keys and sequence
+    /// number.
     pub fn receive(&mut self) -> Option<(u8, Vec<u8>)> {
         let record = read_record(&mut self.socket).expect("the connection holds")?;
         let opened = self.opens.open(&record);
         Some(opened.expect("it is sealed as was agreed"))
     }
 
-    /// All data until the end, and in how many records each of how many bytes it came.
+    /// Receives all data until the end. Returns it with the content length of each record.
     ///
     /// # Panics
-    /// As [`Peer::receive`], or on anything but data.
+    /// As for [`Peer::receive`], or a record is not data.
     pub fn receive_all(&mut self) -> (Vec<u8>, Vec<usize>) {
         let (mut data, mut sizes) = (Vec::new(), Vec::new());
         while let Some((kind, content)) = self.receive() {
@@ -252,10 +252,10 @@ impl Peer {
     }
 }
 
-/// The next record as it is on the wire, or `None` at the end of all.
+/// Reads the next record as it is on the wire. Returns `None` at the end of the stream.
 ///
 /// # Errors
-/// What read(2) says, or an end within a record.
+/// The error of read(2), or an end within a record.
 pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut record = vec![0; HEADER];
     if from.read(&mut record[..1])? == 0 {
@@ -268,7 +268,7 @@ pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(record))
 }
 
-/// The shown half of the nonce of a record of TLS 1.2.
+/// The explicit part of the nonce of a TLS 1.2 record.
 #[must_use]
 pub fn explicit_nonce(record: &[u8]) -> [u8; 8] {
     record[HEADER..HEADER + 8]
@@ -284,10 +284,10 @@ pub struct Half {
 }
 
 impl Half {
-    /// From the first record of `keys` on.
+    /// Starts with the first record of `keys`.
     ///
     /// # Panics
-    /// Never: a key of 32 bytes is one.
+    /// Never: a key of 32 bytes is valid.
     #[must_use]
     pub fn new(keys: &Keys) -> Self {
         let key = UnboundKey::new(&AES_256_GCM, &[keys.number; 32]).expect("it has 32 bytes");
@@ -297,10 +297,10 @@ impl Half {
         }
     }
 
-    /// The next record, with `content`.
+    /// Seals the next record with `content`.
     ///
     /// # Panics
-    /// Never, for up to 16 KiB.
+    /// Never for up to 16 KiB.
     pub fn seal(&mut self, kind: u8, content: &[u8]) -> Vec<u8> {
         let mut sealed = content.to_vec();
         let (shown, outer, length) = match self.keys.version {
@@ -323,11 +323,11 @@ impl Half {
         record
     }
 
-    /// The next record of data in TLS 1.3, where its content lies already: between [`HEADER`] bytes
-    /// of room and 17 more.
+    /// Seals the next record of TLS 1.3 application data in place. The content lies between
+    /// [`HEADER`] bytes for the header and 17 bytes for the content type and the tag.
     ///
     /// # Panics
-    /// There is not so much room.
+    /// The buffer is shorter than that.
     pub fn seal_in_place(&mut self, record: &mut [u8]) {
         let length = record.len() - HEADER;
         let (header, body) = record.split_at_mut(HEADER);
@@ -343,7 +343,8 @@ impl Half {
         self.keys.sequence = self.keys.sequence.wrapping_add(1);
     }
 
-    /// The kind and the content of the next record, or `None` if it is not that.
+    /// Opens a record. Returns its type and content, or `None` if it is not the next record of this
+    /// direction.
     pub fn open(&mut self, record: &[u8]) -> Option<(u8, Vec<u8>)> {
         let (header, body) = record.split_at_checked(HEADER)?;
         let (shown, sealed, length) = match self.keys.version {
@@ -370,7 +371,8 @@ impl Half {
         Some(content)
     }
 
-    /// In TLS 1.2 a sender may choose it as it likes, as long as none comes twice.
+    /// The explicit part of the nonce. In TLS 1.2 a sender may choose any value that it never
+    /// repeats.
     fn shown(&self) -> [u8; 8] {
         self.keys.sequence.to_be_bytes()
     }
@@ -387,7 +389,7 @@ impl Half {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// What is authenticated beside the content.
+    /// The additional authenticated data.
     fn aad(&self, kind: u8, length: usize) -> Vec<u8> {
         let mut aad = Vec::new();
         if self.keys.version == Version::V1_2 {
@@ -398,7 +400,7 @@ impl Half {
     }
 }
 
-/// A file in memory with this content.
+/// Creates a file in memory with this content.
 ///
 /// # Panics
 /// /dev/shm cannot be written.
@@ -419,10 +421,10 @@ pub fn file(content: &[u8]) -> fs::File {
     file
 }
 
-/// A pipe that holds as much as one may: reading and writing end.
+/// Creates a pipe of the maximum size. Returns the reading and the writing end.
 ///
 /// # Panics
-/// There are no descriptors left.
+/// No file descriptors are available.
 #[must_use]
 pub fn pipe() -> (OwnedFd, OwnedFd) {
     use nix::fcntl::{FcntlArg, fcntl};

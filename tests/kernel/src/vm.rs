@@ -1,4 +1,4 @@
-//! VMs' processes inside the machine, and migrations that take their time there.
+//! VM processes inside the machine, and migrations with limits for an emulated machine.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -12,14 +12,14 @@ use serde_json::Value;
 use crate::handoff::Background;
 use crate::sessions::netns;
 
-/// A VM's process, all of whose confinement this kernel can do.
+/// A VM's process, fully confined by this kernel.
 pub struct Vm {
     lines: Box<dyn Iterator<Item = String>>,
     _process: Background,
 }
 
 impl Vm {
-    /// Starts it by a command that is complete but for how far it is confined and how it speaks.
+    /// Starts it with a command that lacks only the options for confinement and output.
     ///
     /// # Panics
     /// It does not start.
@@ -38,7 +38,8 @@ impl Vm {
         }
     }
 
-    /// Starts one at a host of [`crate::sessions`]; `line` has the arguments of the command `dunlin`.
+    /// Starts one on a host of [`crate::sessions`]; `line` holds the arguments of the command
+    /// `dunlin`.
     ///
     /// # Panics
     /// It does not start.
@@ -55,10 +56,11 @@ impl Vm {
         Self::start(&mut command)
     }
 
-    /// Waits for an event, behind that of a confinement which lacks nothing, and returns it too.
+    /// Waits for an event, and returns it too. Before it, expects the event of a complete
+    /// confinement.
     ///
     /// # Panics
-    /// It ends before, or was not confined.
+    /// The process ends first, or is not fully confined.
     #[must_use]
     pub fn until(mut self, name: &str) -> (Self, Value) {
         let mut is_confined = false;
@@ -78,10 +80,10 @@ impl Vm {
     }
 }
 
-/// The last event of a `vm migrate` with `--json` at host a of [`crate::sessions`].
+/// Runs `vm migrate --json` on host a of [`crate::sessions`] and returns its last event.
 ///
 /// # Panics
-/// It does not start, or says nothing.
+/// It does not start, or prints nothing.
 #[must_use]
 pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
     let words: Vec<&str> = line.split_whitespace().collect();
@@ -95,10 +97,10 @@ pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
     serde_json::from_str(last).expect("a JSON object")
 }
 
-/// A source with limits for a machine that is emulated.
+/// Options of a source with limits for an emulated machine.
 ///
 /// # Panics
-/// The other options do not fit these limits.
+/// The other options conflict with these limits.
 #[must_use]
 pub fn slowly(options: OptionsBuilder) -> Options {
     options
@@ -112,10 +114,10 @@ pub fn slowly(options: OptionsBuilder) -> Options {
         .expect("they fit together")
 }
 
-/// The same for a destination.
+/// Options of a destination with limits for an emulated machine.
 ///
 /// # Panics
-/// Never: the limits fit together.
+/// Never: the limits are consistent.
 #[must_use]
 pub fn unhurried() -> destination::Options {
     destination::Options::builder()

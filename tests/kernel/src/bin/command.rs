@@ -1,4 +1,4 @@
-//! The `dunlin` command runs: it makes an authority and a certificate, which OpenSSL accepts.
+//! The `dunlin` command runs: it creates an authority and a certificate, which OpenSSL accepts.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Counts are right: a loop of known length, and system calls that were made.
+//! Counts are correct: instructions of a loop of known length, and system calls.
 
 use std::fs;
 use std::io::Read;
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
         assert_eq!(count.system_calls.get(&READ), Some(&300));
         assert_eq!(count.system_calls.get(&CLONE), Some(&1));
 
-        // The same number of instructions whatever is hashed.
+        // The number of instructions does not depend on the input.
         let steps = |number: u64| {
             move || {
                 std::hint::black_box((0..number).fold(1_u64, |hash, step| {
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Reads a byte, so many times.
+/// Reads a byte `times` times.
 fn read(times: usize) {
     let mut zeros = fs::File::open("/dev/zero").expect("it is there");
     let mut byte = [0];

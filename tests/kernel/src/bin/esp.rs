@@ -1,4 +1,4 @@
-//! ESP in transport mode: each SA counts the packets that it carries, and nothing goes without one.
+//! ESP in transport mode: each SA counts its packets, and no packet leaves without an SA.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -13,7 +13,7 @@ const NEEDS: Needs = Needs {
 /// The two hosts, each a network namespace, and their addresses.
 const HOSTS: [(&str, &str); 2] = [("a", "10.0.0.1"), ("b", "10.0.0.2")];
 
-/// 32 bytes of key and 4 of salt (RFC 4106, section 8.1).
+/// A key of 32 bytes and a salt of 4 (RFC 4106, section 8.1).
 const KEY: &str = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
 
 fn main() -> ExitCode {
@@ -38,14 +38,14 @@ fn main() -> ExitCode {
         let seen = |filter| captured(guest, "esp.pcap", filter);
         assert_eq!((seen("esp"), seen("icmp")), (10, 0));
 
-        // A host that has lost its policies sends in the clear, and is not listened to.
+        // A host without policies sends in the clear, and its peer drops the packets.
         guest.command("ip", &["-n", a, "xfrm", "policy", "flush"]);
         assert!(!ping(a, at_b, 2), "it is dropped");
         assert_eq!(packets(guest, b, at_a, at_b, "0x100"), 5);
     })
 }
 
-/// A link between the two hosts.
+/// Creates a link between the two hosts.
 fn connect(guest: &Guest) {
     let ip = |arguments: &str| {
         guest.command("ip", &arguments.split(' ').collect::<Vec<_>>());
@@ -60,7 +60,7 @@ fn connect(guest: &Guest) {
     }
 }
 
-/// An SA at `host`, of packets from `from` to `to`.
+/// Adds an SA at `host` for packets from `from` to `to`.
 fn associate(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) {
     let sa = [
         "-n",
@@ -86,7 +86,7 @@ fn associate(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) {
     guest.command("ip", &sa);
 }
 
-/// Policies at `host`: whatever goes between it and its peer goes by ESP.
+/// Adds policies at `host`: all packets between it and its peer use ESP.
 fn protect(guest: &Guest, host: &str, own: &str, peer: &str) {
     for (from, to, direction) in [(own, peer, "out"), (peer, own, "in")] {
         let policy = [
@@ -115,7 +115,7 @@ fn protect(guest: &Guest, host: &str, own: &str, peer: &str) {
     }
 }
 
-/// Packets that an SA has carried.
+/// The number of packets that an SA has carried.
 fn packets(guest: &Guest, host: &str, from: &str, to: &str, spi: &str) -> u64 {
     let sa = [
         "-n", host, "-s", "xfrm", "state", "get", "src", from, "dst", to, "proto", "esp", "spi",
@@ -138,7 +138,7 @@ fn ping(host: &str, to: &str, count: u32) -> bool {
         .success()
 }
 
-/// What goes over a host's link, as tcpdump sees it.
+/// A running tcpdump on a host's link.
 struct Capture(Child);
 
 impl Capture {
@@ -167,7 +167,7 @@ impl Capture {
     }
 
     fn end(mut self, guest: &Guest) {
-        // Asked to end, it writes out what it holds.
+        // On SIGINT tcpdump writes out its buffer.
         guest.command("kill", &["-INT", &self.0.id().to_string()]);
         self.0.wait().expect("it ends");
     }

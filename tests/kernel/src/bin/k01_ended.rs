@@ -1,4 +1,4 @@
-//! A connection whose other side ends it together with the handshake takes no keys: the hand-off fails in one line, and a client gets an alert.
+//! A connection that its peer ends with the handshake takes no keys: the hand-off fails.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -40,7 +40,7 @@ fn connect_fails_in_one_line(guest: &Guest) {
     assert_eq!(stat(guest, "TlsTxSw"), 0, "no keys were the kernel's");
 }
 
-/// The client ends its direction and goes on listening.
+/// The client shuts down its sending direction and keeps reading.
 fn accept_says_so_to_the_client_and_to_the_log(guest: &Guest) {
     let taker = UnixListener::bind("taker").expect("the folder is ours");
     let accept = Accept::start(guest, "1.2", &[]);
@@ -53,13 +53,13 @@ fn accept_says_so_to_the_client_and_to_the_log(guest: &Guest) {
     let line = accept.says("is refused");
     assert!(line.contains("for own is refused"), "{line}");
     assert!(line.ends_with(GONE), "{line}");
-    // Whoever takes its sockets was asked for, and got none.
+    // The consumer of its sockets was connected to and received nothing.
     let mut line = Vec::new();
     let mut asked = taker.accept().expect("it listens").0;
     asked.read_to_end(&mut line).expect("it ends");
     assert_eq!(line, b"");
 
-    // The next client is as welcome as ever.
+    // The next client is served as usual.
     let mut next = client(accept.port, "own", "-tls1_2");
     let (socket, _) = take(&taker);
     (&socket).write_all(b"hello\n").expect("it is sent");

@@ -1,4 +1,4 @@
-//! A socket takes keys only while it is connected; a module that is not loaded is nowhere to be seen without CAP_NET_ADMIN.
+//! Only a connected socket takes keys; without CAP_NET_ADMIN an unloaded module is invisible.
 
 use std::env;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{Direction, attach, installed};
 use nix::errno::Errno;
 
-/// Says that this process is the one without privileges.
+/// Set in the environment of the unprivileged process.
 const UNPRIVILEGED: &str = "RIG_UNPRIVILEGED";
 
 const NEEDS: Needs = Needs {
@@ -46,7 +46,7 @@ fn only_while_connected() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     assert_eq!(attach(&listener).map_err(errno), Err(Errno::ENOTCONN));
 
-    // A peer that has said all it will say has closed the listener, though we could still answer.
+    // Nor after the peer's end of stream, although the socket could still send.
     let (near, far) = connected();
     far.shutdown(Shutdown::Write).expect("it is open");
     assert_eq!(receive(&near, &mut [0; 8]), Ok((23, 0)));
@@ -73,7 +73,7 @@ fn keys_come_after_it() {
     }
 }
 
-/// As in a container: the module is there, and nobody inside may have it loaded.
+/// As in a container: the module exists, but no process inside may load it.
 fn a_module_that_is_not_loaded(guest: &Guest) {
     let _unloaded = guest.without_module("tls");
     unprivileged("Err(ENOENT)");
@@ -87,11 +87,11 @@ fn a_module_that_is_not_loaded(guest: &Guest) {
         Ok(()),
         "nothing is left of the attempt"
     );
-    // Once it is loaded, everybody has it.
+    // Once loaded, it is available to every process.
     unprivileged("Ok(())");
 }
 
-/// With one line that says what to do, behind a whole handshake.
+/// The command prints one line with advice, after a complete handshake.
 fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
     for suite in CipherSuite::ALL {
         assert_eq!(choose(Offload::Kernel, suite).err(), Some(Refused::Absent));
@@ -108,7 +108,7 @@ fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
     assert_eq!((called.code, called.sockets.len()), (Some(1), 0));
     assert_eq!(called.err.lines().count(), 1, "{called:?}");
     assert!(called.err.contains("modprobe tls"), "{called:?}");
-    // Stunnel has a connection for each handshake that was whole.
+    // stunnel opens one connection for each complete handshake.
     let _ = stunnel.target.accept().expect("stunnel connects");
     accept_forwards_and_hands_nothing_over(guest, &stunnel);
     let certificate = ["--cert", "other.pem", "--key", "other.key"];
@@ -147,7 +147,7 @@ fn accept_forwards_and_hands_nothing_over(guest: &Guest, stunnel: &Stunnel) {
     assert_eq!(&came, b"hello\n");
 }
 
-/// Runs this test as nobody, who expects this of a socket.
+/// Runs this test as an unprivileged user and expects `expected` from the attempt.
 fn unprivileged(expected: &str) {
     let status = Command::new(env::current_exe().expect("proc is mounted"))
         .env(UNPRIVILEGED, expected)

@@ -1,4 +1,4 @@
-//! A socket with keys for one direction alone sends or takes the other in the clear: both or nothing.
+//! A socket with keys for one direction only handles the other in the clear: install both or none.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,9 +18,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// As where a sandbox, or a kernel whose receive side lacks the cipher, refuses one of the two.
+/// As if one direction were refused, by a sandbox or by a kernel that lacks its cipher.
 fn without(direction: Direction, socket: TcpStream) -> TcpStream {
-    // A filter is its thread's for ever.
+    // A seccomp filter stays with its thread.
     thread::spawn(move || {
         ktls::attach(&socket).expect("the kernel has TLS");
         forbid(direction);
@@ -45,7 +45,7 @@ fn what_is_sent_leaves_in_the_clear(guest: &Guest) {
     let mut near = without(Direction::Sending, near);
     assert_eq!(stat(guest, "TlsCurrTxSw"), 0);
     assert_eq!(stat(guest, "TlsCurrRxSw"), 1);
-    // It opens what comes, so that a test which only receives would see nothing wrong.
+    // The socket opens records, so a test that only receives would not detect the fault.
     let mut seals = Half::new(&Keys::new(2));
     far.write_all(&seals.seal(DATA, b"sealed"))
         .expect("it is sent");

@@ -1,4 +1,4 @@
-//! Where the kernel refuses one direction's keys, nothing goes through it: lanes choose the process, and the hand-off fails.
+//! If the kernel refuses one direction's keys, lanes stay in user space and the hand-off fails.
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
         certificate(guest, "pool");
         certificate(guest, "other");
         let stunnel = stunnel(guest, 4443, "");
-        // A suite each: what was found out about one is remembered.
+        // Each with its own suite, because the result of a probe is cached for each suite.
         for (direction, suite) in [
             (Direction::Sending, CipherSuite::Aes256Gcm),
             (Direction::Receiving, CipherSuite::Aes128Gcm),
@@ -49,9 +49,9 @@ fn main() -> ExitCode {
     })
 }
 
-/// The kernel takes the receiving key of the connection that is to be passed, and not the other: that
-/// connection is closed and nothing is said on it. Which descriptor the command has for it is not
-/// known here, so each is refused once.
+/// The kernel accepts the receiving key of the connection to be passed and refuses the sending key:
+/// the command closes the connection without sending a byte. The test cannot predict the
+/// descriptor's number, so it refuses each number in turn.
 fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
     let mut refused = 0;
     for descriptor in 3..9 {
@@ -73,7 +73,7 @@ fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
         assert_eq!(called.err.lines().count(), 1, "{called:?}");
         assert!(called.err.contains("rejected the key for sending"));
         let mut said = Vec::new();
-        // It may end with a reset.
+        // The connection may end with a reset.
         let _ = far.read_to_end(&mut said);
         assert_eq!(said, b"");
     }
@@ -105,12 +105,12 @@ fn a_hand_off_fails_in_one_line(guest: &Guest, stunnel: &Stunnel) {
         "{called:?}"
     );
     assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "nobody holds the socket");
-    // The handshake was whole, so stunnel has connected; nothing was said.
+    // The handshake was complete, so stunnel has connected; no data was sent.
     let deadline = Instant::now() + Duration::from_secs(30);
     assert!(wait_readable(&stunnel.target, deadline).expect("it listens"));
     let (mut far, _) = stunnel.target.accept().expect("somebody connects");
     let mut said = Vec::new();
-    // It may end with a reset.
+    // The connection may end with a reset.
     let _ = far.read_to_end(&mut said);
     assert_eq!(said, b"");
 }

@@ -1,4 +1,4 @@
-//! `dunlin handoff accept`: an own name's socket has the kernel's TLS, whatever has come before it had; all others reach a stunnel.
+//! `dunlin handoff accept` passes sockets of its own name, and forwards all others to a stunnel.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -27,7 +27,7 @@ const NEEDS: Needs = Needs {
 
 /// Not a multiple of a record.
 const BYTES: usize = (4 << 20) + 777;
-/// What a client sends before its keys are the kernel's.
+/// The number of bytes that a client sends before the kernel has the keys.
 const EARLY: usize = 100 << 10;
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         let behind = service.local_addr().expect("it is bound");
         let _stunnel = stunnel_to(guest, 4443, behind, "");
         let taker = UnixListener::bind("taker").expect("the folder is ours");
-        // A queue that is soon full.
+        // A short queue, which fills up quickly.
         let few = Backlog::new(1).expect("it is a number");
         listen(&taker, few).expect("it listens already");
 
@@ -67,7 +67,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whether it is in blocking mode (proc_pid_fdinfo(5)).
+/// Whether the socket is in blocking mode (proc_pid_fdinfo(5)).
 fn blocks(socket: &impl AsRawFd) -> bool {
     const NONBLOCKING: u32 = 0o4000;
     let path = format!("/proc/self/fdinfo/{}", socket.as_raw_fd());
@@ -77,12 +77,12 @@ fn blocks(socket: &impl AsRawFd) -> bool {
     flags.expect("it has flags") & NONBLOCKING == 0
 }
 
-/// States of a connection in /proc/net/tcp: both ends are open, or the other side has closed its own.
+/// States of a connection in /proc/net/tcp: both ends are open, or the peer has closed its end.
 const ESTABLISHED: u8 = 1;
 const CLOSE_WAIT: u8 = 8;
 
-/// Waits until the state of a connection at this port, and the bytes that lie in its socket, are as
-/// `found` says (proc_net_tcp(5)).
+/// Waits until `found` accepts the state of a connection at this port and the number of bytes in
+/// its receive queue (proc_net_tcp(5)).
 fn wait_for_socket(port: u16, found: impl Fn(u8, u64) -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
     let local = format!(":{port:04X}");
@@ -105,7 +105,7 @@ fn wait_for_socket(port: u16, found: impl Fn(u8, u64) -> bool) {
     }
 }
 
-/// A counter of the kernel's TLS; there are none before it is first asked for.
+/// A counter of kernel TLS; zero until the module is loaded.
 fn stat(guest: &Guest, name: &str) -> u64 {
     const FILE: &str = "/proc/net/tls_stat";
     match Path::new(FILE).exists() {
@@ -115,7 +115,7 @@ fn stat(guest: &Guest, name: &str) -> u64 {
 }
 
 fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpListener) {
-    // The kernel was asked when the command started.
+    // The command probed the kernel at its start.
     let before = stat(guest, "TlsRxSw");
     let mut client = client(port, "pool", "-tls1_2");
     let mut served = service.accept().expect("it listens").0;
@@ -125,7 +125,7 @@ fn the_other_name_reaches_the_stunnel(guest: &Guest, port: u16, service: &TcpLis
 }
 
 fn both_directions_are_the_kernels(guest: &Guest, port: u16, taker: &UnixListener) {
-    // Upper and lower case are one.
+    // Names are case-insensitive.
     let mut client = client(port, "OWN", "-tls1_2");
     let (mut socket, line) = take(taker);
     assert_eq!(line["offload"], "kernel");
@@ -148,7 +148,7 @@ fn both_directions_are_the_kernels(guest: &Guest, port: u16, taker: &UnixListene
             "{installed:?}"
         );
     }
-    // Those of the probe are closed again.
+    // The probe's sockets have been closed.
     let now = |way: &str| stat(guest, &format!("TlsCurr{way}Sw"));
     assert_eq!((now("Tx"), now("Rx")), (1, 1));
     assert!(blocks(&socket), "plain programs wait in their reads");
@@ -156,8 +156,8 @@ fn both_directions_are_the_kernels(guest: &Guest, port: u16, taker: &UnixListene
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
-/// A client's data lies in the socket when its keys come to the kernel: whoever takes the socket
-/// is late, and the keys wait for him.
+/// A client's data is in the socket before the kernel has the keys: the consumer accepts late, and
+/// the keys are installed only then.
 fn what_came_before_the_keys_is_read(
     guest: &Guest,
     port: u16,
@@ -170,7 +170,7 @@ fn what_came_before_the_keys_is_read(
     let early = pattern(EARLY, 7);
     let mut input = client.0.stdin.take().expect("it was asked for");
     input.write_all(&early).expect("it is taken");
-    // The rest may have no room in the socket, and waits at the client.
+    // The rest may not fit into the socket; it waits at the client.
     wait_for_socket(port, |_, waiting| waiting > EARLY as u64 / 2);
     assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel has no key yet");
     empty_queue(queue, taker);
@@ -183,14 +183,14 @@ fn what_came_before_the_keys_is_read(
     exchange(&mut client.0, &mut socket);
 }
 
-/// The kernel takes no keys of a connection whose other side has ended it while its taker was late.
+/// The kernel takes no keys for a connection that its peer has ended while the consumer was late.
 fn who_has_ended_before_the_keys_is_refused(guest: &Guest, accept: &Accept, taker: &UnixListener) {
     let before = stat(guest, "TlsRxSw");
     let queue = fill_queue(Path::new("taker"));
     let mut client = client(accept.port, "own", "-tls1_2");
     let mut input = client.0.stdin.take().expect("it was asked for");
     input.write_all(b"last words").expect("it is taken");
-    // The client reads its input once its handshake is over, and nothing else comes then.
+    // The client reads its input when its handshake is over, and receives nothing more after that.
     let until = Instant::now() + Duration::from_secs(60);
     while unread_bytes(&input).expect("it is a pipe") > 0 {
         assert!(Instant::now() < until, "the handshake does not end");
@@ -202,7 +202,7 @@ fn who_has_ended_before_the_keys_is_refused(guest: &Guest, accept: &Accept, take
     empty_queue(queue, taker);
     let line = accept.says("the peer closed the connection");
     assert!(line.contains("for own is refused"), "{line}");
-    // The taker was connected to, and got nothing.
+    // The command connected to the consumer and sent nothing.
     let mut passed = Vec::new();
     let mut asked = taker.accept().expect("it listens").0;
     asked.read_to_end(&mut passed).expect("it ends");
@@ -210,7 +210,7 @@ fn who_has_ended_before_the_keys_is_refused(guest: &Guest, accept: &Accept, take
     assert_eq!(stat(guest, "TlsRxSw"), before, "no key was the kernel's");
 }
 
-/// A hello in records of two bytes and segments of three.
+/// A ClientHello in records of two bytes and segments of three.
 fn a_hello_in_pieces_is_understood(port: u16, taker: &UnixListener) {
     let between = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     let near = between.local_addr().expect("it is bound").port();
@@ -238,7 +238,8 @@ fn a_hello_in_pieces_is_understood(port: u16, taker: &UnixListener) {
     hears(&mut client, &take(taker).0);
 }
 
-/// 130 clients that say nothing or a part of their hello, and one whose taker does not accept.
+/// 130 clients that send nothing or part of a ClientHello, and one with a consumer that does not
+/// accept.
 fn slow_clients_and_slow_takers_delay_no_other(accept: &Accept, slow: &Path, taker: &UnixListener) {
     let queue = fill_queue(slow);
     let waiting = client(accept.port, "slow", "-tls1_2");
@@ -258,8 +259,8 @@ fn slow_clients_and_slow_takers_delay_no_other(accept: &Accept, slow: &Path, tak
     drop((queue, waiting, clients));
 }
 
-/// A certificate is demanded where `--peer` names it; without a server behind, other names get an
-/// alert.
+/// The client's certificate is required if `--peer` names it. Without a server for other names,
+/// clients that request one get an alert.
 fn who_the_client_is_comes_with_its_socket(guest: &Guest, taker: &UnixListener) {
     guest.command("dunlin", &["pki", "init", "ca"]);
     for (name, folder) in [("own.test", "own"), ("a.test", "a"), ("b.test", "b")] {
@@ -288,13 +289,13 @@ fn who_the_client_is_comes_with_its_socket(guest: &Guest, taker: &UnixListener) 
     let mut said = String::new();
     let errors = other.0.stderr.as_mut().expect("it was asked for");
     errors.read_to_string(&mut said).expect("it is text");
-    // unrecognized_name.
+    // The alert is unrecognized_name.
     assert!(said.contains("alert number 112"), "{said}");
     let line = accept.says("for other is refused");
     assert!(line.contains("nobody has the name"), "{line}");
 }
 
-/// A client hears what is written to its socket.
+/// Checks that a client receives data written to its socket.
 fn hears(client: &mut Background, mut socket: &TcpStream) {
     socket.write_all(b"hello\n").expect("it is sent");
     let mut came = [0; 6];
@@ -303,7 +304,7 @@ fn hears(client: &mut Background, mut socket: &TcpStream) {
     assert_eq!(&came, b"hello\n");
 }
 
-/// So many connections that a further one has to wait.
+/// Opens connections until the next one has to wait.
 fn fill_queue(path: &Path) -> Vec<UnixStream> {
     let soon = || Instant::now() + Duration::from_millis(100);
     let mut queue = Vec::new();
@@ -320,7 +321,7 @@ fn empty_queue(queue: Vec<UnixStream>, taker: &UnixListener) {
     }
 }
 
-/// Both ways at once, and the client's end.
+/// Sends data in both directions at once, then ends the client.
 fn exchange(client: &mut Child, served: &mut TcpStream) {
     let (there, back) = (pattern(BYTES, 1), pattern(BYTES, 2));
     let mut input = client.stdin.take().expect("it was asked for");

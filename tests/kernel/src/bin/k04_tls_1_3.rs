@@ -1,4 +1,4 @@
-//! A TLS 1.3 server's tickets are gone before its socket is passed on; a later key update ends it.
+//! A TLS 1.3 server's tickets are consumed before its socket is passed; a later key update ends it.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -27,13 +27,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// stunnel sends two, and a plain read that met one would fail with EIO.
+/// stunnel sends two tickets; a plain read that finds one would fail with EIO.
 fn tickets_are_gone(guest: &Guest) {
     let flags: Vec<_> = FLAGS.split_whitespace().collect();
     let stunnel = stunnel(guest, 4443, "sslVersion = TLSv1.3");
     for _ in 0..3 {
         let (near, far) = connected(&stunnel, &flags);
-        // The peer speaks first, so that the read is behind the tickets.
+        // The peer sends first, which places the read after the tickets.
         exchange(&far, &near, &pattern(100_000, 1), &pattern(200_000, 2));
     }
 }
@@ -58,7 +58,7 @@ fn a_key_update_ends_it() {
     let mut before = [0; 7];
     socket.read_exact(&mut before).expect("it arrives");
     assert_eq!(&before, b"before\n");
-    // What changes its sending key, in s_server's words.
+    // The command of s_server that updates its sending key.
     stdin.write_all(b"k\n").expect("it is written");
     stdin.write_all(b"after\n").expect("it is written");
     let error = socket

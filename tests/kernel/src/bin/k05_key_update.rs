@@ -1,4 +1,4 @@
-//! A peer's KeyUpdate stops the receiver: silent, and EKEYEXPIRED, until it has the new key; before Linux 6.14 there is no way to give it one.
+//! A KeyUpdate stops the receiver until it has the new key; Linux before 6.14 accepts none.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -24,19 +24,19 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whoever holds the descriptor and knows nothing of TLS sees EIO, and the message stays.
+/// An application without knowledge of TLS gets EIO, and the message stays in the socket.
 fn a_plain_read_fails() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(DATA, b"before");
     peer.send(HANDSHAKE, &KEY_UPDATE);
     let mut buffer = [0; 64];
-    // The kind of what comes ends a read, so that data before it is not lost.
+    // A read stops at a record of another type, so the data before it is not lost.
     assert_eq!(kernel.read(&mut buffer).expect("it opens"), 6);
     let error = kernel.read(&mut buffer).expect_err("it is no data");
     assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
 }
 
-/// Up to 6.13 the kernel looks at no handshake message.
+/// Up to 6.13 the kernel does not parse handshake messages.
 fn the_next_record_does_not_open(guest: &Guest) {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(HANDSHAKE, &KEY_UPDATE);
@@ -70,7 +70,7 @@ fn nothing_comes_before_the_new_key(guest: &Guest) {
     assert_eq!(receive(&kernel, &mut buffer), Ok((HANDSHAKE, 5)));
     peer.send(DATA, b"under the new key");
     await_bytes(&kernel, 5 + 17 + 1 + 16);
-    // A thread that waits for something to read waits for ever; one that reads is told why.
+    // A thread in poll() waits for ever; a thread in read() gets the error.
     assert!(!readable(&kernel), "poll says nothing of it");
     assert_eq!(receive(&kernel, &mut buffer), Err(Errno::EKEYEXPIRED));
     let error = kernel.read(&mut buffer).expect_err("there is no key");
@@ -91,7 +91,7 @@ fn nothing_comes_before_the_new_key(guest: &Guest) {
 fn both_directions_go_on_under_new_keys(guest: &Guest) {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     kernel.write_all(b"old").expect("it is sent");
-    // The version and the cipher stay; another version is refused and changes nothing.
+    // A new key must have the same version and cipher; another version is refused without effect.
     let other = Keys {
         version: Version::V1_2,
         ..Keys::new(4)
@@ -104,7 +104,8 @@ fn both_directions_go_on_under_new_keys(guest: &Guest) {
     assert_eq!(peer.receive(), Some((HANDSHAKE, KEY_UPDATE.to_vec())));
     peer.opens = Half::new(&Keys::new(4));
     assert_eq!(peer.receive(), Some((DATA, b"new".to_vec())));
-    // It does not insist on the peer's KeyUpdate: whoever sets a key too early loses the lane.
+    // The kernel does not require the peer's KeyUpdate: a key that is set too early breaks the
+    // lane.
     peer.send(DATA, b"old");
     set(&kernel, Direction::Receiving, &Keys::new(3)).expect("it takes the new key");
     assert_eq!(receive(&kernel, &mut [0; 64]), Err(Errno::EBADMSG));

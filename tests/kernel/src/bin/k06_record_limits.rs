@@ -1,4 +1,4 @@
-//! The kernel counts no record limit: it seals on past 2^24 and stops only where the sequence would begin anew, at 2^64.
+//! The kernel has no record limit: it seals beyond 2^24 and stops when the sequence wraps at 2^64.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::ktls::Version;
 use nix::errno::Errno;
 
-/// What AES-GCM is good for under one key (RFC 8446, section 5.5).
+/// The limit of AES-GCM under one key (RFC 8446, section 5.5).
 const LIMIT: u64 = 1 << 24;
 
 fn main() -> ExitCode {
@@ -28,7 +28,7 @@ fn keys(version: Version, number: u8, sequence: u64) -> Keys {
     }
 }
 
-/// Whoever uses the socket has to count.
+/// The application has to count records.
 fn goes_past_the_limit_of_the_cipher(version: Version) {
     let at = LIMIT - 2;
     let (mut kernel, mut peer) = kernel_and_peer(keys(version, 1, at), keys(version, 2, at));

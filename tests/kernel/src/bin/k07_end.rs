@@ -1,4 +1,4 @@
-//! An end without close_notify, even within a record, reads as a plain end; a close_notify does not read at all.
+//! An end without close_notify reads as a plain end; a close_notify fails a plain read.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// So the end of what matters has to be said inside.
+/// Therefore the protocol inside must mark its own end.
 fn whoever_cuts_the_connection_looks_like_an_end(guest: &Guest) {
     for of_record in [0, 4, 20] {
         let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
@@ -51,7 +51,7 @@ fn a_close_notify_is_told_from_it() {
 fn a_plain_reader_fails_at_a_close_notify() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(ALERT, &CLOSE_NOTIFY);
-    // Splicing leaves it where it is, for a receive that asks of what kind it is.
+    // splice(2) leaves the record in the socket, for a receive with room for its type.
     let (_from, to) = pipe();
     let spliced = splice(&kernel, None, &to, None, 64, SpliceFFlags::empty());
     assert_eq!(spliced, Err(Errno::EINVAL));

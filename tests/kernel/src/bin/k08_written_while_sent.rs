@@ -1,4 +1,4 @@
-//! Pages that are written to while they are sent arrive authentic, as one moment's bytes or another's.
+//! Pages written to during a send arrive authentic, with the old or the new bytes.
 
 use std::fs::File;
 use std::io::Write;
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// A guest's memory, straight from the send call.
+/// Memory of a guest, passed directly to the send call.
 fn memory() {
     let memory = allocate(BYTES as u64, Backing::Memfd).expect("there is memory");
     let send = |socket: &mut TcpStream| {
@@ -47,7 +47,7 @@ fn memory() {
     arrives_although_written(send, scribble);
 }
 
-/// Pages of a file, which sendfile(2) only refers to.
+/// Pages of a file, which sendfile(2) sends by reference.
 fn file_pages() {
     let file: File = file(&[0; BYTES]);
     let send = |socket: &mut TcpStream| {
@@ -72,7 +72,7 @@ fn arrives_although_written(
     let (done, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
     let received = thread::scope(|scope| {
         let receiver = scope.spawn(|| {
-            // The peer stops at the first record that is not authentic.
+            // The peer stops at the first record that fails authentication.
             let mut peer: Peer = peer;
             peer.receive_all().0
         });
@@ -87,7 +87,7 @@ fn arrives_although_written(
                 }
             }
         });
-        // Something has been written before the first byte goes.
+        // At least one write precedes the first byte sent.
         while rounds.load(Ordering::Relaxed) == 0 {
             thread::yield_now();
         }

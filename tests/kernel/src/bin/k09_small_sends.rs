@@ -1,4 +1,4 @@
-//! Each send is a record of its own unless MSG_MORE says that more comes; and what MSG_MORE holds back is lost by a close.
+//! Each send is a record unless MSG_MORE is set; a close loses data that MSG_MORE held back.
 
 use std::io::{IoSlice, Read, Write};
 use std::net::Shutdown;
@@ -18,10 +18,10 @@ use std::net::TcpStream;
 
 const BYTES: usize = 1 << 20;
 
-/// The binding's flags lack it.
+/// The binding lacks this flag.
 const MORE: MsgFlags = MsgFlags::from_bits_retain(nix::libc::MSG_MORE);
 
-/// What each record has beside its content.
+/// The overhead of each record.
 const OVERHEAD: usize = 5 + 1 + 16;
 
 fn main() -> ExitCode {
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Sends a mebibyte, and says in how many records it came.
+/// Sends a mebibyte. Returns the number of records that arrived.
 fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let data = pattern(BYTES);
@@ -70,7 +70,7 @@ fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     sizes.len()
 }
 
-/// In calls of so many bytes each; the last says that nothing more comes.
+/// Sends in calls of `bytes` bytes each; the last one is without MSG_MORE.
 fn pieces(socket: &TcpStream, data: &[u8], bytes: usize, flags: MsgFlags) {
     let mut pieces = data.chunks(bytes).peekable();
     while let Some(piece) = pieces.next() {

@@ -1,4 +1,4 @@
-//! One receive takes many records; sizes of reads and of records need not fit; a control record ends it.
+//! One receive takes many records, independent of their sizes; a control record ends it.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Eight records that have come are one receive's.
+/// One receive takes eight queued records.
 fn takes_what_is_there() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let data = pattern(8 * 4000);
@@ -112,7 +112,7 @@ fn looking_takes_nothing() {
     assert_eq!(&buffer, b"there");
 }
 
-/// Sends `data` in records of so many bytes, and says how long that is on the wire.
+/// Sends `data` in records of `record` bytes. Returns its length on the wire.
 fn queue(socket: &mut TcpStream, seals: &mut Half, data: &[u8], record: usize) -> usize {
     let wire: Vec<u8> = data
         .chunks(record)

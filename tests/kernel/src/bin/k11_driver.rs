@@ -1,4 +1,4 @@
-//! A socket takes the gcm(aes) of the highest priority that /proc/crypto has; without the processor's own module it is a template's or the library's.
+//! A socket uses the gcm(aes) of highest priority: a generic one without the CPU's own module.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -13,20 +13,20 @@ use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::ktls::{Direction, attach};
 use nix::errno::Errno;
 
-/// AES-GCM in this processor's instructions.
+/// AES-GCM with this processor's instructions.
 const MODULE: &str = "aesni_intel";
 
-/// Of what the kernel puts gcm(aes) together without [`MODULE`]. Each kernel has some of these
-/// modules; what the others would bring is built in.
+/// The modules from which the kernel builds gcm(aes) without [`MODULE`]. Each kernel has some of
+/// them as modules and the rest built in.
 const PARTS: [&str; 4] = ["gcm", "ctr", "ghash-generic", "aes-generic"];
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |guest| {
-        // On an installed system the processor's features ask for it.
+        // On an installed system a CPU feature alias loads it.
         guest.command("modprobe", &[MODULE]);
         let accelerated = chosen();
         assert_eq!(accelerated.module, MODULE, "{accelerated:?}");
-        // The word alone says nothing against it: the users are generic here.
+        // Their name alone decides nothing: these users are generic.
         assert!(
             accelerated.driver.starts_with("generic-gcm-aesni"),
             "{accelerated:?}"
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         let left = drivers();
         println!("without {MODULE}: {left:#?}");
         if left.is_empty() {
-            // A kernel that takes the socket may still have no cipher for it.
+            // A kernel that accepts the socket may still lack the cipher.
             let (near, _far) = connected();
             attach(&near).expect("the kernel has TLS");
             let refused = set(&near, Direction::Sending, &Keys::new(1));
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         assert!(plain.is_template() || plain.is_library(), "{plain:?}");
         assert!(plain.priority < accelerated.priority, "{plain:?}");
         drop((unasked, unloaded));
-        // The next socket takes it.
+        // The next socket uses it.
         assert_eq!(chosen().driver, accelerated.driver);
     })
 }
@@ -80,19 +80,20 @@ struct Driver {
 }
 
 impl Driver {
-    /// Put together of a counter mode and a hash: "gcm_base(ctr(aes-lib),ghash-lib)".
+    /// A template of a counter mode and a hash: "gcm_base(ctr(aes-lib),ghash-lib)".
     fn is_template(&self) -> bool {
         self.driver.contains('(')
     }
 
-    /// The kernel's own library, which needs no module and has few users in mind: `tls_table` counts four
-    /// times as many instructions.
+    /// The kernel's own library, which needs no module. It is slower: `tls_table` counts four times
+    /// as many instructions.
     fn is_library(&self) -> bool {
         self.driver.ends_with("-lib") && !self.is_template()
     }
 }
 
-/// Which one two sockets with keys in the kernel use, found by its users; they work.
+/// The implementation in use by two sockets with keys in the kernel, found by its reference count.
+/// Also checks that the sockets work.
 fn chosen() -> Driver {
     let before = drivers();
     let (mut near, mut far) = kernels();

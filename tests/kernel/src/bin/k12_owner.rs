@@ -1,4 +1,4 @@
-//! Who gets a kernel-TLS socket may use it without waiting, write by several threads, and end it.
+//! A kernel-TLS socket can be used without blocking, written by several threads, and ended.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// More than all buffers hold is written by one who never waits in a write.
+/// A non-blocking writer sends more than all buffers hold.
 fn without_waiting(stunnel: &Stunnel) {
     let (near, far) = connected(stunnel, &TRUSTED);
     near.set_nonblocking(true).expect("it is a socket");
@@ -62,7 +62,7 @@ fn without_waiting(stunnel: &Stunnel) {
     assert!(early > 0, "the buffers held all of it: this tested nothing");
 }
 
-/// Each write of less than a record stays whole, whoever else writes.
+/// Each write shorter than a record stays contiguous, even beside another writer.
 fn two_writers(stunnel: &Stunnel) {
     const BLOCK: usize = 4096;
     const BLOCKS: usize = 600;

@@ -1,4 +1,4 @@
-//! What a non-blocking or interrupted send has taken is told and arrives; two writers' sends stay whole.
+//! Partial sends report exactly what arrives; sends of two writers stay contiguous.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -28,7 +28,7 @@ fn a_full_socket_takes_a_part() {
     let (mut near, far) = kernels();
     near.set_nonblocking(true).expect("it can be set");
     let data = pattern(BYTES);
-    // Nobody reads: it fills up.
+    // The peer does not read, so the buffers fill up.
     let mut sent = near.write(&data).expect("some fits");
     assert!(sent < BYTES, "all of it fitted");
     while let Ok(more) = near.write(&data[sent..]) {
@@ -49,7 +49,7 @@ fn a_full_socket_takes_a_part() {
             Err(error) => panic!("{error}"),
         }
     }
-    // The first part was taken before, and how large the others are is the kernel's to choose.
+    // The first part was sent before; the kernel chooses the size of the others.
     assert!(parts > 0, "it was taken in parts");
     near.shutdown(Shutdown::Write).expect("it is open");
     assert!(reader.join().expect("it reads") == data);
@@ -70,7 +70,7 @@ fn an_interrupted_send_says_what_it_took() {
             }
         });
         let reader = scope.spawn(|| {
-            // Slowly, so that the writer waits.
+            // Slowly, to make the writer wait.
             let mut far = far;
             let mut got = vec![0; BYTES];
             for part in got.chunks_mut(RECORD * 4) {
@@ -127,12 +127,12 @@ fn an_interrupted_receive_loses_nothing() {
     });
 }
 
-/// Two threads send on one socket, each from buffers of one byte.
+/// Two threads send on one socket, each from a buffer with one repeated byte.
 fn two_writers() {
     for bytes in [3000, RECORD, 3 * RECORD + 100] {
         const SENDS: usize = 60;
         let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-        // Too small for one send of the largest: a writer waits within it.
+        // Smaller than the largest send: a writer waits within it.
         set_buffers(&kernel, Some(RECORD as u32), None).expect("it can be set");
         let (received, sizes) = thread::scope(|scope| {
             let receiver = scope.spawn(|| peer.receive_all());

@@ -1,4 +1,4 @@
-//! The clients of `clients/` on sockets with the kernel's TLS, to the end: a stunnel gets all of what they send, and they all of its answer and nothing of its close_notify.
+//! The clients of `clients/` on sockets with kernel TLS: all data arrives, and no close_notify.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -19,9 +19,9 @@ const NEEDS: Needs = Needs {
 const PYTHON: &str = include_str!("../../../../clients/ktls_client.py");
 const C: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/ktls_copy"));
 
-/// What is sent goes in blocks of so much, which are not a multiple of a record.
+/// The size of a block; not a multiple of a record.
 const BLOCK: usize = (1 << 20) + 777;
-/// So many blocks, and so many in the soak.
+/// The number of blocks, in a normal run and in the soak.
 const BLOCKS: [usize; 2] = [64, 1024];
 const ANSWER: usize = (1 << 20) + 33;
 

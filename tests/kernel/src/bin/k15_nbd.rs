@@ -1,4 +1,4 @@
-//! An NBD session behind a stunnel goes over a socket that was passed: xapi's other streams do so.
+//! An NBD session behind stunnel works over a passed socket, as xapi's other streams require.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -51,8 +51,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// A disk at the other end of a socket (the NBD protocol, doc/proto.md of its project), for one
-/// who waits for each answer.
+/// A disk at the other end of a socket (the NBD protocol, doc/proto.md of its project), for a
+/// client that waits for each reply.
 struct Disk {
     socket: TcpStream,
     bytes: u64,
@@ -61,7 +61,7 @@ struct Disk {
 
 impl Disk {
     fn open(mut socket: TcpStream) -> io::Result<Self> {
-        // The server speaks first: two magic numbers and its flags.
+        // The server sends first: two magic numbers and its flags.
         let mut greeting = [0; 18];
         socket.read_exact(&mut greeting)?;
         assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");

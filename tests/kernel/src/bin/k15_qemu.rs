@@ -1,4 +1,4 @@
-//! A guest that writes to its pages migrates by getfd over a kernel-TLS socket, to a QEMU that has its own TLS.
+//! A writing guest migrates by getfd over a kernel-TLS socket, to a QEMU with its own TLS.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -16,7 +16,7 @@ const NEEDS: Needs = Needs {
     limit_seconds: 300,
     ..Needs::NOTHING
 };
-/// What the guest does while it moves.
+/// The guest's workload during the migration.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 4_000,
@@ -81,7 +81,7 @@ fn execute(machine: &mut Machine, command: &str, arguments: Value) {
     done.unwrap_or_else(|error| panic!("{command}: {error}"));
 }
 
-/// An authority, and what it has issued to a server and a client, in QEMU's layout.
+/// Creates an authority and certificates for a server and a client, in QEMU's layout.
 fn certificates(guest: &dunlin_kernel_tests::Guest) {
     let openssl = |line: &str| {
         let words: Vec<_> = line.split_whitespace().collect();

@@ -1,4 +1,4 @@
-//! A socket that `dunlin handoff connect` passes is the kernel's TLS to a stunnel set up as xapi's.
+//! `dunlin handoff connect` passes a socket with kernel TLS to a stunnel configured as xapi's.
 
 use std::io::Read;
 use std::path::Path;
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         let stunnel = stunnel(guest, 4443, "");
         let trusted = ["--cert-bundle-file", "pool.pem"];
 
-        // What fails before the kernel is asked leaves no trace in it.
+        // An error before the probe of the kernel leaves no trace in its counters.
         let refused = connect(stunnel.port, &["--cert-bundle-file", "other.pem"]);
         assert_eq!(refused.code, Some(1), "{refused:?}");
         assert!(refused.sockets.is_empty());
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
         for (number, suite) in CIPHERS.split(':').enumerate() {
             let more = [&trusted[..], &["--ciphers", suite]].concat();
             let (near, far) = connected(&stunnel, &more);
-            // The test's own sockets are no TLS, and stunnel's OpenSSL does not use the kernel's.
+            // The test's own sockets do not use TLS, and stunnel's OpenSSL does not use kernel TLS.
             assert_eq!(stat(guest, "TlsTxSw"), number as u64 + 1);
             assert_eq!(stat(guest, "TlsRxSw"), number as u64 + 1);
             assert_eq!(stat(guest, "TlsCurrTxSw"), 1);
@@ -70,7 +70,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// xapi does not ask for it; its nonces are made as in TLS 1.3.
+/// xapi does not request this cipher; its nonces are formed as in TLS 1.3.
 fn the_third_cipher_of_tls_1_2(guest: &Guest) {
     const SUITE: &str = "ECDHE-RSA-CHACHA20-POLY1305";
     let stunnel = stunnel(guest, 4444, &format!("ciphers = {SUITE}"));
@@ -121,7 +121,7 @@ fn says_what_it_is(stunnel: &Stunnel) {
     }
 }
 
-/// A socket that cannot be passed is closed.
+/// The command closes a socket that it cannot pass.
 fn a_caller_that_has_gone_gets_a_line_and_no_socket(guest: &Guest, stunnel: &Stunnel) {
     let called = connect_for_nobody(stunnel.port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
@@ -129,14 +129,14 @@ fn a_caller_that_has_gone_gets_a_line_and_no_socket(guest: &Guest, stunnel: &Stu
     assert!(called.err.contains(words), "{called:?}");
     let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
     let mut said = Vec::new();
-    // It may end with a reset.
+    // The connection may end with a reset.
     let _ = far.read_to_end(&mut said);
     assert_eq!(said, b"");
     assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "the socket is closed");
 }
 
 fn stat(guest: &Guest, name: &str) -> u64 {
-    // The module comes when something asks for it.
+    // The module is loaded on first use.
     if !Path::new("/proc/net/tls_stat").exists() {
         return 0;
     }

@@ -1,4 +1,4 @@
-//! Who seals is told of each socket, to everybody; what is counted is of a whole network namespace, and said to be.
+//! Every user can see which sockets use kernel TLS; counters cover a whole network namespace.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -17,7 +17,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Root, and somebody without privileges.
+/// Root, and an unprivileged user.
 const USERS: [u32; 2] = [0, 65_534];
 
 fn main() -> ExitCode {
@@ -51,7 +51,7 @@ fn the_kernel_tells_of_one_socket() {
     };
     assert_eq!(of(&near), Some(half));
     assert_eq!(of(&far), None);
-    // The same of the newer kind of address.
+    // A second connection, over IPv6.
     let listener = TcpListener::bind("[::1]:0").expect("the loopback is up");
     let address = listener.local_addr().expect("it is bound");
     let near = TcpStream::connect(address).expect("somebody listens");
@@ -73,7 +73,7 @@ fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel
     }
     assert_eq!(line["device"]["name"], "lo", "{line}");
     for flag in ["tls-hw-tx-offload", "tls-hw-rx-offload"] {
-        // In ethtool's own words, of which the loopback says "off [fixed]".
+        // In ethtool's format; the loopback has "off [fixed]".
         let words = features.lines().find(|line| line.contains(flag));
         let is_on = words.expect("ethtool knows it").contains(": on");
         assert_eq!(line["device"][flag], is_on, "{line}");
@@ -85,7 +85,7 @@ fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel
     for name in ["TlsTxDevice", "TlsRxDevice", "TlsDecryptError"] {
         assert_eq!(counted[name], 0, "{line}");
     }
-    // It tells of no single connection.
+    // Counters do not describe single connections.
     assert!(!counted.contains_key("TlsTxSw"), "{line}");
     assert!(stat(guest, "TlsTxSw") > 1, "others have been here");
 }

@@ -1,4 +1,4 @@
-//! In TLS 1.2 the kernel's shown half of the nonce begins at the iv it was given and counts up, whatever the sequence.
+//! In TLS 1.2 the kernel counts explicit nonces up from the iv, whatever the sequence number.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -10,13 +10,13 @@ use dunlin_linux::ktls::Version;
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |_| {
         counts_from_the_iv(0x0102_0304_0506_0708);
-        // It begins anew, as a number of eight bytes does.
+        // The nonce wraps as a number of eight bytes.
         counts_from_the_iv(u64::MAX - 1);
     })
 }
 
-/// Hence a process that has sealed its Finished under this key, with any nonce of its own choice,
-/// must give an iv from which the kernel does not come to that nonce.
+/// A process that has sealed its Finished under this key with a nonce of its choice must therefore
+/// pass an iv from which the kernel does not count up to that nonce.
 fn counts_from_the_iv(first: u64) {
     let (mut kernel, mut far) = connected();
     let seals = Keys {

@@ -1,4 +1,4 @@
-//! A socket of TLS 1.2 that is handed over bears no nonce twice: neither that of the handshake's Finished, nor one soon after it.
+//! A TLS 1.2 socket repeats no nonce after the hand-off, not even that of the Finished.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
@@ -17,7 +17,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// A change of cipher spec: what follows it is sealed.
+/// A change of cipher spec: the records after it are encrypted.
 const CHANGE: u8 = 20;
 
 const SENDS: usize = 50;
@@ -69,7 +69,7 @@ fn bears_no_nonce_twice(mut sent: &[u8], suite: &str) {
     assert!(data.iter().all(|(kind, _)| *kind == DATA), "{sealed:?}");
     let nonces: BTreeSet<u64> = sealed.iter().map(|(_, nonce)| *nonce).collect();
     assert_eq!(nonces.len(), sealed.len(), "{suite}: a nonce came twice");
-    // As many records as the cipher is good for do not lead there either.
+    // The maximum number of records under one key does not reach that nonce either.
     let first = data[0].1;
     assert!(
         finished.wrapping_sub(first) > 1 << 32,
@@ -77,14 +77,14 @@ fn bears_no_nonce_twice(mut sent: &[u8], suite: &str) {
     );
 }
 
-/// Lets one connection through to `port`, and says what was sent there.
+/// Forwards one connection to `port`. Returns the bytes sent there.
 fn recorded(listener: &TcpListener, port: u16) -> Vec<u8> {
     let (near, _) = listener.accept().expect("somebody connects");
     let far = TcpStream::connect(("127.0.0.1", port)).expect("stunnel listens");
     let mut sent = Vec::new();
     thread::scope(|scope| {
         scope.spawn(|| {
-            // It may end with a reset; then it ends.
+            // A reset ends the forwarding too.
             let _ = io::copy(&mut &far, &mut &near);
             let _ = near.shutdown(Shutdown::Write);
         });

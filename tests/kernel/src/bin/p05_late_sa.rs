@@ -1,4 +1,5 @@
-//! Who goes by the fallback stays there when an SA of its CPU comes; and the fallback must come first, or it takes the others' place when the kernel's table grows.
+//! Fallback traffic stays there when its CPU's SA appears. The fallback must be added first, or it
+//! replaces the others when the table grows.
 
 use std::process::ExitCode;
 use std::thread;
@@ -28,7 +29,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Only the fallback, then an SA of CPU 1.
+/// Adds only the fallback, then an SA of CPU 1.
 fn late(guest: &Guest) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
@@ -49,19 +50,19 @@ fn late(guest: &Guest) {
     read_all(&lane.far, &mut [0; 2]);
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
-    // A connection that comes now has its own at once, and one of another CPU the fallback.
+    // A new connection uses its own SA at once; one from another CPU uses the fallback.
     let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
     let third = Lane::connect(a, 2, &listener);
     assert_eq!(users(&there, a, b, || third.send(2, BYTES)), [None]);
 }
 
-/// SAs are found in one list of a hash table, which grows when there are many.
+/// The kernel finds SAs in a hash table, which grows with their number.
 fn grown(guest: &Guest, fallback_first: bool) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);
     let there = SaSet::new(0x1000, CPUS, Family::V4);
-    // The kernel compares the seconds in which they were added.
+    // The kernel compares the times of addition, in seconds.
     if fallback_first {
         there.fallback.add(a, b);
         next_second();
@@ -76,7 +77,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
     let listener = Acceptor::open(b, Family::V4, 0);
-    // One that is closed would be heard of while the next is looked at.
+    // Closing one would send packets during the next check.
     let mut lanes = Vec::new();
     let mut goes_by = || {
         let mut all = Vec::new();
@@ -100,7 +101,8 @@ fn grown(guest: &Guest, fallback_first: bool) {
                 buckets.push(lists);
                 break;
             }
-            // Others', for another reqid, until the kernel has grown the table in its own time.
+            // SAs for another reqid are added until the kernel has grown the table, which it does
+            // asynchronously.
             if states <= 2 * lists {
                 let other = Sa {
                     reqid: 1,
@@ -122,7 +124,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     }
 }
 
-/// How many SAs a host has, and among how many lists their hashes spread them.
+/// The number of a host's SAs, and of the hash buckets over which they spread.
 fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     let said = guest.output("ip", &["-n", &host.name, "-s", "xfrm", "state", "count"]);
     let number = |name: &str| -> u32 {
@@ -133,7 +135,7 @@ fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     (number("SAD count"), number("buckets count"))
 }
 
-/// Waits until the second of the kernel's clock is another one, which lags behind by up to a tick.
+/// Waits for the next second of the kernel's clock, which lags by up to a tick.
 fn next_second() {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let part = since.expect("the clock is right").subsec_nanos();

@@ -1,4 +1,4 @@
-//! Pages that the host has swapped out are populated, are written if they were, and move; in private memory and in a memfd.
+//! Swapped-out pages count as populated, keep their dirty state and migrate; private and memfd.
 
 use std::fs::{self, File};
 use std::ops::Range;
@@ -25,7 +25,7 @@ mod support;
 const PAGE: usize = 4096;
 const PAGES: usize = 2048;
 
-/// For what is certain to come in the end.
+/// The time limit for events that are certain to occur.
 const LIMIT: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     };
     run(&needs, |guest| {
         let _swap = Swap::on(guest);
-        // A huge page is swapped out as a whole.
+        // A huge page would be swapped out as a whole.
         let _small = guest.set("/sys/kernel/mm/transparent_hugepage/enabled", "never");
         for backing in [Backing::Private, Backing::Memfd] {
             println!("{backing:?}");
@@ -85,7 +85,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
         taken.expect("it is scanned");
         assert_eq!(pages, expected, "{behind:?}: {what}");
     };
-    // 5 and 1000 are written while they are watched, the others only before that.
+    // Pages 5 and 1000 are written to during tracking, the others only before.
     for page in [5, 1000] {
         write(&memory, page, 2);
     }
@@ -96,7 +96,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
         are_out(&memory, &[5, 9, 700, 1000]),
         "the log brings none back"
     );
-    // What comes back to be written to.
+    // A write swaps these pages in.
     for page in [9, 1000] {
         write(&memory, page, 3);
     }
@@ -110,13 +110,13 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
     taken("swapped in to be read", &[]);
 }
 
-/// One that does nothing, so that it stays out until the engine reads it.
+/// An idle guest: its memory stays swapped out until the engine reads it.
 fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     let source = guest(backing);
     page_out_all(source.vm());
     let before = swapped_kib(source.vm().memory());
     println!("{before} KiB are out");
-    // Half of its memory is filled.
+    // Half of its memory is populated.
     assert!(before >= 3 << 10, "only {before} KiB are out");
     let (there, ..) = relocate(&source, &Tls::new(), &verified(2));
     assert_eq!(different_pages(source.vm(), there.vm()), 0, "{backing:?}");
@@ -162,7 +162,7 @@ fn pages_of(range: &Range<u64>) -> Range<usize> {
     range.start as usize / PAGE..range.end as usize / PAGE
 }
 
-/// Has these pages swapped out.
+/// Swaps out these pages.
 fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
     let begun = Instant::now();
     loop {
@@ -177,11 +177,11 @@ fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
     }
 }
 
-/// Whether these pages, of those that hold anything, are all swapped out.
+/// Whether all of these pages, which hold data, are swapped out.
 fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     let region = memory.iter().next().expect("it has one");
     if region.file_offset().is_some() {
-        // An entry tells nothing of where a file's page is.
+        // An entry does not show where the page of a file is.
         return swapped_kib(memory) as usize >= (pages.len() * PAGE) >> 10;
     }
     // Bit 62: swapped (Documentation/admin-guide/mm/pagemap.rst).
@@ -195,7 +195,7 @@ fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     })
 }
 
-/// How much of the mapping is swapped out.
+/// How much of the mapping is swapped out, in KiB.
 fn swapped_kib(memory: &TrackedMemory) -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").expect("proc is mounted");
     let mut within = false;
@@ -216,7 +216,7 @@ fn swapped_kib(memory: &TrackedMemory) -> u64 {
     swapped
 }
 
-/// Swap in compressed memory, until it is dropped.
+/// Swap in compressed memory, disabled on drop.
 struct Swap;
 
 impl Swap {

@@ -1,4 +1,4 @@
-//! Migrations over lanes in the kernel, at both ends or at one, with lanes worn out, cut and swallowed.
+//! Migrations over lanes with kernel TLS at one or both ends; lanes are used up, cut and stalled.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        // Its counters are there before anybody has asked for it.
+        // The counters exist only once the module is loaded.
         guest.command("modprobe", &["tls"]);
         for pairing in PAIRINGS {
             i3_a_guest_moves_while_lanes_are_replaced(guest, pairing);
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Each lane may carry few records, so that all are replaced again and again.
+/// Each lane may carry only a few records, so all are replaced repeatedly.
 fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2]) {
     let tls = tls(pairing);
     let receiving = Receiving::start(&tls.1, &unhurried(), TestBuilder::default());
@@ -59,7 +59,7 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = sealed_by_kernel(guest) - before;
-    // A lane that replaces another may come when the last page has gone.
+    // A replacement lane may be established after the last page was sent.
     let carried = report.lanes.len() as u64;
     let opened = proxy.connections() as u64 - 1;
     let possible = of_kernel * carried..=of_kernel * opened;
@@ -104,7 +104,8 @@ fn tls([near, far]: [Offload; 2]) -> (ClientTls, ServerTls) {
     )
 }
 
-/// Connections that the kernel has sealed for since the machine started, its probe's beside them.
+/// The number of connections for which the kernel has sealed since the machine started, including
+/// probes.
 fn sealed_by_kernel(guest: &Guest) -> u64 {
     guest.counter("/proc/net/tls_stat", "TlsTxSw")
 }

@@ -27,7 +27,7 @@ fn moves_16_mib(guest: &Guest) {
         for number in 0..BYTES / CHUNK {
             source.write_all(&chunk(number)).expect("it is sent");
         }
-        // The other way, once: a key in one direction alone would show here as plaintext.
+        // Once in the other direction: a key for only one direction would show plaintext here.
         let mut answer = [0; 5];
         source.read_exact(&mut answer).expect("it is answered");
         assert_eq!(&answer, b"there");

@@ -1,4 +1,4 @@
-//! Lanes in the kernel: guest memory through every pairing of kernel and process, ends, alerts, key updates.
+//! Lanes with kernel TLS: every pairing of kernel and user space, ends, alerts, key updates.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -26,7 +26,7 @@ use dunlin_linux::socket::wait_readable;
 use vm_memory::VolatileSlice;
 
 const PAGES: usize = 1024;
-/// Payloads that fit no page and no record.
+/// Payload sizes that are multiples of neither a page nor a record.
 const ODD: [usize; 6] = [
     1,
     4095,
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        // Its counters are there before anybody has asked for it.
+        // The counters exist only once the module is loaded.
         guest.command("modprobe", &["tls"]);
         for words in [
             &["init", "ca"][..],
@@ -61,14 +61,14 @@ fn main() -> ExitCode {
         an_alert_reaches_whoever_sends();
         k05_a_key_update_ends_a_lane_with_its_name();
         i7_a_changed_byte_is_no_page();
-        // The last: what it finds out is remembered.
+        // This test comes last, because its result is cached.
         k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the_next();
     })
 }
 
 fn k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest: &Guest) {
-    // What knows the processor's instructions is a module, which an installed system loads when it
-    // starts and this one has not: some kernels have something slower in its place.
+    // The cipher with the processor's instructions is a module, which an installed system loads
+    // when it starts and this one has not. Some kernels use a slower implementation instead.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
@@ -107,7 +107,7 @@ fn i3_guest_memory_arrives_through_every_pairing(guest: &Guest) {
     }
 }
 
-/// Frames of pages and of odd bytes, then an end in order.
+/// Sends frames with pages and with odd sizes, then an orderly end.
 fn carry(near: Secured, far: Secured) {
     let mut memory = content(PAGES * PAGE_BYTES);
     let expected = memory.clone();
@@ -167,7 +167,7 @@ fn carry(near: Secured, far: Secured) {
     assert!(arrived == expected, "pages differ");
 }
 
-/// A wire in between that keeps what it sees.
+/// A proxy in between records the traffic.
 fn i6_nothing_of_a_guest_goes_in_the_clear() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let (near, mut wire_near) = connected();
@@ -193,7 +193,7 @@ fn i6_nothing_of_a_guest_goes_in_the_clear() {
             let is_there = kept.windows(part.len()).any(|window| window == part);
             assert!(!is_there, "page {page} was seen");
         }
-        // Nor is the close an alert in the clear: each record says that it is data.
+        // The close is not an alert in the clear either: each record has the type of data.
         let mut rest = &kept[..];
         let mut last = 0;
         while let Some((header, body)) = rest.split_first_chunk::<5>() {
@@ -212,7 +212,7 @@ fn k07_an_end_without_a_close_is_a_cut() {
     assert!(matches!(error, ReceiveError::Truncated), "{error}");
 }
 
-/// An alert has two.
+/// An alert has two bytes.
 fn k07_a_close_is_one_for_whoever_asks_for_a_byte() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
@@ -243,7 +243,7 @@ fn an_alert_reaches_whoever_sends() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let mut sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
     ktls::send_record(&far.stream, 21, &[2, 44]).expect("an alert is sent");
-    // A reset would take it along where it has not arrived.
+    // A reset would discard an alert that has not arrived yet.
     assert!(wait_readable(sender.socket(), soon()).expect("a socket is waited for"));
     drop(far);
     let until = soon();
@@ -261,7 +261,7 @@ fn k05_a_key_update_ends_a_lane_with_its_name() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
     let (mut near, far) = connected();
     let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
-    // A peer that renews its key, as Dunlin never does.
+    // A peer that renews its key, which Dunlin never does.
     let name = "b.test".try_into().expect("it is a name");
     let mut peer = rustls::ClientConnection::new(client.config().clone(), name)
         .expect("the settings are whole");
@@ -309,7 +309,7 @@ fn i7_a_changed_byte_is_no_page() {
     );
 }
 
-/// As where a limit is reached meanwhile: the probe's keys were taken.
+/// As if a limit were reached in between: the kernel accepted the probe's keys.
 fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the_next() {
     let suite = CipherSuite::Aes256Gcm;
     let (client, server) = settings(suite, Offload::Auto, Offload::Process);
@@ -328,7 +328,7 @@ fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the
         assert!(error.to_string().contains("the key for sending"), "{error}");
         let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
             .expect("a socket takes its options");
-        // Not so much as an alert, which would go in the clear.
+        // Not even an alert, which would be sent in the clear.
         let error = receiver.next(&mut [0; 4], None).expect_err("it was cut");
         assert!(matches!(error, ReceiveError::Truncated), "{error}");
         let (near, far) = connect();
@@ -369,7 +369,7 @@ fn is_kernel(end: &Secured) -> bool {
     matches!(end.records, Records::Kernel(_))
 }
 
-/// Both ends of a lane, secured as asked for.
+/// Both ends of a lane, each secured with the given offload.
 fn pair(suite: CipherSuite, near: Offload, far: Offload) -> (Secured, Secured) {
     let (client, server) = settings(suite, near, far);
     let (near, far) = connected();
@@ -421,12 +421,12 @@ fn copy_and_keep(from: &mut TcpStream, to: &mut TcpStream) -> Vec<u8> {
             }
         }
     }
-    // Whoever is behind it may have gone.
+    // The peer may have closed its connection.
     let _ = to.shutdown(std::net::Shutdown::Write);
     kept
 }
 
-/// Bytes of which no page is like another.
+/// Bytes in which all pages differ.
 fn content(bytes: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64 ^ bytes as u64;
     let mut next = || {

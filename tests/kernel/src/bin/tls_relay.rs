@@ -1,4 +1,4 @@
-//! A relay's bytes by splice, never in the process: every test of relays again, with the kernel's TLS.
+//! A relay splices bytes without copying them: all relay tests again, with kernel TLS.
 
 use std::process::ExitCode;
 
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         let skipped: &[&str] = if renews_keys(guest) {
             &[]
         } else {
-            // It cannot.
+            // This kernel cannot renew keys.
             &["keys_are_renewed"]
         };
         let _ = guest.library_tests("tunnel_relay", skipped);

@@ -1,4 +1,4 @@
-//! The command of an earlier commit and today's, with kernel TLS: sockets handed over at both ends, a tunnel's stripe and relay.
+//! The command of an earlier commit and the current one, with kernel TLS: hand-off and tunnel.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -19,7 +19,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Of the certificate that `handoff accept` shows.
+/// The name of the certificate that `handoff accept` presents.
 const NAME: &str = "own";
 /// Not a multiple of a record.
 const BYTES: usize = (4 << 20) + 777;
@@ -28,7 +28,7 @@ const LANES: u64 = 2;
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let versions = guest.versions();
-        // With it `auto` chooses the kernel for lanes.
+        // With this module `auto` chooses kernel TLS for lanes.
         guest.command("modprobe", &["-a", "aesni-intel", "tls"]);
         guest.command("dunlin", &["pki", "init", "ca"]);
         for (name, folder) in [("a.test", "a"), ("b.test", "b"), (NAME, NAME)] {
@@ -123,8 +123,8 @@ fn a_tunnel_carries_a_channel_to_the_other(
     let stream = TcpStream::connect(entrance).expect("it listens");
     let (served, _) = target.accept().expect("it listens");
     exchange(&stream, &served, &pattern(BYTES, 3), &pattern(BYTES / 2, 4));
-    // Both ends of each connection; each side opens the lanes that it sends on, and `auto` leaves a
-    // relay to the process where the kernel cannot renew keys.
+    // Counts both ends of each connection; each side opens the lanes that it sends on. If the
+    // kernel cannot renew keys, `auto` keeps a relay in user space.
     let expected = match (mode, offload) {
         ("stripe", _) => 2 * 2 * LANES,
         (_, "auto") if !renews_keys(guest) => 0,
@@ -140,7 +140,7 @@ fn a_tunnel_carries_a_channel_to_the_other(
     drop((near, far));
 }
 
-/// A `tunnel run` that listens; its log is in a file.
+/// A listening `tunnel run` with its log in a file.
 fn tunnel(dunlin: &str, name: &str, config: &str) -> (Background, BufReader<ChildStdout>) {
     let file = format!("{name}.toml");
     fs::write(&file, config).expect("the folder is ours");

@@ -1,4 +1,4 @@
-//! What sending a file costs, sealed in the process or in the kernel: system calls and instructions a MiB.
+//! The cost of sending a file, sealed in user space or kernel: system calls and instructions.
 
 use std::fs::{self, File};
 use std::io::{IoSlice, Read, Seek, Write};
@@ -21,18 +21,18 @@ use nix::sys::socket::{MsgFlags, recv};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 const MIB: usize = 1 << 20;
-/// What is sent at once, in MiB.
+/// The amount sent at once, in MiB.
 const MIBS: usize = 4;
 const BYTES: usize = MIBS * MIB;
 
-/// What a record is on the wire, and how many of them a MiB is.
+/// The length of a record on the wire, and the number of records per MiB.
 const SEALED: usize = HEADER + RECORD + 1 + 16;
 const RECORDS: usize = MIB / RECORD;
 
-/// AES-GCM in the processor's instructions. An installed system loads it when it starts.
+/// AES-GCM with the processor's instructions. An installed system loads it when it starts.
 const MODULE: &str = "aesni_intel";
 
-/// System calls that move a file's bytes on, by their numbers on x86-64.
+/// System calls that move a file's bytes, by number on x86-64.
 const MOVING: [u32; 9] = [
     libc::SYS_read as u32,
     libc::SYS_write as u32,
@@ -47,7 +47,7 @@ const MOVING: [u32; 9] = [
 
 type Way = (&'static str, Sealed, fn(&mut Sender));
 
-/// Where the records are sealed.
+/// The side that seals the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sealed {
     Nowhere,
@@ -104,7 +104,7 @@ fn main() -> ExitCode {
         {
             let _unloaded = guest.without_module(MODULE);
             let _unasked = guest.without_loader();
-            // Some kernels have a cipher without it, of their library or of generic parts.
+            // Without it, some kernels have a cipher from their library or from generic modules.
             let crypto = fs::read_to_string("/proc/crypto").expect("proc is mounted");
             let gcm = |line: &str| {
                 line.split_once(": ")
@@ -137,7 +137,7 @@ fn main() -> ExitCode {
             sent,
             splices,
         ] = calls;
-        // A send that waits may return early, which takes one more.
+        // A send that waits may return early and need another call.
         let takes = |calls: f64, least: f64, most: f64| {
             assert!(
                 (least..=most).contains(&calls),
@@ -160,7 +160,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// What was sent is what comes.
+/// The received bytes equal those sent.
 fn arrives((what, sealed, send): Way) {
     let (mut sender, far) = Sender::new(sealed);
     if sealed == Sealed::Nowhere {
@@ -179,8 +179,8 @@ fn arrives((what, sealed, send): Way) {
     assert_eq!(sizes.len(), MIBS * RECORDS, "{what}");
 }
 
-/// System calls and thousands of instructions a MiB. The receiver drops what comes unread, which
-/// costs the same whatever it is.
+/// System calls and thousands of instructions per MiB. The receiver discards the bytes without
+/// reading them, at a cost independent of the sender.
 fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
     let (mut sender, far) = Sender::new(sealed);
     let (told, hears) = mpsc::channel();
@@ -200,7 +200,7 @@ fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
         send(&mut sender);
         hears.recv().expect("it has come");
     };
-    // What is done once has been done then.
+    // The first run includes one-time work.
     all();
     let Count {
         instructions,
@@ -227,14 +227,14 @@ fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
     (calls, thousands)
 }
 
-/// Somebody who sends the same file again and again.
+/// A sender that sends the same file repeatedly.
 struct Sender {
     socket: TcpStream,
     file: File,
     mapped: MmapRegion,
     pipe: (OwnedFd, OwnedFd),
     seals: Half,
-    /// For each MiB its records: what vmsplice was given must not change until it has come.
+    /// The records of each MiB: memory passed to vmsplice must not change until it has arrived.
     records: [Vec<u8>; MIBS],
 }
 

@@ -1,4 +1,4 @@
-//! A tunnel's stripe over lanes in the kernel, at both ends or at one, with lanes that are worn out.
+//! A tunnel in stripe mode with kernel TLS at one or both ends; lanes are used up and replaced.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         ..Needs::NOTHING
     };
     run(&needs, |guest| {
-        // Its counters are there before anybody has asked for it.
+        // The counters exist only once the module is loaded.
         guest.command("modprobe", &["tls"]);
         use Offload::{Kernel, Process};
         for offload in [[Kernel, Kernel], [Kernel, Process], [Process, Kernel]] {
@@ -53,7 +53,7 @@ fn bytes_go_both_ways_while_lanes_are_replaced(guest: &Guest, offload: [Offload;
         .filter(|&&end| end == Offload::Kernel)
         .count() as u64;
     let sealed = guest.counter("/proc/net/tls_stat", "TlsTxSw") - before;
-    // All connections but that of the control lane are lanes; the last may not stand yet.
+    // All connections except the control lane's are lanes; the last one may not be established yet.
     assert!(sealed >= kernels * (relay.count() as u64 - 2), "{sealed}");
     assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
 }

@@ -1,4 +1,4 @@
-//! A VM's process that has given up listening and most of what it may still has its lanes sealed by the kernel.
+//! The kernel seals the lanes of a confined VM process that has closed its listener.
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -64,7 +64,7 @@ fn start(directory: &str, line: &str) -> Vm {
     )
 }
 
-/// The first event of that name.
+/// The first event with that name.
 fn event(said: &str, name: &str) -> Value {
     said.lines()
         .map(|line| serde_json::from_str::<Value>(line).expect("a JSON object"))
@@ -72,7 +72,7 @@ fn event(said: &str, name: &str) -> Value {
         .unwrap_or_else(|| panic!("no event {name}"))
 }
 
-/// Connections that the kernel has been given keys for sending of.
+/// The number of connections for which the kernel has received sending keys.
 fn sealed(guest: &Guest) -> u64 {
     guest.counter("/proc/net/tls_stat", "TlsTxSw")
 }
