@@ -1,11 +1,10 @@
-//! What runs fuzz entries in the unit tests, on a stable compiler: over the
-//! seeds in `fuzz/seeds`, and over mutations of those. Each crate that has
-//! entries includes this file in its tests.
+//! Runs the fuzz entries in unit tests on a stable compiler: over the seeds in `fuzz/seeds`, and
+//! over mutations of them. Each crate with entries includes this file in its tests.
 //!
-//! A failure prints the seed of its round; `DUNLIN_SEED=…` replays that round
-//! alone. `DUNLIN_WRITE_SEEDS=1` writes the seeds anew after a change of the
-//! wire format. An input that libFuzzer found goes into the target's folder
-//! under a name that begins with `kept-`, and is run from then on.
+//! A failure prints the seed of its round; `DUNLIN_SEED=…` replays only that round.
+//! `DUNLIN_WRITE_SEEDS=1` regenerates the seeds after a change of the wire format. Put an input
+//! found by libFuzzer into the target's folder with the prefix `kept-`; the tests then run it every
+//! time.
 #![allow(dead_code, clippy::unwrap_used)]
 
 use std::fs;
@@ -13,23 +12,23 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// An input by its name.
+/// An input and its name.
 pub(super) type Seed = (String, Vec<u8>);
 
-/// An entry by the name of its seeds' folder.
+/// An entry and the name of its seed folder.
 pub(super) type Target = (&'static str, fn(&[u8]));
 
-/// How long each target is given mutations.
+/// The time spent on mutations of each target.
 const TIME: Duration = Duration::from_millis(900);
-/// No input grows beyond this.
+/// The maximum length of an input.
 const LONGEST: usize = 4096;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Runs every target over its seeds, which must be those that `seeds` makes,
-/// and over mutations.
+/// Runs every target over its seeds, which must equal those that `seeds` generates, and over
+/// mutations.
 pub(super) fn check(targets: &[Target], seeds: impl Fn(&str) -> Vec<Seed>) {
     let replay = std::env::var("DUNLIN_SEED").ok();
     let replay = replay.map(|seed| seed.parse::<u64>().expect("DUNLIN_SEED is a number"));
@@ -64,7 +63,7 @@ pub(super) fn check(targets: &[Target], seeds: impl Fn(&str) -> Vec<Seed>) {
     assert!(failed.is_empty(), "{failed:?} failed; see above");
 }
 
-/// Runs one input, and says how to run it again if it fails.
+/// Runs one input. If it fails, prints how to run it again.
 fn holds(name: &str, how: &str, bytes: &[u8], run: fn(&[u8])) -> bool {
     let held = catch_unwind(AssertUnwindSafe(|| run(bytes))).is_ok();
     if !held {
@@ -102,7 +101,7 @@ fn corpus(name: &str, made: Vec<Seed>) -> Vec<Seed> {
     found
 }
 
-/// The vectors of docs/wire.md whose name begins with `prefix`.
+/// The vectors of docs/wire.md with names that begin with `prefix`.
 pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
     let document = fs::read_to_string(root().join("docs/wire.md")).unwrap();
     let mut seeds = Vec::new();
@@ -125,7 +124,7 @@ pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
     seeds
 }
 
-/// What stands behind the place that `start` names in each seed.
+/// The part of each seed from the offset that `start` returns.
 pub(super) fn within(seeds: &[Seed], start: fn(&[u8]) -> usize) -> Vec<Seed> {
     seeds
         .iter()
@@ -133,7 +132,7 @@ pub(super) fn within(seeds: &[Seed], start: fn(&[u8]) -> usize) -> Vec<Seed> {
         .collect()
 }
 
-/// Bytes without meaning, for operations.
+/// Random bytes, for targets that interpret them as operations.
 pub(super) fn noise() -> Vec<Seed> {
     [16, 64, 256]
         .map(|length| {
@@ -144,7 +143,7 @@ pub(super) fn noise() -> Vec<Seed> {
         .to_vec()
 }
 
-/// Steele, Lea and Flood's SplitMix64: any seed gives a good sequence.
+/// SplitMix64 by Steele, Lea and Flood; every seed gives a good sequence.
 pub(super) struct Random(pub(super) u64);
 
 impl Random {
@@ -161,7 +160,7 @@ impl Random {
     }
 }
 
-/// A seed with one to eight changes.
+/// Returns a seed with one to eight changes.
 fn mutate(corpus: &[Seed], random: &mut Random) -> Vec<u8> {
     let mut bytes = corpus[random.below(corpus.len())].1.clone();
     for _ in 0..=random.below(8) {
@@ -177,7 +176,7 @@ fn mutate(corpus: &[Seed], random: &mut Random) -> Vec<u8> {
                     *byte = random.next() as u8;
                 }
             }
-            // A number at the edge of its type.
+            // A number at a limit of its type.
             2 | 3 => {
                 let width = [1, 2, 4, 8][random.below(4)];
                 let numbers = [
