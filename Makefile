@@ -9,28 +9,28 @@ test:
 	@tools/packages build test
 	@tools/test
 
-# What does not fit into `make test`: the same tests with more repetitions.
+# The tests of `make test` with more repetitions, and those too long for it.
 soak:
 	@tools/packages build test
 	@tools/test soak
 
-# What a newcomer sees who has a bare Debian and follows README. As root; long.
+# Follows the README on a bare Debian, as a newcomer would. Needs root; slow.
 newcomer:
 	@tools/packages newcomer
 	@tools/newcomer
 
-# Every fuzz entry under libFuzzer and AddressSanitizer, SECONDS each; or the
-# one that TARGET names. `make test` runs the same entries for a moment.
+# Runs every fuzz target, or only TARGET, under libFuzzer and AddressSanitizer
+# for SECONDS each. `make test` runs the same entries for about a second each.
 SECONDS ?= 30
 TARGET ?=
 fuzz:
 	@fuzz/run $(SECONDS) $(TARGET)
 
-# Advisories need a network, which CI does not have.
+# Reads the advisory database from the network, which CI does not have.
 audit:
 	cargo deny check advisories
 
-# What CI checks before the tests.
+# The checks that CI runs before the tests.
 check:
 	@tools/packages build check
 	cargo fmt --all --check
@@ -49,7 +49,7 @@ check:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
 	cargo deny check bans licenses sources
 
-# Each prints one JSON object a line; docs/benchmarking.md says how to read them.
+# Each command prints one JSON object a line; docs/benchmarking.md explains them.
 bench:
 	@tools/packages build
 	cargo run --locked --release --package dunlin-cli -- bench lanes
