@@ -1,4 +1,4 @@
-//! Assembles the guest without an operating system, and builds the writer of the other one.
+//! Assembles the guest without an operating system, and builds the writer of the Linux guest.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ fn main() {
         println!("cargo::rerun-if-changed={source}");
     }
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("x86_64") {
-        // The crate is empty there.
+        // On other architectures the crate is empty.
         return;
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -35,8 +35,8 @@ fn assemble(out: &Path) {
         .arg(&object));
 }
 
-/// Without shared libraries, so that the guest needs no others; cargo cannot say that of one
-/// program alone.
+/// Builds the writer statically, so the guest needs no libraries. Cargo cannot set this for a
+/// single program.
 fn build_writer(out: &Path) {
     let rustc = env::var_os("RUSTC").expect("cargo sets RUSTC");
     run(Command::new(rustc)

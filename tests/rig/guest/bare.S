@@ -1,22 +1,22 @@
-# A guest without an operating system for QEMU: it writes to its pages, checks them, and says so on
-# the serial line. src/guest/mod.rs says what a page holds and what the lines mean.
+# A guest for QEMU without an operating system: it writes to its pages, checks them, and reports on
+# the serial line. src/guest/mod.rs describes the contents of a page and the format of the lines.
 #
-# It starts by PVH (Xen's docs/misc/pvh.pandoc): 32-bit protected mode, no paging. From there it
-# goes straight to long mode at privilege level 3 and stays, since some KVMs emulate level 0. It
-# takes no interrupts; I/O privilege level 3 lets it use ports.
+# It boots with PVH (Xen's docs/misc/pvh.pandoc) in 32-bit protected mode without paging. It then
+# switches to long mode at privilege level 3 and stays there, because some KVMs emulate level 0. It
+# handles no interrupts; I/O privilege level 3 allows it to use ports.
 #
-# Guest-physical memory, identity-mapped up to 4 GiB by pages of 2 MiB that are marked accessed and
-# dirty (so that the CPU never writes the tables):
+# Guest-physical memory, identity-mapped up to 4 GiB by pages of 2 MiB. They are marked accessed and
+# dirty, so the CPU never writes to the tables:
 #
 #     0x0010_0000   this program and its variables
-#     0x001f_0000   the stack, downwards
+#     0x001f_0000   the top of the stack
 #     0x0020_0000   page tables, six pages
 #     0x0040_0000   the workload's pages
 #
-# Registers, in the workload:
+# Registers in the workload:
 #
 #     rbp          the parameters; variables are addressed by name
-#     rbx          visits left before the clock is looked at
+#     rbx          visits left before the next read of the clock
 #     all others   scratch
 
     .intel_syntax noprefix
@@ -25,17 +25,17 @@
     .set TABLES, 0x200000
     .set GIBIBYTES, 4
 
-    # The parameters, which are written into the image before it starts.
+    # The parameters; the host writes them into the image before the start.
     .set FIRST, 16                  # address of page 0
-    .set PAGES, 24                  # how many pages
-    .set HOT, 32                    # how many of these, from the first, are written to
-    .set STRIDE, 40                 # from one written page to the next, modulo HOT
+    .set PAGES, 24                  # the number of pages
+    .set HOT, 32                    # the number of these that are written to
+    .set STRIDE, 40                 # the distance between written pages, modulo HOT
     .set CONTENT, 48                # 0 zero, 1 random, 2 mixed, 3 text
-    .set RATE, 56                   # visits in a second; 0 without a limit
+    .set RATE, 56                   # visits per second; 0 for no limit
     .set SEED, 64
 
     .set SIGNATURE, 0x9e3779b97f4a7c15
-    .set BATCH, 64                  # visits between two looks at the clock, without a limit
+    .set BATCH, 64                  # visits between two reads of the clock, without a limit
 
     .set PIT_COUNTER, 0x40
     .set PIT_MODE, 0x43
@@ -139,8 +139,8 @@ again:
     je      visits
     cmp     rax, [next_visit]
     jb      idle
-    # Visits that were due more than a twentieth of a second ago are not made up for: a guest that
-    # was paused does not rush.
+    # Drop visits that are more than a twentieth of a second overdue: a guest that was paused does
+    # not catch up.
     mov     rcx, [next_visit]
     add     rcx, [period]
     mov     rdx, rax
@@ -179,8 +179,8 @@ beat:
     call    check_all
     jmp     again
 
-# Finishes the pass, so that every hot page has been visited as often as any other, and looks at
-# all pages.
+# Finishes the pass, which makes the number of visits of all hot pages equal, and checks all
+# pages.
 check_all:
     mov     rax, [left]
     cmp     rax, [rbp + HOT]
@@ -204,7 +204,7 @@ check_all:
     call    print_hex
     jmp     end_line
 
-# Checks the next hot page, writes to it, and checks the next of the others.
+# Checks the next hot page, writes to it, and checks the next of the other pages.
 visit:
     mov     r12, [cursor]
     mov     r9, [passes]
@@ -241,7 +241,7 @@ visit:
     call    check
 4:  ret
 
-# Checks page r12, which has been visited r9 times. Leaves its address in rsi, keeps r9 and r12.
+# Checks page r12, which has been visited r9 times. Returns its address in rsi; keeps r9 and r12.
 check:
     mov     rsi, r12
     shl     rsi, 12
@@ -340,8 +340,8 @@ wrong_content:
 7:  pause
     jmp     7b
 
-# The clock's ticks in a twentieth of a second, by the timer chip. It has to be asked for its
-# status: its output goes nowhere, interrupts being off.
+# Measures the clock's ticks in a twentieth of a second with the timer chip. Polls its status,
+# because interrupts are off.
 measure_clock:
     mov     al, PIT_ONE_SHOT
     out     PIT_MODE, al
@@ -375,7 +375,7 @@ clock:
     or      rax, rdx
     ret
 
-# The text at rsi, up to a zero.
+# Prints the text at rsi, up to a zero byte.
 print:
     mov     al, [rsi]
     test    al, al
@@ -385,7 +385,7 @@ print:
     jmp     print
 1:  ret
 
-# A blank, and rax in hexadecimal.
+# Prints a space, and rax in hexadecimal.
 print_hex:
     mov     r15, rax
     mov     al, ' '
@@ -420,7 +420,7 @@ put:
 
     .data
     .balign 16
-    # Marked, so that whoever starts the guest finds the place.
+    # The marker with which the host finds the parameters.
 parameters:
     .ascii  "Dunlin rig guest"
     .skip   56
@@ -437,15 +437,15 @@ descriptors_register:
     .long   descriptors
 
     .balign 8
-ticks:          .quad 0             # of the clock, in a second
-twentieth:      .quad 0             # of that
+ticks:          .quad 0             # of the clock per second
+twentieth:      .quad 0             # of a second, in ticks
 period:         .quad 0             # ticks from one visit to the next
 next_beat:      .quad 0
 next_visit:     .quad 0
 cursor:         .quad 0             # the next hot page
 cold_cursor:    .quad 0             # the next other page, from HOT
-left:           .quad 0             # visits left in this pass
-passes:         .quad 0             # over the hot pages, done
+left:           .quad 0             # remaining visits of this pass
+passes:         .quad 0             # completed passes over the hot pages
 visited:        .quad 0
 
 digits:         .ascii "0123456789abcdef"

@@ -1,5 +1,5 @@
-//! Where everything fetched or built for the rig is kept: `rig/` in cargo's target directory, so
-//! that `cargo clean` removes it and a clean clone begins with nothing.
+//! The cache for everything fetched or built for the rig: `rig/` in cargo's target directory.
+//! `cargo clean` removes it, and a clean clone starts empty.
 
 use std::env;
 use std::fs::{self, File};
@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 /// The cache's directory, which may not exist yet.
 ///
-/// The running program lies in the target directory, and cargo marks that with a CACHEDIR.TAG; a
-/// program that was copied away goes by CARGO_TARGET_DIR, else by the workspace.
+/// Cargo marks the target directory with a CACHEDIR.TAG; the running program is inside it. For a
+/// program that was copied elsewhere, the directory is CARGO_TARGET_DIR, or `target` in the
+/// workspace.
 #[must_use]
 pub fn directory() -> PathBuf {
     let marked = env::current_exe().ok().and_then(|program| {
@@ -24,7 +25,8 @@ pub fn directory() -> PathBuf {
     target.join("rig")
 }
 
-/// A lock on a part of the cache, among all processes; it goes with its owner, also by a kill.
+/// A lock on a part of the cache, shared by all processes. Dropping it or killing its owner
+/// releases it.
 #[derive(Debug)]
 pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 

@@ -1,13 +1,13 @@
-//! What tests stand on that the machine does not offer by itself.
+//! Test infrastructure beyond what a machine offers by itself.
 //!
-//! - [`debian`]: kernels, QEMU and other programs from Debian, cached, without touching the
-//!   machine's own packages.
-//! - [`hosts`]: several hosts on one machine, and links between them that can be slow, far, cut or
+//! - [`debian`]: kernels, QEMU and other programs from Debian, cached; the machine's own packages
+//!   stay unchanged.
+//! - [`hosts`]: several hosts on one machine, and links between them that can be slow, long, cut or
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
-//! - [`machine`]: a guest in a QEMU: started, listened to, migrated, compared with another.
+//! - [`machine`]: a guest in QEMU: start, control, migration, comparison with another.
 //! - [`linux`]: kernel interfaces that only tests use.
-//! - [`need`]: what a test does when the machine lacks something.
+//! - [`need`]: skips or fails a test if the machine lacks something.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 

@@ -1,4 +1,5 @@
-//! What a test needs of the machine: in CI it must be there, elsewhere the test says what it lacks.
+//! Requirements of tests: in CI a missing one fails the test, elsewhere the test reports it and
+//! skips.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -9,10 +10,10 @@ use crate::guest::{Guest, Workload};
 use crate::hosts::Host;
 use crate::machine::{Accelerator, Setup};
 
-/// The value, or `None` with a line that says what is missing.
+/// Returns the value, or prints what is missing and returns `None`.
 ///
 /// # Panics
-/// It is missing, and the environment says `CI=true`.
+/// It is missing, and the environment has `CI=true`.
 pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
     match found {
         Ok(value) => Some(value),
@@ -26,22 +27,22 @@ pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
     }
 }
 
-/// Whether hosts can be made.
+/// Whether hosts can be created.
 #[must_use]
 pub fn hosts() -> bool {
     or_skip("network namespaces", Host::new("probe")).is_some()
 }
 
-/// Whether there is a KVM.
+/// Whether the machine has KVM.
 #[must_use]
 pub fn kvm() -> bool {
     or_skip("/dev/kvm", File::open("/dev/kvm")).is_some()
 }
 
-/// What was fetched from Debian, unless there is no network or no Debian to fetch it with.
+/// Returns what was fetched from Debian, or `None` if the host has no network or is not Debian.
 ///
 /// # Panics
-/// Fetching failed otherwise.
+/// Fetching failed for another reason.
 pub fn fetched<T>(found: Result<T, DebianError>) -> Option<T> {
     match found {
         Err(error @ (DebianError::Fetch { .. } | DebianError::NotDebian(_))) => {
@@ -57,7 +58,7 @@ pub fn qemu() -> Option<Qemu> {
     fetched(debian::qemu())
 }
 
-/// The bare guest in that QEMU, on KVM where there is one.
+/// The bare guest in that QEMU, on KVM if available.
 #[must_use]
 pub fn bare_guest(workload: Workload) -> Option<Setup> {
     let qemu = qemu()?;
@@ -69,7 +70,7 @@ pub fn bare_guest(workload: Workload) -> Option<Setup> {
     Some(Setup::new(&qemu, Guest::Bare, workload, accelerator))
 }
 
-/// The turn of a test that keeps the whole machine busy, among those of its program.
+/// Waits for the other tests of this program that use the whole machine, and returns a guard.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)

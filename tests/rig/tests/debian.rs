@@ -1,4 +1,4 @@
-//! Debian's kernels and QEMU come, and run.
+//! Debian's kernels and QEMU can be fetched and run.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! The guests do what they are told to do with their memory.
+//! The guests run their workloads and detect changes of their memory.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -80,7 +80,7 @@ fn the_bare_guest_keeps_its_rate_on_kvm_and_under_emulation() {
             "{accelerator:?}: {} visits, at most {most:.0}",
             now - before
         );
-        // On a busy machine it falls behind; it is never ahead.
+        // On a busy machine the guest may be slower, but never faster.
         assert!(now > before);
         assert!(((now - before) as f64) < most, "{} visits", now - before);
         machine.check_pages().unwrap();

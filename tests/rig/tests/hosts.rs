@@ -1,4 +1,4 @@
-//! Hosts and the links between them do what they say, and leave nothing behind.
+//! Hosts and the links between them behave as documented, and leave nothing behind.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -16,7 +16,7 @@ use dunlin_test_base::Scratch;
 
 const PORT: u16 = 4444;
 
-/// Two hosts and a link; `None` when the machine cannot have any.
+/// Two hosts and a link; `None` if the machine cannot create hosts.
 fn pair(options: &LinkOptions) -> Option<(Host, Host, Link)> {
     if !need::hosts() {
         return None;
@@ -27,7 +27,7 @@ fn pair(options: &LinkOptions) -> Option<(Host, Host, Link)> {
     Some((near, far, link))
 }
 
-/// A connection between two hosts: the near end, the far end.
+/// A connection between two hosts: the near end and the far end.
 fn connect(near: &Host, far: &Host, address: IpAddr) -> (TcpStream, TcpStream) {
     let listener = far
         .run(|| TcpListener::bind((address, PORT)))
@@ -45,7 +45,7 @@ fn connect(near: &Host, far: &Host, address: IpAddr) -> (TcpStream, TcpStream) {
     (stream, accepted)
 }
 
-/// The times of `count` round trips of one byte, sorted.
+/// The durations of `count` round trips of one byte, sorted.
 fn round_trips(mut near: TcpStream, mut far: TcpStream, count: usize) -> Vec<Duration> {
     thread::scope(|scope| {
         scope.spawn(move || {
@@ -68,7 +68,7 @@ fn round_trips(mut near: TcpStream, mut far: TcpStream, count: usize) -> Vec<Dur
     })
 }
 
-/// Bytes cross in order; the time that they took.
+/// Sends bytes and checks their order. Returns the duration.
 fn transfer(mut from: TcpStream, mut to: TcpStream, bytes: usize) -> Duration {
     let content: Vec<u8> = (0..bytes).map(|index| (index % 251) as u8).collect();
     let start = Instant::now();
@@ -127,7 +127,7 @@ fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
         let times = round_trips(stream, accepted, 9);
         println!("round trips of a line of 2 x 20 ms: {times:?}");
         assert!(times[0] >= 2 * delay, "{times:?}");
-        // The quickest, on a machine that may be busy.
+        // Only the fastest, because the machine may be busy.
         assert!(
             times[0] < 2 * delay + Duration::from_millis(40),
             "{times:?}"
@@ -154,7 +154,7 @@ fn a_limit_holds_and_is_lifted() {
     let (stream, accepted) = connect(&near, &far, address);
     let fast = transfer(stream, accepted, 8 << 20);
     println!("8 MiB at 10 MB/s: {slow:?}; without a limit: {fast:?}");
-    // 0.84 s, less what the sockets and the first burst hold.
+    // 0.84 s, minus what the socket buffers and the first burst hold.
     assert!(slow > Duration::from_millis(600), "{slow:?}");
     assert!(fast < slow / 2, "{fast:?}");
 }
@@ -199,7 +199,7 @@ fn a_direction_swallows_packets_without_a_word() {
         };
         let (mut stream, mut accepted) = connect(&near, &far, link.address(&far, Family::V4));
         link.swallow(Direction::There).unwrap();
-        // The other direction still carries.
+        // The other direction still works.
         accepted.write_all(b"back").unwrap();
         stream.read_exact(&mut [0; 4]).unwrap();
         stream.write_all(b"lost").unwrap();
@@ -286,7 +286,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());
-    // Nobody waits for a process whose parent is gone but the system's first; it may take a while.
+    // Only the system's first process reaps an orphan; this may take a while.
     let gone = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
     let deadline = Instant::now() + Duration::from_secs(10);
     while gone() && Instant::now() < deadline {
@@ -295,7 +295,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     assert!(!gone(), "what ran there runs on");
 }
 
-/// Run by the test above, as a process of its own.
+/// The test above runs this test as a process of its own.
 #[test]
 #[ignore = "run by another test"]
 fn makes_a_host_and_waits() {
@@ -305,7 +305,7 @@ fn makes_a_host_and_waits() {
     let _ = child.wait();
 }
 
-/// Something that runs on a host, for longer than any test.
+/// A process on a host that runs longer than any test.
 fn sleeper(host: &Host) -> Child {
     host.command("sleep")
         .arg("60")

@@ -1,5 +1,5 @@
-//! QEMU migrates both guests between two hosts by its own means, and every page arrives: the
-//! reference for whatever stands between the two.
+//! QEMU migrates both guests between two hosts without Dunlin, and every page arrives: the
+//! reference for tests with a program in between.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 const PORT: u16 = 4444;
 
-/// 192 MiB, of which 40 MiB are written to about twice a second.
+/// 192 MiB, of which the guest writes to 40 MiB about twice a second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 192,
     pages: 44_000,
@@ -29,7 +29,7 @@ const WORKLOAD: Workload = Workload {
     seed: 0x5eed,
 };
 
-/// The bare guest, where hosts can be made.
+/// The bare guest, if hosts can be created.
 fn bare() -> Option<Setup> {
     need::bare_guest(WORKLOAD).filter(|_| need::hosts())
 }
@@ -57,7 +57,7 @@ impl Pair {
     }
 }
 
-/// Migrates a running guest, compares the memories, lets it go on and has it check its pages.
+/// Migrates a running guest, compares the memories, resumes the guest and makes it check its pages.
 fn move_and_check(pair: &Pair, setup: &Setup, migration: &Migration) -> Migrated {
     let mut source = Machine::start(setup, Some(&pair.source)).unwrap();
     let mut destination = Machine::start_incoming(setup, Some(&pair.destination)).unwrap();
@@ -117,7 +117,7 @@ fn multifd_over_tls_moves_the_bare_guest_and_refuses_another_name() {
     migration.tls = Some((credentials.folder(), "destination.example".to_owned()));
     move_and_check(&pair, &setup, &migration);
 
-    // Another name than the certificate's is refused, and the guest runs on.
+    // The source rejects a certificate with another name, and the guest continues to run.
     migration.tls = Some((credentials.folder(), "other.example".to_owned()));
     let mut source = Machine::start(&setup, Some(&pair.source)).unwrap();
     let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
@@ -137,7 +137,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     let Some(setup) = bare() else { return };
     let _turn = need::turn();
     let pair = Pair::new(&LinkOptions {
-        // Ten seconds for what the guest fills.
+        // Ten seconds for the pages that the guest fills.
         rate_bits: Some(100_000_000),
         delay: Some(Duration::from_millis(10)),
         ..LinkOptions::default()
@@ -153,7 +153,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     source.check_pages().unwrap();
     drop(destination);
 
-    // The second attempt meets a line that loses everything for a while.
+    // During the second attempt the link drops all packets for a while.
     let mut destination = Machine::start_incoming(&setup, Some(&pair.destination)).unwrap();
     machine::begin(&mut source, &mut destination, &migration).unwrap();
     let active = |name: &str, data: &Value| name == "MIGRATION" && data["status"] == "active";
@@ -204,14 +204,14 @@ fn a_changed_byte_is_found_by_us_and_by_the_guest() {
     }
 }
 
-/// Carries one connection, and changes what comes after 64 MiB.
+/// Forwards one connection, and changes a byte after 64 MiB.
 fn change_a_byte(listener: &TcpListener, host: &Host, to: SocketAddr) {
     let (mut from, _) = listener.accept().unwrap();
     let mut to = host.run(|| TcpStream::connect(to)).unwrap().unwrap();
     let mut back = (to.try_clone().unwrap(), from.try_clone().unwrap());
     thread::scope(|scope| {
         scope.spawn(move || {
-            // The return path, which may be cut off at the end.
+            // The return path, which may be reset at the end.
             let _ = std::io::copy(&mut back.0, &mut back.1);
         });
         let mut buffer = vec![0; 1 << 16];
@@ -252,8 +252,8 @@ fn a_plain_migration_moves_linux() {
     move_and_check(&pair, &setup, &pair.migration(Family::V6));
 }
 
-/// Every kind of content, more connections and both kernels, over a line that is far and lossy for
-/// a while.
+/// Every kind of content, multifd and both kernels, over a link with a delay that drops all packets
+/// for a while.
 #[test]
 fn in_the_soak_everything_moves_over_a_long_line() {
     if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {

@@ -1,5 +1,5 @@
-//! QEMU migrates a running guest through a tunnel of which it knows nothing, and
-//! every page arrives, also when lanes are lost on the way.
+//! An unmodified QEMU migrates a running guest through a tunnel, and every page arrives, also when
+//! lanes are lost during the migration.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ use dunlin_tunnel::{
 };
 use serde_json::json;
 
-/// 192 MiB, of which 40 MiB are written to about twice a second.
+/// 192 MiB, of which the guest writes to 40 MiB about twice a second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 192,
     pages: 44_000,
@@ -55,8 +55,7 @@ fn through(pair: &Pair) -> Migration {
     )
 }
 
-/// Migrates a running guest, compares the memories, lets it go on and has it check
-/// its pages.
+/// Migrates a running guest, compares the memories, resumes the guest and makes it check its pages.
 fn move_and_check(setup: &Setup, migration: &Migration) {
     let mut source = Machine::start(setup, None).unwrap();
     let mut destination = Machine::start_incoming(setup, None).unwrap();
@@ -77,7 +76,7 @@ fn move_and_check(setup: &Setup, migration: &Migration) {
     assert!(after.0 > before.0, "{before:?} {after:?}");
 }
 
-/// How many connections QEMU had carried.
+/// The number of QEMU's connections carried by the tunnel.
 fn opened(pair: &Pair) -> usize {
     pair.near_events
         .count(|event| matches!(event, Event::Opened { .. }))
@@ -103,8 +102,8 @@ fn multifd_goes_through_a_stripe() {
     assert_eq!(opened(&pair), 5);
 }
 
-/// QEMU's own TLS takes the first connection for the main one, and none of them
-/// can be looked into: they must arrive in the order in which they were made.
+/// With its own TLS, QEMU treats the first accepted connection as the main one and cannot inspect
+/// any of them: they must arrive in the order in which they were opened.
 #[test]
 fn multifd_with_tls_of_its_own_keeps_its_order() {
     let Some(setup) = guest() else { return };
@@ -118,11 +117,11 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
     assert_eq!(opened(&pair), 5);
 }
 
-/// What goes on one of the lanes comes later than what was sent behind it on the others, also the
+/// Data on one of the lanes arrives later than data sent after it on the others, including the
 /// first bytes of a connection.
 #[test]
 fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
-    // Slow enough for what a late lane leaves of the others.
+    // Slow enough for the throughput that a delayed lane allows.
     let workload = Workload {
         pages: 10_000,
         hot: 100,
@@ -135,7 +134,7 @@ fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
     let _turn = need::turn();
     let pair = tunnels();
     let relay = pair.relay.clone().unwrap();
-    // The first of those behind the control lane.
+    // The first lane after the control lane.
     relay.delay(1);
     let credentials = Credentials::new("destination.example", "source.example").unwrap();
     let mut migration = through(&pair);
@@ -166,15 +165,14 @@ fn lanes_that_are_cut_and_swallowed_are_not_noticed_by_qemu() {
         .wait("lost lane", |event| matches!(event, Event::LaneLost { .. }));
 }
 
-/// Waits until the first data lane has carried memory from now on.
+/// Waits until the first data lane carries more memory.
 fn carries(pair: &Pair) {
     let relay = pair.relay.as_ref().unwrap();
     let before = relay.forwarded(1).unwrap_or(0);
     relay.wait_forwarded(1, before + (512 << 10));
 }
 
-/// A migration that fails leaves the guest running where it was, and the next one
-/// goes through.
+/// A failed migration leaves the guest running on the source, and the next one succeeds.
 #[test]
 fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
     let Some(setup) = guest() else { return };
@@ -210,8 +208,8 @@ fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
     assert_eq!(source.first_difference(&mut destination).unwrap(), None);
 }
 
-/// The destination speaks TLS itself, the source does not: a relay at the source's side does it in
-/// its place, on one connection each.
+/// The destination uses TLS itself, the source does not: a relay on the source's side adds it, on
+/// one connection each.
 #[test]
 fn a_relay_speaks_with_qemus_own_tls() {
     let Some(setup) = guest() else { return };
@@ -230,7 +228,7 @@ fn a_relay_speaks_with_qemus_own_tls() {
         crypto: Crypto::auto(),
     };
     let any = || TcpListener::bind("127.0.0.1:0").unwrap();
-    // Whoever takes it first is the destination.
+    // A free port, which the destination opens next.
     let qemu = any().local_addr().unwrap();
     let scratch = Scratch::new();
     let entrance = Entrance {

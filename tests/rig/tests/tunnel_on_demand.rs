@@ -1,5 +1,4 @@
-//! QEMU migrates through a listener that was opened for this migration alone, as
-//! migration tools do it.
+//! QEMU migrates through a listener opened for this migration only, as migration tools do.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -25,11 +24,10 @@ const WORKLOAD: Workload = Workload {
     seed: 0xe44a,
 };
 
-/// With QEMU's own TLS inside, which takes the first connection for the main one: so
-/// the listener keeps its order. Afterwards nothing of it is left, and it has counted
-/// each connection, none of them as one that ended badly: QEMU's destination closes those
-/// for memory when it has all pages, and does not wait for the goodbye of the source's TLS,
-/// which then finds no reader.
+/// With QEMU's own TLS, QEMU treats the first accepted connection as the main one, so the listener
+/// preserves the order. Afterwards the listener leaves nothing behind, and it has counted every
+/// connection as ended normally. QEMU's destination closes the memory connections once it has all
+/// pages, without waiting for the close_notify of the source's TLS, which then has no reader.
 #[test]
 fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let Some(setup) = need::bare_guest(WORKLOAD) else {

@@ -1,8 +1,8 @@
-//! The first and only process of a Linux guest: fills its pages, writes to them, checks them and
-//! says so. The library's module `guest` has the meaning of it all.
+//! The only process of a Linux guest: fills its pages, writes to them, checks them and reports. The
+//! library's module `guest` describes the workload and the protocol.
 //!
 //! Arguments: pages, hot pages, stride, content, visits per second (0 for no limit), seed. The
-//! build script builds this file by itself, so it uses the standard library alone.
+//! build script compiles this file on its own, so it uses only the standard library.
 #![forbid(unsafe_code)]
 
 use std::env;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 const PAGE_WORDS: usize = 512;
 const SIGNATURE: u64 = 0x9e37_79b9_7f4a_7c15;
 const BEAT: Duration = Duration::from_millis(50);
-/// Visits between two looks at the clock, without a limit.
+/// Visits between two reads of the clock, without a rate limit.
 const BATCH: usize = 64;
 
 fn main() {
@@ -85,22 +85,21 @@ fn run(writer: &mut Writer, rate: u64, asked: &AtomicBool) -> Result<(), Wrong> 
             }
             continue;
         };
-        // Visits that were due more than a beat ago are not made up for: a guest that was paused
-        // does not rush.
+        // Drop visits that are more than a beat overdue: a guest that was paused does not catch up.
         let earliest = now.checked_sub(BEAT).unwrap_or(now);
         next_visit = (next_visit + period).max(earliest);
         writer.visit()?;
     }
 }
 
-/// What was found in a page instead of what it should hold.
+/// A mismatch between a page's expected and actual contents.
 struct Wrong {
     page: usize,
     expected: u64,
     found: u64,
 }
 
-/// One page of the machine's, not parts of two.
+/// Aligned to a single page of the machine.
 #[derive(Clone)]
 #[repr(align(4096))]
 struct Page([u64; PAGE_WORDS]);
@@ -115,7 +114,7 @@ struct Writer {
     cursor: usize,
     /// The next other page, from `hot`.
     cold_cursor: usize,
-    /// Visits left in this pass.
+    /// The remaining visits of this pass.
     left: usize,
     passes: u64,
     visits: u64,
@@ -167,8 +166,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Finishes the pass, so that every hot page has been visited as often as any other, and looks
-    /// at all pages.
+    /// Finishes the pass, which makes the number of visits of all hot pages equal, and checks all
+    /// pages.
     fn check_all(&mut self) -> Result<(), Wrong> {
         while self.left != self.hot {
             self.visit()?;
@@ -205,7 +204,7 @@ impl Writer {
     }
 }
 
-/// Set whenever `c` comes on the line.
+/// Returns a flag that is set whenever `c` arrives on the line.
 fn commands() -> Arc<AtomicBool> {
     let asked = Arc::new(AtomicBool::new(false));
     let setter = Arc::clone(&asked);
@@ -221,14 +220,14 @@ fn commands() -> Arc<AtomicBool> {
     asked
 }
 
-/// A line in one piece.
+/// Writes a line in one piece.
 fn say(line: &str) {
     let mut out = io::stdout().lock();
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }
 
-/// The first process of a system must not end.
+/// The first process of a system must not exit.
 fn rest() -> ! {
     loop {
         thread::sleep(Duration::from_secs(3600));

@@ -1,4 +1,4 @@
-//! An apt of our own, beside the machine's.
+//! A private apt beside the machine's.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::cache;
 #[derive(Debug)]
 pub(super) struct Apt {
     directory: PathBuf,
-    /// The release, and the suite whose packages are preferred: the same, or its backports.
+    /// The release, and the preferred suite: the release itself or its backports.
     release: String,
     suite: String,
 }
@@ -36,12 +36,12 @@ impl Apt {
         Ok(apt)
     }
 
-    /// Whether lists were ever fetched.
+    /// Whether package lists have been fetched before.
     pub(super) fn has_lists(&self) -> bool {
         self.directory.join("lists-fetched").exists()
     }
 
-    /// Fetches the lists of packages.
+    /// Fetches the package lists.
     pub(super) fn refresh(&self) -> Result<(), DebianError> {
         self.fetch(
             self.command("apt-get").args([
@@ -68,7 +68,7 @@ impl Apt {
             .collect())
     }
 
-    /// Puts the packages' archives and those of everything they need into `folder`.
+    /// Downloads the archives of the packages and all their dependencies to `folder`.
     pub(super) fn download_all(&self, names: &[&str], folder: &Path) -> Result<(), DebianError> {
         let partial = folder.join("partial");
         fs::create_dir_all(&partial).map_err(at(&partial))?;
@@ -83,7 +83,7 @@ impl Apt {
         )
     }
 
-    /// Puts these packages' archives, and no others, into `folder`.
+    /// Downloads only the archives of these packages to `folder`.
     pub(super) fn download_only(&self, names: &[&str], folder: &Path) -> Result<(), DebianError> {
         fs::create_dir_all(folder).map_err(at(folder))?;
         self.fetch(
@@ -121,11 +121,11 @@ impl Apt {
         fs::write(&path, content).map_err(at(&path))
     }
 
-    /// One line each for the release and its backports, at the machine's own mirror.
+    /// The sources of the release and its backports, from the machine's own mirror.
     fn sources(&self) -> Result<String, DebianError> {
         let Mirror { uri, keyrings } = mirror()?;
         let options = if keyrings.is_empty() {
-            // The keys that the machine trusts for everything.
+            // The keys that the machine trusts for all sources.
             String::new()
         } else {
             format!(" [signed-by={}]", keyrings.join(","))
@@ -136,8 +136,8 @@ impl Apt {
         ))
     }
 
-    /// The machine's way to the network (proxies, certificates, time-outs), and directories of our
-    /// own. None of the machine's other settings: a hook after an update would write outside.
+    /// The machine's network settings (proxies, certificates, timeouts), and private directories.
+    /// Other settings are left out: a hook after an update, for instance, would write elsewhere.
     fn configuration(&self) -> Result<String, DebianError> {
         let machine = output(Command::new("apt-config").arg("dump").arg("Acquire"))?;
         let mut text = String::new();
@@ -161,7 +161,7 @@ impl Apt {
             ("Dir::Cache", place("cache")),
             ("Dir::Log", place("state")),
             ("Acquire::Languages", "none".to_owned()),
-            // The user that apt changes to for fetching may not be able to reach the cache.
+            // The user that apt switches to for downloads may lack access to the cache.
             ("APT::Sandbox::User", "root".to_owned()),
             ("APT::Architecture", "amd64".to_owned()),
         ] {
@@ -171,7 +171,7 @@ impl Apt {
     }
 }
 
-/// Runs a command to its end.
+/// Runs a command and waits for its end.
 pub(super) fn output(command: &mut Command) -> Result<String, DebianError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let done = match command.output() {
@@ -197,7 +197,7 @@ struct Mirror {
     keyrings: Vec<String>,
 }
 
-/// The mirror from which the machine takes its own release, as apt itself reads its sources.
+/// The mirror of the machine's own release, according to apt's own parser.
 fn mirror() -> Result<Mirror, DebianError> {
     let about = fs::read_to_string("/etc/os-release").unwrap_or_default();
     let codename = about
@@ -224,7 +224,7 @@ fn mirror() -> Result<Mirror, DebianError> {
         .ok_or_else(|| DebianError::NotDebian(format!("apt has no source for {codename} main")))
 }
 
-/// The files of keys that the source at `entry` ("FILE:LINE") names for its mirror.
+/// The key files that the source at `entry` ("FILE:LINE") names.
 fn keyrings(entry: &str) -> Vec<String> {
     let file = entry.rsplit_once(':').map_or(entry, |(file, _)| file);
     let text = fs::read_to_string(file).unwrap_or_default();

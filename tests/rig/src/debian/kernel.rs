@@ -1,5 +1,5 @@
-//! Debian's kernels for clouds: small, and with what a virtual machine needs built in (bookworm's:
-//! as modules).
+//! Debian's cloud kernels: small, and with the drivers of virtual machines built in (in bookworm as
+//! modules).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,41 +10,41 @@ use super::root::build;
 use super::{DebianError, at};
 use crate::cache;
 
-/// The suite with the newest kernels; its release has the oldest.
+/// The suite with the newest kernels; its release has the oldest supported one.
 const SUITE: &str = "trixie-backports";
 
-/// The oldest series under which everything works: trixie's own.
+/// The oldest supported series: trixie's own.
 const OLDEST: &str = "6.12";
 
-/// The release before, and its own series.
+/// The previous release, and its own series.
 const FORMER_SUITE: &str = "bookworm";
 const FORMER: &str = "6.1";
 
-/// How long the newest is taken to be the newest.
+/// How long the package lists count as current.
 const LISTS_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Every kernel's name ends so.
+/// The suffix of every kernel's name.
 const FLAVOUR: &str = "-cloud-amd64";
 
-/// Which kernel.
+/// Selects a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Which {
     /// The newest of trixie-backports.
     Newest,
     /// The newest of trixie's own series, 6.12.
     Oldest,
-    /// The newest of bookworm's own series, 6.1: for what is missing in it.
+    /// The newest of bookworm's own series, 6.1: for tests of missing features.
     Former,
-    /// This one: its whole name, as `uname -r` says it, or the beginning of it.
+    /// A version as printed by `uname -r`, or a prefix of one.
     Version(String),
 }
 
 /// A kernel in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
-    /// As `uname -r` says it.
+    /// The version, as printed by `uname -r`.
     pub version: String,
-    /// The image that a boot loader takes.
+    /// The bootable image.
     pub image: PathBuf,
     /// Its modules (`*.ko.xz`, before trixie `*.ko`), without modules.dep.
     pub modules: PathBuf,
@@ -52,11 +52,12 @@ pub struct Kernel {
     pub config: PathBuf,
 }
 
-/// A kernel, fetched when it is not in the cache. What is newest is asked of the mirror once a day;
-/// when the mirror does not answer, the newest of the cache is taken, and said on standard error.
+/// Returns a kernel, and fetches it if it is not in the cache. Queries the mirror for the newest
+/// version once a day. If the mirror is unreachable, uses the newest version in the cache and
+/// prints a message on standard error.
 ///
 /// # Errors
-/// There is no such kernel, or no network; see [`DebianError`].
+/// No such kernel exists, or there is no network; see [`DebianError`].
 pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
     let _turn = cache::lock("debian").map_err(at(cache::directory()))?;
     let cached = cached_kernels()?;
@@ -83,7 +84,8 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
     if let Ok(kernel) = open(&version) {
         return Ok(kernel);
     }
-    // Image, modules and configuration are in one package up to 6.18, in several since.
+    // Up to 6.18 one package contains the image, modules and configuration; later there are
+    // several.
     let parts: Vec<&str> = names
         .iter()
         .map(String::as_str)
@@ -96,7 +98,7 @@ pub fn kernel(which: &Which) -> Result<Kernel, DebianError> {
     open(&version)
 }
 
-/// The names of a suite's packages with parts of kernels, asked of the mirror at most once a day.
+/// The names of a suite's kernel packages; queries the mirror at most once a day.
 fn offered(suite: &str) -> Result<Vec<String>, DebianError> {
     let list = cache::directory().join(format!("debian/kernels-offered-{suite}"));
     let age = fs::metadata(&list)
@@ -161,7 +163,7 @@ fn boot(root: &Path, name: &str, version: &str) -> PathBuf {
     root.join("boot").join(format!("{name}-{version}"))
 }
 
-/// The version in a package's name, unless that is a debugging or unsigned variant.
+/// The version in a package's name, unless the package is a debugging or unsigned variant.
 fn version_of(package: &str) -> Option<&str> {
     let rest = package
         .strip_prefix("linux-binary-")
@@ -172,7 +174,7 @@ fn version_of(package: &str) -> Option<&str> {
         .then_some(version)
 }
 
-/// The newest that `which` admits.
+/// The newest version that matches `which`.
 fn pick<'a>(which: &Which, versions: impl Iterator<Item = &'a str>) -> Option<String> {
     let beginning = match which {
         Which::Newest => "",
@@ -191,7 +193,7 @@ fn pick<'a>(which: &Which, versions: impl Iterator<Item = &'a str>) -> Option<St
         .map(str::to_owned)
 }
 
-/// For comparing: 7.3.4+deb13 is 7, 3, 4, 13.
+/// A sort key: 7.3.4+deb13 gives 7, 3, 4, 13.
 fn numbers(version: &str) -> Vec<u32> {
     version
         .split(|mark: char| !mark.is_ascii_digit())

@@ -1,4 +1,4 @@
-//! Debian's packages, kernels and QEMU, fetched once and kept in the cache.
+//! Debian's packages, kernels and QEMU, fetched once and cached.
 //!
 //! ```text
 //! target/rig/debian/
@@ -7,12 +7,13 @@
 //!     kernels/VERSION/     a kernel, its configuration and modules, unpacked
 //! ```
 //!
-//! The private apt takes the mirror, its keys and how to reach it from the machine's own
-//! configuration, which is only read. Its package status is empty, so a root holds every library
-//! down to the C library and depends on nothing of the machine: [`program`] runs a root's programs
-//! with the root's own loader, whatever Debian release they are from.
+//! The private apt reads the mirror, its keys and the network settings from the machine's own
+//! configuration. Its package status is empty, so a root contains every library down to the C
+//! library and depends on nothing of the machine: [`program`] runs a root's programs with the
+//! root's own loader, for any Debian release.
 //!
-//! What is there is used without a network. Two processes that lack the same thing fetch it once.
+//! Cached files are used without a network. Concurrent processes that need the same files fetch
+//! them once.
 
 mod apt;
 mod kernel;
@@ -28,10 +29,10 @@ pub use kernel::{Kernel, Which, cached_kernels, kernel};
 pub use qemu::{Qemu, qemu};
 pub use root::{packages, program};
 
-/// Why something from Debian cannot be had.
+/// An error of Debian's packages.
 #[derive(Debug, Error)]
 pub enum DebianError {
-    /// apt is not there, or knows no mirror.
+    /// apt is missing, or has no mirror.
     #[error("{0}: Debian's kernels and QEMU are fetched by a Debian machine's own apt")]
     NotDebian(String),
     /// The mirror's lists or packages did not come.
@@ -40,11 +41,11 @@ pub enum DebianError {
          needed)"
     )]
     Fetch {
-        /// Packages, or the lists of a suite.
+        /// The packages, or the lists of a suite.
         what: String,
-        /// What apt said.
+        /// apt's output.
         output: String,
-        /// Where it would have been kept.
+        /// The directory in which it would be cached.
         cache: PathBuf,
     },
     /// A tool of Debian's package management failed.
@@ -52,13 +53,13 @@ pub enum DebianError {
     Tool {
         /// The program and its arguments.
         command: String,
-        /// What it said.
+        /// Its output.
         output: String,
     },
-    /// No kernel answers the description.
+    /// No kernel matches.
     #[error("no kernel {0} in the cache or on the mirror")]
     NoKernel(String),
-    /// A package does not hold what is expected in it.
+    /// A package lacks an expected file.
     #[error("{0} is not in {1}: Debian's packages have changed")]
     Missing(String, PathBuf),
     /// The cache cannot be read or written.
@@ -66,7 +67,7 @@ pub enum DebianError {
     Cache(PathBuf, #[source] io::Error),
 }
 
-/// For `map_err`: an error of the cache at a path.
+/// For `map_err`: wraps an error of the cache at a path.
 fn at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> DebianError {
     let path = path.into();
     move |error| DebianError::Cache(path, error)

@@ -1,4 +1,4 @@
-//! QEMU from bookworm-backports: 10.0. bookworm's own 7.2 emulates AES eight times slower.
+//! QEMU 10.0 from bookworm-backports. Bookworm's own 7.2 emulates AES eight times slower.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,7 +12,7 @@ pub struct Qemu {
     root: PathBuf,
 }
 
-/// QEMU, fetched when it is not in the cache.
+/// Returns QEMU, and fetches it if it is not in the cache.
 ///
 /// # Errors
 /// There is no network, or the package has changed; see [`DebianError`].
@@ -23,8 +23,7 @@ pub fn qemu() -> Result<Qemu, DebianError> {
 }
 
 impl Qemu {
-    /// The one that is installed where this runs, as it is inside a virtual machine of the kernel
-    /// tests.
+    /// The QEMU installed on this system, for use inside a virtual machine of the kernel tests.
     #[must_use]
     pub fn installed() -> Self {
         Self {
@@ -32,8 +31,8 @@ impl Qemu {
         }
     }
 
-    /// A command that runs it; machine, devices and the rest are for the caller to add. Without
-    /// options it would open a window: begin with `-nodefaults -nographic` or the like.
+    /// Returns a command that runs it; the caller adds the machine and devices. Without options
+    /// QEMU would open a window: start with `-nodefaults -nographic` or similar.
     #[must_use]
     pub fn command(&self) -> Command {
         let mut command =
@@ -50,7 +49,7 @@ impl Qemu {
         command
     }
 
-    /// Its version, "10.0.2" for instance.
+    /// Returns its version, for instance "10.0.2".
     ///
     /// # Errors
     /// It does not run.

@@ -1,4 +1,4 @@
-//! Packages unpacked with everything that they need.
+//! Packages unpacked together with their dependencies.
 
 use std::fs;
 use std::io;
@@ -9,11 +9,12 @@ use super::apt::{Apt, output};
 use super::{DebianError, at};
 use crate::cache;
 
-/// The folder that holds the packages `names` of `suite` ("trixie", "bookworm-backports") and all
-/// that they depend on, down to the C library. `/bin`, `/lib` and the like are links into `/usr`
-/// there. No package was configured: what its maintainer's scripts would make is missing.
+/// Returns the folder with the packages `names` of `suite` ("trixie", "bookworm-backports") and all
+/// their dependencies, down to the C library. `/bin`, `/lib` and similar folders are links into
+/// `/usr`. The packages are not configured: files that maintainer scripts would generate are
+/// missing.
 ///
-/// Fetched when it is not in the cache, and then never again.
+/// Fetches them if they are not in the cache, and never updates them.
 ///
 /// # Errors
 /// There is no network, or no such package; see [`DebianError`].
@@ -37,7 +38,7 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
     }
     build(&root, |archives| {
         match apt.download_all(&sorted, archives) {
-            // The lists may name a version that the mirror has replaced meanwhile.
+            // The lists may name a version that the mirror has since replaced.
             Err(DebianError::Fetch { .. }) if had_lists => {
                 apt.refresh()?;
                 apt.download_all(&sorted, archives)
@@ -48,8 +49,8 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
     Ok(root)
 }
 
-/// Unpacks at `root` what `download` puts into the folder that it is given. A root that is there is
-/// whole: it is made aside and renamed. The caller holds the lock.
+/// Unpacks to `root` the archives that `download` puts into a given folder. An existing root is
+/// complete: it is built in a temporary folder and renamed. The caller holds the lock.
 pub(super) fn build(
     root: &Path,
     download: impl FnOnce(&Path) -> Result<(), DebianError>,
@@ -59,7 +60,7 @@ pub(super) fn build(
     let archives = aside.join("archives");
     download(&archives)?;
     let tree = aside.join("root");
-    // As on every Debian since bookworm; packages older than that have both spellings in them.
+    // As on every Debian since bookworm; older packages contain both spellings.
     for part in ["bin", "sbin", "lib", "lib64"] {
         let folder = tree.join("usr").join(part);
         fs::create_dir_all(&folder).map_err(at(&folder))?;
@@ -88,7 +89,7 @@ fn remove(folder: &Path) -> Result<(), DebianError> {
     }
 }
 
-/// Not `dpkg-deb --extract`: before trixie that replaces a link to a folder by a folder.
+/// Replaces `dpkg-deb --extract`, which before trixie replaces a link to a folder by a folder.
 fn unpack(archive: &Path, tree: &Path) -> Result<(), DebianError> {
     let mut source = Command::new("dpkg-deb")
         .arg("--fsys-tarfile")
@@ -115,11 +116,11 @@ fn unpack(archive: &Path, tree: &Path) -> Result<(), DebianError> {
     Ok(())
 }
 
-/// A command that runs the program `name` of `root` with the loader and the libraries of `root`.
-/// Files that the program looks for under fixed paths are still looked for on the machine.
+/// Returns a command that runs the program `name` of `root` with the loader and the libraries of
+/// `root`. Files under fixed paths are still those of the machine.
 ///
 /// # Errors
-/// The root has no such program, or no loader (a static program needs none: run it directly).
+/// The root has no such program, or no loader (a static program needs none; run it directly).
 pub fn program(root: &Path, name: &str) -> Result<Command, DebianError> {
     let find = |candidates: &[String]| {
         candidates

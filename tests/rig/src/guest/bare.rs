@@ -7,10 +7,10 @@ use super::{Boot, Workload};
 /// Assembled by the build script from guest/bare.S.
 const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/bare.elf"));
 
-/// Marks the parameters.
+/// The marker before the parameters.
 const MARK: &[u8] = b"Dunlin rig guest";
 
-/// Where the pages begin in the guest's memory.
+/// The guest-physical address of the first page.
 const FIRST: u64 = 0x40_0000;
 
 pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
@@ -37,7 +37,7 @@ pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     let path = folder.join("bare.elf");
     let options = [
         "-machine",
-        // The timer chip measures the clock; there is nothing else that the guest would use.
+        // The timer chip calibrates the clock; the guest uses no other device of these.
         "microvm,pit=on,pic=on,rtc=off",
         "-bios",
         "qboot.rom",

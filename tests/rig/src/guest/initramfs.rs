@@ -1,7 +1,7 @@
 //! An initramfs: the kernel's first file system, as an archive
 //! (Documentation/driver-api/early-userspace/buffer-format.rst, "newc").
 
-/// One that is being put together. Folders come before what is in them.
+/// An archive under construction. Add a folder before its contents.
 #[derive(Debug, Default)]
 pub struct Initramfs {
     archive: Vec<u8>,
@@ -9,7 +9,7 @@ pub struct Initramfs {
 }
 
 impl Initramfs {
-    /// Adds a folder; paths begin without a slash.
+    /// Adds a folder; paths have no leading slash.
     pub fn folder(&mut self, path: &str) {
         self.entry(path, 0o040_755, (0, 0), &[]);
     }
@@ -32,7 +32,7 @@ impl Initramfs {
         self.entry(path, 0o020_600, (major, minor), &[]);
     }
 
-    /// The archive.
+    /// Returns the archive.
     #[must_use]
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);

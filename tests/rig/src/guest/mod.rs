@@ -1,17 +1,17 @@
-//! Guests for hypervisors, which keep their memory under watch while they write to it.
+//! Guests for hypervisors, which check their memory while they write to it.
 //!
-//! There are two, with the same workload and the same language on the serial line:
-//! [`Guest::Bare`] has no operating system and runs at privilege level 3 from the start, natively
-//! also under a KVM that emulates level 0 (`guest/bare.S`); [`Guest::Linux`] is one of Debian's
-//! kernels whose first and only process is the writer (`src/bin/rig-writer.rs`).
+//! Both have the same workload and the same protocol on the serial line. [`Guest::Bare`] has no
+//! operating system and runs at privilege level 3 from the start, natively even under a KVM that
+//! emulates level 0 (`guest/bare.S`). [`Guest::Linux`] is a Debian kernel with the writer as its
+//! only process (`src/bin/rig-writer.rs`).
 //!
 //! # The workload
 //!
 //! A page holds 512 words of 8 bytes. Word 0 counts the visits. The exclusive or of all words is
-//! the page's signature: zero if the page was zero at first, else
-//! `(number + 1) * 0x9e3779b97f4a7c15 ^ seed`. A visit to a page checks both, counts itself in word
-//! 0 and puts word 511 right again. The first `hot` pages are visited, each once in a pass; with
-//! every visit one of the other pages is checked too.
+//! the page's signature: zero if the page started as zeros, otherwise `(number + 1) *
+//! 0x9e3779b97f4a7c15 ^ seed`. A visit checks both, increments word 0 and adjusts word 511 to
+//! restore the signature. A pass visits each of the first `hot` pages once; each visit also checks
+//! one of the other pages.
 //!
 //! # The serial line
 //!
@@ -34,40 +34,40 @@ pub use initramfs::Initramfs;
 
 use crate::debian::Kernel;
 
-/// What a page holds at first.
+/// The initial content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// Nothing; a page is written to only by visits.
+    /// Zeros; only visits write to a page.
     Zero,
-    /// What no compression makes smaller.
+    /// Incompressible data.
     Random,
-    /// Pages of even number nothing, the others as random.
+    /// Zeros on pages with an even number, incompressible data on the others.
     Mixed,
-    /// The same eight words again and again.
+    /// The same eight words repeated.
     Text,
 }
 
-/// What a guest does with its memory.
+/// A guest's memory and what it does with it.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload {
-    /// The guest's memory, MiB; at most 2048.
+    /// The size of the guest's memory in MiB; at most 2048.
     pub memory_mib: u32,
-    /// Pages that it fills and checks: at most the memory less 4 MiB for the bare guest, less
-    /// 128 MiB for Linux.
+    /// The number of pages that it fills and checks. At most the memory minus 4 MiB for the bare
+    /// guest, minus 128 MiB for Linux.
     pub pages: u64,
-    /// How many of these it writes to.
+    /// The number of these pages that it writes to.
     pub hot: u64,
-    /// Visits per second; as many as it can when not said.
+    /// Visits per second; `None` for as many as possible.
     pub rate: Option<u64>,
-    /// What the pages hold at first.
+    /// The initial content of the pages.
     pub content: Content,
-    /// So that two guests differ.
+    /// Distinguishes the contents of two guests.
     pub seed: u64,
 }
 
 impl Workload {
-    /// From one visited page to the next, modulo `hot`: far, and by no common divisor, so that a
-    /// pass visits each once.
+    /// The distance between consecutively visited pages, modulo `hot`: large, and coprime to `hot`,
+    /// so a pass visits each page once.
     fn stride(&self) -> u64 {
         let divides = |mut one: u64, mut other: u64| {
             while other != 0 {
@@ -90,26 +90,26 @@ impl Workload {
     }
 }
 
-/// Which guest.
+/// The kind of guest.
 #[derive(Clone, Debug)]
 pub enum Guest {
-    /// The one without an operating system.
+    /// The guest without an operating system.
     Bare,
     /// Linux.
     Linux(Kernel),
 }
 
-/// Files and options by which QEMU starts a guest.
+/// Files and options with which QEMU starts a guest.
 #[derive(Debug)]
 pub(crate) struct Boot {
-    /// The files, to be written before.
+    /// The files, to be written first.
     pub(crate) files: Vec<(PathBuf, Vec<u8>)>,
     /// QEMU's options.
     pub(crate) options: Vec<String>,
 }
 
 impl Guest {
-    /// How to start it with its files in `folder`.
+    /// How to start the guest with its files in `folder`.
     pub(crate) fn boot(&self, workload: &Workload, folder: &std::path::Path) -> Boot {
         assert!(
             workload.hot <= workload.pages && workload.memory_mib <= 2048,
@@ -122,46 +122,46 @@ impl Guest {
     }
 }
 
-/// A line that a guest wrote.
+/// A line from a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line {
     /// The pages are filled.
     Ready {
-        /// How many.
+        /// The number of pages.
         pages: u64,
-        /// How many of them are written to.
+        /// The number of pages that it writes to.
         hot: u64,
         /// Ticks of the guest's clock in a second.
         ticks: u64,
     },
-    /// It goes on.
+    /// A periodic report.
     Beat {
         /// Visits so far.
         visits: u64,
         /// Passes so far.
         passes: u64,
     },
-    /// All pages were right.
+    /// All pages passed the check.
     Checked {
-        /// How many.
+        /// The number of pages.
         pages: u64,
         /// Passes so far.
         passes: u64,
     },
-    /// A page was wrong, and the guest has stopped.
+    /// A page failed the check, and the guest has stopped.
     Wrong {
         /// Its number.
         page: u64,
-        /// The count or signature that it should have.
+        /// The expected count or signature.
         expected: u64,
-        /// The one that it has.
+        /// The count or signature found.
         found: u64,
     },
 }
 
 impl Line {
-    /// Reads a line; `None` for anything else, such as a kernel's messages, and a line whose
-    /// beginning went to another host's serial line.
+    /// Parses a line. Returns `None` for anything else, such as kernel messages or a line that
+    /// began on the serial line of another host.
     #[must_use]
     pub fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace();

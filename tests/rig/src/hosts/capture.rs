@@ -1,4 +1,4 @@
-//! What was on a wire.
+//! Captures of a link's packets.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use super::{Host, HostsError};
 
-/// What the last datagram of a capture says. Packets pass in order: when it has been seen, so has
-/// everything that was sent before.
+/// The payload of the last datagram of a capture. Packets arrive in order: once it has been
+/// captured, so have all packets sent before it.
 const END: &[u8] = b"This datagram ends a capture of Dunlin's rig.";
 
-/// The port of the discard service (RFC 863), where nobody listens.
+/// The port of the discard service (RFC 863), on which no program listens.
 const DISCARD: u16 = 9;
 
-/// How long the last datagram is waited for, on a line that may be cut.
+/// The timeout for the last datagram, because the link may be cut.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A running tcpdump.
@@ -28,17 +28,17 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct Capture {
     child: Child,
     file: PathBuf,
-    /// By which the last datagram leaves.
+    /// The socket that sends the last datagram.
     socket: UdpSocket,
-    /// Set when that is to be looked for.
+    /// Set to make the writer search for the last datagram.
     ending: Arc<AtomicBool>,
     ended: Receiver<()>,
     writer: Option<JoinHandle<io::Result<()>>>,
 }
 
 impl Capture {
-    /// Begins to write the packets of `interface`, whole, into `path` (pcap); `peer` is an address
-    /// behind it. The interface is listened to when this returns.
+    /// Starts to write all packets of `interface`, complete, to `path` (pcap); `peer` is an address
+    /// reachable through it. Returns when the capture has started.
     pub(super) fn start(
         host: &Host,
         interface: &str,
@@ -94,19 +94,19 @@ impl Capture {
                 return Err(failed(said));
             }
         }
-        // It says little more; the pipe holds that until it has ended.
+        // tcpdump prints little more; the pipe buffers it until the end.
         capture.child.stderr = Some(messages.into_inner());
         Ok(capture)
     }
 
-    /// Ends it. Everything that passed before is in the file, and one datagram of the capture's own
-    /// after it.
+    /// Ends the capture. The file then holds all packets sent before, followed by one datagram of
+    /// the capture itself.
     ///
     /// # Errors
     /// The file could not be written.
     pub fn stop(mut self) -> Result<PathBuf, HostsError> {
         self.ending.store(true, Ordering::Release);
-        // A line that is down takes nothing, and has nothing under way.
+        // An interface that is down sends nothing and has no packets in flight.
         if self.socket.send(END).is_ok() {
             let _ = self.ended.recv_timeout(PATIENCE);
         }
@@ -133,7 +133,7 @@ impl Drop for Capture {
     }
 }
 
-/// Copies packets into the file; once `ending` is set, says when the last datagram is among them.
+/// Copies packets to the file. Once `ending` is set, reports when the last datagram is among them.
 fn write(
     mut from: ChildStdout,
     mut to: File,
@@ -141,7 +141,7 @@ fn write(
     ended: &SyncSender<()>,
 ) -> io::Result<()> {
     let mut buffer = vec![0; 1 << 16];
-    // The end of what came before: the datagram may be cut in two.
+    // The end of the previous data: the datagram may span two reads.
     let mut seen = Vec::new();
     loop {
         let count = from.read(&mut buffer)?;
@@ -150,7 +150,7 @@ fn write(
         }
         to.write_all(&buffer[..count])?;
         seen.extend_from_slice(&buffer[..count]);
-        // Not before: looking for it takes longer than copying.
+        // Only now, because searching takes longer than copying.
         if ending.load(Ordering::Acquire) && seen.windows(END.len()).any(|bytes| bytes == END) {
             let _ = ended.try_send(());
         }

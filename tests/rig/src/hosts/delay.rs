@@ -1,7 +1,7 @@
-//! Distance: packets that leave one host arrive at the other a while later.
+//! A link's delay: packets from one host arrive at the other later.
 //!
-//! One thread holds both ends of a link, each a TUN device, and carries whole packets across.
-//! TCP's windows are those of the two hosts, and see the round trip as on a long line.
+//! One thread holds a TUN device at each end of the link and forwards whole packets. TCP runs only
+//! on the two hosts, and sees the round-trip time of a long link.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 use crate::linux::tun::{PACKET_BYTES, Tun};
 use dunlin_linux::poll::{Interest, Waker, poll, waker};
 
-/// What may be under way in one direction; more is dropped. 10 Gbit/s over 50 ms.
+/// The maximum number of bytes in flight in one direction: 10 Gbit/s for 50 ms. Further packets are
+/// dropped.
 const UNDER_WAY_BYTES: usize = 64 << 20;
 
-/// Packets that are taken from one side before the other is looked at.
+/// The number of packets read from one side before the other side gets a turn.
 const BURST: usize = 64;
 
-/// The thread; dropping it ends the thread, and with that both devices.
+/// The forwarding thread. Dropping it ends the thread and removes both devices.
 #[derive(Debug)]
 pub(super) struct Delay {
     waker: Waker,
@@ -28,8 +29,7 @@ pub(super) struct Delay {
 }
 
 impl Delay {
-    /// Carries packets between the two, in both directions. Each is late by `delay` and up to 2 ms
-    /// more.
+    /// Starts to forward packets in both directions. Each is late by `delay` and up to 2 ms more.
     pub(super) fn start(near: Tun, far: Tun, delay: Duration) -> io::Result<Self> {
         let (waker, wakeup) = waker()?;
         let ended = Arc::new(AtomicBool::new(false));
@@ -58,7 +58,7 @@ impl Delay {
                     let Ok(ready) = poll(&interests, wait) else {
                         return;
                     };
-                    // A device that is down reports an error for ever; then wait a little.
+                    // A device that is down reports errors permanently; in this case wait briefly.
                     let taken = usize::from(ready[0]) * there.take(&near)
                         + usize::from(ready[1]) * back.take(&far);
                     if taken == 0 && (ready[0] || ready[1]) {
@@ -84,7 +84,7 @@ impl Drop for Delay {
     }
 }
 
-/// Packets under way in one direction, the earliest first.
+/// Packets in flight in one direction, the earliest first.
 struct OneWay {
     delay: Duration,
     packets: VecDeque<(Instant, Vec<u8>)>,
@@ -106,7 +106,7 @@ impl OneWay {
         self.packets.front().map(|(due, _)| *due)
     }
 
-    /// Takes what the host has sent, and says how many packets that was.
+    /// Reads the packets that the host has sent. Returns their number.
     fn take(&mut self, from: &Tun) -> usize {
         for count in 0..BURST {
             let Ok(length) = from.receive(&mut self.buffer) else {
@@ -122,7 +122,7 @@ impl OneWay {
         BURST
     }
 
-    /// Hands over what is due; a host whose interface is down loses it.
+    /// Delivers packets that are due. A host with its interface down loses them.
     fn deliver(&mut self, now: Instant, to: &Tun) {
         while self.due().is_some_and(|due| due <= now) {
             let (_, packet) = self.packets.pop_front().expect("one is due");

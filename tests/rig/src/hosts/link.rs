@@ -1,4 +1,4 @@
-//! A line between two hosts.
+//! A link between two hosts.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -11,19 +11,19 @@ use crate::linux::tun::Tun;
 use super::delay::Delay;
 use super::{Capture, Host, HostsError, ip, run};
 
-/// What a line is like.
+/// The properties of a link.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinkOptions {
-    /// Bits per second, in each direction; as fast as the machine when not said.
+    /// Bits per second in each direction; `None` for no limit.
     pub rate_bits: Option<u64>,
-    /// How long a packet is under way, in each direction: half of the round trip. Such a line
-    /// keeps a thread busy while there is traffic.
+    /// The delay of a packet in each direction, half of the round trip. A link with a delay uses
+    /// CPU time of a thread while there is traffic.
     pub delay: Option<Duration>,
-    /// Largest packet in bytes; 1500 when not said.
+    /// The MTU in bytes; `None` for 1500.
     pub mtu_bytes: Option<u32>,
 }
 
-/// Which addresses.
+/// An address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// IPv4.
@@ -32,43 +32,43 @@ pub enum Family {
     V6,
 }
 
-/// Which way, as the hosts were named when the link was made.
+/// A direction, in the order of the hosts in [`Link::new`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the first host to the second.
     There,
-    /// From the second to the first.
+    /// From the second host to the first.
     Back,
-    /// Either way.
+    /// Both directions.
     Both,
 }
 
-/// A line between two hosts, with an address of either family at each end. It goes with its owner;
-/// the hosts may go before it.
+/// A link between two hosts, with an address of each family at each end. Dropping it removes the
+/// link; the hosts may be dropped first.
 #[derive(Debug)]
 pub struct Link {
     ends: [End; 2],
     mtu_bytes: u32,
-    /// The thread that is the line, if that has a delay.
+    /// The forwarding thread, for a link with a delay.
     delay: Option<Delay>,
 }
 
-/// One end of a line.
+/// One end of a link.
 #[derive(Debug)]
 struct End {
     namespace: String,
     interface: String,
     v4: Ipv4Addr,
     v6: Ipv6Addr,
-    /// Its own, where the line is of a kind that has them.
+    /// The MAC address of a veth interface.
     mac: String,
 }
 
 impl Link {
-    /// Connects two hosts. Two may have several links.
+    /// Connects two hosts. They may have several links.
     ///
     /// # Errors
-    /// No privilege, a tool that is missing, or more than 250 links in this process.
+    /// Privileges or a tool are missing, or this process has more than 250 links.
     pub fn new(first: &Host, second: &Host, options: &LinkOptions) -> Result<Self, HostsError> {
         static NEXT: AtomicU8 = AtomicU8::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -126,10 +126,10 @@ impl Link {
         Ok(link)
     }
 
-    /// The address of one of its hosts on this link.
+    /// The address of a host on this link.
     ///
     /// # Panics
-    /// The host is on neither end.
+    /// The link does not connect this host.
     #[must_use]
     pub fn address(&self, host: &Host, family: Family) -> IpAddr {
         let end = self.end(host);
@@ -139,17 +139,17 @@ impl Link {
         }
     }
 
-    /// The name of a host's interface to this link.
+    /// The name of a host's interface on this link.
     ///
     /// # Panics
-    /// The host is on neither end.
+    /// The link does not connect this host.
     #[must_use]
     pub fn interface(&self, host: &Host) -> &str {
         &self.end(host).interface
     }
 
-    /// Limits each direction to so many bits per second from now on, or lifts the limit. Up to
-    /// 50 ms of packets wait at the sending host, and more are lost.
+    /// Limits each direction to `rate_bits` bits per second, or lifts the limit. The sending host
+    /// queues up to 50 ms of packets; further packets are lost.
     ///
     /// # Errors
     /// `tc` failed.
@@ -166,11 +166,11 @@ impl Link {
                     .args(arguments))
             };
             let Some(rate) = rate_bits else {
-                // It fails where there was no limit.
+                // Fails if there was no limit.
                 let _ = tc(&["delete", "dev", interface, "root"]);
                 continue;
             };
-            // What may leave at once: 10 ms of the rate, and at least one large packet.
+            // The burst size: 10 ms at this rate, but at least one large packet.
             let burst = (rate / 8 / 100).max(u64::from(self.mtu_bytes) * 4);
             tc(&[
                 "replace",
@@ -189,7 +189,7 @@ impl Link {
         Ok(())
     }
 
-    /// Pulls the plug: both interfaces go down, and whoever sends is told that there is no way.
+    /// Unplugs the link: both interfaces go down, and senders get an error.
     ///
     /// # Errors
     /// `ip` failed.
@@ -205,7 +205,7 @@ impl Link {
         Ok(())
     }
 
-    /// Loses every packet in a direction from now on, and tells nobody.
+    /// Drops every packet in a direction without an error.
     ///
     /// # Errors
     /// `nft` failed.
@@ -219,7 +219,7 @@ impl Link {
             },
         ) in self.ends.iter().enumerate()
         {
-            // At the receiving end, since a sender would see its own packets dropped.
+            // Drop at the receiving end, because a sender would see its own packets dropped.
             let arriving = [Direction::Back, Direction::There][index];
             if direction != arriving && direction != Direction::Both {
                 continue;
@@ -236,7 +236,7 @@ impl Link {
         Ok(())
     }
 
-    /// Makes a line that was cut or that swallowed packets as good as before.
+    /// Restores a link after [`Link::cut`] or [`Link::swallow`].
     ///
     /// # Errors
     /// `ip` or `nft` failed.
@@ -261,7 +261,7 @@ impl Link {
                 "dev",
                 interface,
             ])?;
-            // Taking an interface down takes its IPv6 addresses and all neighbours away.
+            // An interface that goes down loses its IPv6 addresses and all neighbours.
             ip(&[
                 "address",
                 "replace",
@@ -271,8 +271,8 @@ impl Link {
                 "nodad",
             ])?;
             if self.delay.is_none() {
-                // Neighbours are not looked for: on a line that swallows packets that would fail,
-                // and tell the sender what on a longer way it would not be told.
+                // Static neighbour entries: on a link that swallows packets a lookup would fail and
+                // report an error that a longer path would not report.
                 let other = &self.ends[1 - index];
                 for address in [IpAddr::from(other.v4), IpAddr::from(other.v6)] {
                     ip(&[
@@ -292,13 +292,13 @@ impl Link {
         Ok(())
     }
 
-    /// Begins to write what passes a host's end of this link into `file` (pcap).
+    /// Starts to write the packets at a host's end of this link to `file` (pcap).
     ///
     /// # Errors
     /// tcpdump does not start.
     ///
     /// # Panics
-    /// The host is on neither end.
+    /// The link does not connect this host.
     pub fn capture(&self, host: &Host, file: &Path) -> Result<Capture, HostsError> {
         let end = self.end(host);
         let peer = self.ends.iter().find(|other| other.v4 != end.v4);
@@ -316,7 +316,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // A TUN device goes with the thread that holds it, a veth pair with either end.
+        // A TUN device ends with the thread that holds it, a veth pair with either end.
         if self.delay.is_none() {
             let End {
                 namespace,

@@ -1,4 +1,4 @@
-//! Several hosts on one machine: network namespaces, and links between them that can be slow, far,
+//! Several hosts on one machine: network namespaces, and links between them that can be slow, long,
 //! cut or lossy.
 //!
 //! ```no_run
@@ -14,9 +14,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! A host goes with its owner, and whatever still runs in it. Of a process that was killed the
-//! hosts stay, so the first host of every process removes those whose maker is gone: the name of a
-//! namespace holds its maker's process id and start time.
+//! Dropping a host ends all processes in it. The hosts of a killed process remain; the first host
+//! of every process removes those with a dead maker. The name of a namespace contains its maker's
+//! process ID and start time.
 
 mod capture;
 mod delay;
@@ -38,18 +38,18 @@ pub use link::{Direction, Family, Link, LinkOptions};
 
 use dunlin_test_base::maker::{Maker, kill};
 
-/// Why hosts or links cannot be had.
+/// An error of a host or a link.
 #[derive(Debug, Error)]
 pub enum HostsError {
-    /// A program is not there, or may not do this.
+    /// A program is missing, or lacks privileges.
     #[error("`{command}`: {output} (hosts need root, network namespaces, `ip`, `nft`, `tcpdump`)")]
     Command {
         /// The program and its arguments.
         command: String,
-        /// What it said.
+        /// Its output.
         output: String,
     },
-    /// A namespace cannot be entered, or a TUN device not be made in it.
+    /// A namespace cannot be entered, or a TUN device cannot be created in it.
     #[error("{0}")]
     Kernel(String, #[source] io::Error),
 }
@@ -62,10 +62,10 @@ pub struct Host {
 }
 
 impl Host {
-    /// Makes a host; `name` is for those who look at the list of namespaces.
+    /// Creates a host; `name` only labels the namespace in listings.
     ///
     /// # Errors
-    /// No privilege, or no `ip`.
+    /// Privileges or `ip` are missing.
     pub fn new(name: &str) -> Result<Self, HostsError> {
         static SWEPT: Once = Once::new();
         static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -94,15 +94,15 @@ impl Host {
         &self.namespace
     }
 
-    /// A command that runs `program` there.
+    /// Returns a command that runs `program` on this host.
     #[must_use]
     pub fn command(&self, program: &str) -> Command {
         self.enter(&Command::new(program))
     }
 
-    /// A command that runs `command` there, with its arguments, environment and directory; what
-    /// was said about its standard streams is to be said again. The process has the id of the
-    /// child that was started.
+    /// Returns a command that runs `command` on this host, with its arguments, environment and
+    /// directory. Set its standard streams again. The spawned child's process ID is that of the
+    /// program.
     #[must_use]
     pub fn enter(&self, command: &Command) -> Command {
         let mut inside = Command::new("ip");
@@ -122,8 +122,8 @@ impl Host {
         inside
     }
 
-    /// Runs `task` in a thread there: the sockets that it makes are this host's, and stay so
-    /// wherever they are used.
+    /// Runs `task` in a thread on this host. Sockets created by it belong to this host wherever
+    /// they are used.
     ///
     /// # Errors
     /// The namespace cannot be entered.
@@ -139,8 +139,8 @@ impl Drop for Host {
     }
 }
 
-/// Removes the hosts that were made by processes which are gone, with everything that still runs in
-/// them, and says which these were. Hosts of living processes and namespaces of others stay.
+/// Removes the hosts of dead processes, with all processes in them, and returns their names. Hosts
+/// of live processes and other programs' namespaces stay.
 pub fn sweep() -> Vec<String> {
     let names: Vec<String> = fs::read_dir("/run/netns")
         .into_iter()
@@ -154,15 +154,16 @@ pub fn sweep() -> Vec<String> {
     names
 }
 
-/// Removes a namespace, and ends what runs in it.
+/// Removes a namespace, and kills the processes in it.
 fn remove(namespace: &str) {
     let Ok(file) = fs::metadata(Path::new("/run/netns").join(namespace)) else {
-        // Another process that sweeps came first.
+        // Another sweeping process has removed it.
         return;
     };
-    // Before those inside are looked for, so that nobody enters any more. It may be gone by now.
+    // Delete the name before listing processes, so no further process can enter. It may be gone
+    // already.
     let _ = ip(&["netns", "delete", namespace]);
-    // Whoever was killed may be seen once more, and whoever was just started not at once.
+    // A killed process may be listed once more, and a process that is starting may be listed late.
     for _ in 0..8 {
         let ids = inside(namespace, file.ino());
         if ids.is_empty() {
@@ -172,11 +173,11 @@ fn remove(namespace: &str) {
     }
 }
 
-/// The processes in a namespace, and those that [`Host::enter`] has started and that are on their
-/// way into it. A process of the second kind is looked for first: it becomes one of the first.
+/// Returns the processes in a namespace, and those that [`Host::enter`] has started and that are
+/// about to enter it. Checks for the latter first, because they become the former.
 fn inside(namespace: &str, inode: u64) -> Vec<String> {
     let entering = format!("ip\0netns\0exec\0{namespace}\0");
-    // This process is not in it, but a thread of it may be.
+    // This process is not inside, but one of its threads may be.
     let own = std::process::id().to_string();
     fs::read_dir("/proc")
         .into_iter()
@@ -196,7 +197,7 @@ fn ip(arguments: &[&str]) -> Result<String, HostsError> {
     run(Command::new("ip").args(arguments))
 }
 
-/// Runs a command to its end.
+/// Runs a command and waits for its end.
 fn run(command: &mut Command) -> Result<String, HostsError> {
     let failed = |command: &Command, output: String| HostsError::Command {
         command: std::iter::once(command.get_program())

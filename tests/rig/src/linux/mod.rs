@@ -1,5 +1,5 @@
-//! Kernel interfaces that only tests use, one file each: namespaces, TUN devices, captures, swapping,
-//! signals at an awkward moment. The only `unsafe` of the tests.
+//! Kernel interfaces that only tests use, one file each: namespaces, TUN devices, captures,
+//! swapping, signals during system calls. Contains the only `unsafe` code of the tests.
 
 pub mod interrupt;
 pub mod netns;

@@ -1,19 +1,19 @@
-//! Network namespaces (setns(2)): doing something as if on another host.
+//! Network namespaces (setns(2)).
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::thread;
 
-/// Runs `task` in a thread of its own inside the network namespace that `namespace` is (a file of
-/// `/run/netns`). Sockets and TUN devices that it makes stay there wherever they are used; nothing
-/// else of the process moves.
+/// Runs `task` in a new thread inside the network namespace `namespace` (a file of `/run/netns`).
+/// Sockets and TUN devices created by it stay in that namespace wherever they are used; the rest of
+/// the process is not affected.
 ///
 /// # Errors
-/// What setns(2) says: no namespace, or no privilege.
+/// The error of setns(2): not a namespace, or missing privileges.
 ///
 /// # Panics
-/// When `task` does.
+/// If `task` panics.
 pub fn run_inside<T: Send>(namespace: &File, task: impl FnOnce() -> T + Send) -> io::Result<T> {
     let inside = || {
         // SAFETY: setns takes no pointers, and the descriptor is open while `namespace` is

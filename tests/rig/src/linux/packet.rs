@@ -1,16 +1,17 @@
-//! What goes over a network interface, as the interface sees it (packet(7)).
+//! Packets of a network interface, as the interface sends and receives them (packet(7)).
 
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-/// `SO_RCVBUFFORCE`'s value in bytes: room for what a test sends before it looks.
+/// The value of `SO_RCVBUFFORCE` in bytes: room for the packets that a test sends before it reads
+/// them.
 const ROOM: libc::c_int = 128 << 20;
-/// Longer than any frame, one that is still to be cut into segments included.
+/// Longer than any frame, including unsegmented ones.
 const LONGEST: usize = 128 << 10;
 
-/// A socket at one interface of the network namespace in which it was opened.
+/// A socket on one interface of the network namespace in which it was opened.
 #[derive(Debug)]
 pub struct Packets {
     socket: OwnedFd,
@@ -20,36 +21,37 @@ pub struct Packets {
 /// A frame with its Ethernet header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Whether this host sent it; it is as it left, sealed and cut as it then was.
+    /// Whether this host sent it; the frame is as it left, after encryption and segmentation.
     pub outgoing: bool,
-    /// All of it.
+    /// The complete frame.
     pub bytes: Vec<u8>,
 }
 
 impl Packets {
-    /// Opens one for what comes and goes from now on.
+    /// Opens a socket for all packets from now on.
     ///
     /// # Errors
-    /// No such interface, or no CAP_NET_RAW and CAP_NET_ADMIN.
+    /// The interface does not exist, or CAP_NET_RAW or CAP_NET_ADMIN is missing.
     pub fn open(interface: &str) -> io::Result<Self> {
         let name = CString::new(interface)?;
-        // SAFETY: `name` ends with a zero byte and lives through the call, which only reads it.
+        // SAFETY: `name` ends with a zero byte and outlives the call, which only reads it.
         let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
         if index == 0 {
             return Err(io::Error::last_os_error());
         }
         let all = (libc::ETH_P_ALL as u16).to_be();
         let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-        // SAFETY: socket(2) takes no pointers. Protocol 0 hears nothing before it is bound.
+        // SAFETY: socket(2) takes no pointers. With protocol 0 it receives nothing until it is
+        // bound.
         let descriptor = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
         if descriptor < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just handed out `descriptor`, and nobody else has it.
+        // SAFETY: the kernel has just returned `descriptor`, which has no other owner.
         let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
         let room = ROOM;
-        // SAFETY: the pointer and the length describe `room`, an initialised integer that lives
-        // through the call and is only read.
+        // SAFETY: the pointer and the length describe `room`, an initialised integer that outlives
+        // the call and is only read.
         let set = unsafe {
             libc::setsockopt(
                 socket.as_raw_fd(),
@@ -71,8 +73,8 @@ impl Packets {
             sll_halen: 0,
             sll_addr: [0; 8],
         };
-        // SAFETY: `address` is an initialised address of the length given, lives through the call
-        // and is only read; the descriptor is open while `socket` lives.
+        // SAFETY: `address` is an initialised address of the given length, outlives the call and is
+        // only read; the descriptor is open while `socket` exists.
         let bound = unsafe {
             libc::bind(
                 socket.as_raw_fd(),
@@ -89,18 +91,18 @@ impl Packets {
         })
     }
 
-    /// The next frame that came or went, if there is one.
+    /// Returns the next frame that was sent or received, if there is one.
     ///
     /// # Errors
-    /// What recvfrom(2) says.
+    /// The error of recvfrom(2).
     pub fn next_frame(&self) -> io::Result<Option<Frame>> {
         let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: `sockaddr_ll` consists of integers alone, for which all zeroes are valid.
+        // SAFETY: `sockaddr_ll` consists of integers only, for which all zeros are valid.
         let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         let mut length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
         loop {
-            // SAFETY: `room` is writable for its length, `address` for `length`; all live through
-            // the call and are borrowed exclusively.
+            // SAFETY: `room` is writable for its length and `address` for `length`; all outlive the
+            // call and are borrowed exclusively.
             let received = unsafe {
                 libc::recvfrom(
                     self.socket.as_raw_fd(),
@@ -126,13 +128,13 @@ impl Packets {
         }
     }
 
-    /// Sends a frame as it is.
+    /// Sends a frame unchanged.
     ///
     /// # Errors
-    /// What send(2) says.
+    /// The error of send(2).
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
-        // SAFETY: the pointer and the length describe `frame`, which lives through the call and is
-        // only read.
+        // SAFETY: the pointer and the length describe `frame`, which outlives the call and is only
+        // read.
         let sent = unsafe {
             libc::send(
                 self.socket.as_raw_fd(),
@@ -147,16 +149,17 @@ impl Packets {
         Ok(())
     }
 
-    /// How many frames the socket had no room for since the last call (`PACKET_STATISTICS`).
+    /// The number of frames lost for lack of buffer space since the last call
+    /// (`PACKET_STATISTICS`).
     ///
     /// # Errors
-    /// What getsockopt(2) says.
+    /// The error of getsockopt(2).
     pub fn lost(&self) -> io::Result<u32> {
         // struct tpacket_stats: packets, drops.
         let mut statistics = [0_u32; 2];
         let mut length = size_of_val(&statistics) as libc::socklen_t;
-        // SAFETY: `statistics` and `length` are initialised, live through the call and are borrowed
-        // exclusively; `length` states the room, beyond which the kernel does not write.
+        // SAFETY: `statistics` and `length` are initialised, outlive the call and are borrowed
+        // exclusively; `length` is the size of the buffer, beyond which the kernel does not write.
         let status = unsafe {
             libc::getsockopt(
                 self.socket.as_raw_fd(),

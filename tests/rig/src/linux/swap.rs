@@ -4,15 +4,15 @@ use std::io;
 
 use vm_memory::VolatileSlice;
 
-/// Asks the kernel to swap `memory` out, which takes whole pages; it may leave some of them, such as
-/// those that another CPU has just touched.
+/// Asks the kernel to swap out `memory`, which consists of whole pages. It may skip some pages,
+/// such as those that another CPU has just accessed.
 ///
 /// # Errors
-/// What madvise(2) says.
+/// The error of madvise(2).
 pub fn page_out(memory: &VolatileSlice<'_>) -> io::Result<()> {
     let start = memory.ptr_guard_mut().as_ptr();
     // SAFETY: the range is mapped. MADV_PAGEOUT moves pages between memory and swap, or writes them
-    // to their file, and changes nothing that can be seen through the mapping.
+    // to their file, and changes no contents that the mapping shows.
     let result = unsafe { libc::madvise(start.cast(), memory.len(), libc::MADV_PAGEOUT) };
     if result < 0 {
         return Err(io::Error::last_os_error());

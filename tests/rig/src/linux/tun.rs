@@ -1,26 +1,27 @@
-//! TUN devices (Documentation/networking/tuntap.rst): a network interface whose other end is a
-//! descriptor.
+//! TUN devices (Documentation/networking/tuntap.rst): a network interface with a descriptor as its
+//! other end.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 
-/// Room for the largest packet of a [`Tun`] with its header.
+/// The size of the largest packet of a [`Tun`] with its header.
 pub const PACKET_BYTES: usize = 10 + 65536 + 256;
 
-/// One interface, which lasts as long as this.
+/// A network interface. Dropping it removes the interface.
 ///
-/// A packet is a `struct virtio_net_hdr` of 10 bytes and an IP packet, which may be up to 64 KiB
-/// of TCP that is still to be cut and summed; another such device takes it as it is.
+/// A packet is a `struct virtio_net_hdr` of 10 bytes and an IP packet. The IP packet may be up to
+/// 64 KiB of TCP without segmentation and checksum; another such device accepts it unchanged.
 #[derive(Debug)]
 pub struct Tun(File);
 
 impl Tun {
-    /// Makes the interface `name` in the calling thread's network namespace.
+    /// Creates the interface `name` in the calling thread's network namespace.
     ///
     /// # Errors
-    /// No such privilege, a name of more than 15 bytes or in use, or a kernel without TUN.
+    /// Privileges are missing, the name is longer than 15 bytes or in use, or the kernel has no
+    /// TUN.
     pub fn open(name: &str) -> io::Result<Self> {
         let file = OpenOptions::new()
             .read(true)
@@ -39,8 +40,8 @@ impl Tun {
         for (place, byte) in request.ifr_name.iter_mut().zip(name.bytes()) {
             *place = byte as libc::c_char;
         }
-        // SAFETY: TUNSETIFF reads and writes one ifreq, which lives through the call and ends its
-        // name with a zero byte.
+        // SAFETY: TUNSETIFF reads and writes one ifreq, which outlives the call and ends its name
+        // with a zero byte.
         let made = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &mut request) };
         if made < 0 {
             return Err(io::Error::last_os_error());
@@ -60,18 +61,18 @@ impl Tun {
         Ok(Self(file))
     }
 
-    /// Takes a packet that the host sent, and says how long it is.
+    /// Receives a packet that the host has sent. Returns its length.
     ///
     /// # Errors
-    /// `WouldBlock` when there is none; else what read(2) says.
+    /// `WouldBlock` if there is none; otherwise the error of read(2).
     pub fn receive(&self, buffer: &mut [u8; PACKET_BYTES]) -> io::Result<usize> {
         (&self.0).read(buffer)
     }
 
-    /// Gives the host a packet.
+    /// Passes a packet to the host.
     ///
     /// # Errors
-    /// What write(2) says, for instance that the interface is down.
+    /// The error of write(2), for instance if the interface is down.
     pub fn send(&self, packet: &[u8]) -> io::Result<()> {
         (&self.0).write(packet).map(drop)
     }

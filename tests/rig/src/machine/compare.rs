@@ -1,4 +1,4 @@
-//! Whether two guests' memories are the same, by the hypervisors' own account.
+//! Compares the memories of two guests through their hypervisors.
 
 use std::fs::{self, File};
 
@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{Machine, MachineError, QmpError, at, read_full};
 
-/// Memory is read in pieces of this size, so that the files stay small.
+/// The size of a piece of memory; it bounds the size of the temporary files.
 const PIECE_BYTES: u64 = 32 << 20;
 
 pub(super) fn first_difference(
@@ -33,7 +33,7 @@ pub(super) fn first_difference(
     Ok(None)
 }
 
-/// A piece of memory as a file, which is removed at once and lasts while it is open.
+/// Saves a piece of memory to a file. The file has no name and exists while it is open.
 fn save(machine: &mut Machine, start: u64, bytes: u64) -> Result<File, MachineError> {
     let path = machine.scratch.join("memory");
     machine.qmp().execute(

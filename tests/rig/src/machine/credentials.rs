@@ -13,19 +13,20 @@ use rcgen::{
 use super::{MachineError, at};
 use dunlin_test_base::Scratch;
 
-/// A folder with `ca-cert.pem`, and certificate and key of a server and of a client. It goes with
-/// its owner.
+/// A folder with `ca-cert.pem`, and certificates and keys of a server and a client. Dropping it
+/// removes the folder.
 #[derive(Debug)]
 pub struct Credentials(Scratch);
 
 impl Credentials {
-    /// A new authority, a server called `server` and a client called `client`.
+    /// Creates a new authority, and certificates for a server called `server` and a client called
+    /// `client`.
     ///
     /// # Errors
     /// The folder cannot be written.
     ///
     /// # Panics
-    /// A name is no DNS name.
+    /// A name is not a DNS name.
     pub fn new(server: &str, client: &str) -> Result<Self, MachineError> {
         let folder = Scratch::try_new().map_err(at("a scratch folder"))?;
         let mut authority = parameters("Rig authority");
@@ -45,7 +46,7 @@ impl Credentials {
             bearer.subject_alt_names = vec![rcgen::SanType::DnsName(
                 name.try_into().expect("the name is a DNS name"),
             )];
-            // QEMU insists on the second, which TLS 1.3 has no use for.
+            // QEMU requires keyEncipherment, which TLS 1.3 does not use.
             bearer.key_usages = vec![
                 KeyUsagePurpose::DigitalSignature,
                 KeyUsagePurpose::KeyEncipherment,

@@ -1,4 +1,4 @@
-//! A migration from one QEMU to another, by their own means.
+//! A migration from one QEMU to another with QEMU's own protocol.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,21 +8,21 @@ use serde_json::{Value, json};
 
 use super::{Machine, MachineError, PATIENCE};
 
-/// How memory travels.
+/// The transport of a migration.
 #[derive(Clone, Debug)]
 pub struct Migration {
-    /// Where the destination listens: `tcp:ADDRESS:PORT` or `unix:PATH`.
+    /// The address on which the destination listens: `tcp:ADDRESS:PORT` or `unix:PATH`.
     pub listen: String,
-    /// Where the source connects to: the same, or something in between that leads there.
+    /// The address to which the source connects: the same, or that of a proxy.
     pub connect: String,
-    /// Connections for memory beside the main one; the main one alone when not said.
+    /// The number of multifd connections; `None` sends all memory over the main one.
     pub multifd: Option<u8>,
-    /// Certificates of both sides ([`super::Credentials`]), and the name that the source expects
-    /// of the destination.
+    /// The folder with the certificates of both sides ([`super::Credentials`]), and the
+    /// destination's name that the source verifies.
     pub tls: Option<(PathBuf, String)>,
-    /// Bytes per second; without a limit when not said.
+    /// The limit in bytes per second; `None` for no limit.
     pub bandwidth: Option<u64>,
-    /// Longest pause that the source may predict for the switchover.
+    /// The maximum downtime that the source may predict for the switchover.
     pub downtime_limit: Duration,
 }
 
@@ -33,7 +33,7 @@ impl Migration {
         Self::through(&format!("tcp:{address}"), &format!("tcp:{address}"))
     }
 
-    /// The same, where the source connects to something in between.
+    /// Like [`Migration::tcp`], with a source that connects to a proxy.
     #[must_use]
     pub fn through(connect: &str, listen: &str) -> Self {
         Self {
@@ -79,27 +79,27 @@ impl Migration {
     }
 }
 
-/// What the source says about a migration that completed.
+/// The source's report about a completed migration.
 #[derive(Clone, Debug)]
 pub struct Migrated {
-    /// From the first byte to the last.
+    /// The time from the first byte to the last.
     pub total: Duration,
-    /// How long the guest stood still.
+    /// The downtime of the guest.
     pub downtime: Duration,
-    /// Passes over the dirty pages.
+    /// Iterations over the dirty pages.
     pub passes: u64,
-    /// Bytes of memory that were sent.
+    /// Bytes of memory sent.
     pub sent_bytes: u64,
-    /// Everything that QEMU said (`query-migrate`).
+    /// The complete result of `query-migrate`.
     pub raw: Value,
 }
 
-/// Migrates, and returns when the guest stands at the destination, paused. The source keeps its
-/// copy, paused too, so that the two can be compared.
+/// Migrates, and returns with the guest paused at the destination. The source keeps its copy,
+/// paused too, for a comparison.
 ///
 /// # Errors
-/// It did not complete; the source runs on unless [`MachineError::Migration`] names the
-/// destination.
+/// The migration did not complete; the source continues to run unless [`MachineError::Migration`]
+/// names the destination.
 pub fn migrate(
     source: &mut Machine,
     destination: &mut Machine,
@@ -119,10 +119,10 @@ pub fn migrate(
     })
 }
 
-/// Has the destination listen and the source begin; [`finish`] waits for the end.
+/// Starts listening at the destination and sending at the source; [`finish`] waits for the end.
 ///
 /// # Errors
-/// One of them refuses.
+/// One of them refuses the command.
 pub fn begin(
     source: &mut Machine,
     destination: &mut Machine,
@@ -136,17 +136,17 @@ pub fn begin(
     source
         .qmp()
         .execute("migrate", json!({"uri": migration.connect}))?;
-    // What QEMU says of an earlier attempt lies before this; it says of some twice that they failed.
+    // Skips events of earlier attempts; QEMU reports the failure of some of them twice.
     source.qmp().wait_event(PATIENCE, |name, data| {
         name == "MIGRATION" && data["status"] == "setup"
     })?;
     Ok(())
 }
 
-/// Waits until a machine's migration has ended; `side` is for the error.
+/// Waits until a machine's migration has ended; `side` is used in the error.
 ///
 /// # Errors
-/// It ended otherwise than completed, or does not end.
+/// It did not complete, or does not end.
 pub fn finish(machine: &mut Machine, side: &'static str) -> Result<(), MachineError> {
     let ends = ["completed", "failed", "cancelled"];
     let event = machine.qmp().wait_event(PATIENCE, |name, data| {
@@ -174,10 +174,10 @@ pub fn finish(machine: &mut Machine, side: &'static str) -> Result<(), MachineEr
     })
 }
 
-/// Cancels a migration at the source, and waits until the guest runs on there.
+/// Cancels a migration at the source, and waits until the guest runs there again.
 ///
 /// # Errors
-/// It cannot be cancelled any more.
+/// The migration can no longer be cancelled.
 pub fn cancel(source: &mut Machine) -> Result<(), MachineError> {
     source.qmp().execute("migrate_cancel", json!({}))?;
     match finish(source, "source") {

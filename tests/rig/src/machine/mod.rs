@@ -1,4 +1,4 @@
-//! A guest in a QEMU: started on a host, listened to, asked, and migrated.
+//! A guest in QEMU: start on a host, output, control and migration.
 //!
 //! ```no_run
 //! use dunlin_rig::debian::{self, Which};
@@ -47,10 +47,10 @@ use crate::guest::{Guest, Line, Workload};
 use crate::hosts::Host;
 use dunlin_test_base::Scratch;
 
-/// Whatever is waited for takes no longer than this, on a busy machine and emulated too.
+/// The time limit for every wait, sufficient on a busy machine and under emulation.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What runs the guest's instructions.
+/// Executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accelerator {
     /// The processor.
@@ -59,7 +59,7 @@ pub enum Accelerator {
     Tcg,
 }
 
-/// What a machine is started from; both ends of a migration from the same.
+/// The configuration of a machine; both ends of a migration use the same.
 #[derive(Clone, Debug)]
 pub struct Setup {
     /// The hypervisor.
@@ -70,12 +70,12 @@ pub struct Setup {
     pub workload: Workload,
     /// What runs it.
     pub accelerator: Accelerator,
-    /// More options for QEMU.
+    /// Additional options for QEMU.
     pub options: Vec<String>,
 }
 
 impl Setup {
-    /// With no more options than it takes.
+    /// A setup without additional options.
     #[must_use]
     pub fn new(qemu: &Qemu, guest: Guest, workload: Workload, accelerator: Accelerator) -> Self {
         Self {
@@ -88,24 +88,24 @@ impl Setup {
     }
 }
 
-/// Why a machine does not do what it should.
+/// An error of a machine.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// Its files cannot be written, or its process not be started.
+    /// Its files cannot be written, or its process cannot be started.
     #[error("{0}")]
     Local(PathBuf, #[source] std::io::Error),
     /// It did not answer as expected.
     #[error("QEMU on its control socket")]
     Qmp(#[from] QmpError),
-    /// What was waited for did not come.
+    /// An expected line did not arrive.
     #[error("no {what} from the guest within {PATIENCE:?}; last it said:\n{said}")]
     Silent {
-        /// A line, or the end.
+        /// The expected line, or the end.
         what: &'static str,
         /// Its last lines, and QEMU's messages.
         said: String,
     },
-    /// The guest found a page that is not as it left it.
+    /// The guest found a page with unexpected contents.
     #[error("the guest found page {page} wrong: {found:#x} instead of {expected:#x}")]
     Wrong {
         /// The page's number in the workload.
@@ -115,19 +115,19 @@ pub enum MachineError {
         /// What was found.
         found: u64,
     },
-    /// A migration ended otherwise than completed.
+    /// A migration ended without completing.
     #[error("the migration at the {side} ended as {status}: {reason}")]
     Migration {
         /// "source" or "destination".
         side: &'static str,
-        /// QEMU's word for it.
+        /// QEMU's name for the status.
         status: String,
-        /// What QEMU says about it.
+        /// QEMU's description of the error.
         reason: String,
     },
 }
 
-/// A running QEMU. It ends with its owner.
+/// A running QEMU. Dropping it ends the process.
 #[derive(Debug)]
 pub struct Machine {
     child: Child,
@@ -135,14 +135,14 @@ pub struct Machine {
     input: ChildStdin,
     lines: Receiver<String>,
     reader: Option<JoinHandle<()>>,
-    /// The last lines of the serial line, for errors.
+    /// The last lines from the serial line, for errors.
     said: Vec<String>,
     memory_bytes: u64,
     scratch: Scratch,
 }
 
 impl Machine {
-    /// Starts the guest, on `host` or on the machine itself.
+    /// Starts the guest on `host`, or outside any host.
     ///
     /// # Errors
     /// QEMU does not start; see [`MachineError`].
@@ -150,7 +150,7 @@ impl Machine {
         Self::spawn(setup, host, &[])
     }
 
-    /// Starts a QEMU that waits for a migration, and keeps the guest paused after it.
+    /// Starts a QEMU that waits for a migration. The guest stays paused after it.
     ///
     /// # Errors
     /// QEMU does not start; see [`MachineError`].
@@ -233,7 +233,7 @@ impl Machine {
         &mut self.qmp
     }
 
-    /// The id of its process, for instance to kill it.
+    /// The ID of its process, for instance for a kill.
     #[must_use]
     pub fn process(&self) -> u32 {
         self.child.id()
@@ -242,7 +242,7 @@ impl Machine {
     /// Waits until the guest has filled its pages.
     ///
     /// # Errors
-    /// It says nothing, or that a page is wrong.
+    /// The guest prints nothing, or reports a wrong page.
     pub fn wait_ready(&mut self) -> Result<Line, MachineError> {
         self.wait_line("ready", |line| matches!(line, Line::Ready { .. }))
     }
@@ -250,7 +250,7 @@ impl Machine {
     /// The guest's next report: visits and passes.
     ///
     /// # Errors
-    /// It says nothing, or that a page is wrong.
+    /// The guest prints nothing, or reports a wrong page.
     pub fn next_beat(&mut self) -> Result<(u64, u64), MachineError> {
         match self.wait_line("beat", |line| matches!(line, Line::Beat { .. }))? {
             Line::Beat { visits, passes } => Ok((visits, passes)),
@@ -258,10 +258,10 @@ impl Machine {
         }
     }
 
-    /// Has the guest look at all of its pages, and says how many these were.
+    /// Makes the guest check all of its pages. Returns their number.
     ///
     /// # Errors
-    /// It says nothing, or that a page is wrong.
+    /// The guest prints nothing, or reports a wrong page.
     pub fn check_pages(&mut self) -> Result<u64, MachineError> {
         self.input
             .write_all(b"c\n")
@@ -273,11 +273,11 @@ impl Machine {
         }
     }
 
-    /// Waits for a line that `wanted` accepts; lines before it are passed over, save one that says
-    /// that a page is wrong.
+    /// Waits for a line that `wanted` accepts. Skips earlier lines, except a report of a wrong
+    /// page.
     ///
     /// # Errors
-    /// None came in [`PATIENCE`], QEMU ended, or a page is wrong.
+    /// None arrived within [`PATIENCE`], QEMU ended, or a page is wrong.
     pub fn wait_line(
         &mut self,
         what: &'static str,
@@ -318,12 +318,12 @@ impl Machine {
         }
     }
 
-    /// Forgets what the guest has said so far, so that what is waited for next is new.
+    /// Discards the guest's output so far; the next wait sees only new lines.
     pub fn forget_lines(&mut self) {
         while self.lines.try_recv().is_ok() {}
     }
 
-    /// What QEMU wrote as errors and warnings.
+    /// QEMU's errors and warnings.
     #[must_use]
     pub fn messages(&self) -> String {
         fs::read_to_string(self.scratch.join("messages")).unwrap_or_default()
@@ -338,7 +338,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Lets the guest go on.
+    /// Resumes the guest.
     ///
     /// # Errors
     /// QEMU refuses.
@@ -356,11 +356,11 @@ impl Machine {
         Ok(status["running"] == Value::Bool(true))
     }
 
-    /// The first address at which the memories of two paused guests differ, in bytes from the
-    /// beginning of memory.
+    /// The first address at which the memories of two paused guests differ, as an offset in bytes
+    /// from the start of memory.
     ///
     /// # Errors
-    /// One of the guests runs, or its memory cannot be read.
+    /// One of the guests is running, or its memory cannot be read.
     pub fn first_difference(&mut self, other: &mut Self) -> Result<Option<u64>, MachineError> {
         compare::first_difference(self, other)
     }
@@ -376,13 +376,13 @@ impl Drop for Machine {
     }
 }
 
-/// For `map_err`: an error of a file.
+/// For `map_err`: wraps an error of a file.
 fn at(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> MachineError {
     let path = path.as_ref().to_path_buf();
     move |error| MachineError::Local(path, error)
 }
 
-/// Reads as much as there is, up to the buffer's length.
+/// Reads until the end, up to the buffer's length.
 fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {

@@ -12,22 +12,22 @@ use dunlin_linux::fdpass;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// Longest answer that is waited for; QEMU answers at once, or when a piece of memory is saved.
+/// The timeout for a reply. QEMU replies at once, except after saving a piece of memory.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// Why QEMU's control socket did not do.
+/// An error of QEMU's control socket.
 #[derive(Debug, Error)]
 pub enum QmpError {
-    /// It does not come up.
+    /// The socket did not appear.
     #[error("QEMU did not start: {0}")]
     NotStarted(String, #[source] Box<QmpError>),
-    /// It was closed, or nothing came in time.
+    /// It was closed, or a timeout expired.
     #[error("{0}")]
     Socket(String, #[source] io::Error),
     /// QEMU refused a command.
     #[error("QEMU refuses {0}: {1}")]
     Refused(String, String),
-    /// Something on it is no JSON object.
+    /// A line is not a JSON object.
     #[error("QEMU said {0:?}")]
     Syntax(String),
 }
@@ -36,18 +36,18 @@ pub enum QmpError {
 #[derive(Debug)]
 pub struct Qmp {
     stream: BufReader<UnixStream>,
-    /// What was read of a line that is not yet whole.
+    /// The received part of an incomplete line.
     partial: Vec<u8>,
-    /// Events that nobody has waited for yet.
+    /// Events that no call has returned yet.
     events: VecDeque<Value>,
 }
 
 impl Qmp {
-    /// Connects to the socket as soon as it is there, while `ended` does not say that QEMU has
-    /// gone, and enters command mode.
+    /// Connects to the socket once it exists, and enters command mode. Stops waiting if `ended`
+    /// reports that QEMU has exited.
     ///
     /// # Errors
-    /// QEMU ended, `patience` ran out, or somebody else listens there.
+    /// QEMU exited, the time limit expired, or another program listens there.
     pub fn connect(
         socket: &Path,
         patience: Duration,
@@ -60,7 +60,7 @@ impl Qmp {
                 Err(error) if ended() || Instant::now() >= deadline => {
                     return Err(QmpError::Socket(socket.display().to_string(), error));
                 }
-                // Nothing tells when another program begins to listen.
+                // There is no event for the start of another program's listener.
                 Err(_) => thread::sleep(Duration::from_millis(5)),
             }
         };
@@ -74,10 +74,10 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Executes a command and returns its result. Events that come before the answer are kept.
+    /// Executes a command and returns its result. Keeps events that arrive before the reply.
     ///
     /// # Errors
-    /// QEMU refuses it, or has gone.
+    /// QEMU refuses it, or has exited.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let mut line = json!({"execute": command, "arguments": arguments}).to_string();
         line.push('\n');
@@ -103,24 +103,25 @@ impl Qmp {
         }
     }
 
-    /// Gives QEMU a descriptor of this process's by a name of its own (`getfd`), for an address
-    /// such as `fd:NAME`.
+    /// Passes QEMU a descriptor of this process under a name (`getfd`), for an address such as
+    /// `fd:NAME`.
     ///
     /// # Errors
-    /// QEMU refuses it, or has gone.
+    /// QEMU refuses it, or has exited.
     pub fn give(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<(), QmpError> {
         let mut line = json!({"execute": "getfd", "arguments": {"fdname": name}}).to_string();
         line.push('\n');
-        // QEMU looks for the descriptor beside the bytes that it reads; so short a line goes whole.
+        // QEMU expects the descriptor with the bytes that it reads; a line this short is sent in
+        // one piece.
         fdpass::send(self.stream.get_ref(), line.as_bytes(), &[descriptor])
             .map_err(|error| QmpError::Socket("getfd".to_owned(), error))?;
         self.answer("getfd").map(|_| ())
     }
 
-    /// The next event that `wanted` accepts by its name and data; others before it are dropped.
+    /// Returns the next event with a name and data that `wanted` accepts; drops earlier events.
     ///
     /// # Errors
-    /// None came in time, or QEMU has gone.
+    /// None arrived in time, or QEMU has exited.
     pub fn wait_event(
         &mut self,
         patience: Duration,
@@ -153,7 +154,7 @@ impl Qmp {
             match self.stream.read_until(b'\n', &mut self.partial) {
                 Ok(0) => return Err(failed(io::Error::from(ErrorKind::UnexpectedEof))),
                 Ok(_) if self.partial.ends_with(b"\n") => break,
-                // The end, in the middle of a line; the next read says so.
+                // The end of the stream in the middle of a line; the next read returns it too.
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Err(error) => return Err(failed(error)),
