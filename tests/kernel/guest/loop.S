@@ -1,5 +1,5 @@
-# A program whose length in instructions is known: ROUNDS times two, and a few.
-# Counts are calibrated with it.
+# A program with a known number of instructions: twice ROUNDS, and a few more.
+# It calibrates instruction counts.
         .globl  start
         .text
 start:
