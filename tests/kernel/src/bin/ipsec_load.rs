@@ -1,4 +1,7 @@
-//! Sessions with an SA for each CPU, under load: every connection by its own CPU's SA, also after lost SYNs and a cut, with hosts of different CPUs; sealed evenly, or by one SA where there is but one.
+//! Sessions with an SA for each CPU, under load: every connection uses the SA of its own CPU.
+//!
+//! This also holds after lost SYNs and a cut, and on hosts with different numbers of CPUs. All SAs
+//! seal the same amount, and a peer with one SA gets everything with it.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -26,13 +29,13 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// What each connection sends at a time.
+/// The number of bytes that each connection sends at a time.
 const BYTES: usize = 300_000;
-/// TCP's header with a timestamp, which counts as an SA's bytes too.
+/// The size of a TCP header with a timestamp, which an SA's byte counter includes.
 const HEADER: u64 = 32;
-/// Unanswered retransmissions after which TCP looks for another way: `tcp_retries1`.
+/// `tcp_retries1`: unanswered retransmissions after which TCP looks up its route again.
 const RETRIES: u32 = 2;
-/// The kernel's numbers of a connection's states in /proc/net/tcp.
+/// A connection state in /proc/net/tcp.
 const ESTABLISHED: u8 = 1;
 const SYN_SENT: u8 = 2;
 /// The ports that are never in the clear.
@@ -41,7 +44,7 @@ const PORTS: std::ops::RangeInclusive<u16> = 4444..=4447;
 /// Two hosts, and connections between them.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    /// CPUs of hosts a and b that send.
+    /// The numbers of sending CPUs on hosts a and b.
     cpus: [u32; 2],
     connections: u32,
     over_ipv6: bool,
@@ -80,7 +83,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Also when its SYN was lost, and after a cut: then by the repair that decision 13 has.
+/// Also after a lost SYN and after a cut, with the repair of decision 13.
 fn each_goes_by_its_own(guest: &Guest, case: Case) {
     let lists = case.cpus.map(|count| format!("0-{}", count - 1));
     let serve = Process::serve_with(&["--cpus", &lists[1]]);
@@ -102,7 +105,7 @@ fn each_goes_by_its_own(guest: &Guest, case: Case) {
         case,
         lanes: &lanes,
     };
-    // What was accepted has the SA of the CPU that took the handshake in.
+    // An accepted connection uses the SA of the CPU that received the handshake.
     scene.repair();
     scene.check("at first");
     if case.connections > 1 {
@@ -123,7 +126,7 @@ fn each_goes_by_its_own(guest: &Guest, case: Case) {
     assert!(left.is_sealed(&PORTS), "{left:?}");
 }
 
-/// A connection of one CPU.
+/// Opens a connection from one CPU.
 fn lane(listener: &TcpListener, at: &str, cpu: u32) -> Lane {
     let near = inside("a", || {
         pin_to(cpu as usize).expect("the machine has four");
@@ -149,13 +152,13 @@ struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    /// The CPUs on which a connection's ends send.
+    /// The CPUs from which a connection's ends send.
     fn cpus(&self, number: usize) -> [u32; 2] {
         self.case.cpus.map(|count| number as u32 % count)
     }
 
-    /// Both ends of every connection look for their SAs, each on its own CPU. Where an
-    /// acknowledgement looks first it is done again: the counters say so.
+    /// Makes both ends of every connection look up their SAs, each on its own CPU. Repeats this if
+    /// an acknowledgement looks up first, which the counters show.
     fn repair(&self) {
         for (number, lane) in self.lanes.iter().enumerate() {
             self.repair_one(lane, self.cpus(number));
@@ -182,7 +185,7 @@ impl Scene<'_> {
         }
     }
 
-    /// Which of a host's SAs have carried data meanwhile, by `dunlin ipsec status`.
+    /// The SAs of a host that carried data while `task` ran, according to `dunlin ipsec status`.
     fn used(&self, host: &str, task: impl FnOnce()) -> Vec<Used> {
         let counters = || outbound(self.guest, host);
         let before = counters();
@@ -192,16 +195,17 @@ impl Scene<'_> {
             bytes: after.bytes - before.bytes,
             packets: after.packets - before.packets,
         });
-        // Acknowledgements and probes have no data.
+        // Acknowledgements and probes carry no data.
         grown.filter(|one| one.bytes > 100 * one.packets).collect()
     }
 
-    /// Each connection sends another number of bytes, all at once, one way and back: every CPU's
-    /// SA carries its connections' bytes, to the byte, with what TCP has sent a second time, and
-    /// the fallback none.
+    /// All connections send at once, each another number of bytes, in one direction and then back.
+    /// Every CPU's SA carries exactly its connections' bytes, including retransmissions, and the
+    /// fallback carries none.
     fn check(&self, when: &str) {
         for (host, side) in [("a", 0), ("b", 1)] {
-            // On a busy machine a timer may make one stray, or send something while we look.
+            // On a busy machine a timer may make a connection stray, or send during the reading of
+            // the counters.
             let exact = (0..4).any(|time| {
                 if time > 0 {
                     self.repair();
@@ -227,7 +231,7 @@ impl Scene<'_> {
         }
     }
 
-    /// The bytes that TCP has sent so far from each CPU of a side.
+    /// The number of bytes that TCP has sent so far from each CPU of a side.
     fn sent(&self, side: usize) -> Vec<u64> {
         let mut sent = vec![0; self.case.cpus[side] as usize];
         for (number, lane) in self.lanes.iter().enumerate() {
@@ -250,8 +254,8 @@ impl Scene<'_> {
         });
     }
 
-    /// As many bytes on each connection: each CPU's SA seals as many packets of the wire, within a
-    /// tenth.
+    /// With the same number of bytes on each connection, each CPU's SA seals the same number of
+    /// frames within a tenth.
     fn sealed_evenly(&self) {
         let tap = Tap::begin();
         self.send_all("a", |_| 4 * BYTES);
@@ -273,7 +277,8 @@ impl Scene<'_> {
         );
     }
 
-    /// One more connection, whose first SYNs are lost: where it has strayed is seen, and repaired.
+    /// Opens one more connection and drops its first SYNs. The test detects the SA to which it has
+    /// strayed, and repairs it.
     fn lose_syn(&self, listener: &TcpListener, at: &str) -> Lane {
         let cpu = self.case.cpus[0] - 1;
         let far = self.cpus(0)[1];
@@ -285,7 +290,7 @@ impl Scene<'_> {
                     connect_to(at)
                 })
             });
-            // It is sent again after a second, and after two more.
+            // The kernel retransmits it after one second, and again after two more.
             until("the SYN is sent again", || {
                 let sent = retransmissions(self.guest, "a", SYN_SENT, at);
                 sent.iter().any(|times| *times > 0)
@@ -308,10 +313,10 @@ impl Scene<'_> {
         lane
     }
 
-    /// Nothing gets through while all connections send; then everything does.
+    /// Drops all packets while all connections send, then lets them pass.
     fn cut(&self, at: &str) {
         for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
-            // Timeouts after which the way is looked for anew; fewer are sooner.
+            // The number of timeouts after which TCP looks up its route again; fewer are faster.
             let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
             let sysctl = ["sysctl", "-q", "-w", &setting];
             self.guest.command("ip", &netns(host, &sysctl));
@@ -339,7 +344,7 @@ impl Scene<'_> {
     }
 }
 
-/// How often each connection of `host` in `state` to `at` has sent its oldest segment again
+/// How often each connection of `host` in `state` to `at` has retransmitted its oldest segment
 /// (proc_net_tcp(5)).
 fn retransmissions(guest: &Guest, host: &str, state: u8, at: &str) -> Vec<u32> {
     let (_, port) = at.rsplit_once(':').expect("an address and a port");
@@ -359,7 +364,7 @@ fn retransmissions(guest: &Guest, host: &str, state: u8, at: &str) -> Vec<u32> {
         .collect()
 }
 
-/// While it lives nothing that host a or b sends gets through.
+/// Drops all packets that host a or b sends, until it is dropped.
 struct Cut<'a>(&'a Guest);
 
 impl<'a> Cut<'a> {
@@ -385,7 +390,7 @@ impl Drop for Cut<'_> {
     }
 }
 
-/// An outbound SA, and what it has carried, or has meanwhile.
+/// An outbound SA with its counters.
 #[derive(Clone, Copy, Debug)]
 struct Outbound {
     cpu: Option<u32>,
@@ -394,7 +399,7 @@ struct Outbound {
     packets: u64,
 }
 
-/// The same of a while.
+/// The growth of an outbound SA's counters.
 #[derive(Clone, Copy, Debug)]
 struct Used {
     cpu: Option<u32>,
@@ -402,7 +407,7 @@ struct Used {
     packets: u64,
 }
 
-/// A host's outbound SAs, always in the same order.
+/// A host's outbound SAs in a fixed order.
 fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
     let number = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{value}"));
     let mut all: Vec<Outbound> = associations(guest, host)
@@ -419,7 +424,7 @@ fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
     all
 }
 
-/// Four senders on four CPUs, and a peer that takes one SA: it carries everything.
+/// Four senders on four CPUs, and a peer that accepts one SA: it carries everything.
 fn p14_a_peer_of_one_sa_has_all_by_the_fallback(guest: &Guest) {
     let serve = Process::serve_with(&["--sas", "1"]);
     let session = Process::up("cpu");
@@ -438,7 +443,7 @@ fn p14_a_peer_of_one_sa_has_all_by_the_fallback(guest: &Guest) {
     };
     assert_eq!(one.cpu, None);
     assert!(one.bytes - before[0].bytes >= 4 * BYTES as u64, "{after:?}");
-    // The other way there are as many as the host has CPUs.
+    // The opposite direction has one for each CPU of the host, and the fallback.
     assert_eq!(outbound(guest, "b").len(), 5);
     drop(lanes);
     drop(listener);

@@ -58,8 +58,7 @@ fn main() -> ExitCode {
         let serve = p13_a_server_that_was_killed_takes_its_own_back(guest, serve);
         serve.end(guest);
         capture.end(guest);
-        // Everything but the control connections is ESP. (A host answers what a blocked
-        // neighbour sends with nothing at all.)
+        // All other packets are ESP. (A host does not answer packets of a peer with blocked ports.)
         let seen = |filter| captured(guest, "sessions.pcap", filter);
         assert_eq!(
             seen("tcp and not port 7302 and not port 7303"),
@@ -72,7 +71,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// As `ipsec up --mode connection` is used by a hypervisor with several connections.
+/// `ipsec up --mode connection` as a hypervisor with several connections uses it.
 fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
@@ -113,7 +112,7 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
     let before = seen.len();
     seen.extend(keys(guest, "a"));
     assert!(seen.len() >= before + 10, "none keeps its number: {seen:?}");
-    // GCM's secrecy is gone where one key serves two SAs, which both count from 0.
+    // With one key for two SAs, which both count from 0, GCM would lose its secrecy.
     let different: BTreeSet<&String> = seen.values().collect();
     assert_eq!(different.len(), seen.len(), "a key serves twice: {seen:?}");
     carry(guest, &connections);
@@ -122,7 +121,7 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
     for one in &used {
         assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
     }
-    // One is over: its SA goes, and the others' stay.
+    // One connection ends: its SA is removed, the others stay.
     let mut connections = connections;
     connections.pop();
     until("an SA goes with its connection", || {
@@ -135,7 +134,7 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Both kernels of the rig have SAs for one CPU, the older one taken over into its series.
+/// Both kernels of the rig have per-CPU SAs, the older one as a backport in its series.
 fn each_cpu_has_an_sa(guest: &Guest) {
     let session = Process::up("cpu");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
@@ -165,7 +164,7 @@ fn each_cpu_has_an_sa(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// And so it arrives spread over several UDP source ports, which a network card can hash.
+/// ESP in UDP arrives from several UDP source ports, which a network card can hash.
 fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
     let session = Process::begin(
         up_with(SERVER_6, &["--mode", "connection", "--udp", "4500"]),
@@ -190,7 +189,8 @@ fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Somebody else's policy, and another session of ours; both stay as they are.
+/// A policy of another program and another session of this host block the session; both stay
+/// unchanged.
 fn what_is_in_the_way_is_named(guest: &Guest) {
     let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto 6 dport 4446 dir out";
     let ip = |line: String| guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
@@ -213,7 +213,7 @@ fn what_is_in_the_way_is_named(guest: &Guest) {
         "the first session's stand"
     );
     assert_eq!(associations(guest, "b").len(), 2);
-    // Nor may the control connection be among the ports, of its own session or of another one.
+    // The control connection must not be among the ports, of its own session or of another one.
     let server = serve_at("[::]:4447", "4447-4451", "host-a.example");
     for (ports, why) in [
         (
@@ -232,13 +232,13 @@ fn what_is_in_the_way_is_named(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// A second session from the same host is refused, and says why.
+/// The session is refused, with this reason.
 fn refused(why: &str) {
     let more = ["--mode", "connection", "--control", "run-2"];
     says(up_with(SERVER, &more), why);
 }
 
-/// The ports are blocked then, and whoever had the session protected is told.
+/// A removed policy ends the session with an error, and its ports stay blocked.
 fn policies_that_somebody_removes_are_missed(guest: &Guest) {
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "policy", "flush"]);
@@ -249,7 +249,7 @@ fn policies_that_somebody_removes_are_missed(guest: &Guest) {
     until("the peer's session is over", || has_none(guest, "b"));
     Process::up("connection").end(guest);
     nothing_left(guest);
-    // SAs too, and nothing is sent then.
+    // Removed SAs do the same, and nothing is sent.
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
     assert!(!session.0.wait().expect("it ends").success());
@@ -260,7 +260,7 @@ fn policies_that_somebody_removes_are_missed(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Its device, or all of them, would let the ports' packets pass.
+/// The setting of a device, or of all devices, would let the ports' packets bypass IPsec.
 fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
     let set = |of: &str, name: &str, value: u8| {
         let file = format!("/proc/sys/net/ipv4/conf/{of}/{name}");
@@ -281,7 +281,7 @@ fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// On either side, and it is said what is lacking.
+/// The command fails on either side and names the missing capability.
 fn without_the_capability_nothing_begins(guest: &Guest) {
     const NOBODY: u32 = 65_534;
     let own = format!("{NOBODY}:{NOBODY}");
@@ -316,7 +316,7 @@ fn without_the_capability_nothing_begins(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Its peer takes the connection and says nothing.
+/// The peer accepts the connection and sends nothing.
 fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
     let silent = inside("b", || TcpListener::bind("10.0.0.2:7303")).expect("b listens");
     let mut command = up_with("10.0.0.2:7303", &["--control", "run-2"]);
@@ -331,8 +331,8 @@ fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// By the host that knows of it, and before anything is installed. What a process leaves that is
-/// killed is shown as such.
+/// The host with the other session in its records refuses, before anything is installed. Remains of
+/// a killed process are listed as such.
 fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
     let mut session = Process::up("connection");
     let policies = || {
@@ -340,7 +340,7 @@ fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
         [of("a"), of("b")]
     };
     let before = policies();
-    // Records elsewhere: that host knows nothing of the other session.
+    // With other records a host does not see the other session.
     for (state_a, state_b, is_peers) in
         [("state-a", "other-b", false), ("other-a", "state-b", true)]
     {
@@ -394,7 +394,7 @@ fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
     }
 }
 
-/// A certificate does not do from elsewhere.
+/// A certificate is not accepted from another address.
 fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
     let up = || up_at("10.0.0.2:7303", PORTS);
     let server = serve_at("[::]:7303", PORTS, "host-a.example=10.0.0.3,fd00::/64");
@@ -407,7 +407,7 @@ fn a_peer_is_bound_to_its_addresses(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Another server at host b.
+/// Starts another server on host b.
 fn serve_at(listen: &str, ports: &str, peer: &str) -> Process {
     let words = ["dunlin", "ipsec", "serve", "--listen", listen];
     let mut command = Command::new("ip");
@@ -418,7 +418,7 @@ fn serve_at(listen: &str, ports: &str, peer: &str) -> Process {
     Process::begin(command, "listening on")
 }
 
-/// Another session from host a.
+/// Starts another session from host a.
 fn up_at(server: &str, ports: &str) -> Command {
     let words = ["dunlin", "ipsec", "up", "--peer", server];
     let mut command = Command::new("ip");
@@ -430,7 +430,7 @@ fn up_at(server: &str, ports: &str) -> Command {
     command
 }
 
-/// Fails, and says why.
+/// The command fails, with this reason.
 fn says(mut command: Command, why: &str) {
     let refused = command.output().expect("it starts");
     let said = String::from_utf8_lossy(&refused.stderr);
@@ -438,7 +438,7 @@ fn says(mut command: Command, why: &str) {
     assert!(said.contains(why), "{said}");
 }
 
-/// How many packets host a has not sent since a policy blocks them.
+/// The number of packets that a policy has kept host a from sending.
 fn blocked(guest: &Guest) -> u64 {
     let counters = guest.output("ip", &netns("a", &["cat", "/proc/net/xfrm_stat"]));
     let mut lines = counters.lines();
@@ -447,7 +447,7 @@ fn blocked(guest: &Guest) -> u64 {
     blocked.unwrap_or_else(|| panic!("{counters}"))
 }
 
-/// What a connection still has to send is not sent in the clear when its session ends.
+/// When a session ends, unsent data of a connection does not leave in the clear.
 fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     let session = Process::begin(
         up_with(SERVER, &["--mode", "connection", "--quiet-wait", "1s"]),
@@ -464,10 +464,10 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
         )],
     );
     assert_eq!(session.end_with(guest), Some(1), "the ports are not free");
-    // It is retransmitted from now on, if anything lets it.
+    // From now on TCP would retransmit it if a policy allowed it.
     let before = blocked(guest);
     let _ = (&near).write_all(&[7; 4096]);
-    // The first segment and one retransmission.
+    // The first segment and one retransmission are blocked.
     until("the policy blocks what is sent again", || {
         blocked(guest) >= before + 2
     });
@@ -485,7 +485,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
         policies.contains("action block"),
         "it is not over yet: {policies}"
     );
-    // As its owner would that has died: the kernel forgets what it had to send.
+    // As if the owner had died: the kernel discards the unsent data.
     for end in [&near, &far] {
         set_reset_on_close(end).expect("a socket");
     }
@@ -496,7 +496,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     });
 }
 
-/// The next one does so before it takes anybody in; and the peer's session has ended by itself.
+/// The next server removes them before it accepts a peer; the peer's session has ended by itself.
 fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process) -> Process {
     let mut session = Process::up("connection");
     guest.command("kill", &["-KILL", &serve.0.id().to_string()]);
@@ -506,13 +506,13 @@ fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process
         !session.0.wait().expect("it ends").success(),
         "its peer has gone"
     );
-    // Who can kill it, or cut the control connection, opens no port by that.
+    // Killing the server or cutting the control connection does not open a port.
     assert_eq!(sealed(guest, "a"), 0);
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");
     assert!(!empty(guest, "b"));
     let again = Process::serve();
-    // Its SAs have gone; what blocks the ports is there until the next session takes it over.
+    // Its SAs are removed; the blocking policies stay until the next session replaces them.
     assert_eq!(sealed(guest, "b"), 0);
     let policies = guest.output("ip", &["-n", "b", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");
@@ -521,13 +521,13 @@ fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process
     again
 }
 
-/// Whether a host's server has no session, nor an SA of one.
+/// Whether a host's server has no session and no SA.
 fn has_none(guest: &Guest, host: &str) -> bool {
     let sessions = guest.output("dunlin", &status(host, &["--json"]));
     sealed(guest, host) == 0 && sessions.is_empty()
 }
 
-/// The keys of a host's SAs by SPI, as the kernel has them.
+/// The keys of a host's SAs by SPI, read from the kernel.
 fn keys(guest: &Guest, host: &str) -> BTreeMap<String, String> {
     let states = guest.output("ip", &["-n", host, "-o", "xfrm", "state"]);
     let word_after = |line: &str, name: &str| {
@@ -543,7 +543,7 @@ fn keys(guest: &Guest, host: &str) -> BTreeMap<String, String> {
     states.lines().filter_map(key).collect()
 }
 
-/// How many SAs a host has.
+/// The number of a host's SAs.
 fn sealed(guest: &Guest, host: &str) -> usize {
     let states = guest.output("ip", &["-n", host, "xfrm", "state"]);
     states.matches("proto esp").count()

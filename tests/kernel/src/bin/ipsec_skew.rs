@@ -1,4 +1,4 @@
-//! The command of an earlier commit and today's: keying sessions with each other, new keys, and a VM that moves over lanes by IPsec.
+//! The command of an earlier commit and the current one: IPsec sessions, new keys, a migration.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -22,7 +22,7 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-/// Connections of a session.
+/// The number of connections of a session.
 const CONNECTIONS: usize = 2;
 
 fn main() -> ExitCode {
@@ -62,7 +62,7 @@ fn i6_connections_go_by_esp_and_keys_are_renewed(
             (near, listener.accept().expect("b accepts").0)
         })
         .collect();
-    // Each process is asked by the other version.
+    // Each process is queried by the other version.
     let both = [("a", far), ("b", near)];
     let own = |(host, by): (&str, &str)| -> Vec<Value> {
         let mut all = associations_by(by, guest, host);
