@@ -371,7 +371,7 @@ impl Tally {
     }
 }
 
-/// Shows progress on a terminal.
+/// Prints progress, because a run takes minutes.
 fn progress(kernel: &Kernel, said: &Said, begun: Instant) {
     let now = begun.elapsed().as_secs_f32();
     let what = match said {
