@@ -215,8 +215,8 @@ pub struct Accept {
 }
 
 impl Accept {
-    /// Starts it with the certificate `other.pem`; clients that request other names go to port
-    /// 4443.
+    /// Starts it with the certificate `other.pem`; port 4443 receives clients that request other
+    /// names.
     ///
     /// # Panics
     /// It does not start.

@@ -19,7 +19,7 @@ pub fn forbid(direction: Direction) {
     refuse(direction, None);
 }
 
-/// Does the same only for the socket with this number.
+/// Like [`forbid`], only for the descriptor with this number.
 ///
 /// # Panics
 /// The kernel has no seccomp.
