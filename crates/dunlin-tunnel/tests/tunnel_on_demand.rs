@@ -251,7 +251,7 @@ fn i7_an_invalid_parameter_is_refused_by_the_far_side_with_a_reason() {
     for (route, parameter, word) in [
         ("plain", Some("vm=web"), "takes no parameter"),
         ("ram", None, "needs a parameter vm=VALUE"),
-        ("ram", Some("disk=web"), "a parameter vm, and not disk"),
+        ("ram", Some("disk=web"), "needs a parameter vm, not disk"),
     ] {
         let listener = scene.open(route, parameter, "entrance");
         let mut near = connect(&listener);
@@ -299,7 +299,7 @@ fn i7_an_invalid_demand_returns_an_error_and_opens_no_listener() {
     assert!(matches!(lanes, DemandError::Lanes { .. }), "{lanes}");
     fs::write(scene.path("file"), "").unwrap();
     let taken = bad(&scene.demand("plain", None, "file"));
-    assert!(taken.to_string().contains("no socket"), "{taken}");
+    assert!(taken.to_string().contains("is not a socket"), "{taken}");
     assert!(scene.near.on_demand_listeners().is_empty());
     let target = scene.near.routes();
     assert!(target.iter().all(|one| one.target.is_none()));

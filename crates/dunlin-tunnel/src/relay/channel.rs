@@ -408,7 +408,7 @@ impl Channel {
         let mut filled = 0;
         loop {
             match (&self.tls).read(&mut records[filled..]) {
-                Ok(0) => return self.unless_broken(self.lost("it was cut, and not closed")),
+                Ok(0) => return self.unless_broken(self.lost("closed without close_notify")),
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if is_early(&error) => {
