@@ -252,13 +252,13 @@ impl fmt::Display for Failure {
             Self::LeftChanged => write!(out, "left the machine changed"),
             Self::KernelWarning(line) => write!(out, "the kernel warned: {line}"),
             Self::KernelOops(line) => write!(out, "the kernel stopped: {line}"),
-            Self::KernelStall(line) => write!(out, "the kernel stands still: {line}"),
+            Self::KernelStall(line) => write!(out, "the kernel stalled: {line}"),
             Self::MachineHung(limit) => write!(
                 out,
-                "the machine hung: nothing was heard of it for {} s",
+                "the machine hung: no output for {} s",
                 limit.as_secs()
             ),
-            Self::MachineEnded => write!(out, "the machine ended without a word"),
+            Self::MachineEnded => write!(out, "the machine ended without a report"),
         }
     }
 }
