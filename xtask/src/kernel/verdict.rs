@@ -253,11 +253,9 @@ impl fmt::Display for Failure {
             Self::KernelWarning(line) => write!(out, "the kernel warned: {line}"),
             Self::KernelOops(line) => write!(out, "the kernel stopped: {line}"),
             Self::KernelStall(line) => write!(out, "the kernel stalled: {line}"),
-            Self::MachineHung(limit) => write!(
-                out,
-                "the machine hung: no output for {} s",
-                limit.as_secs()
-            ),
+            Self::MachineHung(limit) => {
+                write!(out, "the machine hung: no output for {} s", limit.as_secs())
+            }
             Self::MachineEnded => write!(out, "the machine ended without a report"),
         }
     }
