@@ -37,7 +37,7 @@ pub(super) fn check(targets: &[Target], seeds: impl Fn(&str) -> Vec<Seed>) {
     let mut failed = Vec::new();
     for &(name, run) in targets {
         let corpus = corpus(name, seeds(name));
-        let mut stands = corpus
+        let mut passes = corpus
             .iter()
             .all(|(seed, bytes)| holds(name, &format!("its seed {seed}"), bytes, run));
         let round = |seed| {
@@ -47,16 +47,16 @@ pub(super) fn check(targets: &[Target], seeds: impl Fn(&str) -> Vec<Seed>) {
         let began = Instant::now();
         let mut rounds = 0;
         match replay {
-            Some(seed) => stands &= round(seed),
+            Some(seed) => passes &= round(seed),
             None => {
-                while stands && (rounds % 64 != 0 || began.elapsed() < TIME) {
-                    stands = round(base.wrapping_add(rounds));
+                while passes && (rounds % 64 != 0 || began.elapsed() < TIME) {
+                    passes = round(base.wrapping_add(rounds));
                     rounds += 1;
                 }
             }
         }
         println!("{name}: {} seeds, {rounds} mutations", corpus.len());
-        if !stands {
+        if !passes {
             failed.push(name);
         }
     }

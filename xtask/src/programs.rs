@@ -118,7 +118,7 @@ pub fn command(options: &TestOptions) -> Result<ExitCode> {
     // A renamed program would run beside others unnoticed.
     let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
     if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
-        bail!("{gone}, which is to run alone, is no test program any more");
+        bail!("{gone}, which is to run alone, is not a test program");
     }
     let Some(suite) = options.suite else {
         return Ok(ExitCode::SUCCESS);
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_fails_is_told_from_what_passes() {
+    fn failures_differ_from_passes() {
         let named = |name: &str| Program {
             name: name.to_owned(),
             file: Path::new("/bin").join(name),

@@ -59,7 +59,7 @@ fn failure(outcome: &Outcome) -> &Failure {
 }
 
 #[test]
-fn each_way_for_a_test_to_end_is_told_apart() {
+fn each_end_of_a_test_has_its_verdict() {
     let scripts = [
         ("a-passes", "echo 'a file' >brought-back"),
         ("b-fails", "printf 'no newline'; exit 3"),

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use dunlin_rig::guest::{Content, Workload};
 use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
 use dunlin_rig::machine::{
-    self, Machine, MachineError, Migration, PATIENCE, Setup, begin, finish, migrate,
+    self, Machine, MachineError, Migration, Setup, TIMEOUT, begin, finish, migrate,
 };
 use dunlin_rig::need;
 use serde_json::{Value, json};
@@ -160,14 +160,14 @@ fn set(machine: &mut Machine, capabilities: &[&str]) {
 
 fn wait_status(machine: &mut Machine, wanted: &str) {
     let is = |name: &str, data: &Value| name == "MIGRATION" && data["status"] == wanted;
-    if let Err(error) = machine.qmp().wait_event(PATIENCE, is) {
+    if let Err(error) = machine.qmp().wait_event(TIMEOUT, is) {
         panic!("{wanted}: {error}: {}", machine.messages());
     }
 }
 
 /// Waits until `done` accepts QEMU's answer to a query.
 fn wait_answer(machine: &mut Machine, question: &str, done: impl Fn(&Value) -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let answer = machine.qmp().execute(question, json!({})).unwrap();
         if done(&answer) {

@@ -200,7 +200,7 @@ impl DialCancel {
     /// Cancels the dial: interrupts connecting, and shuts down the connection during the handshake.
     pub fn cancel(&self) {
         let stream = lock(&self.0.stream);
-        self.0.stop.tell();
+        self.0.stop.request();
         if let Some(stream) = &*stream {
             // Fails only if the connection has already closed.
             let _ = stream.shutdown(Shutdown::Both);
@@ -210,7 +210,7 @@ impl DialCancel {
     /// Whether [`DialCancel::cancel`] has been called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        self.0.stop.is_told()
+        self.0.stop.is_requested()
     }
 
     /// Becomes readable, and stays readable, when the dial is cancelled.

@@ -41,7 +41,7 @@ pub enum RelayError {
         "the limit of {RECORD_LIMIT} records per key is reached, and TLS 1.2 cannot renew keys: use \
          TLS 1.3 on both sides, or stripe mode for this route"
     )]
-    Worn,
+    UsedUp,
     /// The peer sent an alert.
     #[error("the peer ended the connection with alert {0}")]
     PeerAlert(Alert),

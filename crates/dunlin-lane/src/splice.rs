@@ -31,7 +31,7 @@ pub enum Pause {
 /// Stops both directions of a connection, immediately or at their next wait.
 #[derive(Debug)]
 pub struct Stop {
-    is_told: AtomicBool,
+    is_requested: AtomicBool,
     waker: Waker,
     wakeup: Wakeup,
 }
@@ -44,15 +44,15 @@ impl Stop {
     pub fn new() -> io::Result<Self> {
         let (waker, wakeup) = waker()?;
         Ok(Self {
-            is_told: AtomicBool::new(false),
+            is_requested: AtomicBool::new(false),
             waker,
             wakeup,
         })
     }
 
     /// Ends every wait that uses this stop.
-    pub fn tell(&self) {
-        self.is_told.store(true, Ordering::SeqCst);
+    pub fn request(&self) {
+        self.is_requested.store(true, Ordering::SeqCst);
         // Never cleared: every later wait ends immediately.
         self.waker.wake();
     }
@@ -63,8 +63,8 @@ impl Stop {
     }
 
     /// Whether [`Stop::tell`] has been called.
-    pub fn is_told(&self) -> bool {
-        self.is_told.load(Ordering::SeqCst)
+    pub fn is_requested(&self) -> bool {
+        self.is_requested.load(Ordering::SeqCst)
     }
 }
 
@@ -77,7 +77,7 @@ pub fn carry(
     stop: &Stop,
     mut carried: impl FnMut(u64),
 ) -> Pause {
-    while !stop.is_told() {
+    while !stop.is_requested() {
         if conduit.held() == 0 {
             match conduit.take(from) {
                 Ok(0) => return Pause::Ended,
@@ -227,7 +227,7 @@ mod tests {
                     far.read_exact(&mut [0]).unwrap();
                 }
                 assert!(paused.try_recv().is_err(), "it carries until it is stopped");
-                stop.tell();
+                stop.request();
                 let pause = paused.recv_timeout(LIMIT);
                 // A carrier that did not stop would keep the scope open.
                 for end in [from, to] {

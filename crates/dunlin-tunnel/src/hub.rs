@@ -387,7 +387,7 @@ impl Hub {
             }
             Action::GiveUp(fault) => {
                 core.control.give_up(fault);
-                self.stop.tell();
+                self.stop.request();
                 for dial in std::mem::take(&mut core.dials).into_values() {
                     dial.cancel();
                 }

@@ -556,7 +556,7 @@ fn i1_a_cancellation_after_commit_is_too_late() {
     let to = receiving.address.to_string();
     let observe = |event: &Event| {
         if matches!(event, Event::Warning(text) if text.contains("too late")) {
-            // Told once more, it is the same.
+            // A second warning changes nothing.
             let _ = warned.try_send(());
         }
     };

@@ -23,7 +23,7 @@ pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA2
 pub const CURVE: &str = "secp384r1";
 
 /// The time limit for every wait.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A program that is killed on drop.
 #[derive(Debug)]
@@ -297,7 +297,7 @@ impl Accept {
     /// # Panics
     /// It stays higher.
     pub fn settles(&self, before: [usize; 2]) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.held() != before {
             let held = self.held();
             assert!(Instant::now() < until, "{held:?} are held, not {before:?}");
@@ -311,7 +311,7 @@ impl Accept {
     /// They do not appear.
     #[must_use]
     pub fn says(&self, words: &str) -> String {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             let log = fs::read_to_string("accept.log").expect("it was made");
             if let Some(line) = log.lines().find(|line| line.contains(words)) {
@@ -464,8 +464,7 @@ pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
 pub fn exchange(near: &TcpStream, far: &TcpStream, there: &[u8], back: &[u8]) {
     for end in [near, far] {
         // Without a timeout a failing side would leave the other waiting.
-        end.set_read_timeout(Some(PATIENCE))
-            .expect("it is a socket");
+        end.set_read_timeout(Some(TIMEOUT)).expect("it is a socket");
     }
     thread::scope(|scope| {
         scope.spawn(|| {

@@ -40,7 +40,7 @@ const TAG: usize = 16;
 
 /// The time limit for an event that is certain to occur. Times are meaningless here; the limit only
 /// stops a test that would hang.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The keys of one direction.
 #[derive(Clone, Copy, Debug)]
@@ -174,7 +174,7 @@ pub fn readable(socket: &TcpStream) -> bool {
 pub fn await_bytes(socket: &TcpStream, bytes: usize) {
     let begun = Instant::now();
     while unread_bytes(socket).expect("it is a socket") < bytes as u64 {
-        assert!(begun.elapsed() < PATIENCE, "{bytes} bytes do not come");
+        assert!(begun.elapsed() < TIMEOUT, "{bytes} bytes do not come");
         std::thread::yield_now();
     }
 }

@@ -282,7 +282,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     assert!(namespace_file(namespace).exists(), "its maker lives");
     maker.kill().unwrap();
     maker.wait().unwrap();
-    assert!(namespace_file(namespace).exists(), "nobody cleaned up");
+    assert!(namespace_file(namespace).exists(), "still there");
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());

@@ -158,7 +158,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     machine::begin(&mut source, &mut destination, &migration).unwrap();
     let active = |name: &str, data: &Value| name == "MIGRATION" && data["status"] == "active";
     let qmp = source.qmp();
-    qmp.wait_event(machine::PATIENCE, active).unwrap();
+    qmp.wait_event(machine::TIMEOUT, active).unwrap();
     pair.link.swallow(Direction::Both).unwrap();
     source.forget_lines();
     source.next_beat().unwrap();

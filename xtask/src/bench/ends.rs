@@ -17,7 +17,7 @@ use dunlin_test_base::Scratch;
 use super::program;
 
 /// The time limit for every wait.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The line that a forwarder prints when it accepts connections.
 pub(super) const LISTENING: &str = "listening";
@@ -109,12 +109,12 @@ impl Stream {
         match &self {
             Self::Unix(stream) => {
                 stream.set_nonblocking(false)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
             }
             Self::Tcp(stream) => {
                 stream.set_nonblocking(false)?;
                 stream.set_nodelay(true)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
             }
         }
         Ok(self)
@@ -189,7 +189,7 @@ impl Site {
 
     /// Accepts the next connection at the far hypervisor.
     pub(super) fn accept(&self, ends: Ends) -> Result<Stream> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             let accepted = match ends {
                 Ends::Unix => self.unix.accept().map(|(stream, _)| Stream::Unix(stream)),
@@ -426,7 +426,7 @@ impl Pair {
 }
 
 fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !there() {
         if Instant::now() > until {
             bail!("{what} does not listen");

@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use dunlin_rig::machine::{Machine, Migration, PATIENCE, Setup, begin, finish};
+use dunlin_rig::machine::{Machine, Migration, Setup, TIMEOUT, begin, finish};
 use serde_json::{Value, json};
 
 use super::ends::{Pair, Site};
@@ -40,8 +40,8 @@ fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration)
     // Resume the guest as soon as it has arrived.
     destination.qmp().execute("cont", json!({}))?;
     let is = |wanted: &'static str| move |name: &str, _: &Value| name == wanted;
-    let stopped = source.qmp().wait_event(PATIENCE, is("STOP"))?;
-    let resumed = destination.qmp().wait_event(PATIENCE, is("RESUME"))?;
+    let stopped = source.qmp().wait_event(TIMEOUT, is("STOP"))?;
+    let resumed = destination.qmp().wait_event(TIMEOUT, is("RESUME"))?;
     finish(source, "source")?;
     finish(destination, "destination")?;
     destination.next_beat()?;

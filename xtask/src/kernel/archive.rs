@@ -124,7 +124,7 @@ impl Archive {
 
 fn text(path: &Path) -> io::Result<&str> {
     path.to_str()
-        .ok_or_else(|| io::Error::other(format!("{} is no UTF-8", path.display())))
+        .ok_or_else(|| io::Error::other(format!("{} is not UTF-8", path.display())))
 }
 
 #[cfg(test)]

@@ -394,10 +394,10 @@ fn described(kernel: &Kernel, outcomes: &[Outcome], folder: &Path, all: bool) ->
         };
         text += &format!("{} {}: {verdict}\n", short(kernel), test.name);
         // Of a test that passed, print only measurements.
-        let told = |line: &&String| {
+        let shown = |line: &&String| {
             all || test.verdict != Verdict::Passed || line.starts_with("count of ")
         };
-        for line in test.output.iter().filter(told) {
+        for line in test.output.iter().filter(shown) {
             text += &format!("    {line}\n");
         }
     }

@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_codes_are_told_apart() {
+    fn exit_codes_differ() {
         let report = "T: ready 7.3\nT: begin a\nhello\nT: end a 0 0\nT: begin b\nnoT: end b 1 0\n\
                       T: begin c\nT: end c 77 0\nT: begin d\nT: end d late 0\nT: done";
         let record = record(report, "");

@@ -127,18 +127,18 @@ impl Forwarded {
 
     fn give_up(&self) {
         self.is_broken.store(true, Ordering::SeqCst);
-        self.stop.tell();
+        self.stop.request();
     }
 
     /// Ends it at once.
     pub(super) fn cut(&self) {
-        self.stop.tell();
+        self.stop.request();
     }
 
     fn activity(&self) -> Activity {
         Activity {
             number: self.number,
-            is_leaving: self.stop.is_told(),
+            is_leaving: self.stop.is_requested(),
             has_said_more: self.said_bytes.load(Ordering::SeqCst) > self.hello_bytes,
             last: self.began + Duration::from_millis(self.last_ms.load(Ordering::SeqCst)),
         }
@@ -166,7 +166,7 @@ impl Forwarded {
             }
             Err(error) => {
                 self.is_broken.store(true, Ordering::SeqCst);
-                Err(match self.stop.is_told() {
+                Err(match self.stop.is_requested() {
                     true => Refusal::Cut,
                     false => Refusal::Unreachable(error),
                 })

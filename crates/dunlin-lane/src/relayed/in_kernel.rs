@@ -152,13 +152,13 @@ impl Sealing {
     /// [`Sealing::has_renewed`] after sending it.
     ///
     /// # Errors
-    /// [`RelayError::Worn`] in TLS 1.2, which has no key update.
+    /// [`RelayError::UsedUp`] in TLS 1.2, which has no key update.
     pub fn renews(&self) -> Result<Option<Control>, RelayError> {
         let keys = &self.keys;
         let is_used_up = self.records + CALL_RECORDS > keys.limit.load(Ordering::Relaxed);
         if !keys.is_1_3 {
             return if is_used_up {
-                Err(RelayError::Worn)
+                Err(RelayError::UsedUp)
             } else {
                 Ok(None)
             };

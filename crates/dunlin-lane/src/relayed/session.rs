@@ -86,7 +86,7 @@ impl Session {
     }
 
     /// Renews keys after `records`, if that is below their record limit. TLS 1.2 cannot renew keys:
-    /// the connection ends with [`RelayError::Worn`].
+    /// the connection ends with [`RelayError::UsedUp`].
     pub fn renew_after(&self, records: u64) {
         self.lock().renew_after(records);
     }
@@ -150,7 +150,7 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                     if self.sealed > 0 && self.sealed + count > self.limit && content.is_some() =>
                 {
                     if !is_1_3 {
-                        return Err(RelayError::Worn);
+                        return Err(RelayError::UsedUp);
                     }
                     traffic.refresh_traffic_keys()?;
                     self.sealed = 0;
@@ -170,7 +170,7 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                             Err(EncryptError::InsufficientSize(InsufficientSizeError {
                                 required_size,
                             })) => records.resize(front + required_size, 0),
-                            Err(EncryptError::EncryptExhausted) => return Err(RelayError::Worn),
+                            Err(EncryptError::EncryptExhausted) => return Err(RelayError::UsedUp),
                         }
                     };
                     self.pending.clear();

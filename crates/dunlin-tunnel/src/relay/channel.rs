@@ -235,7 +235,7 @@ impl Channel {
         let _ = self.tls.shutdown(Shutdown::Both);
         self.plain.stop_reading();
         for stop in self.stops.iter().flatten() {
-            stop.tell();
+            stop.request();
         }
     }
 
@@ -254,7 +254,7 @@ impl Channel {
             // An end may have arrived before the reset, so the reader decides.
             self.is_reset.store(true, Ordering::SeqCst);
             if let Some([_, inward]) = &self.stops {
-                inward.tell();
+                inward.request();
             }
             // After the end no thread reads.
             if self.has_closed.load(Ordering::SeqCst) {

@@ -11,9 +11,7 @@ use dunlin_kernel_tests::sessions::{
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_rig::debian::Qemu;
 use dunlin_rig::guest::{self, Content, Workload};
-use dunlin_rig::machine::{
-    Accelerator, Machine, Migration, PATIENCE, Setup, begin, cancel, finish,
-};
+use dunlin_rig::machine::{Accelerator, Machine, Migration, Setup, TIMEOUT, begin, cancel, finish};
 use serde_json::{Value, json};
 
 const NEEDS: Needs = Needs {
@@ -141,7 +139,7 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
         "migrate-set-parameters",
         json!({"max-bandwidth": 0}),
     );
-    let event = source.qmp().wait_event(PATIENCE, |name, data| {
+    let event = source.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION" && data["status"] == "pre-switchover"
     });
     event.expect("the guest moves");

@@ -324,10 +324,7 @@ fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
     let _taken = silent.accept().expect("it connects");
     let began = Instant::now();
     assert_eq!(Process(child).end_with(guest), Some(4), "it was cancelled");
-    assert!(
-        began.elapsed() < LIMIT / 2,
-        "it has a patience of {LIMIT:?}"
-    );
+    assert!(began.elapsed() < LIMIT / 2, "its timeout is {LIMIT:?}");
     nothing_left(guest);
 }
 

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_told_from_noise() {
+    fn lines_are_separated_from_noise() {
         assert_eq!(
             Line::parse("beat ff 2\r\n"),
             Some(Line::Beat {

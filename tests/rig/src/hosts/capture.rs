@@ -21,7 +21,7 @@ const END: &[u8] = b"This datagram ends a capture of Dunlin's rig.";
 const DISCARD: u16 = 9;
 
 /// The timeout for the last datagram, because the link may be cut.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A running tcpdump.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ impl Capture {
         self.ending.store(true, Ordering::Release);
         // An interface that is down sends nothing and has no packets in flight.
         if self.socket.send(END).is_ok() {
-            let _ = self.ended.recv_timeout(PATIENCE);
+            let _ = self.ended.recv_timeout(TIMEOUT);
         }
         self.end()
             .map_err(|error| HostsError::Kernel(self.file.display().to_string(), error))?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Machine, MachineError, PATIENCE};
+use super::{Machine, MachineError, TIMEOUT};
 
 /// The transport of a migration.
 #[derive(Clone, Debug)]
@@ -137,7 +137,7 @@ pub fn begin(
         .qmp()
         .execute("migrate", json!({"uri": migration.connect}))?;
     // Skips events of earlier attempts; QEMU reports the failure of some of them twice.
-    source.qmp().wait_event(PATIENCE, |name, data| {
+    source.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION" && data["status"] == "setup"
     })?;
     Ok(())
@@ -149,7 +149,7 @@ pub fn begin(
 /// It did not complete, or does not end.
 pub fn finish(machine: &mut Machine, side: &'static str) -> Result<(), MachineError> {
     let ends = ["completed", "failed", "cancelled"];
-    let event = machine.qmp().wait_event(PATIENCE, |name, data| {
+    let event = machine.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION"
             && data["status"]
                 .as_str()

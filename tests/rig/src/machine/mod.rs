@@ -48,7 +48,7 @@ use crate::hosts::Host;
 use dunlin_test_base::Scratch;
 
 /// The time limit for every wait, sufficient on a busy machine and under emulation.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Executes the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +98,7 @@ pub enum MachineError {
     #[error("QEMU on its control socket")]
     Qmp(#[from] QmpError),
     /// An expected line did not arrive.
-    #[error("no {what} from the guest within {PATIENCE:?}; last it said:\n{said}")]
+    #[error("no {what} from the guest within {TIMEOUT:?}; last it said:\n{said}")]
     Silent {
         /// The expected line, or the end.
         what: &'static str,
@@ -206,7 +206,7 @@ impl Machine {
             }
         });
         let ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)) | Err(_));
-        let qmp = match Qmp::connect(&socket, PATIENCE, || ended(&mut child)) {
+        let qmp = match Qmp::connect(&socket, TIMEOUT, || ended(&mut child)) {
             Ok(qmp) => qmp,
             Err(error) => {
                 let _ = child.kill();
@@ -277,13 +277,13 @@ impl Machine {
     /// page.
     ///
     /// # Errors
-    /// None arrived within [`PATIENCE`], QEMU ended, or a page is wrong.
+    /// None arrived within [`TIMEOUT`], QEMU ended, or a page is wrong.
     pub fn wait_line(
         &mut self,
         what: &'static str,
         wanted: impl Fn(&Line) -> bool,
     ) -> Result<Line, MachineError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let text = match self.lines.recv_timeout(left) {

@@ -50,10 +50,10 @@ impl Qmp {
     /// QEMU exited, the time limit expired, or another program listens there.
     pub fn connect(
         socket: &Path,
-        patience: Duration,
+        timeout: Duration,
         mut ended: impl FnMut() -> bool,
     ) -> Result<Self, QmpError> {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let stream = loop {
             match UnixStream::connect(socket) {
                 Ok(stream) => break stream,
@@ -124,10 +124,10 @@ impl Qmp {
     /// None arrived in time, or QEMU has exited.
     pub fn wait_event(
         &mut self,
-        patience: Duration,
+        timeout: Duration,
         wanted: impl Fn(&str, &Value) -> bool,
     ) -> Result<Value, QmpError> {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         loop {
             let event = match self.events.pop_front() {
                 Some(event) => event,

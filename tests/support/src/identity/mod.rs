@@ -122,7 +122,7 @@ impl Ca {
         }
     }
 
-    /// A revocation list whose successor is due at the beginning of that year.
+    /// A revocation list with its next update at the beginning of that year.
     pub fn revoke(&self, serials: &[u64], next_year: i32) -> String {
         self.revoke_in(2024, serials, next_year)
     }

@@ -157,6 +157,6 @@ fn tls_1_2_ends_at_its_record_limit() {
     assert_eq!(seal.renews().unwrap(), None);
     seal.records = RECORD_LIMIT;
     let refused = seal.renews();
-    assert!(matches!(refused, Err(RelayError::Worn)), "{refused:?}");
+    assert!(matches!(refused, Err(RelayError::UsedUp)), "{refused:?}");
     assert_eq!(seal.closes().0, ALERT);
 }

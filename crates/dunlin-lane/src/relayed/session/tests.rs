@@ -163,7 +163,7 @@ fn tls_1_2_ends_at_its_record_limit_and_tls_1_3_renews_keys() {
         assert_eq!(opened(&far, &records, 1 << 20).0, b"data");
     }
     let refused = near.seal(Some(b"data"), &mut Vec::new());
-    assert!(matches!(refused, Err(RelayError::Worn)), "{refused:?}");
+    assert!(matches!(refused, Err(RelayError::UsedUp)), "{refused:?}");
 
     let (near, far) = pair(&TLS13);
     near.renew_after(8);
