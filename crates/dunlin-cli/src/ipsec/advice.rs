@@ -3,6 +3,7 @@
 
 use anyhow::{Error, anyhow};
 use dunlin_ipsec::{Event, IpsecError};
+use dunlin_proto::fault::FaultCode;
 
 /// An event as one line for a log, with advice.
 pub(crate) fn event_text(event: &Event) -> String {
@@ -18,11 +19,13 @@ pub(crate) fn event_text(event: &Event) -> String {
 
 /// An error of `dunlin ipsec up`, with advice.
 pub(super) fn with_advice(error: IpsecError) -> Error {
-    match error {
-        IpsecError::NoPerCpu => {
-            let text = format!("{error} (`--mode connection`)");
-            anyhow!(error).context(text)
-        }
-        error => error.into(),
+    match &error {
+        // Only per-CPU SAs are a feature that a peer's kernel may lack for `up`.
+        IpsecError::NoPerCpu
+        | IpsecError::EndedByPeer {
+            fault: FaultCode::FeatureMissing,
+            ..
+        } => anyhow!("{error} (`--mode connection`)"),
+        _ => error.into(),
     }
 }
