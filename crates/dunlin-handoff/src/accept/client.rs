@@ -233,7 +233,7 @@ mod tests {
     use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
     use super::super::Target;
-    use super::super::testing::{TIMEOUT, acceptor, until};
+    use super::super::tests::{TIMEOUT, acceptor, until};
     use super::*;
     use dunlin_lane::provider::Crypto;
     use dunlin_linux::poll::{Interest, poll};

@@ -22,7 +22,7 @@ mod door;
 mod forward;
 mod proxy;
 #[cfg(test)]
-mod testing;
+mod tests;
 mod token;
 
 use dunlin_lane::sync::{lock, wait};

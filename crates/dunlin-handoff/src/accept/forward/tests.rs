@@ -7,7 +7,7 @@ use dunlin_linux::socket::connect_unix;
 use dunlin_test_base::Scratch;
 
 use super::super::Acceptor;
-use super::super::testing::{TIMEOUT, acceptor, until};
+use super::super::tests::{TIMEOUT, acceptor, until};
 use super::*;
 
 #[test]
