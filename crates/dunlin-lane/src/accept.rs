@@ -91,23 +91,19 @@ fn accept_for(
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let mut pending: VecDeque<Pending> = VecDeque::new();
-    let mut paused_until: Option<Instant> = None;
+    let mut paused: Option<Instant> = None;
     let mut starved = false;
     loop {
         let now = Instant::now();
-        paused_until = paused_until.filter(|&until| until > now);
+        paused = paused.filter(|&until| until > now);
         let mut interests = vec![Interest::read(stop), Interest::read(listener)];
-        interests[1].read = paused_until.is_none();
+        interests[1].read = paused.is_none();
         interests.extend(pending.iter().map(|one| Interest {
             fd: one.stream.as_fd(),
             read: true,
             write: one.wants_write(),
         }));
-        let next = pending
-            .iter()
-            .map(|one| one.deadline)
-            .chain(paused_until)
-            .min();
+        let next = pending.iter().map(|one| one.deadline).chain(paused).min();
         let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
         let ready = poll(&interests, timeout)?;
         if ready[0] {
@@ -144,11 +140,11 @@ fn accept_for(
                 }
             }
         }
-        if ready[1] && paused_until.is_none() {
+        if ready[1] && paused.is_none() {
             match accept_some(listener, &mut pending, &mut deliver)? {
                 Accepted::All => starved = false,
                 Accepted::Short(short) => {
-                    paused_until = Some(Instant::now() + SHORTAGE_PAUSE);
+                    paused = Some(Instant::now() + SHORTAGE_PAUSE);
                     if let Some(error) = short
                         && !std::mem::replace(&mut starved, true)
                     {

@@ -6,8 +6,8 @@
 //! number of visits to each page, is migrated as the section `visitor`. If that and
 //! memory disagree, the thread finds a wrong page and the machine stops.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Instant, SystemTime};
 
 use dunlin::lane::sync::lock;
@@ -85,10 +85,6 @@ impl Visitor {
             }),
         }
     }
-
-    fn progress(&self) -> MutexGuard<'_, Progress> {
-        lock(&self.progress)
-    }
 }
 
 impl Shared {
@@ -122,7 +118,7 @@ impl Shared {
             Workload::Idle | Workload::Sequential | Workload::Random => 1,
         };
         let passes = |visitor: &Visitor| {
-            let progress = *visitor.progress();
+            let progress = *lock(&visitor.progress);
             progress.sets[..sets].iter().map(|walk| walk.pass).min()
         };
         self.visitors.iter().filter_map(passes).min().unwrap_or(0)
@@ -135,7 +131,7 @@ impl Shared {
             state::section(HEART, 0, self.common.heart.encode()),
         ];
         for (instance, visitor) in (0..).zip(&self.visitors) {
-            let progress = *visitor.progress();
+            let progress = *lock(&visitor.progress);
             let mut bytes = Writer::default();
             bytes
                 .u64(visitor.visits.load(Ordering::Relaxed))
@@ -173,7 +169,7 @@ impl Visitor {
     fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let (visits, beats) = (reader.u64("visits")?, reader.u64("beats")?);
-        let mut progress = self.progress();
+        let mut progress = lock(&self.progress);
         progress.share_sum = reader.u64("share")?;
         if progress.share_sum >= 100 {
             return Err(bad_value(&reader, "share", progress.share_sum));
@@ -220,7 +216,7 @@ impl Shared {
             .common
             .beat(index, clock_ns(), || self.visits(), pacer)
             .ok_or(VmState::PoweredOff)?;
-        let mut progress = visitor.progress();
+        let mut progress = lock(&visitor.progress);
         for _ in 0..visits {
             let walk = progress.choose();
             self.visit(walk).map_err(|wrong| {

@@ -151,10 +151,9 @@ impl Accept {
                             tls.replace(&fresh);
                             "certificates reloaded".to_owned()
                         }
-                        Err(error) => format!(
-                            "certificates not reloaded, everything stays as it was: {}",
-                            chained(&error)
-                        ),
+                        Err(error) => {
+                            format!("not reloaded, all stays as it was: {}", chained(&error))
+                        }
                     };
                     say(&how);
                     manager.ready(&how);

@@ -138,10 +138,9 @@ impl Run {
                             *lock(&drain) = limit;
                             "configuration reloaded".to_owned()
                         }
-                        Err(error) => format!(
-                            "configuration not reloaded, everything stays as it was: {}",
-                            chained(&error)
-                        ),
+                        Err(error) => {
+                            format!("not reloaded, all stays as it was: {}", chained(&error))
+                        }
                     };
                     say(&how);
                     // The status must be one line.
@@ -225,10 +224,7 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
         && at.port() != 0
         && at != tunnel.address()
     {
-        say(&format!(
-            "the address for peers stays {} until the tunnel is restarted",
-            tunnel.address()
-        ));
+        say("the address for peers changes at the next restart");
     }
     tunnel.replace(identities, &config.routes)?;
     Ok(config.drain)

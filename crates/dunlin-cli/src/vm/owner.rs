@@ -147,9 +147,7 @@ impl Service for ControlService {
                 }
                 let _ = send(connection, &records);
                 let watched = (Arc::clone(self), Arc::clone(&moving));
-                start("requester", move || {
-                    watch_requester(requests, &watched.0, &watched.1)
-                })?;
+                start("requester", move || watch(requests, &watched.0, &watched.1))?;
                 // The client may be gone; the migration continues.
                 let _ = follower.show(|line| send(connection, line));
                 return Ok(());
@@ -182,7 +180,7 @@ impl Service for ControlService {
 }
 
 /// Handles further requests of the client that requested the migration, while it is under way.
-fn watch_requester(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
+fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
     loop {
         match read_request(&mut requests) {
             Ok(Some(Request::Cancel)) => {
@@ -190,9 +188,7 @@ fn watch_requester(mut requests: impl BufRead, service: &ControlService, moving:
                     moving.warn(error.to_string());
                 }
             }
-            Ok(Some(_)) => {
-                moving.warn("only cancel is possible while the VM is being migrated".into())
-            }
+            Ok(Some(_)) => moving.warn("only cancel is possible during a migration".into()),
             Ok(None) | Err(_) => break,
         }
     }

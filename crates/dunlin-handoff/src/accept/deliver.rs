@@ -1,5 +1,6 @@
 //! Clients of a name that is ours: their keys to the kernel, their sockets to whoever takes them.
 
+use dunlin_lane::sync::lock;
 use std::io::Write;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
@@ -33,7 +34,7 @@ pub(super) fn start(shared: &Arc<Shared>, own: usize, secured: Secured) {
     let name = shared.options.names[own].name.clone();
     let most = shared.options.limits.handovers;
     // Whoever takes the sockets of one name and is slow costs those of others nothing.
-    let mut state = shared.lock();
+    let mut state = lock(&shared.state);
     let waiting = state.handovers.entry(own).or_default();
     // As many again may be about to be told that they are too many.
     let is_told = *waiting < 2 * most;

@@ -1,5 +1,6 @@
 //! The one thread that accepts, and that has every client until it is known who answers it.
 
+use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
@@ -85,7 +86,7 @@ impl AcceptLoop {
                 self.resting = None;
                 self.listen()?;
             }
-            let state = self.shared.lock();
+            let state = lock(&self.shared.state);
             let (is_draining, is_over) = (state.is_draining, state.is_over);
             drop(state);
             if is_draining {
@@ -230,7 +231,7 @@ impl AcceptLoop {
 
     /// A forwarded client's connection has failed, or its server's.
     fn watched(&self, number: u64, side: Side) {
-        let one = self.shared.lock().forwarded.get(&number).cloned();
+        let one = lock(&self.shared.state).forwarded.get(&number).cloned();
         if let Some(one) = one {
             one.fails(side);
         }

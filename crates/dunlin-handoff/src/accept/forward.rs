@@ -4,6 +4,7 @@
 //! one goes for which neither side has said anything for longest, if that is long enough: less is
 //! enough for one that has only said a name. Whoever stands still costs those nothing who go on.
 
+use dunlin_lane::sync::lock;
 use std::io::{self, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -94,7 +95,9 @@ impl Forwarded {
             has_failed: Default::default(),
             has_ended: Default::default(),
         });
-        shared.lock().forwarded.insert(number, Arc::clone(&own));
+        lock(&shared.state)
+            .forwarded
+            .insert(number, Arc::clone(&own));
         let (on_thread, one) = (Arc::clone(shared), Arc::clone(&own));
         let spawned = thread::Builder::new()
             .name(format!("dunlin-forward-{number}"))
@@ -183,7 +186,7 @@ impl Forwarded {
         if self.is_broken.load(Ordering::SeqCst) {
             reset(&self.client);
         }
-        shared.lock().forwarded.remove(&self.number);
+        lock(&shared.state).forwarded.remove(&self.number);
         shared.changed.notify_all();
     }
 
@@ -287,7 +290,7 @@ impl Forwarded {
 /// Whether there is room for one more. Another client may be cut for it; the threads of that one
 /// count until they have ended.
 fn make_room(shared: &Shared, now: Instant) -> bool {
-    let state = shared.lock();
+    let state = lock(&shared.state);
     let all: Vec<_> = state.forwarded.values().map(|one| one.activity()).collect();
     match room(shared.options.limits.forwarded, &all, now) {
         Room::Free => true,

@@ -31,7 +31,7 @@ use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -346,7 +346,7 @@ impl Acceptor {
                     own.tell(Event::Failed(error));
                 }
                 drop(door);
-                own.lock().is_closed = true;
+                lock(&own.state).is_closed = true;
                 own.changed.notify_all();
             })?;
         Ok(Self {
@@ -365,7 +365,7 @@ impl Acceptor {
     /// done with the old server, for `limit` at most. Returns how many were cut off.
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.is_draining = true;
         self.shared.waker.wake();
         while !(state.is_closed && state.is_idle()) {
@@ -383,7 +383,7 @@ impl Acceptor {
 
 impl Drop for Acceptor {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.is_over = true;
         let all: Vec<_> = state.forwarded.values().cloned().collect();
         drop(state);
@@ -395,7 +395,7 @@ impl Drop for Acceptor {
         for one in all {
             one.cut();
         }
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         // Each of them was stopped, or has a deadline of its own.
         while !state.is_idle() {
             state = wait(&self.shared.changed, state, None);
@@ -410,11 +410,6 @@ impl State {
 }
 
 impl Shared {
-    /// A panic elsewhere leaves whole values.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
-    }
-
     fn tell(&self, event: Event) {
         (self.observer)(event);
     }
@@ -429,7 +424,7 @@ impl Shared {
 
     /// A socket of a name has been handed over, or not.
     fn handed(&self, own: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(waiting) = state.handovers.get_mut(&own) {
             *waiting -= 1;
             if *waiting == 0 {

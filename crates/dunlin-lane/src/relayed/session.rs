@@ -4,8 +4,8 @@
 //! sealed or opened, never while a socket is read or written, so each direction proceeds while the
 //! other is blocked. rustls handles session tickets and the peer's key updates itself.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
 use rustls::ProtocolVersion;
 use rustls::unbuffered::{ConnectionState, EncryptError, InsufficientSizeError};
@@ -81,14 +81,10 @@ impl Session {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Box<dyn Connection>> {
-        lock(&self.connection)
-    }
-
     /// Renews keys after `records`, if that is below their record limit. TLS 1.2 cannot renew keys:
     /// the connection ends with [`RelayError::UsedUp`].
     pub fn renew_after(&self, records: u64) {
-        self.lock().renew_after(records);
+        lock(&self.connection).renew_after(records);
     }
 
     /// Seals `content`, or the close of this direction if `None`, into the front of `records`,
@@ -98,7 +94,7 @@ impl Session {
     /// # Errors
     /// [`RelayError`]; nothing may be sent.
     pub fn seal(&self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError> {
-        let mut connection = self.lock();
+        let mut connection = lock(&self.connection);
         self.is_pending.store(false, Ordering::SeqCst);
         connection.seal(content, records)
     }
@@ -109,7 +105,7 @@ impl Session {
     /// # Errors
     /// [`RelayError`]; the content must not be used.
     pub fn open(&self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError> {
-        let mut connection = self.lock();
+        let mut connection = lock(&self.connection);
         let opened = connection.open(bytes, content)?;
         let is_pending = !connection.pending().is_empty();
         self.is_pending.store(is_pending, Ordering::SeqCst);
@@ -124,7 +120,7 @@ impl Session {
 
     /// Takes that message. Send it in order with the bytes of [`Session::seal`].
     pub fn take_pending(&self) -> Vec<u8> {
-        let mut connection = self.lock();
+        let mut connection = lock(&self.connection);
         self.is_pending.store(false, Ordering::SeqCst);
         std::mem::take(connection.pending())
     }

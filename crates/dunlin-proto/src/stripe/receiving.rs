@@ -33,11 +33,8 @@ struct Lane {
 impl Lane {
     fn due_ns(&self) -> Option<u64> {
         let unacknowledged = self.frames - self.acknowledged;
-        if self.ended
-            || self.over
-            || unacknowledged >= ACK_FRAMES
-            || self.unacknowledged_bytes >= ACK_BYTES
-        {
+        let is_due = unacknowledged >= ACK_FRAMES || self.unacknowledged_bytes >= ACK_BYTES;
+        if self.ended || self.over || is_due {
             return Some(0);
         }
         (unacknowledged > 0).then(|| self.since_ns.saturating_add(ACK_DELAY_NS))

@@ -102,7 +102,7 @@ impl ControlLink {
     }
 
     /// Sends a message. If that fails, ends the lane; its reader reports the loss.
-    pub(super) fn send_or_end(&self, message: &Message) {
+    pub(super) fn notify(&self, message: &Message) {
         if self.lane.send(message).is_err() {
             self.lane.shutdown();
         }

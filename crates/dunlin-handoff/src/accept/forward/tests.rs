@@ -1,3 +1,4 @@
+use dunlin_lane::sync::lock;
 use std::io::Read;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
@@ -123,7 +124,7 @@ fn i7_what_either_side_sends_keeps_a_client_and_the_silent_one_is_cut() {
         })
         .collect();
     let activity = |at: usize| {
-        let state = shared.lock();
+        let state = lock(&shared.state);
         let mut all = state.forwarded.values().map(|one| one.activity());
         all.nth(at).unwrap()
     };
@@ -165,12 +166,16 @@ fn i7_a_client_that_is_cut_while_its_server_does_not_accept_ends_at_once() {
     let (acceptor, events) = acceptor(Target::Unix(path), 1);
     let shared = &acceptor.shared;
     let mut near = connected(&acceptor);
-    until("it is forwarded", || shared.lock().forwarded.len() == 1);
+    until("it is forwarded", || {
+        lock(&shared.state).forwarded.len() == 1
+    });
     assert!(make_room(shared, Instant::now() + GRACE));
     // Long before the server's deadline.
     is_cut(&events);
     assert!(near.read_exact(&mut [0]).is_err());
-    until("its room is free", || shared.lock().forwarded.is_empty());
+    until("its room is free", || {
+        lock(&shared.state).forwarded.is_empty()
+    });
 }
 
 /// Asserts that the next refused client was cut.

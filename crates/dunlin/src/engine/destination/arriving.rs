@@ -139,7 +139,7 @@ impl<'a> Arriving<'a> {
             Do::Record(record) => return Some(self.record(record)),
             Do::SendAccept => {
                 self.attempt.reached = Reached::Accepted;
-                self.control.send_or_end(&Message::Accept(Accept {
+                self.control.notify(&Message::Accept(Accept {
                     secret: self.lanes.secret.clone(),
                     lanes_max: self.session.options.lanes_max,
                     endpoints: self.session.options.endpoints.clone(),
@@ -147,7 +147,7 @@ impl<'a> Arriving<'a> {
             }
             Do::Refuse => {
                 let (fault, text) = self.attempt.reason();
-                self.control.send_or_end(&Message::Refuse { fault, text });
+                self.control.notify(&Message::Refuse { fault, text });
             }
             Do::Tell(verdict) => self.send_verdict(verdict),
             Do::Close => self.control.lane.shutdown(),
@@ -197,7 +197,7 @@ impl<'a> Arriving<'a> {
             verdict => Message::Answer { attempt, verdict },
         };
         (self.session.observer)(&DestinationEvent::Notified(verdict));
-        self.control.send_or_end(&message);
+        self.control.notify(&message);
     }
 
     /// Drops the VM. Stops the lanes first, since none may write once its memory is

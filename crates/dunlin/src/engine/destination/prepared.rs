@@ -57,9 +57,7 @@ impl<'a> Phase<'a> for Prepared<'a> {
                 (self.arriving.session.observer)(&DestinationEvent::Ready);
                 attempt.reached = Reached::Ready;
                 let digest = self.digest;
-                self.arriving
-                    .control
-                    .send_or_end(&Message::Ready { digest });
+                self.arriving.control.notify(&Message::Ready { digest });
                 return None;
             }
             other => return self.arriving.act(other),
@@ -166,12 +164,7 @@ impl<'a> Running<'a> {
                 }
                 Some(SessionEvent::Cancelled) => take(self, On::Cancelled)?,
                 Some(_) => {}
-                None => {
-                    return Err(Fault::new(
-                        FaultCode::ControlLost,
-                        "no release from the source",
-                    ));
-                }
+                None => return Err(Fault::new(FaultCode::ControlLost, "no release arrived")),
             }
         }
     }

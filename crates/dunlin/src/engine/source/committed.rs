@@ -258,7 +258,7 @@ impl<'a> InDoubt<'a> {
                     match session.adopt_control(stream) {
                         Ok(()) => {
                             let attempt = session.control.offer.attempt;
-                            session.control.send_or_end(&Message::Inquire { attempt });
+                            session.control.notify(&Message::Inquire { attempt });
                             return;
                         }
                         Err(fault) => fault,
