@@ -62,7 +62,7 @@ impl Stop {
         &self.wakeup
     }
 
-    /// Whether [`Stop::tell`] has been called.
+    /// Whether [`Stop::request`] has been called.
     pub fn is_requested(&self) -> bool {
         self.is_requested.load(Ordering::SeqCst)
     }
