@@ -1,5 +1,5 @@
-//! The side that connects: from a name to a socket whose handshake is complete and whose keys are
-//! the kernel's, all before one deadline.
+//! The connecting side: resolves a name, connects, completes the handshake and installs the keys in
+//! the kernel, all before one deadline.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -17,91 +17,91 @@ use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::HandoffTls;
 use dunlin_lane::provider::{TlsVersion, group_name, suite_name};
 
-/// A peer is not waited for while the network itself answers nothing: of what is left, each of a
-/// name's addresses gets its share, and at least this.
+/// Each address of a name gets an equal share of the remaining time, and at least this much, so that
+/// one unreachable address does not use it all.
 const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Why there is no connection. Nothing but handshake messages has been sent.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The name leads nowhere.
+    /// The name does not resolve.
     #[error("{host} has no address: {source}; correct the name, or the host's resolver")]
     Unknown {
         /// The name.
         host: String,
-        /// What the resolver says.
+        /// The resolver's error.
         source: io::Error,
     },
-    /// Nobody is there, or nobody answers.
+    /// No address accepted the connection in time.
     #[error(
         "{to} cannot be reached: {source}; see that it listens there and that no firewall is between"
     )]
     Unreachable {
         /// Name and port.
         to: String,
-        /// What the last address said.
+        /// The error of the last address.
         source: io::Error,
     },
-    /// The file of certificates does not vouch for the peer.
+    /// The peer's certificate is not trusted by the CA bundle.
     #[error("the certificate that {at} shows is not among the trusted ones, and none of them vouches for it: {}", unissued(.why))]
     NotTrusted {
-        /// Where the peer is.
+        /// The peer's address.
         at: SocketAddr,
-        /// What can be said of the certificate.
+        /// Why the certificate is not trusted.
         why: Option<UntrustedReason>,
     },
-    /// The handshake fails.
+    /// The handshake failed.
     #[error("no TLS with {at}: {source}")]
     Handshake {
-        /// Where the peer is.
+        /// The peer's address.
         at: SocketAddr,
         /// Why.
         source: Box<HandshakeError>,
     },
-    /// The peer takes none of what was offered.
+    /// The peer supports no offered version, cipher or curve.
     #[error(
         "no TLS with {at}: it takes none of what was offered ({reason}); it must allow {version} with one of the ciphers and one of the curves that were asked for"
     )]
     NothingInCommon {
-        /// Where the peer is.
+        /// The peer's address.
         at: SocketAddr,
         /// The version offered.
         version: TlsVersion,
-        /// In TLS's words.
+        /// The peer's alert.
         reason: String,
     },
-    /// The socket does not do what it must.
+    /// A socket operation failed.
     #[error("the socket to {at} cannot be set up: {source}")]
     Socket {
-        /// Where the peer is.
+        /// The peer's address.
         at: SocketAddr,
-        /// What the kernel says.
+        /// The error.
         source: io::Error,
     },
 }
 
-/// A connection whose peer is authenticated; dropped, it is closed without another word.
+/// A connection with an authenticated peer. Dropping it closes it without an alert.
 pub struct Connected {
-    /// What is known of it.
+    /// What the handshake established.
     pub facts: Facts,
     pub(super) keyed: Keyed,
     /// How long the handshake took.
     pub(super) took: Duration,
 }
 
-/// What a handshake has shown and agreed on.
+/// What a handshake established.
 #[derive(Clone, Debug)]
 pub struct Facts {
-    /// Where the peer is.
+    /// The peer's address.
     pub at: SocketAddr,
     /// The version of TLS.
     pub version: TlsVersion,
-    /// The suite, as OpenSSL calls it.
+    /// The cipher suite's OpenSSL name.
     pub cipher: &'static str,
     /// The key exchange.
     pub curve: &'static str,
-    /// Who the peer is; `None` when whoever answers was to be believed.
+    /// The peer's identity; `None` if certificates were not verified.
     pub peer: Option<PeerIdentity>,
 }
 
@@ -121,7 +121,7 @@ pub fn connect(
         to: format!("{host}:{port}"),
         source: plain(source),
     })?;
-    // The first that was tried: it failed already when it has none.
+    // The first address; an empty list has failed before.
     let at = stream.peer_addr().unwrap_or(addresses[0]);
     stream
         .set_nodelay(true)
@@ -140,7 +140,7 @@ pub fn connect(
 }
 
 impl Facts {
-    /// What `keyed` tells of itself, and `peer` as the caller identified it.
+    /// Combines the parameters of `keyed` with `peer`, as the caller identified it.
     pub(super) fn of(keyed: &Keyed, peer: Option<PeerIdentity>) -> Self {
         Self {
             at: keyed.at,
@@ -182,7 +182,7 @@ fn addresses(host: &str, port: u16, deadline: Instant) -> Result<Vec<SocketAddr>
         .name("dunlin-resolver".into())
         .spawn(move || {
             let found = (name.as_str(), port).to_socket_addrs();
-            // Nobody waits for it any more if this fails.
+            // Fails only if the caller has stopped waiting.
             let _ = sender.send(found.map(Iterator::collect::<Vec<_>>));
         })
         .map_err(unknown)?;
@@ -212,7 +212,7 @@ fn reach(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// A time-out in words of its own.
+/// Replaces the kernel's text for a timeout.
 fn plain(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {

@@ -1,4 +1,4 @@
-//! The kernel takes over a connection's TLS: it gets the keys of both directions.
+//! Moves a connection's TLS into the kernel: installs the keys of both directions.
 
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -15,34 +15,34 @@ use dunlin_lane::provider::TlsVersion;
 pub use dunlin_lane::kernel::Refused;
 pub use dunlin_lane::record::RECORD_LIMIT;
 
-/// How long a server of TLS 1.3 is expected to take for its session tickets, at least and at most;
-/// in between it is as long as the handshake took.
+/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets; between them, as long
+/// as the handshake took.
 const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A socket that is used without TLS, whose records the kernel seals and opens.
+/// A socket for plain reads and writes; the kernel seals and opens its records.
 #[derive(Debug)]
 pub struct Handed {
-    /// Blocking, with no time-outs set.
+    /// Blocking, without timeouts.
     pub stream: TcpStream,
-    /// What the kernel has chosen for it.
+    /// What the kernel chose for it.
     pub chosen: Chosen,
 }
 
-/// Why the kernel did not take over a connection.
+/// Why a connection could not be moved into the kernel.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// The kernel does not take it.
+    /// The kernel refused it.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// What followed the handshake was neither tickets nor data.
+    /// The handshake was followed by something other than tickets or data.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
 }
 
 impl Connected {
-    /// Gives the keys of both directions to the kernel. `inspector` finds what [`Chosen`] has of
-    /// this one connection.
+    /// Installs the keys of both directions in the kernel. `inspector` reads the parts of [`Chosen`] that
+    /// concern this connection.
     ///
     /// # Errors
     /// [`KernelError`]; the connection is closed then, since the kernel may have one key of two.
@@ -63,7 +63,7 @@ impl Connected {
     }
 }
 
-/// Gives the keys of both directions to the kernel, and asks it what it has chosen for them.
+/// Installs the keys of both directions in the kernel, and reads what it chose for them.
 ///
 /// # Errors
 /// [`Refused`]. The kernel may have one key of two, so the connection must be closed; after

@@ -1,4 +1,4 @@
-//! The alert for a client whose handshake is complete and whose keys the kernel does not get.
+//! The alert for a client after its handshake, when its keys cannot go to the kernel.
 
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::cipher::{OutboundChunks, OutboundPlainMessage};
@@ -9,8 +9,8 @@ use rustls::{
 /// Level fatal, description internal_error (RFC 8446, section 6).
 const INTERNAL_ERROR: &[u8] = &[2, 80];
 
-/// The record with *internal_error*, sealed with the sending key of a connection of this cipher
-/// `suite`; `None` if `provider` does not have that. It consumes the key: a second record would
+/// A record with *internal_error*, sealed with the sending key of a connection with the cipher
+/// `suite`; `None` if `provider` lacks the suite. Consumes the key, because a second record would
 /// repeat the nonce.
 pub(super) fn internal_error(
     (sequence, secrets): (u64, ConnectionTrafficSecrets),

@@ -1,4 +1,4 @@
-//! One client of whom it is not decided yet who answers, or who has not shown who it is.
+//! A client before its hello is complete, or during its handshake.
 //!
 //! ```text
 //!   nothing ─▶ part of a hello ─▶ hello ─▶ own name ─▶ handshake ─▶ handed over
@@ -19,13 +19,13 @@ use dunlin_lane::accept::would_block;
 use dunlin_lane::handshake::FLIGHT_LIMIT_BYTES;
 use dunlin_lane::handshake::relay::Greeting;
 
-/// How long a client that is refused may take to fetch its alert.
+/// How long a refused client may take to read its alert.
 const LINGER: Duration = Duration::from_millis(500);
 /// The alerts of those names (RFC 8446, section 6.2).
 const DECODE_ERROR: u8 = 50;
 const UNRECOGNIZED_NAME: u8 = 112;
 
-/// Bytes of clients' hellos, looked at one after the other.
+/// The buffer for clients' hellos, used for one client at a time.
 pub(super) type HelloBuffer = Box<[u8; MAX_CLIENT_FLIGHT_BYTES]>;
 
 pub(super) struct Client {
@@ -33,29 +33,29 @@ pub(super) struct Client {
     pub(super) from: SocketAddr,
     pub(super) deadline: Instant,
     pub(super) began: Instant,
-    /// What it wants, once that is known.
+    /// The requested name, once known.
     name: Option<String>,
     stage: Stage,
 }
 
 enum Stage {
-    /// So many bytes of its hello have come.
+    /// This many bytes of the hello have arrived.
     Undecided(usize),
-    /// Its name is ours.
+    /// The client requests one of our names.
     Greeting(Box<Greeting>),
-    /// Refused; waits for the client to fetch the alert, and takes no more than so much from it.
+    /// Refused: waits until the client has read the alert, and reads at most this many bytes from it.
     Lingering(usize),
 }
 
-/// What becomes of it.
+/// The outcome for a client.
 pub(super) enum Step {
     Wait,
-    /// It goes to the old server, with a hello of so many bytes unread.
+    /// Forward it to the old server; this many bytes of its hello are unread.
     Forward(usize),
-    /// Its handshake is complete.
+    /// The handshake is complete.
     Secured,
     Refused(Refusal),
-    /// Nobody is there any more.
+    /// The client has disconnected.
     Gone,
 }
 
@@ -74,8 +74,8 @@ impl Client {
         })
     }
 
-    /// How far it has got: refused, silent, with a part of a hello, in its handshake. Whoever gets
-    /// to the last has made us sign, and competes with honest clients alone.
+    /// Progress, for evictions: refused, silent, partial hello, handshake. A client in its handshake
+    /// has made this side sign, so it competes only with clients that did the same.
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
             Stage::Lingering(_) => 0,
@@ -93,7 +93,7 @@ impl Client {
         self.name.as_deref()
     }
 
-    /// Goes on until the socket has no more. `ended` tells that nothing more will come.
+    /// Proceeds until the socket has no more bytes. `ended`: no more bytes will arrive.
     pub(super) fn advance(&mut self, shared: &Shared, desk: &mut HelloBuffer, ended: bool) -> Step {
         match &mut self.stage {
             Stage::Undecided(_) => self.look(shared, desk, ended),
@@ -109,10 +109,10 @@ impl Client {
         }
     }
 
-    /// Looks at what it has said so far, and leaves it there.
+    /// Peeks at the bytes that have arrived, and leaves them in the socket.
     fn look(&mut self, shared: &Shared, desk: &mut HelloBuffer, ended: bool) -> Step {
         let seen = match self.stream.peek(&mut desk[..]) {
-            // It came and went.
+            // The client disconnected without a byte.
             Ok(0) => return Step::Gone,
             Ok(seen) => seen,
             Err(error) => match would_block(error) {
@@ -126,8 +126,8 @@ impl Client {
             Ok(Look::Hello(hello)) => hello,
             Ok(Look::Needs(_)) if ended => return self.refuse(Refusal::Closed, None),
             Ok(Look::Needs(least)) => {
-                // Fewer bytes wake nobody. Asked for what has come meanwhile, the kernel tells at
-                // once.
+                // Fewer bytes do not wake this thread. If more have arrived meanwhile, the kernel
+                // reports the socket at once.
                 return match self.readable_from(least) {
                     Ok(()) => Step::Wait,
                     Err(error) => self.refuse(Refusal::Io(error), None),
@@ -154,7 +154,7 @@ impl Client {
         }
     }
 
-    /// Which of our names it wants.
+    /// The requested name, if it is one of ours.
     pub(super) fn own(&self, shared: &Shared) -> Option<usize> {
         let name = self.name()?;
         let mut names = shared.options.names.iter();
@@ -181,25 +181,25 @@ impl Client {
 
     fn refuse(&mut self, refusal: Refusal, alert: Option<u8>) -> Step {
         if let Some(alert) = alert {
-            // Fatal, in a record as it is before there are keys. The socket has room for it, or
-            // nobody is there.
+            // A fatal alert in an unencrypted record. The write fails only if the client has
+            // disconnected: an empty send buffer has room.
             let _ = (&self.stream).write(&[21, 3, 3, 0, 2, 2, alert]);
         }
         self.linger();
         Step::Refused(refusal)
     }
 
-    /// Waits a moment before it is closed: closing a socket with unread bytes in it resets the
-    /// connection, and a reset destroys the alert on its way.
+    /// Delays the close: closing a socket with unread bytes resets the connection, and a reset
+    /// discards an alert in flight.
     fn linger(&mut self) {
-        // Both fail only where nobody is left to fetch it.
+        // Both fail only if the client has disconnected.
         let _ = self.readable_from(1);
         let _ = self.stream.shutdown(Shutdown::Write);
         self.stage = Stage::Lingering(2 * FLIGHT_LIMIT_BYTES);
         self.deadline = Instant::now() + LINGER;
     }
 
-    /// The connection, when its handshake is complete.
+    /// The connection after its handshake.
     pub(super) fn secured(self) -> Result<Secured, Refusal> {
         match self.stage {
             Stage::Greeting(greeting) => Ok(greeting.keyed(self.stream, self.from)?),
@@ -208,7 +208,7 @@ impl Client {
     }
 }
 
-/// Takes what comes behind a refusal.
+/// Discards what a refused client sends.
 fn drain(mut stream: &TcpStream, budget: &mut usize) -> Step {
     let mut scrap = [0; 4096];
     while *budget > 0 {

@@ -1,4 +1,4 @@
-//! Clients of a name that is ours: their keys to the kernel, their sockets to whoever takes them.
+//! Clients of our names: installs their keys in the kernel and passes their sockets on.
 
 use dunlin_lane::sync::lock;
 use std::io::Write;
@@ -20,23 +20,23 @@ use dunlin_lane::handshake::linger;
 use dunlin_lane::kernel::{Refused, abilities};
 use dunlin_lane::peers::PeerIdentity;
 
-/// From a complete handshake until the socket is taken.
+/// From the end of the handshake until the other program has received the socket.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client has for the alert with which it is given up.
+/// How long a client may take to read the alert that refuses it.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// A connection whose handshake is complete, and whose it is if the client was asked.
+/// A connection after its handshake, with the client's identity if client certificates are required.
 pub(super) type Secured = (Keyed, Option<PeerIdentity>);
 
-/// Hands a socket over, on a thread of its own: whoever takes it may be slow.
+/// Passes a socket on, in its own thread: the receiving program may be slow.
 pub(super) fn start(shared: &Arc<Shared>, own: usize, secured: Secured) {
     let from = secured.0.at;
     let name = shared.options.names[own].name.clone();
     let most = shared.options.limits.handovers;
-    // Whoever takes the sockets of one name and is slow costs those of others nothing.
+    // A slow receiver of one name's sockets does not delay other names.
     let mut state = lock(&shared.state);
     let waiting = state.handovers.entry(own).or_default();
-    // As many again may be about to be told that they are too many.
+    // As many again may be waiting for their refusal.
     let is_told = *waiting < 2 * most;
     let is_one_too_many = *waiting >= most;
     if is_told {
@@ -74,7 +74,7 @@ fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event,
         to: to.clone(),
         source,
     };
-    // Before the keys are the kernel's: a client that nobody takes still gets an alert.
+    // Before the kernel gets the keys: without a receiver, the client still gets an alert.
     let taker = match connect_unix(to, deadline) {
         Ok(taker) => taker,
         Err(error) => return Err(give_up(shared, keyed, no_taker(error))),
@@ -102,8 +102,7 @@ fn deliver(shared: &Shared, own: usize, (keyed, peer): Secured) -> Result<Event,
     })
 }
 
-/// Ends a connection whose keys the kernel does not have with the alert *internal_error*, and
-/// returns the reason.
+/// Sends *internal_error* on a connection without keys in the kernel, and returns the reason.
 fn give_up(shared: &Shared, keyed: Keyed, refusal: Refusal) -> Refusal {
     let deadline = Instant::now() + FAREWELL;
     let Keyed {
@@ -112,7 +111,7 @@ fn give_up(shared: &Shared, keyed: Keyed, refusal: Refusal) -> Refusal {
         secrets,
         ..
     } = keyed;
-    // All of it fails only where no client is left to read the alert, or it does not read.
+    // This fails only if the client has disconnected or does not read.
     let _ = stream.set_write_timeout(Some(FAREWELL));
     let config = shared.tls.config();
     if let Some(alert) = internal_error(secrets.tx, suite, config.crypto_provider()) {

@@ -1,4 +1,4 @@
-//! The one thread that accepts, and that has every client until it is known who answers it.
+//! The accepting thread. It owns each client until its name is known.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -16,11 +16,11 @@ use super::token::{Of, Side, token};
 use super::{Event, Refusal, Shared, deliver};
 use dunlin_lane::accept::is_shortage;
 
-/// Connections accepted before those that are there get their turn again.
+/// Connections accepted per round, before the present clients get their turn.
 const ACCEPTED_A_TURN: usize = 16;
-/// How long nobody is accepted after descriptors or memory ran out.
+/// Pause in accepting after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
-/// How long a client keeps its place then: an honest handshake is over by that time.
+/// A client's grace period in a shortage: an honest handshake ends within it.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 const WAKE: u64 = u64::MAX;
@@ -28,9 +28,9 @@ const LISTENER: u64 = u64::MAX - 1;
 
 pub(super) struct AcceptLoop {
     shared: Arc<Shared>,
-    /// Gone when nobody is accepted any more.
+    /// `None` once accepting has ended.
     listener: Option<TcpListener>,
-    /// By their numbers, hence by age.
+    /// By number, so by age.
     clients: BTreeMap<u64, Client>,
     next: u64,
     desk: HelloBuffer,
@@ -39,10 +39,10 @@ pub(super) struct AcceptLoop {
 }
 
 impl AcceptLoop {
-    /// A door that is open.
+    /// Registers the listener.
     ///
     /// # Errors
-    /// What epoll_ctl(2) says.
+    /// epoll_ctl(2)'s.
     pub(super) fn new(shared: &Arc<Shared>, listener: TcpListener) -> io::Result<Self> {
         shared.epoll.add_always(&shared.wakeup, WAKE)?;
         shared.epoll.add(&listener, LISTENER, Readiness::Read)?;
@@ -57,7 +57,7 @@ impl AcceptLoop {
         })
     }
 
-    /// Runs until nobody is accepted any more and nobody is left here.
+    /// Runs until accepting has ended and no client is left in this thread.
     ///
     /// # Errors
     /// The listener fails.
@@ -99,7 +99,7 @@ impl AcceptLoop {
         }
     }
 
-    /// Has the listener reported once more.
+    /// Makes epoll report the listener once more.
     fn listen(&self) -> io::Result<()> {
         match &self.listener {
             Some(listener) => self.shared.epoll.again(listener, LISTENER, Readiness::Read),
@@ -133,7 +133,7 @@ impl AcceptLoop {
                 }
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => break,
-                    // A client that went away again, or a signal.
+                    // The client has disconnected, or a signal arrived.
                     io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                     _ if is_shortage(&error) => {
                         let now = Instant::now();
@@ -209,7 +209,7 @@ impl AcceptLoop {
                     return;
                 };
                 let (from, name) = (client.from, client.name().map(str::to_owned));
-                // The socket is reported as long as anybody has it, whoever that is.
+                // epoll reports the socket until its last descriptor in any process is closed.
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));
                 }
@@ -229,7 +229,7 @@ impl AcceptLoop {
         }
     }
 
-    /// A forwarded client's connection has failed, or its server's.
+    /// The connection of a forwarded client, or to its server, has failed.
     fn watched(&self, number: u64, side: Side) {
         let one = lock(&self.shared.state).forwarded.get(&number).cloned();
         if let Some(one) = one {
@@ -238,7 +238,7 @@ impl AcceptLoop {
     }
 }
 
-/// What the choice of a client to evict depends on.
+/// The input to the choice of a client to evict.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     number: u64,
@@ -246,7 +246,7 @@ struct Candidate {
     began: Instant,
 }
 
-/// What is done when accept(2) finds no descriptor or memory.
+/// The reaction when accept(2) fails for lack of descriptors or memory.
 #[derive(Debug, PartialEq, Eq)]
 enum Shortage {
     /// The client with this number is closed.
@@ -268,8 +268,8 @@ fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> S
     }
 }
 
-/// The oldest of those that have got least far, among the older half: the younger half has hardly
-/// had the time to send anything. `all` is sorted by age, the oldest first.
+/// The oldest of the clients with least progress among the older half: clients of the younger half
+/// have had little time to send anything. `all` is sorted by age, the oldest first.
 fn least(all: impl ExactSizeIterator<Item = Candidate>) -> Option<Candidate> {
     let older = all.len().div_ceil(2);
     all.take(older).min_by_key(|one| (one.progress, one.number))

@@ -1,8 +1,8 @@
-//! Clients of the old server: a connection to it for each, and every byte of both as it is.
+//! Clients of the old server: one connection to it for each, all bytes unchanged.
 //!
-//! Each has two threads. Their number is bounded, and when a client comes that has no room, that
-//! one goes for which neither side has said anything for longest, if that is long enough: less is
-//! enough for one that has only said a name. Whoever stands still costs those nothing who go on.
+//! Each has two threads, and their number is bounded. When a client arrives at the limit, the client
+//! with the longest silence on both sides is evicted, if the silence is long enough: a client that has
+//! sent only its hello is evicted earlier. An idle client therefore never displaces an active one.
 
 use dunlin_lane::sync::lock;
 use std::io::{self, Write};
@@ -23,14 +23,14 @@ use dunlin_lane::dial::{Connector, StandardConnector};
 use dunlin_lane::splice::{Pause, Stop, carry};
 use dunlin_linux::splice::Conduit;
 
-/// How long a client that has said its hello and nothing more keeps its place when there is no
-/// room: by then an honest one has answered the server.
+/// Silence after which a client that has sent only its hello may be evicted: an honest client has
+/// answered the server by then.
 const GRACE: Duration = Duration::from_secs(1);
-/// The same for one that has said more, of which nobody knows here whether it is anybody's. Longer
-/// than a disk or a busy server makes others wait; a connection that is kept for later goes.
+/// Silence after which any other client may be evicted. Longer than a disk or a busy server makes a
+/// client wait; a connection that a client keeps open for later use is evicted.
 const IDLE: Duration = Duration::from_secs(10);
-/// So many that had to go may still be on their way, beyond the limit. Each has four descriptors
-/// then: the old server's name is looked up without a deadline, and nothing is spliced yet.
+/// Evicted clients that may still hold threads, beyond the limit. Each has at most four descriptors:
+/// resolving the old server's name has no deadline, and splicing has not begun.
 const LEAVING: usize = 8;
 
 /// A client of the old server.
@@ -40,28 +40,28 @@ pub(super) struct Forwarded {
     from: SocketAddr,
     name: Option<String>,
     began: Instant,
-    /// What it had said when it was let through.
+    /// Bytes of its hello when forwarding began.
     hello_bytes: u64,
     said_bytes: AtomicU64,
-    /// When either side last said anything, in milliseconds since it began.
+    /// When either side last sent something, in milliseconds since `began`.
     last_ms: AtomicU64,
     stop: Stop,
-    /// One side's connection has failed: the other's is reset.
+    /// One side's connection has failed; the other is reset.
     is_broken: AtomicBool,
-    /// Which side's connection has failed, by the watch's word.
+    /// The side that the watch reported as failed.
     has_failed: [AtomicBool; 2],
-    /// Which side has said its last.
+    /// The sides that have ended their stream.
     has_ended: [AtomicBool; 2],
 }
 
-/// The old server's end.
+/// The connection to the old server.
 enum Server {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
 impl Forwarded {
-    /// Carries a client's connection on, on threads of its own.
+    /// Forwards a client's connection, in its own threads.
     pub(super) fn start(
         shared: &Arc<Shared>,
         number: u64,
@@ -109,8 +109,8 @@ impl Forwarded {
         }
     }
 
-    /// The connection of one side has failed, as the watch has found. Whoever reads there finds it
-    /// behind what has come before; where nobody does any more, whoever writes is told.
+    /// The watch has found that one side's connection failed. A thread that reads from it finds the
+    /// failure after the bytes before it; if no thread reads any more, the writing thread is stopped.
     pub(super) fn fails(&self, side: Side) {
         self.has_failed[side as usize].store(true, Ordering::SeqCst);
         self.settle(side);
@@ -152,7 +152,7 @@ impl Forwarded {
         self.last_ms.fetch_max(now, Ordering::SeqCst);
     }
 
-    /// The body of its thread.
+    /// The body of the client's thread.
     fn run(&self, shared: &Arc<Shared>) {
         let told = match self.reach(shared) {
             Ok(server) => {
@@ -181,7 +181,7 @@ impl Forwarded {
         }
     }
 
-    /// Gives its place back.
+    /// Frees its slot.
     fn over(&self, shared: &Shared) {
         if self.is_broken.load(Ordering::SeqCst) {
             reset(&self.client);
@@ -216,7 +216,7 @@ impl Forwarded {
 
     fn carry(&self, shared: &Arc<Shared>, server: &Server) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
-        // A reset is found by whoever reads or writes next, if not here.
+        // The next read or write finds a reset that is missed here.
         let watched = |side| token(self.number, Of::Forwarded(side));
         let _ = shared
             .epoll
@@ -249,7 +249,7 @@ impl Forwarded {
         })
     }
 
-    /// The direction of what `side` says stands still; `end` passes its end on.
+    /// No bytes from `side` are in flight; `end` passes its end on.
     fn paused(
         &self,
         pause: Pause,
@@ -258,7 +258,7 @@ impl Forwarded {
     ) -> Result<(), Refusal> {
         let error = match pause {
             Pause::Ended => {
-                // Fails where nobody is there any more to be told.
+                // Fails only if the peer has disconnected.
                 let _ = end();
                 self.ends(side);
                 return Ok(());
@@ -269,13 +269,13 @@ impl Forwarded {
                 self.give_up();
                 error
             }
-            // What its receiver has still said comes the other way, and then its end or failure.
+            // Bytes of the receiver still arrive in the other direction, and then its end or failure.
             Pause::To(error) => {
                 self.is_broken.store(true, Ordering::SeqCst);
                 error
             }
         };
-        // Programs that are done with each other close as they like.
+        // After both ends, either program may close in any way.
         match self
             .has_ended
             .iter()
@@ -325,7 +325,7 @@ impl Activity {
     }
 }
 
-/// What a client that arrives finds.
+/// Whether a new client has room.
 #[derive(Debug, PartialEq, Eq)]
 enum Room {
     Free,
@@ -354,7 +354,7 @@ fn room(most: usize, all: &[Activity], now: Instant) -> Room {
 }
 
 fn reset(stream: &TcpStream) {
-    // Fails only where it has gone.
+    // Fails only if it has disconnected.
     let _ = set_reset_on_close(stream);
 }
 
@@ -384,7 +384,7 @@ impl Server {
     fn reset(&self) {
         match self {
             Self::Tcp(stream) => reset(stream),
-            // Closed with something unread it says so by itself (unix(7)).
+            // A unix socket that is closed with unread bytes reports that to its peer (unix(7)).
             Self::Unix(_) => {}
         }
     }

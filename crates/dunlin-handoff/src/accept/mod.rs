@@ -1,4 +1,4 @@
-//! The side that accepts: one port for names that are ours and for those of the old server.
+//! The accepting side: one port for our names and for those of an old server.
 //!
 //! ```text
 //!            ┌─ own name ──▶ handshake ──▶ kernel TLS ──▶ unix socket: a line, and the socket
@@ -6,14 +6,14 @@
 //!            └─ any other, or none ─────▶ the old server, not a byte changed
 //! ```
 //!
-//! - `door`: the one thread that accepts, and has all clients of whom nothing is decided.
-//! - `client`: one of them. Its hello is looked at where it lies, and wakes nobody again until
-//!   there is more to see.
-//! - `deliver`: an own name's socket, to whoever takes it.
-//! - `forward`: any other client's bytes, by splice.
-//! - `proxy`: where a client comes from, told to the old server.
+//! - `door`: the accepting thread; it owns each client until its name is known.
+//! - `client`: one of those clients. Its hello is peeked in the socket; the socket is reported again
+//!   only when more bytes have arrived.
+//! - `deliver`: passes sockets of our names to other programs.
+//! - `forward`: splices the bytes of all other clients.
+//! - `proxy`: tells the old server a client's address (PROXY protocol).
 //!
-//! Nobody costs a thread before his hello is whole; a handshake is made at the door as well.
+//! No client has a thread before its hello is complete. The accepting thread also does the handshakes.
 
 mod alert;
 mod client;
@@ -50,12 +50,12 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
 use forward::Forwarded;
 
-/// A name that is ours.
+/// A name that this side answers for.
 #[derive(Clone, Debug)]
 pub struct Own {
-    /// As clients say it; upper and lower case are one.
+    /// The SNI name, compared without case.
     pub name: String,
-    /// The unix socket at which its connections are taken.
+    /// The unix socket of the program that receives its connections.
     pub to: PathBuf,
 }
 
@@ -68,33 +68,33 @@ pub enum Target {
     Unix(PathBuf),
 }
 
-/// The server that has all other names.
+/// The server for all other names.
 #[derive(Clone, Debug)]
 pub struct Other {
-    /// Where it listens.
+    /// Its address.
     pub to: Target,
-    /// Whether, and how, it is told where a client comes from.
+    /// Whether it gets PROXY headers, and of which version.
     pub header: Option<ProxyHeader>,
 }
 
-/// How many, and how long.
+/// Limits of number and time.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Clients whose hello is not whole, or whose handshake is under way.
+    /// Clients before the end of their handshake.
     pub undecided: usize,
-    /// From accepting a client to the end of its handshake.
+    /// Timeout from accepting a client to the end of its handshake.
     pub opening: Duration,
     /// Clients of the old server, with two threads each.
     pub forwarded: usize,
-    /// How long the old server may take to accept.
+    /// Timeout for connecting to the old server.
     pub connect: Duration,
-    /// Sockets of one name that are being handed over, with a thread each.
+    /// Concurrent hand-overs of one name, with a thread each.
     pub handovers: usize,
 }
 
 impl Default for Limits {
-    /// For a process that may have 1,024 files: a client who is not decided has one, one who is
-    /// forwarded eight.
+    /// For a process with 1,024 descriptors: a client before its end of handshake has one, a forwarded
+    /// client eight.
     fn default() -> Self {
         Self {
             undecided: 128,
@@ -106,41 +106,41 @@ impl Default for Limits {
     }
 }
 
-/// Makes the line that goes with a socket, without its end.
+/// Builds the line that accompanies a socket, without its line break.
 pub type Description = Box<dyn Fn(&Arrived) -> String + Send + Sync>;
 
-/// What is done with whom.
+/// Options of an acceptor.
 pub struct Options {
-    /// The names that are ours; their connections are handed over.
+    /// Our names. Their connections are handed over.
     pub names: Vec<Own>,
-    /// The server of all others; without one they are refused.
+    /// The server for all other names. Without one their clients are refused.
     pub other: Option<Other>,
-    /// What does not begin as TLS does goes to that server too.
+    /// Whether connections that do not begin with TLS are forwarded to that server too.
     pub forwards_plain: bool,
-    /// What is said of a socket to whoever takes it.
+    /// Describes a socket to its receiver.
     pub describe: Description,
-    /// What asks the kernel about a connection that was given to it.
+    /// Queries the kernel about a connection after it has the keys.
     pub inspector: Box<dyn Inspector>,
-    /// Bounds.
+    /// Limits.
     pub limits: Limits,
 }
 
-/// A connection of an own name.
+/// A connection to one of our names.
 #[derive(Clone, Debug)]
 pub struct Arrived {
     /// The name.
     pub name: String,
-    /// What its handshake has shown and agreed on.
+    /// What the handshake established.
     pub facts: Facts,
-    /// What the kernel has chosen for it.
+    /// What the kernel chose for it.
     pub chosen: Chosen,
 }
 
-/// Why no clients are accepted.
+/// Why the acceptor did not start.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The kernel has no TLS, and there is no server behind that clients could be forwarded to.
+    /// The kernel has no TLS, and no old server is configured.
     #[error(transparent)]
     Kernel(#[from] Refused),
     /// No descriptors or threads are left.
@@ -148,66 +148,66 @@ pub enum StartError {
     Io(#[from] io::Error),
 }
 
-/// Why a client came to nothing.
+/// Why a client was refused or ended.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// It did not say what TLS clients say.
+    /// Its first bytes are not a TLS ClientHello.
     #[error(transparent)]
     Hello(#[from] NoHello),
-    /// It left in the middle of it.
+    /// It disconnected before the end of its hello or handshake.
     #[error("it closed the connection before its hello was whole")]
     Closed,
-    /// Too slow.
+    /// It exceeded the time limit.
     #[error("it was not done with its handshake in time")]
     Deadline,
-    /// Too many others came after it.
+    /// Evicted for newer clients.
     #[error("{0} other connections wanted its place before it had shown who it is")]
     Evicted(usize),
-    /// Another wants to be accepted, and nothing else is left to do it with.
+    /// Evicted because descriptors or memory ran out.
     #[error(
         "its place was given to the next, since this process or host has no descriptor or memory \
          left: raise the limit of open files (`ulimit -n`), or end what holds them; {0}"
     )]
     Shortage(#[source] io::Error),
-    /// Its name is nobody's.
+    /// Its name is unknown here.
     #[error("nobody has the name that it wants: give it with --sni, or a server for others")]
     Stranger,
-    /// The handshake has failed.
+    /// The handshake failed.
     #[error(transparent)]
     Tls(RejectReason),
-    /// It takes none of what is allowed here.
+    /// It supports no allowed version, cipher or curve.
     #[error(
         "it has no TLS parameters in common with this host ({0}): allow its version, or one of its \
          ciphers and curves"
     )]
     NothingInCommon(String),
-    /// The kernel has no TLS for it.
+    /// The kernel refused the connection's keys.
     #[error(transparent)]
     Kernel(#[from] Refused),
-    /// Whoever should take its socket does not.
+    /// The receiving program did not accept its socket.
     #[error("nobody takes its socket at {}: {source}; start the program that listens there", .to.display())]
     NoTaker {
-        /// The path.
+        /// The receiver's path.
         to: PathBuf,
-        /// What the kernel says.
+        /// The error.
         source: io::Error,
     },
-    /// Sockets wait to be taken.
+    /// Too many sockets of this name wait for their receiver.
     #[error(
         "{0} sockets of that name wait to be taken already: see why whoever takes them does not"
     )]
     Busy(usize),
-    /// The old server is not there.
+    /// The old server is unreachable.
     #[error("the server behind cannot be reached: {0}; see that it listens")]
     Unreachable(#[source] io::Error),
-    /// The old server has enough of them.
+    /// Too many clients are forwarded.
     #[error("{0} clients are forwarded already: raise the limit")]
     Full(usize),
-    /// It was forwarded, and one side has failed.
+    /// It was forwarded, and one side failed.
     #[error("the connection, or that to the server behind, has failed: {0}")]
     Broken(#[source] io::Error),
-    /// It was forwarded when this process ended, or had been silent for long when others came.
+    /// It was forwarded, and was ended with this process or evicted after a long silence.
     #[error("it was cut off while it was forwarded")]
     Cut,
     /// No descriptors or threads are left, or the connection broke.
@@ -232,52 +232,53 @@ impl From<HandshakeError> for Refusal {
     }
 }
 
-/// What has happened, for the log.
+/// An event for the log.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
     /// A socket was handed over.
     HandedOver {
-        /// What is known of it.
+        /// The connection.
         arrived: Box<Arrived>,
-        /// Where it was taken.
+        /// The receiver's path.
         to: PathBuf,
     },
-    /// A client goes to the old server.
+    /// A client is forwarded to the old server.
     Forwarded {
-        /// Where it comes from.
+        /// Its address.
         from: SocketAddr,
-        /// The name that it wants.
+        /// The requested name.
         name: Option<String>,
     },
-    /// A client came to nothing, or was given up.
+    /// A client was refused or ended.
     Refused {
         /// Where it comes from.
         from: SocketAddr,
-        /// The name that it wants, if it has come so far.
+        /// The requested name, if known.
         name: Option<String>,
-        /// Why.
+        /// The reason.
         refusal: Refusal,
     },
     /// The kernel has no TLS when the port opens: clients of hand-off names are refused, those of
     /// other names are forwarded.
     NoKernelTls(Refused),
-    /// Nobody can be accepted for want of descriptors or memory. Told once, until somebody was.
+    /// Descriptors or memory ran out, and there is no client to evict. Reported once, until accepting
+    /// succeeds again.
     Starved(io::Error),
-    /// Nobody is accepted any more.
+    /// Accepting has ended.
     Failed(io::Error),
 }
 
 type Observer = Box<dyn Fn(Event) + Send + Sync>;
 
-/// What all its threads share.
+/// State shared by all threads.
 struct Shared {
     options: Options,
     tls: ServerTls,
     epoll: Epoll,
     observer: Observer,
     state: Mutex<State>,
-    /// Something in it has ended.
+    /// Notified when a hand-over or a forwarded client ends.
     changed: Condvar,
     waker: Waker,
     wakeup: Wakeup,
@@ -285,21 +286,21 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// By their numbers, hence by age.
+    /// By number, so by age.
     forwarded: BTreeMap<u64, Arc<Forwarded>>,
-    /// By the numbers of their names.
+    /// By the index of their name.
     handovers: BTreeMap<usize, usize>,
-    /// Nobody is accepted any more.
+    /// No new clients are accepted.
     is_draining: bool,
-    /// Those who are not decided go at once.
+    /// Clients without a known name are dropped at once.
     is_over: bool,
-    /// The door's thread has ended.
+    /// The accepting thread has ended.
     is_closed: bool,
 }
 
-/// A port that is open. Dropped, it ends at once, and with it all that it forwards, except for clients
-/// that are being handed over: it waits for them, and their sockets have five seconds to be taken.
-/// Sockets that were handed over stay.
+/// An open port. Dropping it ends it and all forwarded clients at once. It waits for clients that are
+/// being handed over; their receivers have five seconds to accept the sockets. Sockets that were
+/// handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -307,7 +308,7 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// Takes clients at `listener`, with the settings of
+    /// Accepts clients on `listener`, with the settings of
     /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server).
     ///
     /// # Errors
@@ -318,7 +319,7 @@ impl Acceptor {
         options: Options,
         observer: impl Fn(Event) + Send + Sync + 'static,
     ) -> Result<Self, StartError> {
-        // Every kernel that has TLS has it with this cipher.
+        // Every kernel with TLS supports this cipher.
         match abilities(CipherSuite::Aes256Gcm) {
             Err(refused) if options.other.is_none() => return Err(refused.into()),
             Err(refused) => observer(Event::NoKernelTls(refused)),
@@ -356,13 +357,13 @@ impl Acceptor {
         })
     }
 
-    /// Where it listens.
+    /// The listener's address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Takes nobody any more, and waits until those who are there have been handed over, or are
-    /// done with the old server, for `limit` at most. Returns how many were cut off.
+    /// Stops accepting, and waits for at most `limit` until all present clients are handed over or done
+    /// with the old server. Returns the number of clients that were cut.
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         let mut state = lock(&self.shared.state);
@@ -389,14 +390,14 @@ impl Drop for Acceptor {
         drop(state);
         self.shared.waker.wake();
         if let Some(door) = self.door.take() {
-            // A panic has been printed by its hook.
+            // The panic hook has printed a panic.
             let _ = door.join();
         }
         for one in all {
             one.cut();
         }
         let mut state = lock(&self.shared.state);
-        // Each of them was stopped, or has a deadline of its own.
+        // Each was stopped, or has its own deadline.
         while !state.is_idle() {
             state = wait(&self.shared.changed, state, None);
         }
@@ -422,7 +423,7 @@ impl Shared {
         });
     }
 
-    /// A socket of a name has been handed over, or not.
+    /// A hand-over has ended, in success or not.
     fn handed(&self, own: usize) {
         let mut state = lock(&self.state);
         if let Some(waiting) = state.handovers.get_mut(&own) {

@@ -1,9 +1,9 @@
-//! The PROXY protocol: what tells the server behind us where a client comes from, in front of all
-//! that the client says (HAProxy's proxy-protocol.txt, versions 1 and 2).
+//! The PROXY protocol: a header before a client's first byte that tells the old server the client's
+//! address (HAProxy's proxy-protocol.txt, versions 1 and 2).
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-/// How it is written.
+/// The header's version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProxyHeader {
     /// A line of text.
@@ -12,15 +12,15 @@ pub enum ProxyHeader {
     V2,
 }
 
-/// What begins every header of version 2.
+/// The signature of version 2.
 const SIGNATURE: [u8; 12] = *b"\r\n\r\n\0\r\nQUIT\n";
-/// Version 2, and a connection that is another's.
+/// Version 2, command PROXY.
 const PROXY: u8 = 0x21;
 const STREAM_OVER_IPV4: u8 = 0x11;
 const STREAM_OVER_IPV6: u8 = 0x21;
 
 impl ProxyHeader {
-    /// The header for a connection from `client` to `server`, which are what was accepted.
+    /// The header for an accepted connection from `client` to `server`.
     pub(super) fn encode(self, client: SocketAddr, server: SocketAddr) -> Vec<u8> {
         match self {
             Self::V1 => line(client, server).into_bytes(),

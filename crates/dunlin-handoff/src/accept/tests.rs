@@ -1,4 +1,4 @@
-//! What the tests of several files share.
+//! Code shared by the tests of several files.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -11,7 +11,7 @@ use dunlin_test_support::lane::{Authority, DESTINATION};
 
 use super::{Acceptor, Event, Limits, Options, Other, Target};
 
-/// Nothing that a test waits for takes longer.
+/// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Forwards whatever a client sends, with at most `most` clients.
@@ -28,7 +28,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
         inspector: Box::new(()),
         limits: Limits {
             forwarded: most,
-            // No test waits for that long.
+            // Longer than every test.
             connect: 10 * TIMEOUT,
             ..Limits::default()
         },
@@ -37,7 +37,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let tls = identity.handoff_server(offer, None).unwrap();
     let acceptor = Acceptor::start(listener, tls, options, move |event| {
-        // A test that does not look at events has dropped its end.
+        // A test that ignores events has dropped the receiver.
         let _ = sender.send(event);
     });
     (acceptor.unwrap(), events)

@@ -1,4 +1,4 @@
-//! Which socket the epoll instance reports.
+//! The tokens of sockets in the epoll instance.
 
 /// One end of a forwarded connection.
 #[derive(Clone, Copy)]
@@ -7,7 +7,7 @@ pub(super) enum Side {
     Server,
 }
 
-/// What a socket belongs to, beside a client's number.
+/// The kind of a socket, in addition to its client's number.
 #[derive(Clone, Copy)]
 pub(super) enum Of {
     Undecided,
