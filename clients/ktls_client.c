@@ -18,7 +18,7 @@
 #endif
 
 enum { ARGUMENTS = 64 };
-/* What a record of TLS can be, and the alert that is an end (RFC 5246, sections 6.2.1 and 7.2). */
+/* TLS record types, and the close_notify alert (RFC 5246, sections 6.2.1 and 7.2). */
 enum { ALERT = 21, DATA = 23, WARNING = 1, CLOSE_NOTIFY = 0 };
 
 static long long now_ms(void)
@@ -28,35 +28,36 @@ static long long now_ms(void)
     return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
 }
 
-static void run_helper(const struct ktls_request *request, int desk, int errors)
+static void run_helper(const struct ktls_request *request, int channel, int errors)
 {
     char number[16];
-    const char *words[ARGUMENTS];
+    const char *arguments[ARGUMENTS];
     int count = 0;
     const char *fixed[] = {
         request->helper, "--host", request->host, "--port", request->port, "--sni", request->sni,
         "--ciphers", request->ciphers, "--curves", request->curves, "--send-fd", number,
     };
 
-    snprintf(number, sizeof number, "%d", desk);
+    snprintf(number, sizeof number, "%d", channel);
     for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
-        words[count++] = fixed[i];
-    words[count++] = request->bundle ? "--cert-bundle-file" : "--no-verify";
+        arguments[count++] = fixed[i];
+    arguments[count++] = request->bundle ? "--cert-bundle-file" : "--no-verify";
     if (request->bundle)
-        words[count++] = request->bundle;
+        arguments[count++] = request->bundle;
     for (const char *const *more = request->options; more && *more && count < ARGUMENTS - 1;)
-        words[count++] = *more++;
-    words[count] = NULL;
-    /* The one descriptor of ours that the helper is to have; its line goes where errors go. */
-    if (fcntl(desk, F_SETFD, 0) == 0 && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0
+        arguments[count++] = *more++;
+    arguments[count] = NULL;
+    /* The only descriptor that the helper inherits besides standard input, output and error.
+     * Its line of output goes to standard error. */
+    if (fcntl(channel, F_SETFD, 0) == 0 && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0
         && dup2(errors, STDERR_FILENO) >= 0)
-        execv(request->helper, (char *const *)words);
+        execv(request->helper, (char *const *)arguments);
     dprintf(errors, "%s: %s\n", request->helper, strerror(errno));
     _exit(127);
 }
 
-/* Reads one line until the helper has closed its end; -1 when that takes too long, whatever signals
- * come meanwhile. */
+/* Reads until the helper closes its end, and keeps the first line. Returns -1 at the deadline.
+ * Signals do not interrupt it. */
 static int read_reason(int errors, char *reason, size_t bytes, long long until)
 {
     size_t length = 0;
@@ -91,8 +92,8 @@ static int read_reason(int errors, char *reason, size_t bytes, long long until)
     return 0;
 }
 
-/* Waits until the helper has ended, whatever signals come meanwhile; one that does not in time is
- * killed. -1 where it did not end by itself, or its end cannot be learned. */
+/* Waits for the helper to exit, and kills it at the deadline. Returns -1 if it was killed or if its
+ * exit status is not available. Signals do not interrupt it. */
 static int wait_for(pid_t helper, int *status, long long until)
 {
     int killed = 0;
@@ -102,7 +103,7 @@ static int wait_for(pid_t helper, int *status, long long until)
 
         if (ended == helper)
             return killed ? -1 : 0;
-        /* Nobody is told of children whose SIGCHLD is ignored. */
+        /* If SIGCHLD is ignored, the kernel discards the exit status (waitpid(2)). */
         if (ended < 0 && errno != EINTR)
             return -1;
         if (ended == 0 && now_ms() >= until)
@@ -112,8 +113,9 @@ static int wait_for(pid_t helper, int *status, long long until)
     }
 }
 
-/* The helper has ended: what it has passed is there. Whoever still holds its end passes nothing. */
-static int receive_socket(int desk)
+/* The helper has exited, so its message has arrived. Another process that still holds the helper's
+ * end sends none, so do not wait for one. */
+static int receive_socket(int channel)
 {
     char byte;
     union {
@@ -123,14 +125,14 @@ static int receive_socket(int desk)
     struct iovec part = { .iov_base = &byte, .iov_len = 1 };
     struct msghdr message = {
         .msg_iov = &part, .msg_iovlen = 1,
-        /* The room is a multiple of eight, which would take a second one. */
+        /* Not sizeof control.room, which is padded and would fit a second descriptor. */
         .msg_control = control.room, .msg_controllen = CMSG_LEN(sizeof(int)),
     };
     struct cmsghdr *header;
     ssize_t count;
     int passed = -1;
 
-    count = recvmsg(desk, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    count = recvmsg(channel, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     header = count == 1 ? CMSG_FIRSTHDR(&message) : NULL;
     if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS
         && header->cmsg_len == CMSG_LEN(sizeof passed))
@@ -145,27 +147,27 @@ static int receive_socket(int desk)
 int ktls_connect(const struct ktls_request *request, char *reason, size_t reason_bytes)
 {
     long long until = now_ms() + request->timeout_ms;
-    int desk[2], errors[2], status = 0, passed = -1, is_late;
+    int channel[2], errors[2], status = 0, passed = -1, is_late;
     pid_t helper;
 
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, desk) < 0) {
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, channel) < 0) {
         snprintf(reason, reason_bytes, "socketpair: %s", strerror(errno));
         return -1;
     }
     if (pipe2(errors, O_CLOEXEC) < 0) {
         snprintf(reason, reason_bytes, "pipe: %s", strerror(errno));
-        close(desk[0]);
-        close(desk[1]);
+        close(channel[0]);
+        close(channel[1]);
         return -1;
     }
     helper = fork();
     if (helper == 0)
-        run_helper(request, desk[1], errors[1]);
-    snprintf(reason, reason_bytes, "no process can be had: %s", strerror(errno));
-    close(desk[1]);
+        run_helper(request, channel[1], errors[1]);
+    snprintf(reason, reason_bytes, "fork: %s", strerror(errno));
+    close(channel[1]);
     close(errors[1]);
     if (helper < 0) {
-        close(desk[0]);
+        close(channel[0]);
         close(errors[0]);
         return -1;
     }
@@ -173,16 +175,16 @@ int ktls_connect(const struct ktls_request *request, char *reason, size_t reason
     if (wait_for(helper, &status, is_late ? 0 : until) < 0 || is_late) {
         if (reason[0] == '\0')
             snprintf(reason, reason_bytes, "the helper did not end in time, or SIGCHLD is ignored");
-    /* Only of a helper that ended well is the socket taken. */
+    /* Use the socket only if the helper succeeded. */
     } else if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
-        passed = receive_socket(desk[0]);
+        passed = receive_socket(channel[0]);
         if (passed < 0)
             snprintf(reason, reason_bytes, "the helper did not pass one socket");
     } else if (reason[0] == '\0') {
         snprintf(reason, reason_bytes, "the helper failed with status %d", status);
     }
     close(errors[0]);
-    close(desk[0]);
+    close(channel[0]);
     return passed;
 }
 
@@ -201,7 +203,7 @@ ssize_t ktls_read(int sock, void *bytes, size_t count)
     struct cmsghdr *header = length > 0 ? CMSG_FIRSTHDR(&message) : NULL;
     unsigned char kind = DATA;
 
-    /* A socket behind which a process seals has none. */
+    /* A socket without kernel TLS has no record type. */
     if (header && header->cmsg_level == SOL_TLS && header->cmsg_type == TLS_GET_RECORD_TYPE)
         kind = *CMSG_DATA(header);
     if (kind == DATA)

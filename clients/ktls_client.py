@@ -1,10 +1,10 @@
-"""A TLS connection that is used as a plain socket: `dunlin handoff connect` makes the handshake
-and leaves the rest to the kernel. Python 3.9 or newer, nothing but the standard library.
+"""A TLS connection as a plain socket: `dunlin handoff connect` performs the handshake, and the
+kernel handles the records. Needs Python 3.9 or newer, and only the standard library.
 
     sock = ktls_client.connect("host2", 443, bundle="/etc/stunnel/xapi-pool-ca-bundle.pem")
     sock.sendall(b"...")
 
-A socket that has been used is never replaced by another connection: fall back only for `Failed`.
+Never replace a socket that has been used by another connection: fall back only for `Failed`.
 """
 
 import array
@@ -19,28 +19,28 @@ HELPER = "/usr/libexec/xapi/dunlin-ktls-helper/ktls-helper"
 CIPHERS = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256"
 CURVES = "secp384r1"
 
-# linux/tls.h, and what a record of TLS can be (RFC 5246, section 6.2.1).
+# linux/tls.h, and TLS record types (RFC 5246, section 6.2.1).
 SOL_TLS, TLS_SET_RECORD_TYPE, TLS_GET_RECORD_TYPE = 282, 1, 2
 ALERT, DATA = 21, 23
 CLOSE_NOTIFY = b"\x01\x00"
 
 
 class Failed(Exception):
-    """There is no socket, and nothing has been sent; says why in one line."""
+    """No socket was obtained and nothing was sent; the message is one line with the reason."""
 
 
 def connect(host, port, bundle=None, sni="pool", helper=HELPER, timeout=30, options=()):
-    """A socket to `host`. Without `bundle`, whoever answers there is believed."""
+    """Returns a socket to `host`. Without `bundle`, any peer is accepted."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     trust = ["--cert-bundle-file", bundle] if bundle else ["--no-verify"]
-    words = [helper, "--host", host, "--port", str(port), "--sni", sni, *trust]
-    words += ["--ciphers", CIPHERS, "--curves", CURVES]
-    words += ["--send-fd", str(theirs.fileno()), *options]
+    arguments = [helper, "--host", host, "--port", str(port), "--sni", sni, *trust]
+    arguments += ["--ciphers", CIPHERS, "--curves", CURVES]
+    arguments += ["--send-fd", str(theirs.fileno()), *options]
     with ours:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    words,
+                    arguments,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -51,16 +51,16 @@ def connect(host, port, bundle=None, sni="pool", helper=HELPER, timeout=30, opti
                 raise Failed(f"{helper}: {error.strerror}") from error
         with process:
             try:
-                said, reason = process.communicate(timeout=timeout)
+                output, reason = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired as error:
                 process.kill()
                 raise Failed(f"the helper did not answer within {timeout} s") from error
         if process.returncode != 0:
             raise Failed(reason.strip() or f"the helper ended with {process.returncode}")
-        logging.info("%s", said.strip())
+        logging.info("%s", output.strip())
         descriptors = array.array("i")
-        # What it has passed is there: whoever still holds its end passes nothing. `recv_fds` would
-        # not do: it leaves its flags out.
+        # The helper has exited, so its message has arrived. Another process that still holds the
+        # helper's end sends none, so do not wait for one. `recv_fds` ignores its flags.
         how = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             _, notes, flags, _ = ours.recvmsg(1, socket.CMSG_LEN(descriptors.itemsize), how)
@@ -77,32 +77,32 @@ def connect(host, port, bundle=None, sni="pool", helper=HELPER, timeout=30, opti
 
 
 def receive(sock, size):
-    """As `recv`, and nothing too where the peer has said that nothing more comes, which `recv`
-    gives as EIO."""
+    """Like `recv`, but also returns no bytes for the peer's close_notify, for which `recv` fails
+    with EIO."""
     data, notes, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(1))
     for level, kind, value in notes:
         if (level, kind) == (SOL_TLS, TLS_GET_RECORD_TYPE) and value[0] != DATA:
             if value[0] == ALERT and data[1:] == CLOSE_NOTIFY[1:]:
                 return b""
-            raise OSError(errno.EIO, f"a record of type {value[0]} came: {data.hex()}")
+            raise OSError(errno.EIO, f"unexpected TLS record of type {value[0]}: {data.hex()}")
     return data
 
 
 def end(sock):
-    """Says that nothing more comes from here; what the peer still says can be received."""
+    """Sends close_notify and shuts down sending; data of the peer can still be received."""
     sock.sendmsg([CLOSE_NOTIFY], [(SOL_TLS, TLS_SET_RECORD_TYPE, bytes([ALERT]))])
     sock.shutdown(socket.SHUT_WR)
 
 
 def warn(host, port, reason):
-    """What a caller logs who goes on with stunnel."""
+    """Logs that the caller falls back to stunnel."""
     logging.warning(
         "migration-tls=ktls connect failed for %s:%s (%s); "
         "falling back to stunnel for this connection", host, port, reason)
 
 
 def main(helper, host, port, bundle, *options):
-    """Sends standard input, then prints what the peer answers."""
+    """Sends standard input, then prints the peer's answer."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:
         sock = connect(host, int(port), bundle, helper=helper, options=options)

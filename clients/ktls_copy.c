@@ -1,5 +1,5 @@
-/* Sends standard input over a connection that is TLS for the peer and a plain socket here, then
- * prints what the peer answers: ktls_copy HELPER HOST PORT BUNDLE [OPTION...] */
+/* Sends standard input over a TLS connection that is a plain socket here, then prints the peer's
+ * answer: ktls_copy HELPER HOST PORT BUNDLE [OPTION...] */
 #include "ktls_client.h"
 
 #include <stdio.h>
