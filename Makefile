@@ -35,6 +35,7 @@ check:
 	@tools/packages build check
 	cargo fmt --all --check
 	cargo xtask words
+	@tools/lines | awk '$$2 == "all" { print $$1 " lines of product code"; exit $$1 > 54000 }'
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps

@@ -461,7 +461,7 @@ fn certificates_are_reloaded_at_a_signal() {
     client.wait_for("hostname mismatch");
     fs::write(scene.path("own").join("cert.pem"), "nothing").unwrap();
     accept.process.signal("HUP");
-    accept.process.wait_for("all stays as it was");
+    accept.process.wait_for("everything stays as it was");
 }
 
 #[test]

@@ -169,7 +169,7 @@ fn a_confined_tunnel_starts_no_programs() {
         + "[route.program]\nexec = [\"/bin/cat\"]\nallow = [\"b.test\"]\n";
     fs::write(&scene.near.config, &with).unwrap();
     scene.near.signal("HUP");
-    let why = scene.near.wait_for("all stays as it was");
+    let why = scene.near.wait_for("everything stays as it was");
     assert!(why.contains("starts no programs"), "{why}");
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
@@ -186,7 +186,7 @@ fn sighup_changes_routes_and_no_channel() {
     let changed = near_config(&scene.hosts, &scene.far.address, "ram", "other");
     fs::write(&scene.near.config, "listen = 1\n").unwrap();
     scene.near.signal("HUP");
-    let why = scene.near.wait_for("all stays as it was");
+    let why = scene.near.wait_for("everything stays as it was");
     assert!(why.contains("near.toml:1:"), "{why}");
     fs::write(&scene.near.config, changed).unwrap();
     scene.near.signal("HUP");

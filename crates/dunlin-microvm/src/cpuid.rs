@@ -109,7 +109,8 @@ impl Table {
                 let bytes = vendor(table).map(u32::to_le_bytes).concat();
                 String::from_utf8_lossy(&bytes).into_owned()
             };
-            return Some(format!("CPU vendor {}, not {}", name(host), name(self)));
+            let (here, there) = (name(host), name(self));
+            return Some(format!("the CPU vendor is {here}, not {there}"));
         }
         let missing: Vec<String> = WORDS
             .iter()

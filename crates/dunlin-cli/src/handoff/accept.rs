@@ -152,7 +152,10 @@ impl Accept {
                             "certificates reloaded".to_owned()
                         }
                         Err(error) => {
-                            format!("not reloaded, all stays as it was: {}", chained(&error))
+                            format!(
+                                "certificates not reloaded, everything stays as it was: {}",
+                                chained(&error)
+                            )
                         }
                     };
                     say(&how);

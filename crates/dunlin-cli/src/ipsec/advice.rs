@@ -8,9 +8,10 @@ use dunlin_proto::fault::FaultCode;
 /// An event as one line for a log, with advice.
 pub(crate) fn event_text(event: &Event) -> String {
     match event {
-        Event::Left { .. } => {
-            format!("{event}: the next session takes them over, or `dunlin ipsec clean`")
-        }
+        Event::Left { .. } => format!(
+            "{event}: the next session on them takes them over, or `dunlin ipsec clean` frees them \
+             when no connection uses them"
+        ),
         Event::StaysBlocked { .. } => format!("{event}, or `dunlin ipsec clean`"),
         event => event.to_string(),
     }

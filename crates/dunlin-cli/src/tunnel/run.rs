@@ -139,7 +139,10 @@ impl Run {
                             "configuration reloaded".to_owned()
                         }
                         Err(error) => {
-                            format!("not reloaded, all stays as it was: {}", chained(&error))
+                            format!(
+                                "configuration not reloaded, everything stays as it was: {}",
+                                chained(&error)
+                            )
                         }
                     };
                     say(&how);
@@ -224,7 +227,10 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
         && at.port() != 0
         && at != tunnel.address()
     {
-        say("the address for peers changes at the next restart");
+        say(&format!(
+            "the address for peers stays {} until the tunnel is restarted",
+            tunnel.address()
+        ));
     }
     tunnel.replace(identities, &config.routes)?;
     Ok(config.drain)

@@ -228,7 +228,12 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
                     Line::IdentityRead { valid_until }.say(json);
                     warnings
                 }
-                Err(error) => vec![format!("the identity stays as it was: {}", chained(&error))],
+                Err(error) => {
+                    vec![format!(
+                        "cannot reload the identity, which stays as it was: {}",
+                        chained(&error)
+                    )]
+                }
             };
             for text in warnings {
                 Line::Warning { text }.say(json);
