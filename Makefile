@@ -49,6 +49,7 @@ check:
 	done
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
 	cargo deny check bans licenses sources
+	@tools/publish
 
 # Each command prints one JSON object a line; docs/benchmarking.md explains them.
 bench:
