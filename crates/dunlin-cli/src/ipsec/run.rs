@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use dunlin::lane::dial::DialCancel;
 use dunlin::lane::peers::Peer as Allowed;
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{
@@ -257,20 +258,11 @@ impl Up {
         warn_of_addresses(&self.peer, &to)?;
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
-        let (sender, events) = channel::<ServiceEvent>();
-        wait_for(sender.clone(), ends, hang_ups)?;
+        let cancel = DialCancel::new().context("cannot create an eventfd")?;
+        let events = cancelled_by(&cancel, ends, hang_ups)?;
         let blocked = Blocked::default();
-        let mut ended = None;
-        let mut should_stop = || {
-            while let Ok(event) = events.try_recv() {
-                if let ServiceEvent::End(signal) = event {
-                    ended = Some(signal);
-                }
-            }
-            ended.is_some()
-        };
-        let session = ipsec::up_unless(&to, &tls, &options, &blocked.observer(), &mut should_stop);
-        if let (Err(ipsec::IpsecError::Ended), Some(signal)) = (&session, ended) {
+        let session = ipsec::up(&to, &tls, &options, &blocked.observer(), &cancel);
+        if let (Err(ipsec::IpsecError::Ended), Some(signal)) = (&session, ended(&events)) {
             let name = signal.name();
             say(&format!(
                 "{name}: ports {} to {to} are not protected",
@@ -281,9 +273,6 @@ impl Up {
         let session = session
             .map_err(with_advice)
             .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
-        if let Some(signal) = ended {
-            let _ = sender.send(ServiceEvent::End(signal));
-        }
         println!("up");
         let manager = Manager::find();
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
@@ -305,7 +294,6 @@ impl Up {
             }
             None => held.end(|named| named.session.wait()),
         };
-        drop(sender);
         held.pending.drain();
         match ended {
             Some(Err(error)) if signal.is_none() => {
@@ -318,6 +306,37 @@ impl Up {
             _ => Ok(blocked.code()),
         }
     }
+}
+
+/// Sends the process's signals as events. A signal to end cancels `cancel` after its event.
+fn cancelled_by(
+    cancel: &DialCancel,
+    ends: EndSignals,
+    hang_ups: HangUps,
+) -> Result<Receiver<ServiceEvent>> {
+    let (sender, signals) = channel::<ServiceEvent>();
+    wait_for(sender, ends, hang_ups)?;
+    let (passes, events) = channel();
+    let cancel = cancel.clone();
+    start("dunlin-events", move || {
+        for event in signals {
+            let ends = matches!(event, ServiceEvent::End(_));
+            // Fails only if the process is ending.
+            let _ = passes.send(event);
+            if ends {
+                cancel.cancel();
+            }
+        }
+    })?;
+    Ok(events)
+}
+
+/// The signal to end that has arrived.
+fn ended(events: &Receiver<ServiceEvent>) -> Option<EndSignal> {
+    events.try_iter().find_map(|event| match event {
+        ServiceEvent::End(signal) => Some(signal),
+        ServiceEvent::Reload => None,
+    })
 }
 
 /// Reloads at SIGHUP until a signal ends the process, which it returns, or all sessions have ended.
