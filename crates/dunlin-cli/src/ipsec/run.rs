@@ -202,7 +202,7 @@ impl Serve {
         let manager = Manager::find();
         manager.ready(&format!("peers connect to {}", server.address()));
         let (sender, events) = channel::<ServiceEvent>();
-        wait_for(sender.clone(), ends, hang_ups)?;
+        wait_for(sender.clone(), ends, hang_ups, || ())?;
         let held = Held::serve(&socket, "serve", server, blocked.clone())?;
         let reload = || match accepting.reload() {
             Ok((until, warnings)) => {
@@ -259,10 +259,19 @@ impl Up {
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
-        let events = cancelled_by(&cancel, ends, hang_ups)?;
+        let (sender, events) = channel::<ServiceEvent>();
+        let own = cancel.clone();
+        wait_for(sender, ends, hang_ups, move || own.cancel())?;
         let blocked = Blocked::default();
         let session = ipsec::up(&to, &tls, &options, &blocked.observer(), &cancel);
-        if let (Err(ipsec::IpsecError::Ended), Some(signal)) = (&session, ended(&events)) {
+        let ended = |event| match event {
+            ServiceEvent::End(signal) => Some(signal),
+            ServiceEvent::Reload => None,
+        };
+        // Otherwise the event stays for the loop below.
+        if let Err(ipsec::IpsecError::Ended) = &session
+            && let Some(signal) = events.try_iter().find_map(ended)
+        {
             let name = signal.name();
             say(&format!(
                 "{name}: ports {} to {to} are not protected",
@@ -306,37 +315,6 @@ impl Up {
             _ => Ok(blocked.code()),
         }
     }
-}
-
-/// Sends the process's signals as events. A signal to end cancels `cancel` after its event.
-fn cancelled_by(
-    cancel: &DialCancel,
-    ends: EndSignals,
-    hang_ups: HangUps,
-) -> Result<Receiver<ServiceEvent>> {
-    let (sender, signals) = channel::<ServiceEvent>();
-    wait_for(sender, ends, hang_ups)?;
-    let (passes, events) = channel();
-    let cancel = cancel.clone();
-    start("dunlin-events", move || {
-        for event in signals {
-            let ends = matches!(event, ServiceEvent::End(_));
-            // Fails only if the process is ending.
-            let _ = passes.send(event);
-            if ends {
-                cancel.cancel();
-            }
-        }
-    })?;
-    Ok(events)
-}
-
-/// The signal to end that has arrived.
-fn ended(events: &Receiver<ServiceEvent>) -> Option<EndSignal> {
-    events.try_iter().find_map(|event| match event {
-        ServiceEvent::End(signal) => Some(signal),
-        ServiceEvent::Reload => None,
-    })
 }
 
 /// Reloads at SIGHUP until a signal ends the process, which it returns, or all sessions have ended.
