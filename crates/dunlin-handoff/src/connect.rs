@@ -118,10 +118,10 @@ pub fn connect(
     let connected = connect_covered(host, port, tls, deadline, cancel);
     // The connection's owner closes it.
     cancel.release();
-    match connected {
-        _ if cancel.is_cancelled() => Err(ConnectError::Cancelled),
-        connected => connected,
+    if cancel.is_cancelled() {
+        return Err(ConnectError::Cancelled);
     }
+    connected
 }
 
 fn connect_covered(
@@ -141,7 +141,7 @@ fn connect_covered(
         let to = format!("{host}:{port}");
         ConnectError::Unreachable { to, source }
     })?;
-    // The first address; an empty list has failed before.
+    // A connection has one of the addresses.
     let at = stream.peer_addr().unwrap_or(addresses[0]);
     cancel
         .covers(&stream)

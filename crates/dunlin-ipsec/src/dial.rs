@@ -12,7 +12,7 @@ use dunlin_proto::text::harmless;
 use super::error::IpsecError;
 use super::session::{Beginning, Session, clean_up_dead, ends, random};
 use super::{Observer, Options};
-use dunlin_lane::control::{self, ControlRequest, ControlStream, OpenError};
+use dunlin_lane::control::{self, ControlStream, OpenError};
 use dunlin_lane::dial::{Connector, DialCancel, StandardConnector};
 use dunlin_lane::policy::ClientTls;
 
@@ -34,16 +34,10 @@ pub fn up(
     // The observer has been notified of anything that cannot be removed.
     clean_up_dead(options, observer)?;
     let session = random()?;
-    let control = open(
-        (to, &StandardConnector),
-        tls,
-        session,
-        options.timeout,
-        cancel,
-    )?;
-    begin(control, session, options, observer, &|| {
-        cancel.is_cancelled()
-    })
+    let (at, limit) = ((to, &StandardConnector as &dyn Connector), options.timeout);
+    let control = open(at, tls, session, limit, cancel)?;
+    let given_up = || cancel.is_cancelled();
+    begin(control, session, options, observer, &given_up)
 }
 
 /// Connects and negotiates an IPsec session.
@@ -63,14 +57,8 @@ pub(super) fn open(
         attempt: 1,
         epoch: 1,
     };
-    let opened = control::open(&ControlRequest {
-        endpoint,
-        connector,
-        tls,
-        offer: &offer,
-        deadline: Instant::now() + timeout,
-        cancel,
-    });
+    let deadline = Instant::now() + timeout;
+    let opened = control::open(endpoint, connector, tls, &offer, deadline, cancel);
     // The session may serve more than the caller that cancels.
     cancel.release();
     if cancel.is_cancelled() {

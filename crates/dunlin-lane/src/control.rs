@@ -27,7 +27,7 @@ use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 use super::trust::Trust;
 
-pub use request::{ControlRequest, OpenError, open};
+pub use request::{OpenError, open};
 
 /// Maximum time without progress in a write, or in a message that has partly arrived.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);

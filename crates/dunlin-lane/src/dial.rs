@@ -128,7 +128,7 @@ pub trait LaneDialer: Send + Sync {
 #[non_exhaustive]
 pub enum DialError {
     /// The TCP connection failed.
-    #[error("{endpoint} cannot be reached")]
+    #[error("cannot reach {endpoint}")]
     Connect {
         /// Host and port.
         endpoint: String,
@@ -252,7 +252,7 @@ pub struct TlsDialer;
 
 impl LaneDialer for TlsDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect(request)?;
+        let stream = connect_for(request)?;
         let endpoint = || request.endpoint.to_owned();
         let secured = handshake::client(stream, request.tls, request.deadline);
         let secured = secured.map_err(|source| DialError::Handshake {
@@ -282,22 +282,34 @@ impl PlainDialer {
 
 impl LaneDialer for PlainDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect(request)?;
+        let stream = connect_for(request)?;
         Ok(DataSender::plain(stream, self.0, STALL_LIMIT)?)
     }
 }
 
+fn connect_for(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
+    let connector = &**request.connector;
+    connect(
+        connector,
+        request.endpoint,
+        request.deadline,
+        request.cancel,
+    )
+}
+
 /// Connects, and enables the kernel's detection of a dead peer.
-fn connect(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
-    let connected =
-        request
-            .connector
-            .connect(request.endpoint, request.deadline, request.cancel.wakeup());
+pub(crate) fn connect(
+    connector: &dyn Connector,
+    endpoint: &str,
+    deadline: Instant,
+    cancel: &DialCancel,
+) -> Result<TcpStream, DialError> {
+    let connected = connector.connect(endpoint, deadline, cancel.wakeup());
     let stream = connected.map_err(|source| DialError::Connect {
-        endpoint: request.endpoint.to_owned(),
+        endpoint: endpoint.to_owned(),
         source,
     })?;
-    request.cancel.covers(&stream)?;
+    cancel.covers(&stream)?;
     set_liveness(&stream, &Liveness::default())?;
     Ok(stream)
 }

@@ -21,23 +21,20 @@ pub const LOOKUPS_MAX: usize = MAX_LANES as usize;
 
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the addresses of `endpoint`, a host and a port; at least one. An IPv6 address needs
+/// Returns the addresses of `endpoint`, a host and a port. An IPv6 address needs
 /// brackets.
 ///
 /// # Errors
 /// `InvalidInput` for a malformed endpoint; otherwise as [`host`].
 pub fn endpoint(endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<Vec<SocketAddr>> {
-    let (name, port) = parts(endpoint).ok_or_else(|| {
-        let wanted = "give a host and a port, as in host-b.example:4444 or [2001:db8::7]:4444";
-        io::Error::new(
-            io::ErrorKind::InvalidInput,
-            format!("malformed endpoint: {wanted}"),
-        )
-    })?;
+    let wanted = "malformed endpoint: give a host and a port, as in host-b.example:4444 or \
+                  [2001:db8::7]:4444";
+    let malformed = || io::Error::new(io::ErrorKind::InvalidInput, wanted);
+    let (name, port) = parts(endpoint).ok_or_else(malformed)?;
     host(name, port, deadline, stop)
 }
 
-/// Returns the addresses of `host` with `port`; at least one. `host` is a name or an address; an
+/// Returns the addresses of `host` with `port`. `host` is a name or an address; an
 /// IPv6 address may have brackets.
 ///
 /// # Errors
@@ -100,14 +97,8 @@ fn host_by(
             break;
         }
     }
-    let found = thread
-        .join()
-        .map_err(|_| io::Error::other("the resolver's thread panicked"))??;
-    if found.is_empty() {
-        let text = format!("{host} has no address");
-        return Err(io::Error::new(io::ErrorKind::NotFound, text));
-    }
-    Ok(found)
+    let panicked = |_| io::Error::other("the resolver's thread panicked");
+    thread.join().map_err(panicked)?
 }
 
 /// A lookup that counts as running until this is dropped.
@@ -116,16 +107,10 @@ struct Slot(&'static AtomicUsize);
 impl Slot {
     fn take(running: &'static AtomicUsize) -> io::Result<Self> {
         let one_more = |count| (count < LOOKUPS_MAX).then_some(count + 1);
-        match running.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more) {
-            Ok(_) => Ok(Self(running)),
-            Err(count) => Err(io::Error::new(
-                io::ErrorKind::ResourceBusy,
-                format!(
-                    "{count} name lookups are running, the limit of a process: use an address, or \
-                     check the name servers"
-                ),
-            )),
-        }
+        let text = "too many name lookups are running: use an address, or check the name servers";
+        let taken = running.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more);
+        taken.map_err(|_| io::Error::new(io::ErrorKind::ResourceBusy, text))?;
+        Ok(Self(running))
     }
 }
 
@@ -232,7 +217,6 @@ mod tests {
         };
         assert_eq!(by(|| Ok(found())).unwrap(), found());
         let kind = |found| by(found).unwrap_err().kind();
-        assert_eq!(kind(|| Ok(Vec::new())), io::ErrorKind::NotFound);
         let error = || Err(io::ErrorKind::HostUnreachable.into());
         assert_eq!(kind(error), io::ErrorKind::HostUnreachable);
         assert_eq!(kind(|| panic!("a planted panic")), io::ErrorKind::Other);

@@ -94,13 +94,9 @@ impl From<ControlError> for Failure {
 
 impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Self {
-        if let OpenError::Refused(refusal) = &error {
-            return Self::of_peer(refusal.fault, &refusal.text);
-        }
-        let failure = Self::new(error.fault(), error.to_string());
-        match error.source() {
-            Some(cause) => failure.because(cause),
-            None => failure,
+        match &error {
+            OpenError::Refused(refusal) => Self::of_peer(refusal.fault, &refusal.text),
+            _ => Self::new(error.fault(), "cannot open a control lane").because(&error),
         }
     }
 }

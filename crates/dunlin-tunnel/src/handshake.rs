@@ -35,7 +35,7 @@ use super::failure::{Failure, OrFailure};
 use super::route::Destination;
 use super::site::Site;
 use super::terms::{Origin, Terms};
-use dunlin_lane::control::{self, ControlRequest, ControlStream};
+use dunlin_lane::control::{self, ControlStream};
 
 /// The peer has selected from this side's offer, on a control lane that this side dialled.
 pub(super) struct Selected<'a> {
@@ -86,14 +86,10 @@ impl<'a> Selected<'a> {
             attempt: 1,
             epoch,
         };
-        let (control, selection) = control::open(&ControlRequest {
-            endpoint: &to.to,
-            connector: &*site.connector,
-            tls: &site.client_tls(to.peers.clone())?,
-            offer: &offer,
-            deadline,
-            cancel: &dialling.cancel,
-        })?;
+        let tls = site.client_tls(to.peers.clone())?;
+        let (connector, cancel) = (&*site.connector, &dialling.cancel);
+        let opened = control::open(&to.to, connector, &tls, &offer, deadline, cancel);
+        let (control, selection) = opened?;
         Ok(Self {
             dialling,
             control,

@@ -3,64 +3,28 @@
 use std::io;
 use std::time::Instant;
 
-use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{
     NotOffered, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection,
 };
 use dunlin_proto::text::harmless;
-use dunlin_proto::wire::{DecodeError, EncodeError};
+use dunlin_proto::wire::DecodeError;
 use thiserror::Error;
 
 use super::{ControlError, ControlStream, client};
-use crate::dial::{Connector, DialCancel};
-use crate::handshake::HandshakeError;
+use crate::dial::{Connector, DialCancel, DialError, connect};
 use crate::policy::ClientTls;
-
-/// A request to open a control lane.
-#[derive(Clone, Copy)]
-pub struct ControlRequest<'a> {
-    /// Host and port of the peer.
-    pub endpoint: &'a str,
-    /// Opens the TCP connection.
-    pub connector: &'a dyn Connector,
-    /// This side's certificate and the peers that it accepts.
-    pub tls: &'a ClientTls,
-    /// The terms to negotiate.
-    pub offer: &'a Offer,
-    /// The request fails at this time.
-    pub deadline: Instant,
-    /// Cancels the request from another thread. It covers the returned lane too, until
-    /// [`DialCancel::release`].
-    pub cancel: &'a DialCancel,
-}
 
 /// Why a control lane could not be opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The TCP connection failed.
-    #[error("cannot reach {endpoint}")]
-    Connect {
-        /// Host and port.
-        endpoint: String,
-        /// The cause.
-        source: io::Error,
-    },
-    /// The TLS handshake failed.
-    #[error("cannot secure the control lane to {endpoint}")]
-    Handshake {
-        /// Host and port.
-        endpoint: String,
-        /// The cause.
-        source: HandshakeError,
-    },
+    /// No authenticated connection.
+    #[error(transparent)]
+    Dial(#[from] DialError),
     /// The control lane failed.
     #[error("the control lane was lost")]
     Control(#[from] ControlError),
-    /// The offer cannot be encoded.
-    #[error("cannot encode the offer")]
-    Encode(#[from] EncodeError),
     /// The peer's answer cannot be decoded.
     #[error("malformed message from peer")]
     Malformed(#[from] DecodeError),
@@ -82,9 +46,8 @@ impl OpenError {
         match self {
             // The peer rejects this side's certificate after this side's handshake has ended.
             Self::Control(ControlError::PeerAlert(_)) => FaultCode::Unauthorised,
-            Self::Connect { .. } | Self::Control(_) => FaultCode::ControlLost,
-            Self::Handshake { source, .. } => source.of_control_lane(),
-            Self::Encode(_) => FaultCode::Internal,
+            Self::Dial(DialError::Handshake { source, .. }) => source.of_control_lane(),
+            Self::Dial(_) | Self::Control(_) => FaultCode::ControlLost,
             Self::Malformed(error) => error.fault(),
             Self::Unexpected => FaultCode::Malformed,
             Self::NotOffered(_) => FaultCode::SecurityNotAgreed,
@@ -93,35 +56,28 @@ impl OpenError {
     }
 }
 
-/// Connects a control lane, sends the offer and checks the peer's selection against it.
+/// Connects a control lane, sends `offer` and checks the peer's selection against it. `cancel` covers
+/// the returned lane too, until [`DialCancel::release`].
 ///
 /// # Errors
 /// [`OpenError`]; the connection is closed.
-pub fn open(request: &ControlRequest<'_>) -> Result<(ControlStream, Selection), OpenError> {
-    let ControlRequest {
-        offer,
-        deadline,
-        cancel,
-        ..
-    } = *request;
-    let endpoint = || request.endpoint.to_owned();
-    let connect = || {
-        let connector = request.connector;
-        let stream = connector.connect(request.endpoint, deadline, cancel.wakeup())?;
-        cancel.covers(&stream)?;
-        set_liveness(&stream, &Liveness::default())?;
-        Ok(stream)
-    };
-    let stream = connect().map_err(|source| OpenError::Connect {
-        endpoint: endpoint(),
-        source,
-    })?;
-    let control = client(stream, request.tls, deadline).map_err(|source| OpenError::Handshake {
-        endpoint: endpoint(),
+pub fn open(
+    endpoint: &str,
+    connector: &dyn Connector,
+    tls: &ClientTls,
+    offer: &Offer,
+    deadline: Instant,
+    cancel: &DialCancel,
+) -> Result<(ControlStream, Selection), OpenError> {
+    let stream = connect(connector, endpoint, deadline, cancel)?;
+    let control = client(stream, tls, deadline).map_err(|source| DialError::Handshake {
+        endpoint: endpoint.to_owned(),
         source,
     })?;
     let mut bytes = Vec::new();
-    offer.encode(&mut bytes)?;
+    // Cannot fail: every field has a fixed length.
+    let encoded = offer.encode(&mut bytes).map_err(io::Error::other);
+    encoded.map_err(ControlError::Io)?;
     control.send(&bytes)?;
     match read_opening(&control, deadline)? {
         Opening::Select(selection) => {

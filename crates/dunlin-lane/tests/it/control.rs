@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_lane::control::{self, ControlError, ControlRequest, ControlStream, OpenError};
-use dunlin_lane::dial::{DialCancel, StandardConnector};
+use dunlin_lane::control::{self, ControlError, ControlStream, OpenError};
+use dunlin_lane::dial::{DialCancel, DialError, StandardConnector};
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_proto::fault::FaultCode;
@@ -245,16 +245,10 @@ fn opened(
         epoch: 1,
     };
     thread::scope(|scope| {
-        let request = ControlRequest {
-            endpoint: &listener.local_addr().unwrap().to_string(),
-            connector: &StandardConnector,
-            tls: &tls,
-            offer: &offer,
-            deadline: Instant::now() + Duration::from_secs(60),
-            cancel,
-        };
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let limit = Instant::now() + Duration::from_secs(60);
         scope.spawn(|| peer(listener.accept().unwrap().0, &server));
-        control::open(&request)
+        control::open(&endpoint, &StandardConnector, &tls, &offer, limit, cancel)
     })
 }
 
@@ -333,7 +327,8 @@ fn opening_a_control_lane_is_cancelled_while_the_peer_is_silent() {
     };
     let begin = Instant::now();
     let error = opened(&cancel, silent).unwrap_err();
-    assert!(matches!(error, OpenError::Handshake { .. }), "{error:?}");
+    let is_handshake = matches!(error, OpenError::Dial(DialError::Handshake { .. }));
+    assert!(is_handshake, "{error:?}");
     assert!(begin.elapsed() < Duration::from_secs(30));
 
     let cancel = DialCancel::new().unwrap();

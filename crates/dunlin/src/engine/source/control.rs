@@ -11,8 +11,8 @@ use dunlin_proto::text::harmless;
 use super::super::fault::{Fault, OrFault};
 use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::RecordedPeer;
-use crate::lane::control::{self as control_lane, ControlRequest, ControlStream, OpenError};
-use crate::lane::dial::DialCancel;
+use crate::lane::control::{self as control_lane, ControlStream, OpenError};
+use crate::lane::dial::{DialCancel, DialError};
 use crate::lane::peers::PeerIdentity;
 use crate::lane::policy::ClientTls;
 
@@ -29,29 +29,27 @@ pub(super) fn open_control(
     let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
     let own = dial.clone();
     let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
-    let request = ControlRequest {
-        endpoint: to,
-        connector: &FromHost(Arc::clone(host)),
-        tls,
-        offer,
-        deadline,
-        cancel: &dial,
-    };
-    control_lane::open(&request).map_err(not_opened)
+    let connector = FromHost(Arc::clone(host));
+    control_lane::open(to, &connector, tls, offer, deadline, &dial)
+        .map_err(|error| not_opened(to, error))
 }
 
-fn not_opened(error: OpenError) -> Fault {
+fn not_opened(to: &str, error: OpenError) -> Fault {
     let mut fault = Fault::new(error.fault(), error.to_string());
     match error {
         OpenError::Refused(refusal) => Fault::from_peer(refusal.fault, refusal.text),
-        OpenError::Connect { source, .. } => {
+        OpenError::Dial(DialError::Connect { source, .. }) => {
             // Not an error of the network; EINVAL from a socket call would carry an errno.
             if source.kind() == io::ErrorKind::InvalidInput && source.raw_os_error().is_none() {
                 fault.at_fault = AtFault::Configuration;
             }
             fault.because(source)
         }
-        OpenError::Handshake { source, .. } => fault.because(source),
+        OpenError::Dial(DialError::Handshake { source, .. }) => {
+            fault.what = format!("cannot secure the control lane to {to}");
+            fault.because(source)
+        }
+        OpenError::Dial(DialError::Socket(source)) => fault.because(source),
         OpenError::Control(source) => fault.because(source),
         OpenError::Malformed(source) => fault.because(source),
         OpenError::NotOffered(source) => fault.because(source),
