@@ -47,11 +47,13 @@ pub(crate) fn passed() -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// Sends the process's signals as events. A second signal to end exits immediately.
+/// Sends the process's signals as events, and calls `ending` after the first one to end. A second one
+/// exits immediately.
 pub(crate) fn wait_for<T: From<ServiceEvent> + Send + 'static>(
     sender: Sender<T>,
     ends: EndSignals,
     hang_ups: HangUps,
+    ending: impl FnOnce() + Send + 'static,
 ) -> Result<()> {
     let reloads = sender.clone();
     start("dunlin-hang-ups", move || {
@@ -61,6 +63,7 @@ pub(crate) fn wait_for<T: From<ServiceEvent> + Send + 'static>(
         if let Ok(signal) = ends.wait() {
             // The main thread receives until the process ends.
             let _ = sender.send(ServiceEvent::End(signal).into());
+            ending();
         }
         if let Ok(signal) = ends.wait() {
             exit(SIGNAL + signal.number());

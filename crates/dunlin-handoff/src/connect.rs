@@ -2,24 +2,20 @@
 //! the kernel, all before one deadline.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
-use std::thread;
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use dunlin_linux::socket::{Liveness, remaining, set_liveness};
+use dunlin_linux::socket::{Liveness, set_liveness};
 use thiserror::Error;
 
+use dunlin_lane::dial::{DialCancel, connect_to_any};
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::UntrustedReason;
 use dunlin_lane::handshake::keyed::{self, Keyed};
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::HandoffTls;
 use dunlin_lane::provider::{TlsVersion, group_name, suite_name};
-
-/// Each address of a name gets an equal share of the remaining time, and at least this much, so that
-/// one unreachable address does not use it all.
-const LEAST_SHARE: Duration = Duration::from_millis(200);
+use dunlin_lane::resolve;
 
 /// Why there is no connection. Nothing but handshake messages has been sent.
 #[derive(Debug, Error)]
@@ -79,6 +75,9 @@ pub enum ConnectError {
         /// The error.
         source: io::Error,
     },
+    /// The caller cancelled it.
+    #[error("cancelled before the connection was ready")]
+    Cancelled,
 }
 
 /// A connection with an authenticated peer. Dropping it closes it without an alert.
@@ -105,8 +104,7 @@ pub struct Facts {
     pub peer: Option<PeerIdentity>,
 }
 
-/// Connects to `host` and performs the handshake, before `deadline`. Nothing cancels it before: while
-/// the resolver or the peer does not answer, it blocks until then.
+/// Connects to `host` and performs the handshake, before `deadline` and unless `cancel` is cancelled.
 ///
 /// # Errors
 /// [`ConnectError`]; the connection is closed then.
@@ -115,16 +113,39 @@ pub fn connect(
     port: u16,
     tls: &HandoffTls,
     deadline: Instant,
+    cancel: &DialCancel,
 ) -> Result<Connected, ConnectError> {
-    let addresses = addresses(host, port, deadline)?;
-    let stream = reach(&addresses, deadline).map_err(|source| ConnectError::Unreachable {
-        to: format!("{host}:{port}"),
-        source: plain(source),
+    let connected = connect_covered(host, port, tls, deadline, cancel);
+    // The connection's owner closes it.
+    cancel.release();
+    if cancel.is_cancelled() {
+        return Err(ConnectError::Cancelled);
+    }
+    connected
+}
+
+fn connect_covered(
+    host: &str,
+    port: u16,
+    tls: &HandoffTls,
+    deadline: Instant,
+    cancel: &DialCancel,
+) -> Result<Connected, ConnectError> {
+    let stop = cancel.wakeup();
+    let addresses =
+        resolve::host(host, port, deadline, stop).map_err(|source| ConnectError::Unknown {
+            host: host.to_owned(),
+            source,
+        })?;
+    let stream = connect_to_any(&addresses, deadline, stop).map_err(|source| {
+        let to = format!("{host}:{port}");
+        ConnectError::Unreachable { to, source }
     })?;
-    // The first address; an empty list has failed before.
+    // A connection has one of the addresses.
     let at = stream.peer_addr().unwrap_or(addresses[0]);
-    stream
-        .set_nodelay(true)
+    cancel
+        .covers(&stream)
+        .and_then(|()| stream.set_nodelay(true))
         .and_then(|()| keep_alive(&stream))
         .map_err(|source| ConnectError::Socket { at, source })?;
     let begin = Instant::now();
@@ -160,66 +181,6 @@ pub(super) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
         ..Liveness::default()
     };
     set_liveness(stream, &liveness)
-}
-
-/// The addresses of a name, at least one. The resolver has no deadline, so it is asked on a
-/// thread that may outlast this.
-fn addresses(host: &str, port: u16, deadline: Instant) -> Result<Vec<SocketAddr>, ConnectError> {
-    let bare = host
-        .strip_prefix('[')
-        .and_then(|rest| rest.strip_suffix(']'))
-        .unwrap_or(host);
-    if let Ok(address) = bare.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, port)]);
-    }
-    let unknown = |source| ConnectError::Unknown {
-        host: host.to_owned(),
-        source,
-    };
-    let (sender, found) = mpsc::channel();
-    let name = bare.to_owned();
-    thread::Builder::new()
-        .name("dunlin-resolver".into())
-        .spawn(move || {
-            let found = (name.as_str(), port).to_socket_addrs();
-            // Fails only if the caller has stopped waiting.
-            let _ = sender.send(found.map(Iterator::collect::<Vec<_>>));
-        })
-        .map_err(unknown)?;
-    let left = remaining(deadline).map_err(unknown)?;
-    let found = found
-        .recv_timeout(left)
-        .map_err(|_| unknown(io::Error::other("the resolver did not answer in time")))?
-        .map_err(unknown)?;
-    if found.is_empty() {
-        return Err(unknown(io::ErrorKind::NotFound.into()));
-    }
-    Ok(found)
-}
-
-/// The first of `addresses` that answers.
-fn reach(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
-    let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for (index, address) in addresses.iter().enumerate() {
-        let left = remaining(deadline)?;
-        let others = u32::try_from(addresses.len() - index).unwrap_or(u32::MAX);
-        let share = (left / others).max(LEAST_SHARE).min(left);
-        match TcpStream::connect_timeout(address, share) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
-}
-
-/// Replaces the kernel's text for a timeout.
-fn plain(error: io::Error) -> io::Error {
-    match error.kind() {
-        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
-            io::Error::new(io::ErrorKind::TimedOut, "no answer in time")
-        }
-        _ => error,
-    }
 }
 
 fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectError {
@@ -259,5 +220,45 @@ fn unissued(why: &Option<UntrustedReason>) -> String {
              trusted, append it there"
         ),
         None => "it comes from an unknown authority".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io::Read;
+    use std::net::TcpListener;
+    use std::thread;
+
+    use dunlin_lane::policy::TrustPolicy;
+    use dunlin_lane::provider::{Offer, Provider};
+
+    use super::*;
+
+    #[test]
+    fn a_connect_is_cancelled_while_the_peer_is_silent_and_closes_the_connection() {
+        let provider = Provider::built_in()[0];
+        let ciphers = "TLS_AES_256_GCM_SHA384";
+        let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
+        let tls = HandoffTls::new(offer, TrustPolicy::Anybody, None, None).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let cancel = DialCancel::new().unwrap();
+        let begin = Instant::now();
+        thread::scope(|scope| {
+            let peer = scope.spawn(|| {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.read_exact(&mut [0]).unwrap();
+                cancel.cancel();
+                // Ends when the other side has closed; a reset is an end too.
+                let _ = stream.read_to_end(&mut Vec::new());
+            });
+            let deadline = begin + Duration::from_secs(60);
+            let connected = connect("127.0.0.1", port, &tls, deadline, &cancel);
+            assert!(matches!(connected.map(drop), Err(ConnectError::Cancelled)));
+            peer.join().unwrap();
+        });
+        assert!(begin.elapsed() < Duration::from_secs(30));
     }
 }

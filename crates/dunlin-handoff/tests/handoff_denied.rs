@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::thread;
 
 use dunlin_handoff::connect::{ConnectError, connect};
+use dunlin_lane::dial::DialCancel;
 use dunlin_lane::handshake::{self, HandshakeError};
 use dunlin_lane::peers::PeerRefused;
 use dunlin_lane::policy::{Bundle, HandoffTls, TrustPolicy};
@@ -38,7 +39,8 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         thread::scope(|scope| {
             // What it says of a client that is no Dunlin does not matter.
             scope.spawn(|| drop(handshake::server(door.accept().unwrap().0, &served, soon())));
-            connect("127.0.0.1", port, &tls, soon()).map(drop)
+            let cancel = DialCancel::new().unwrap();
+            connect("127.0.0.1", port, &tls, soon(), &cancel).map(drop)
         })
     };
     let beliefs = || {

@@ -10,8 +10,7 @@ use dunlin_proto::ipsec::object::NotAnObject;
 use dunlin_proto::wire::{DecodeError, EncodeError};
 use thiserror::Error;
 
-use dunlin_lane::control::ControlError;
-use dunlin_lane::handshake::HandshakeError;
+use dunlin_lane::control::{ControlError, OpenError};
 
 /// An error of a session. What the session installed has been removed, except that ports that were
 /// protected stay blocked.
@@ -178,22 +177,9 @@ pub enum IpsecError {
         /// The allowed ports.
         allowed: String,
     },
-    /// The TCP connection to the peer failed.
-    #[error("{to} cannot be reached")]
-    Unreachable {
-        /// The peer.
-        to: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// The TLS handshake failed: one side rejected the other.
-    #[error("no secure control connection to {to}")]
-    Handshake {
-        /// The peer.
-        to: String,
-        /// Why.
-        source: HandshakeError,
-    },
+    /// The control connection could not be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
     /// The control connection failed.
     #[error("the control connection was lost")]
     Control(#[from] ControlError),
@@ -267,8 +253,8 @@ impl IpsecError {
             Self::SameHost(_) => FaultCode::AddressTranslated,
             Self::NoPerCpu | Self::TooFewPorts { .. } => FaultCode::FeatureMissing,
             Self::PortsNotAllowed { .. } | Self::WrongAddress { .. } => FaultCode::Unauthorised,
-            Self::Unreachable { .. } | Self::Control(_) => FaultCode::ControlLost,
-            Self::Handshake { source, .. } => source.of_control_lane(),
+            Self::Open(error) => error.fault(),
+            Self::Control(_) => FaultCode::ControlLost,
             Self::Malformed(error) => error.fault(),
             Self::Breach(_) => FaultCode::Malformed,
             Self::Encode(_) => FaultCode::Internal,

@@ -48,7 +48,7 @@ pub use dunlin_proto::ipsec::{Grant, Mode, Sender, Slot};
 
 pub use acceptor::{Peer, Server};
 pub use bound::{AddressBlock, NotAddresses};
-pub use dial::{up, up_unless};
+pub use dial::up;
 pub use error::IpsecError;
 pub use event::{Event, Observer};
 pub use options::{Hook, Options};

@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_ipsec::{IpsecError, Mode, Options, up_unless};
+use dunlin_ipsec::{IpsecError, Mode, Options, up};
 use dunlin_lane::control;
+use dunlin_lane::dial::DialCancel;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::Crypto;
 use dunlin_test_base::Scratch;
@@ -63,21 +64,22 @@ fn is_given_up(peer: Silent) {
     options.timeout = Duration::from_secs(60);
     let since = Arc::<Mutex<Option<Instant>>>::default();
     let (ended, end) = channel();
-    let is_silent = Arc::clone(&since);
+    let cancel = DialCancel::new().unwrap();
+    let (is_silent, own) = (Arc::clone(&since), cancel.clone());
     let peer = thread::spawn(move || {
         let (stream, _) = listener.accept().unwrap();
         peer(stream, &server, &|| {
             *is_silent.lock().unwrap() = Some(Instant::now());
+            own.cancel();
         });
         ended.send(()).unwrap();
     });
-    let mut given_up = || since.lock().unwrap().is_some();
-    let result = up_unless(
+    let result = up(
         &at,
         &client,
         &options,
         &(Arc::new(|_: &_| {}) as _),
-        &mut given_up,
+        &cancel,
     );
     let since = since.lock().unwrap().unwrap();
     assert!(matches!(result, Err(IpsecError::Ended)), "{result:?}");

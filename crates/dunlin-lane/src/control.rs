@@ -4,6 +4,8 @@
 //! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
 //! it waits for the socket, so a peer that reads slowly does not delay receiving.
 
+mod request;
+
 use crate::sync::lock;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -24,6 +26,8 @@ use super::policy::{ClientTls, ServerTls};
 use super::provider::Provider;
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 use super::trust::Trust;
+
+pub use request::{OpenError, open};
 
 /// Maximum time without progress in a write, or in a message that has partly arrived.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);

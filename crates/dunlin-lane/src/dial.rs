@@ -3,14 +3,14 @@
 //!
 //! A [`LaneDialer`] turns a [`LaneRequest`] into a lane that is ready to send. It gets its TCP
 //! connections from a [`Connector`], so a process that may not open sockets can have another
-//! process supply them. The request's [`DialCancel`] interrupts connecting and the handshake; it
-//! cannot interrupt name resolution.
+//! process supply them. The request's [`DialCancel`] interrupts name resolution, connecting and the
+//! handshake.
 
 use crate::sync::lock;
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::{self, Liveness, set_liveness};
@@ -23,7 +23,12 @@ use super::handshake::{self, HandshakeError};
 use super::peers::Principal;
 use super::policy::ClientTls;
 use super::proof::prove;
+use super::resolve;
 use super::splice::Stop;
+
+/// Each address of a name gets an equal share of the remaining time, and at least this much, so that
+/// one unreachable address does not use it all.
+const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Opens TCP connections for lanes.
 pub trait Connector: Send + Sync {
@@ -46,39 +51,15 @@ pub trait Connector: Send + Sync {
     ) -> io::Result<TcpStream>;
 }
 
-/// Opens sockets of this process and connects to the first reachable address of a name.
+/// Opens sockets of this process and connects to the first reachable address of a name. The thread
+/// of an unfinished name lookup may outlive the call ([`resolve`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardConnector;
 
 impl Connector for StandardConnector {
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
-        let mut last = io::Error::new(
-            io::ErrorKind::NotFound,
-            format!("{endpoint} has no address"),
-        );
-        // Without brackets, the last group of an IPv6 address would be parsed as the port.
-        let is_bare = endpoint.matches(':').count() > 1 && !endpoint.starts_with('[');
-        let addresses = if is_bare {
-            Err(io::Error::new(io::ErrorKind::InvalidInput, "no brackets"))
-        } else {
-            endpoint.to_socket_addrs()
-        };
-        let addresses = addresses.map_err(|error| {
-            // The standard library's message does not say which part is missing.
-            if error.kind() == io::ErrorKind::InvalidInput {
-                let wanted =
-                    "give a host and a port, as in host-b.example:4444 or [2001:db8::7]:4444";
-                return io::Error::new(error.kind(), format!("{error}: {wanted}"));
-            }
-            error
-        })?;
-        for address in addresses {
-            match socket::connect_unless(address, deadline, stop) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
+        let addresses = resolve::endpoint(endpoint, deadline, stop)?;
+        connect_to_any(&addresses, deadline, stop)
     }
 
     fn connect_from(
@@ -90,6 +71,29 @@ impl Connector for StandardConnector {
     ) -> io::Result<TcpStream> {
         socket::connect_from_unless(local, remote, deadline, stop)
     }
+}
+
+/// Connects to the first of `addresses` that answers.
+///
+/// # Errors
+/// The error of the last address; `TimedOut` if the deadline passed, `ConnectionAborted` if `stop`
+/// became readable.
+pub fn connect_to_any(
+    addresses: &[SocketAddr],
+    deadline: Instant,
+    stop: &Wakeup,
+) -> io::Result<TcpStream> {
+    let mut last = io::ErrorKind::NotFound.into();
+    for (address, others) in addresses.iter().zip((1..=addresses.len() as u32).rev()) {
+        let now = Instant::now();
+        let left = deadline.saturating_duration_since(now);
+        let share = (left / others).max(LEAST_SHARE).min(left);
+        match socket::connect_unless(*address, now + share, stop) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 /// A request to open one lane.
@@ -124,7 +128,7 @@ pub trait LaneDialer: Send + Sync {
 #[non_exhaustive]
 pub enum DialError {
     /// The TCP connection failed.
-    #[error("{endpoint} cannot be reached")]
+    #[error("cannot reach {endpoint}")]
     Connect {
         /// Host and port.
         endpoint: String,
@@ -220,7 +224,8 @@ impl DialCancel {
     }
 
     /// Shuts down `stream` on cancellation, immediately if that has already happened. Replaces the
-    /// connection of an earlier call.
+    /// connection of an earlier call. Holds a descriptor of it until [`DialCancel::release`] or the
+    /// drop of the last clone.
     ///
     /// # Errors
     /// The process has no free file descriptor.
@@ -234,6 +239,11 @@ impl DialCancel {
         *covered = Some(same);
         Ok(())
     }
+
+    /// The dial has ended: cancellation no longer shuts down its connection.
+    pub fn release(&self) {
+        *lock(&self.0.stream) = None;
+    }
 }
 
 /// Opens TLS lanes.
@@ -242,7 +252,7 @@ pub struct TlsDialer;
 
 impl LaneDialer for TlsDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect(request)?;
+        let stream = connect_for(request)?;
         let endpoint = || request.endpoint.to_owned();
         let secured = handshake::client(stream, request.tls, request.deadline);
         let secured = secured.map_err(|source| DialError::Handshake {
@@ -272,22 +282,34 @@ impl PlainDialer {
 
 impl LaneDialer for PlainDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect(request)?;
+        let stream = connect_for(request)?;
         Ok(DataSender::plain(stream, self.0, STALL_LIMIT)?)
     }
 }
 
+fn connect_for(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
+    let connector = &**request.connector;
+    connect(
+        connector,
+        request.endpoint,
+        request.deadline,
+        request.cancel,
+    )
+}
+
 /// Connects, and enables the kernel's detection of a dead peer.
-fn connect(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
-    let connected =
-        request
-            .connector
-            .connect(request.endpoint, request.deadline, request.cancel.wakeup());
+pub(crate) fn connect(
+    connector: &dyn Connector,
+    endpoint: &str,
+    deadline: Instant,
+    cancel: &DialCancel,
+) -> Result<TcpStream, DialError> {
+    let connected = connector.connect(endpoint, deadline, cancel.wakeup());
     let stream = connected.map_err(|source| DialError::Connect {
-        endpoint: request.endpoint.to_owned(),
+        endpoint: endpoint.to_owned(),
         source,
     })?;
-    request.cancel.covers(&stream)?;
+    cancel.covers(&stream)?;
     set_liveness(&stream, &Liveness::default())?;
     Ok(stream)
 }
@@ -329,8 +351,8 @@ impl LaneTicket<'_> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::io::{Read, Write};
     use std::net::TcpListener;
-    use std::time::Duration;
 
     use dunlin_linux::poll::{Interest, poll};
 
@@ -339,14 +361,7 @@ mod tests {
     #[test]
     fn an_invalid_endpoint_is_an_error_that_names_the_format() {
         let (_waker, stop) = dunlin_linux::poll::waker().unwrap();
-        for endpoint in [
-            "127.0.0.1",
-            "host-b.example:",
-            "host-b.example:65536",
-            "::1:4444",
-            "2001:db8::2",
-            "[::1]",
-        ] {
+        for endpoint in ["127.0.0.1", "::1:4444"] {
             let connected = StandardConnector.connect(endpoint, Instant::now(), &stop);
             let error = connected.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
@@ -376,5 +391,36 @@ mod tests {
             matches!(stream.peek(&mut [0]), Ok(0))
         };
         assert!(is_shut(&covered) && is_shut(&later) && !is_shut(&replaced));
+    }
+
+    #[test]
+    fn a_cancellation_leaves_a_released_connection_open() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut accepted, _) = listener.accept().unwrap();
+        let cancel = DialCancel::new().unwrap();
+        cancel.covers(&stream).unwrap();
+        cancel.release();
+        cancel.cancel();
+        stream.write_all(b"x").unwrap();
+        drop(stream);
+        let mut received = Vec::new();
+        accepted.read_to_end(&mut received).unwrap();
+        assert_eq!(received, b"x");
+    }
+
+    #[test]
+    fn an_address_that_refuses_leaves_the_others_their_turn() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let refusing = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addresses = [&refusing, &listener].map(|one| one.local_addr().unwrap());
+        drop(refusing);
+        let (waker, stop) = dunlin_linux::poll::waker().unwrap();
+        let connect =
+            || connect_to_any(&addresses, Instant::now() + Duration::from_secs(60), &stop);
+        assert_eq!(connect().unwrap().peer_addr().unwrap(), addresses[1]);
+        waker.wake();
+        let error = connect().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
     }
 }

@@ -8,7 +8,7 @@
 //!   [`accept`] runs the handshakes of all incoming connections on one thread.
 //! - [`dial`] and [`admit`] define [`LaneDialer`](dial::LaneDialer) and
 //!   [`LaneAcceptor`](admit::LaneAcceptor), the traits through which the layers above open and
-//!   admit data lanes; [`security`] picks an implementation.
+//!   admit data lanes; [`security`] picks an implementation. [`resolve`] looks up host names.
 //! - [`control`] is the control lane. [`data`] sends and receives on data lanes; [`record`] seals
 //!   and opens their TLS records.
 //! - [`relayed`] and [`splice`] serve connections to programs other than Dunlin.
@@ -44,6 +44,7 @@ pub mod proof;
 pub mod provider;
 pub mod record;
 pub mod relayed;
+pub mod resolve;
 pub mod security;
 pub mod splice;
 pub mod sync;

@@ -8,8 +8,7 @@ use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::wire::DecodeError;
 
-use dunlin_lane::control::ControlError;
-use dunlin_lane::handshake::HandshakeError;
+use dunlin_lane::control::{ControlError, OpenError};
 
 /// A failure, with all of its causes in one text. Its `Display` prints what happened, who is at
 /// fault and the advice for the code.
@@ -81,10 +80,6 @@ impl Failure {
         text.truncate(end.unwrap_or(0));
         text
     }
-
-    pub(super) fn of_handshake(what: String, error: &HandshakeError) -> Self {
-        Self::new(error.of_control_lane(), what).because(error)
-    }
 }
 
 impl From<ControlError> for Failure {
@@ -94,6 +89,15 @@ impl From<ControlError> for Failure {
             _ => FaultCode::ControlLost,
         };
         Self::new(code, "the control lane was lost").because(&error)
+    }
+}
+
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
+        match &error {
+            OpenError::Refused(refusal) => Self::of_peer(refusal.fault, &refusal.text),
+            _ => Self::new(error.fault(), "cannot open a control lane").because(&error),
+        }
     }
 }
 

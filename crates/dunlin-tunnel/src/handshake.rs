@@ -17,17 +17,15 @@
 //! Dropping a step closes its connection, and nothing else has to be undone; the peer then loses
 //! the control lane. Only [`Received`] has to answer the peer: [`Received::refuse`].
 
-use std::io;
 use std::net::SocketAddr;
 use std::time::Instant;
 
 use dunlin_linux::random;
-use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{
-    Features, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId, SessionSecret,
-    Supported, VERSIONS, select,
+    Features, Offer, Opening, Refusal, Selection, SessionId, SessionSecret, Supported, VERSIONS,
+    select,
 };
 use dunlin_proto::stripe::message::{Header, MESSAGE_HEADER_BYTES, Message};
 use zeroize::Zeroize;
@@ -78,21 +76,7 @@ impl<'a> Selected<'a> {
         epoch: u32,
         deadline: Instant,
     ) -> Result<Self, Failure> {
-        let at = &to.to;
         let dialling = site.dials.begin()?;
-        let tls = site.client_tls(to.peers.clone())?;
-        let cancel = &dialling.cancel;
-        let connect = || {
-            let stream = site.connector.connect(at, deadline, cancel.wakeup())?;
-            cancel.covers(&stream)?;
-            set_liveness(&stream, &Liveness::default())?;
-            Ok::<_, io::Error>(stream)
-        };
-        let unreachable = format!("{at} cannot be reached");
-        let stream = connect().or_failure(FaultCode::ControlLost, unreachable)?;
-        let control = control::client(stream, &tls, deadline).map_err(|error| {
-            Failure::of_handshake(format!("TLS handshake with {at} failed"), &error)
-        })?;
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,
@@ -102,25 +86,10 @@ impl<'a> Selected<'a> {
             attempt: 1,
             epoch,
         };
-        let mut bytes = Vec::new();
-        offer
-            .encode(&mut bytes)
-            .or_failure(FaultCode::Internal, "cannot encode the offer")?;
-        control.send(&bytes)?;
-        let selection = match read_opening(&control, deadline)? {
-            Opening::Select(selection) => selection,
-            Opening::Refuse(_, refusal) => {
-                return Err(Failure::of_peer(refusal.fault, &refusal.text));
-            }
-            _ => {
-                let text = "unexpected answer to the offer";
-                return Err(Failure::new(FaultCode::Malformed, text));
-            }
-        };
-        selection.confirm(&offer).or_failure(
-            FaultCode::SecurityNotAgreed,
-            "peer selected something that was not offered",
-        )?;
+        let tls = site.client_tls(to.peers.clone())?;
+        let (connector, cancel) = (&*site.connector, &dialling.cancel);
+        let opened = control::open(&to.to, connector, &tls, &offer, deadline, cancel);
+        let (control, selection) = opened?;
         Ok(Self {
             dialling,
             control,
@@ -323,15 +292,6 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
             Err(Failure::new(FaultCode::Malformed, text))
         }
     }
-}
-
-fn read_opening(control: &ControlStream, deadline: Instant) -> Result<Opening, Failure> {
-    let mut bytes = [0; PRELUDE_BYTES];
-    control.receive_exact(&mut bytes, deadline)?;
-    let prelude = Prelude::decode(&bytes)?;
-    let mut body = vec![0; prelude.body_bytes];
-    control.receive_exact(&mut body, deadline)?;
-    Ok(Opening::decode(&prelude, &body)?)
 }
 
 /// Sends the peer why its control lane is refused.

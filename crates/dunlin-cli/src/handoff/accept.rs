@@ -138,7 +138,7 @@ impl Accept {
             }
         };
         let acceptor = Acceptor::start(listener, tls.clone(), self.options()?, observer)?;
-        wait_for(sender, ends, hang_ups)?;
+        wait_for(sender, ends, hang_ups, || ())?;
         println!("listening on {}", acceptor.address());
         manager.ready(&format!("clients connect to {}", acceptor.address()));
         for event in events {

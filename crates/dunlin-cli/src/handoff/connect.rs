@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args, ValueEnum};
+use dunlin::lane::dial::DialCancel;
 use dunlin::lane::identity::Role;
 use dunlin::lane::policy::{Bundle, HandoffTls, TrustPolicy};
 use dunlin::lane::provider::{self, Offer, TlsVersion};
@@ -164,7 +165,8 @@ impl Connect {
 
     /// A socket usable without TLS code, and its description.
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
-        let connected = connect::connect(&self.host, self.port, tls, deadline)?;
+        let cancel = DialCancel::new().context("cannot create an eventfd")?;
+        let connected = connect::connect(&self.host, self.port, tls, deadline, &cancel)?;
         let facts = connected.facts.clone();
         let handed = connected.into_kernel(deadline, &Netlink)?;
         let line = HandedLine::of(&facts, &handed.chosen);

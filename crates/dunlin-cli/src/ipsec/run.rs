@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
+use dunlin::lane::dial::DialCancel;
 use dunlin::lane::peers::Peer as Allowed;
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{
@@ -201,7 +202,7 @@ impl Serve {
         let manager = Manager::find();
         manager.ready(&format!("peers connect to {}", server.address()));
         let (sender, events) = channel::<ServiceEvent>();
-        wait_for(sender.clone(), ends, hang_ups)?;
+        wait_for(sender.clone(), ends, hang_ups, || ())?;
         let held = Held::serve(&socket, "serve", server, blocked.clone())?;
         let reload = || match accepting.reload() {
             Ok((until, warnings)) => {
@@ -257,20 +258,20 @@ impl Up {
         warn_of_addresses(&self.peer, &to)?;
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
+        let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let (sender, events) = channel::<ServiceEvent>();
-        wait_for(sender.clone(), ends, hang_ups)?;
+        let own = cancel.clone();
+        wait_for(sender, ends, hang_ups, move || own.cancel())?;
         let blocked = Blocked::default();
-        let mut ended = None;
-        let mut should_stop = || {
-            while let Ok(event) = events.try_recv() {
-                if let ServiceEvent::End(signal) = event {
-                    ended = Some(signal);
-                }
-            }
-            ended.is_some()
+        let session = ipsec::up(&to, &tls, &options, &blocked.observer(), &cancel);
+        let ended = |event| match event {
+            ServiceEvent::End(signal) => Some(signal),
+            ServiceEvent::Reload => None,
         };
-        let session = ipsec::up_unless(&to, &tls, &options, &blocked.observer(), &mut should_stop);
-        if let (Err(ipsec::IpsecError::Ended), Some(signal)) = (&session, ended) {
+        // Otherwise the event stays for the loop below.
+        if let Err(ipsec::IpsecError::Ended) = &session
+            && let Some(signal) = events.try_iter().find_map(ended)
+        {
             let name = signal.name();
             say(&format!(
                 "{name}: ports {} to {to} are not protected",
@@ -281,9 +282,6 @@ impl Up {
         let session = session
             .map_err(with_advice)
             .with_context(|| format!("ports {} to {to} are not protected", self.ports))?;
-        if let Some(signal) = ended {
-            let _ = sender.send(ServiceEvent::End(signal));
-        }
         println!("up");
         let manager = Manager::find();
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
@@ -305,7 +303,6 @@ impl Up {
             }
             None => held.end(|named| named.session.wait()),
         };
-        drop(sender);
         held.pending.drain();
         match ended {
             Some(Err(error)) if signal.is_none() => {

@@ -128,7 +128,7 @@ impl Run {
         text.lines().for_each(say);
         manager.ready(&format!("peers connect to {}", tunnel.address()));
         let drain = Arc::new(Mutex::new(config.drain));
-        wait_for(sender, ends, hang_ups)?;
+        wait_for(sender, ends, hang_ups, || ())?;
         for event in events {
             match event {
                 ServiceEvent::Reload => {

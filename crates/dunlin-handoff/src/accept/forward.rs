@@ -29,8 +29,8 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Silence after which any other client may be evicted. Longer than a disk or a busy server makes a
 /// client wait; a connection that a client keeps open for later use is evicted.
 const IDLE: Duration = Duration::from_secs(10);
-/// Evicted clients that may still hold threads, beyond the limit. Each has at most four descriptors:
-/// resolving the old server's name has no deadline, and splicing has not begun.
+/// Evicted clients that may still hold threads, beyond the limit, until their threads have noticed.
+/// Each has at most six descriptors: a name lookup has two, and splicing has not begun.
 const LEAVING: usize = 8;
 
 /// A client of the old server.

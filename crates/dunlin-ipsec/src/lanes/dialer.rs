@@ -323,11 +323,6 @@ impl IpsecDialer {
         request: &LaneRequest<'_>,
         over: &[PortRange],
     ) -> Result<LaneSession, LaneError> {
-        let LaneRequest {
-            endpoint: to,
-            deadline,
-            ..
-        } = *request;
         let shared = self.shared();
         let (mut later, mut blocks) = shared
             .free_blocks()
@@ -354,18 +349,12 @@ impl IpsecDialer {
                     .site
                     .options
                     .timeout
-                    .min(deadline.saturating_duration_since(Instant::now())),
+                    .min(request.deadline.saturating_duration_since(Instant::now())),
                 ..shared.site.options.clone()
             };
-            let mut given_up = || check_limits(request).is_err();
-            let limit = options.timeout;
-            let opened = dial::open_beside(
-                (to, request.connector),
-                request.tls,
-                session,
-                limit,
-                &mut given_up,
-            );
+            let (connector, limit) = (&**request.connector, options.timeout);
+            let to = request.endpoint;
+            let opened = dial::open((to, connector), request.tls, session, limit, request.cancel);
             let control = opened.map_err(cancelled_or)?;
             if !control.peer().is(request.peer) {
                 let to = to.to_owned();
@@ -373,7 +362,8 @@ impl IpsecDialer {
             }
             let (local, peer) = ends(control.socket())?;
             let observer = &shared.site.observer;
-            match dial::begin(control, session, &options, observer, &mut given_up) {
+            let given_up = || check_limits(request).is_err();
+            match dial::begin(control, session, &options, observer, &given_up) {
                 Ok(session) => {
                     return Ok(LaneSession {
                         session,

@@ -1,14 +1,22 @@
 //! The control lane.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::io::Write;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_lane::control::{self, ControlError, ControlStream};
+use dunlin_lane::control::{self, ControlError, ControlStream, OpenError};
+use dunlin_lane::dial::{DialCancel, DialError, StandardConnector};
+use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::{Crypto, Provider};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::{
+    Features, LaneSecurity, Offer, PRELUDE_BYTES, Prelude, Refusal, Selection, SessionId, VERSIONS,
+};
 use dunlin_test_support::lane::*;
+use rustix::net::sockopt;
 
 fn lane() -> (Arc<ControlStream>, Arc<ControlStream>) {
     lane_by(Crypto::auto())
@@ -213,4 +221,127 @@ fn after_a_write_that_stalled_nothing_is_sent_and_what_comes_is_read() {
     let mut got = [0; 4];
     near.receive_exact(&mut got, soon()).unwrap();
     assert_eq!(&got, b"read");
+}
+
+/// Opens a control lane to a listener whose one connection `peer` serves.
+fn opened(
+    cancel: &DialCancel,
+    peer: impl FnOnce(TcpStream, &ServerTls) + Send,
+) -> Result<(ControlStream, Selection), OpenError> {
+    let authority = Authority::new();
+    let crypto = Crypto::auto();
+    let near = authority.identity(&[SOURCE]);
+    let far = authority.identity(&[DESTINATION]);
+    let tls = near.client(&crypto, names(&[DESTINATION])).unwrap();
+    let server = far.server(&crypto, names(&[SOURCE])).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let offer = Offer {
+        versions: VERSIONS,
+        optional: Features::NONE,
+        required: Features::NONE,
+        security: LaneSecurity::Tls,
+        session: SessionId::default(),
+        attempt: 1,
+        epoch: 1,
+    };
+    thread::scope(|scope| {
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let limit = Instant::now() + Duration::from_secs(60);
+        scope.spawn(|| peer(listener.accept().unwrap().0, &server));
+        control::open(&endpoint, &StandardConnector, &tls, &offer, limit, cancel)
+    })
+}
+
+/// Serves one connection: reads the offer and answers with `answer`.
+fn answering(answer: Vec<u8>) -> impl FnOnce(TcpStream, &ServerTls) + Send {
+    move |stream, tls| {
+        let control = control::server(stream, tls, soon()).unwrap();
+        let mut prelude = [0; PRELUDE_BYTES];
+        control.receive_exact(&mut prelude, soon()).unwrap();
+        let prelude = Prelude::decode(&prelude).unwrap();
+        let mut body = vec![0; prelude.body_bytes];
+        control.receive_exact(&mut body, soon()).unwrap();
+        control.send(&answer).unwrap();
+    }
+}
+
+#[test]
+fn an_opened_control_lane_is_confirmed_and_detects_a_dead_peer() {
+    let selection = Selection {
+        version: VERSIONS.max,
+        features: Features::NONE,
+        security: LaneSecurity::Tls,
+    };
+    let mut bytes = Vec::new();
+    selection.encode(&mut bytes).unwrap();
+    let cancel = DialCancel::new().unwrap();
+    let (control, selected) = opened(&cancel, answering(bytes)).unwrap();
+    assert_eq!(selected, selection);
+    assert!(sockopt::socket_keepalive(control.socket()).unwrap());
+    assert!(sockopt::tcp_user_timeout(control.socket()).unwrap() > 0);
+    cancel.release();
+}
+
+#[test]
+fn an_answer_other_than_an_offered_selection_opens_no_control_lane() {
+    let cancel = DialCancel::new().unwrap();
+    let by = |answer: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = Vec::new();
+        answer(&mut bytes);
+        opened(&cancel, answering(bytes)).unwrap_err()
+    };
+    let refusal = |bytes: &mut Vec<u8>| {
+        let refusal = Refusal {
+            fault: FaultCode::PortsTaken,
+            text: String::new(),
+        };
+        refusal.encode(VERSIONS, bytes).unwrap();
+    };
+    let error = by(&refusal);
+    assert!(matches!(error, OpenError::Refused(_)), "{error:?}");
+    assert_eq!(error.fault(), FaultCode::PortsTaken);
+
+    let plain = |bytes: &mut Vec<u8>| {
+        let selection = Selection {
+            version: VERSIONS.max,
+            features: Features::NONE,
+            security: LaneSecurity::Plain,
+        };
+        selection.encode(bytes).unwrap();
+    };
+    let error = by(&plain);
+    assert!(matches!(error, OpenError::NotOffered(_)), "{error:?}");
+    assert_eq!(error.fault(), FaultCode::SecurityNotAgreed);
+
+    let error = by(&|bytes| bytes.extend([7; PRELUDE_BYTES]));
+    assert!(matches!(error, OpenError::Malformed(_)), "{error:?}");
+}
+
+#[test]
+fn opening_a_control_lane_is_cancelled_while_the_peer_is_silent() {
+    let cancel = DialCancel::new().unwrap();
+    let silent = |mut stream: TcpStream, _: &ServerTls| {
+        stream.read_exact(&mut [0]).unwrap();
+        cancel.cancel();
+        let _ = stream.read_to_end(&mut Vec::new());
+    };
+    let begin = Instant::now();
+    let error = opened(&cancel, silent).unwrap_err();
+    let is_handshake = matches!(error, OpenError::Dial(DialError::Handshake { .. }));
+    assert!(is_handshake, "{error:?}");
+    assert!(begin.elapsed() < Duration::from_secs(30));
+
+    let cancel = DialCancel::new().unwrap();
+    let after_the_offer = |stream, tls: &ServerTls| {
+        let control = control::server(stream, tls, soon()).unwrap();
+        control.receive_exact(&mut [0], soon()).unwrap();
+        cancel.cancel();
+        while control
+            .receive(&mut [0; 64], soon())
+            .is_ok_and(|count| count > 0)
+        {}
+    };
+    let error = opened(&cancel, after_the_offer).unwrap_err();
+    assert!(matches!(error, OpenError::Control(_)), "{error:?}");
+    assert!(begin.elapsed() < Duration::from_secs(30));
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{CONTROL_HEADER_BYTES, Envelope, Header, Message};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{Opening, PRELUDE_BYTES, Prelude, SessionId};
+use dunlin_proto::negotiate::SessionId;
 use zeroize::Zeroize;
 
 use super::fault::Fault;
@@ -321,18 +321,6 @@ impl ControlLane {
             }
         }
     }
-}
-
-/// Reads the peer's answer to an offer, which precedes the first control message.
-pub(crate) fn read_opening(stream: &ControlStream, deadline: Instant) -> Result<Opening, Fault> {
-    let mut bytes = [0; PRELUDE_BYTES];
-    stream.receive_exact(&mut bytes, deadline).map_err(lost)?;
-    let prelude = Prelude::decode(&bytes).map_err(malformed)?;
-    let mut body = vec![0; prelude.body_bytes];
-    if !body.is_empty() {
-        stream.receive_exact(&mut body, deadline).map_err(lost)?;
-    }
-    Opening::decode(&prelude, &body).map_err(malformed)
 }
 
 fn lost(error: ControlError) -> Fault {

@@ -52,7 +52,8 @@ pub trait Host: Send + Sync {
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>>;
 }
 
-/// Ordinary sockets and ordinary threads.
+/// Ordinary sockets and ordinary threads. A name is resolved on a thread that may outlive
+/// the connection attempt ([`resolve`](crate::lane::resolve)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardHost;
 

@@ -84,9 +84,9 @@ impl Doubt {
     /// Executes what the record requires. If the outcome is unknown, asks the
     /// destination on separate control lanes until it answers or `options.doubt_limit`
     /// expires; of the other options, those for connections apply. It cannot be
-    /// cancelled: it blocks for at most `options.doubt_limit`, plus name resolution,
-    /// plus one second for the destination to close the lane. `vm` is the VM if it
-    /// lives outside the dead process; `None` if it died with that process.
+    /// cancelled: it blocks for at most `options.doubt_limit`, plus one second for the
+    /// destination to close the lane. `vm` is the VM if it lives outside the dead
+    /// process; `None` if it died with that process.
     ///
     /// # Errors
     /// [`ResolveError`]: an action that follows from the answer failed.

@@ -5,15 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::{AtFault, FaultCode};
-use dunlin_proto::negotiate::{Offer, Opening, Selection};
+use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::text::harmless;
 
-use super::super::control::read_opening;
 use super::super::fault::{Fault, OrFault};
-use super::super::host::{Cancel, Host};
+use super::super::host::{Cancel, FromHost, Host};
 use super::super::journal::RecordedPeer;
-use crate::lane::control::{self as control_lane, ControlStream};
-use crate::lane::dial::DialCancel;
+use crate::lane::control::{self as control_lane, ControlStream, OpenError};
+use crate::lane::dial::{DialCancel, DialError};
 use crate::lane::peers::PeerIdentity;
 use crate::lane::policy::ClientTls;
 
@@ -30,43 +29,32 @@ pub(super) fn open_control(
     let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
     let own = dial.clone();
     let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
-    let connected = host
-        .connect(to, deadline, dial.wakeup())
-        .and_then(|stream| dial.covers(&stream).map(|()| stream));
-    let stream = connected.map_err(|error| {
-        let mut fault = Fault::new(FaultCode::ControlLost, format!("cannot reach {to}"));
-        // Not an error of the network; EINVAL from a socket call would carry an errno.
-        if error.kind() == io::ErrorKind::InvalidInput && error.raw_os_error().is_none() {
-            fault.at_fault = AtFault::Configuration;
+    let connector = FromHost(Arc::clone(host));
+    control_lane::open(to, &connector, tls, offer, deadline, &dial)
+        .map_err(|error| not_opened(to, error))
+}
+
+fn not_opened(to: &str, error: OpenError) -> Fault {
+    let mut fault = Fault::new(error.fault(), error.to_string());
+    match error {
+        OpenError::Refused(refusal) => Fault::from_peer(refusal.fault, refusal.text),
+        OpenError::Dial(DialError::Connect { source, .. }) => {
+            // Not an error of the network; EINVAL from a socket call would carry an errno.
+            if source.kind() == io::ErrorKind::InvalidInput && source.raw_os_error().is_none() {
+                fault.at_fault = AtFault::Configuration;
+            }
+            fault.because(source)
         }
-        fault.because(error)
-    })?;
-    let stream = control_lane::client(stream, tls, deadline).map_err(|error| {
-        let what = format!("cannot secure the control lane to {to}");
-        Fault::new(error.of_control_lane(), what).because(error)
-    })?;
-    let mut bytes = Vec::new();
-    offer
-        .encode(&mut bytes)
-        .or_fault(FaultCode::Internal, "cannot encode the offer")?;
-    stream
-        .send(&bytes)
-        .or_fault(FaultCode::ControlLost, "the control lane was lost")?;
-    let selection = match read_opening(&stream, deadline)? {
-        Opening::Select(selection) => selection,
-        Opening::Refuse(_, refusal) => return Err(Fault::from_peer(refusal.fault, refusal.text)),
-        _ => {
-            return Err(Fault::new(
-                FaultCode::Malformed,
-                "unexpected answer to the offer from the destination",
-            ));
+        OpenError::Dial(DialError::Handshake { source, .. }) => {
+            fault.what = format!("cannot secure the control lane to {to}");
+            fault.because(source)
         }
-    };
-    selection.confirm(offer).or_fault(
-        FaultCode::SecurityNotAgreed,
-        "the destination's selection does not match the offer",
-    )?;
-    Ok((stream, selection))
+        OpenError::Dial(DialError::Socket(source)) => fault.because(source),
+        OpenError::Control(source) => fault.because(source),
+        OpenError::Malformed(source) => fault.because(source),
+        OpenError::NotOffered(source) => fault.because(source),
+        _ => fault,
+    }
 }
 
 /// The fault if a trusted host answers that is not the session's destination `peer`.
