@@ -16,12 +16,16 @@
 //! offer. Later releases add extension fields.
 
 mod lane;
+mod opening;
+mod select;
 mod terms;
 
 use thiserror::Error;
 
 pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, SessionSecret, lane_mac_input};
-pub use terms::{Features, LaneSecurity, NotOffered, Supported, VERSIONS, VersionRange, select};
+pub use opening::Opening;
+pub use select::{NotOffered, Supported, select};
+pub use terms::{Features, LaneSecurity, VERSIONS, VersionRange};
 
 use crate::fault::FaultCode;
 use crate::limits::{MAX_OPENING_BODY_BYTES, MAX_TEXT_BYTES, SESSION_ID_BYTES};
@@ -167,51 +171,6 @@ fn append_opening(
         writer.patch(length_at, &length.to_le_bytes());
         Ok(())
     })
-}
-
-/// Any opening message.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Opening {
-    /// See [`Offer`].
-    Offer(Offer),
-    /// See [`Selection`].
-    Select(Selection),
-    /// See [`Refusal`]; the versions are those of the refusing side.
-    Refuse(VersionRange, Refusal),
-    /// See [`LaneOpen`].
-    Lane(LaneOpen),
-}
-
-impl Opening {
-    /// Reads the body that follows `prelude`.
-    ///
-    /// # Errors
-    /// [`DecodeError`], also if the body's length is not the announced one.
-    pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
-        let reader = prelude.body(body)?;
-        match prelude.kind {
-            OpeningKind::Offer => Offer::decode(prelude.versions, reader).map(Self::Offer),
-            OpeningKind::Select => Selection::decode(prelude.versions, reader).map(Self::Select),
-            OpeningKind::Refuse => {
-                Refusal::decode(reader).map(|refusal| Self::Refuse(prelude.versions, refusal))
-            }
-            OpeningKind::Lane => LaneOpen::decode(prelude.versions, reader).map(Self::Lane),
-        }
-    }
-
-    /// Appends the message with its prelude.
-    ///
-    /// # Errors
-    /// A text exceeds its limit, or the version range is empty; `out` is then
-    /// unchanged.
-    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        match self {
-            Self::Offer(offer) => offer.encode(out),
-            Self::Select(selection) => selection.encode(out),
-            Self::Refuse(versions, refusal) => refusal.encode(*versions, out),
-            Self::Lane(lane) => lane.encode(out),
-        }
-    }
 }
 
 /// The source's first message on the control lane.

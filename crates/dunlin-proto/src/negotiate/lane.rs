@@ -4,7 +4,8 @@ use std::fmt;
 
 use zeroize::Zeroize;
 
-use super::{OpeningKind, PRELUDE_BYTES, SessionId, VersionRange, append_opening};
+use super::terms::VersionRange;
+use super::{OpeningKind, PRELUDE_BYTES, SessionId, append_opening};
 use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES, SESSION_SECRET_BYTES};
 use crate::wire::{DecodeError, EncodeError, Reader, bad_value};
 
