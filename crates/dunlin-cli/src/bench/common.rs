@@ -2,7 +2,8 @@
 
 use anyhow::{Result, ensure};
 use clap::Args;
-use dunlin::lane::provider::{Provider, auto};
+use dunlin::lane::fastest::auto;
+use dunlin::lane::provider::Provider;
 
 use crate::options::parse_bytes;
 
