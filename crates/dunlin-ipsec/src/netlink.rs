@@ -10,6 +10,7 @@ use netlink_packet_core::{
 use netlink_sys::{Socket, SocketAddr};
 use zeroize::{Zeroize, Zeroizing};
 
+use self::request::HEADER;
 pub(crate) use self::request::Request;
 
 const NOOP: u16 = 1;
@@ -19,8 +20,6 @@ const DONE: u16 = 3;
 const ERROR_TEXT: u16 = 1;
 /// Bytes before the attributes of an error: its number and the header of the request.
 const ERROR_HEAD: usize = 4 + HEADER;
-/// The size of `struct nlmsghdr`.
-const HEADER: usize = 16;
 /// The buffer for one receive; the kernel fills at most half of it when it lists.
 const ROOM: usize = 64 << 10;
 
