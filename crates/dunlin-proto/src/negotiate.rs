@@ -17,13 +17,15 @@
 
 mod lane;
 mod opening;
+mod secret;
 mod select;
 mod terms;
 
 use thiserror::Error;
 
-pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, SessionSecret, lane_mac_input};
+pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, lane_mac_input};
 pub use opening::Opening;
+pub use secret::SessionSecret;
 pub use select::{NotOffered, Supported, select};
 pub use terms::{Features, LaneSecurity, VERSIONS, VersionRange};
 
