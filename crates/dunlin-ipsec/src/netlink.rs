@@ -4,6 +4,7 @@ mod request;
 
 use std::io;
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use netlink_packet_core::{
     NLM_F_ACK, NLM_F_ACK_TLVS, NLM_F_DUMP_INTR, NLM_F_MULTIPART, NetlinkBuffer, NlasIterator,
 };
@@ -220,15 +221,6 @@ fn text(error: &[u8]) -> Option<String> {
     let text = attribute(error.get(ERROR_HEAD..)?, ERROR_TEXT)?;
     let text = String::from_utf8_lossy(text);
     Some(text.trim_end_matches('\0').to_owned())
-}
-
-fn until_not_interrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return other,
-        }
-    }
 }
 
 /// Encodes attributes as the kernel does.
