@@ -31,6 +31,7 @@ pub use terms::{Features, LaneSecurity, VERSIONS, VersionRange};
 
 use crate::fault::FaultCode;
 use crate::limits::{MAX_OPENING_BODY_BYTES, MAX_TEXT_BYTES, SESSION_ID_BYTES};
+use crate::wire::codec::{Layout, Plain, Text, layout};
 use crate::wire::{
     DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, bounded, wide, within,
 };
@@ -273,12 +274,11 @@ pub struct Refusal {
     pub text: String,
 }
 
+layout! { Refusal { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) } }
+
 impl Refusal {
     fn decode(mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let refusal = Self {
-            fault: FaultCode::from_wire(reader.u16("fault")?),
-            text: reader.text("text", MAX_TEXT_BYTES)?.to_owned(),
-        };
+        let refusal = Self::decode_fields(&mut reader)?;
         reader.fields(|_, _| Ok(false))?;
         Ok(refusal)
     }
@@ -290,8 +290,7 @@ impl Refusal {
     /// unchanged.
     pub fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Refuse, versions, |writer| {
-            writer.u16(self.fault.to_wire());
-            writer.text("text", &self.text, MAX_TEXT_BYTES)
+            self.encode_fields(writer)
         })
     }
 }
