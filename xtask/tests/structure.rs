@@ -1,16 +1,21 @@
 //! Rules of ARCHITECTURE.md, "Crates", that the compiler does not check: which crate depends on which,
-//! imports without circles, small structs, and where `unsafe` is allowed.
+//! imports without circles, small structs and enums, and where `unsafe` is allowed.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::mem;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use quote::ToTokens;
 use serde_json::Value;
+use syn::buffer::{Cursor, TokenBuffer};
 use syn::visit::{self, Visit};
-use syn::{Attribute, Fields, Item, ItemMod, ItemUse, UseTree};
+use syn::{
+    Attribute, Fields, Ident, ImplItemFn, Item, ItemMod, ItemUse, Macro, Meta, UseTree, Visibility,
+};
 
 /// Each crate, and the crates of this workspace that it may depend on.
 const LAYERS: [(&str, &[&str]); 9] = [
@@ -58,11 +63,19 @@ const NOT_FOR_A_VMM: [&str; 5] = [
     "dunlin-ipsec",
 ];
 
-/// The largest number of fields in a struct.
+/// Crates that only tests use. The tests of every crate may use them.
+const FOR_TESTS: [&str; 3] = ["dunlin-test-base", "dunlin-test-support", "dunlin-rig"];
+
+/// The largest number of fields in a struct or in a variant of an enum.
 const MAX_FIELDS: usize = 24;
 
-/// Crates that contain `unsafe`, anywhere or in one module.
-const WITH_UNSAFE: [&str; 2] = ["dunlin-linux", "dunlin-microvm"];
+/// The files and directories that may contain `unsafe`.
+const WITH_UNSAFE: [&str; 4] = [
+    "crates/dunlin-linux/src",
+    "crates/dunlin-microvm/src/kvm",
+    "crates/dunlin-microvm/src/kvm.rs",
+    "tests/rig/src/linux",
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -82,6 +95,9 @@ fn cargo(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// The tests of a crate may use what the crate itself may use, and the crates for tests. Those may
+/// use any crate, but for `dunlin-test-base`, which unit tests use: it depends on no crate of the
+/// workspace, so no crate is built twice for a unit test.
 #[test]
 fn crates_depend_downwards_only() {
     let metadata = cargo(&["metadata", "--no-deps", "--locked", "--format-version", "1"]);
@@ -89,18 +105,31 @@ fn crates_depend_downwards_only() {
     let packages = metadata["packages"].as_array().unwrap();
     let allowed: BTreeMap<&str, &[&str]> = LAYERS.into_iter().collect();
     let mut seen = BTreeSet::new();
+    let in_workspace: BTreeSet<_> = packages
+        .iter()
+        .map(|package| package["name"].as_str().unwrap())
+        .collect();
     for package in packages {
         let name = package["name"].as_str().unwrap();
         let manifest = package["manifest_path"].as_str().unwrap();
-        if !manifest.contains("/crates/") {
+        let allowed = if manifest.contains("/crates/") {
+            seen.insert(name);
+            allowed[name]
+        } else if name == "dunlin-test-base" {
+            &[]
+        } else {
             continue;
-        }
-        seen.insert(name);
+        };
         for dependency in package["dependencies"].as_array().unwrap() {
             let on = dependency["name"].as_str().unwrap();
-            if dependency["kind"].is_null() && on.starts_with("dunlin") {
-                assert!(allowed[name].contains(&on), "{name} depends on {on}");
-            }
+            let may = match dependency["kind"].as_str() {
+                Some("dev") => allowed.contains(&on) || FOR_TESTS.contains(&on),
+                _ => allowed.contains(&on),
+            };
+            assert!(
+                may || !in_workspace.contains(on),
+                "{name} depends on {on}: {dependency}"
+            );
         }
     }
     assert!(seen.iter().eq(allowed.keys()), "{seen:?}");
@@ -125,7 +154,7 @@ fn a_vmm_compiles_no_other_product() {
 
 /// A crate's product code: its files by module path, without tests.
 struct Sources {
-    files: BTreeMap<Vec<String>, syn::File>,
+    files: BTreeMap<Vec<String>, Source>,
 }
 
 impl Sources {
@@ -164,143 +193,397 @@ impl Sources {
             path.push(name);
             self.add(path, &at, &below);
         }
-        self.files.insert(path, parsed);
+        let source = Source::of(&parsed);
+        self.files.insert(path, source);
     }
 
-    /// The file that defines what `path` names, as seen from the module `from`.
-    fn target(&self, from: &[String], path: &[String]) -> Option<Vec<String>> {
-        let mut at = match path.first()?.as_str() {
-            "crate" => Vec::new(),
-            "self" | "super" => from.to_vec(),
-            // A module below this one.
-            name => {
-                let mut child = from.to_vec();
-                child.push(name.to_owned());
-                self.files.contains_key(&child).then(|| from.to_vec())?
-            }
-        };
-        for segment in path {
-            match segment.as_str() {
-                "crate" | "self" => {}
+    /// The files that define what `path` names in the file `from`. Follows imports and re-exports.
+    /// Empty for a path that leads out of the crate.
+    fn definitions(&self, from: &[String], path: &Named) -> BTreeSet<Vec<String>> {
+        let mut found = BTreeSet::new();
+        self.follow(from, path, &mut Vec::new(), &mut found);
+        found
+    }
+
+    fn follow(
+        &self,
+        from: &[String],
+        path: &Named,
+        visited: &mut Vec<(Vec<String>, String)>,
+        found: &mut BTreeSet<Vec<String>>,
+    ) {
+        let mut at = from.to_vec();
+        let mut inline = path.inline;
+        let mut rest = path.segments.as_slice();
+        while let Some((first, after)) = rest.split_first() {
+            match first.as_str() {
+                "crate" => at.clear(),
+                "self" => {}
+                "super" if inline > 0 => inline -= 1,
                 "super" => drop(at.pop()),
-                name => {
-                    at.push(name.to_owned());
-                    if !self.files.contains_key(&at) {
-                        at.pop();
-                        break;
-                    }
+                _ => break,
+            }
+            rest = after;
+        }
+        let anchored = rest.len() < path.segments.len();
+        while let Some((first, after)) = rest.split_first() {
+            let mut below = at.clone();
+            below.push(first.clone());
+            if !self.files.contains_key(&below) {
+                break;
+            }
+            at = below;
+            rest = after;
+        }
+        let Some(name) = rest.first() else {
+            // A module as a whole: the paths through it count, and they are resolved further.
+            if path.whole {
+                found.insert(at);
+            }
+            return;
+        };
+        let file = &self.files[&at];
+        let local = file.defined.contains(name) || file.globs.is_empty();
+        if !anchored && at == from && local && !file.bound.contains_key(name) {
+            return;
+        }
+        let key = (at.clone(), name.clone());
+        if visited.contains(&key) {
+            return;
+        }
+        visited.push(key);
+        if let Some(imports) = file.bound.get(name) {
+            for import in imports {
+                let mut import = import.clone();
+                import.segments.extend_from_slice(&rest[1..]);
+                self.follow(&at, &import, visited, found);
+            }
+        } else if local {
+            found.insert(at);
+        } else {
+            let mut behind = BTreeSet::new();
+            for glob in &file.globs {
+                let mut import = glob.clone();
+                import.whole = false;
+                import.segments.extend_from_slice(rest);
+                self.follow(&at, &import, visited, &mut behind);
+            }
+            behind.retain(|file| self.files[file].defined.contains(name));
+            found.extend(behind);
+        }
+    }
+
+    /// The files that the file `from` uses, each with the paths that name it there.
+    fn used_by(&self, from: &[String], reexports: bool) -> Uses {
+        let file = &self.files[from];
+        let mut uses = Uses::new();
+        let reexported = file.reexported.iter().filter(|_| reexports);
+        for path in file.used.iter().chain(reexported) {
+            for to in self.definitions(from, path) {
+                if to != from {
+                    uses.entry(to).or_default().insert(path.segments.join("::"));
                 }
             }
         }
-        Some(at)
+        uses
+    }
+
+    fn uses(&self, reexports: bool) -> BTreeMap<Vec<String>, Uses> {
+        let files = self.files.keys();
+        files
+            .map(|file| (file.clone(), self.used_by(file, reexports)))
+            .collect()
     }
 }
+
+/// Files, each with the paths that name it.
+type Uses = BTreeMap<Vec<String>, BTreeSet<String>>;
 
 /// `#[cfg(test)]`, `#[cfg(any(test, …))]` and `#[cfg(all(test, …))]`.
 fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
-            && quote::ToTokens::to_token_stream(&attribute.meta)
+            && attribute
+                .to_token_stream()
                 .to_string()
                 .split(|character: char| !character.is_alphanumeric())
                 .any(|word| word == "test")
     })
 }
 
-/// The paths below `crate`, `self` and `super` that a file imports or uses.
-#[derive(Default)]
-struct Paths(Vec<Vec<String>>);
-
-impl<'ast> Visit<'ast> for Paths {
-    fn visit_item_mod(&mut self, module: &'ast ItemMod) {
-        if !is_for_tests(&module.attrs) {
-            visit::visit_item_mod(self, module);
-        }
-    }
-
-    fn visit_item_use(&mut self, import: &'ast ItemUse) {
-        if !is_for_tests(&import.attrs) {
-            self.tree(&import.tree, &mut Vec::new());
-        }
-    }
-
-    fn visit_path(&mut self, path: &'ast syn::Path) {
-        let segments = path.segments.iter();
-        let names: Vec<String> = segments.map(|one| one.ident.to_string()).collect();
-        if matches!(names[0].as_str(), "crate" | "super" | "self") && names.len() > 1 {
-            self.0.push(names);
-        }
-        visit::visit_path(self, path);
-    }
-
-    // Visibilities name modules too: `pub(in crate::engine)`.
-    fn visit_visibility(&mut self, _: &'ast syn::Visibility) {}
+/// A path in a file.
+#[derive(Clone)]
+struct Named {
+    segments: Vec<String>,
+    /// How many modules in the file itself are around it.
+    inline: usize,
+    /// Whether everything in a module counts: `use module::*`.
+    whole: bool,
 }
 
-impl Paths {
-    fn tree(&mut self, tree: &UseTree, before: &mut Vec<String>) {
+/// What a file defines, imports and uses.
+#[derive(Default)]
+struct Source {
+    defined: BTreeSet<String>,
+    /// Names that its imports and re-exports bind.
+    bound: BTreeMap<String, Vec<Named>>,
+    globs: Vec<Named>,
+    /// Every path in its code, and every import that is not a re-export.
+    used: Vec<Named>,
+    reexported: Vec<Named>,
+    inline: usize,
+}
+
+impl Source {
+    fn of(file: &syn::File) -> Self {
+        let mut source = Self::default();
+        source.visit_file(file);
+        source
+    }
+
+    fn import(&mut self, tree: &UseTree, before: &mut Vec<String>, public: bool) {
         match tree {
             UseTree::Path(path) => {
                 before.push(path.ident.to_string());
-                self.tree(&path.tree, before);
+                self.import(&path.tree, before, public);
                 before.pop();
             }
-            UseTree::Name(name) => self.leaf(name.ident.to_string(), before),
-            UseTree::Rename(rename) => self.leaf(rename.ident.to_string(), before),
-            UseTree::Glob(_) => self.0.push(before.clone()),
+            UseTree::Name(name) => self.bind(&name.ident, &name.ident, before, public),
+            UseTree::Rename(rename) => self.bind(&rename.ident, &rename.rename, before, public),
+            UseTree::Glob(_) => {
+                let glob = self.named(before.clone(), true);
+                self.uses(public).push(glob.clone());
+                self.globs.push(glob);
+            }
             UseTree::Group(group) => {
                 for one in &group.items {
-                    self.tree(one, before);
+                    self.import(one, before, public);
                 }
             }
         }
     }
 
-    fn leaf(&mut self, name: String, before: &[String]) {
+    fn bind(&mut self, name: &Ident, bound: &Ident, before: &[String], public: bool) {
         let mut path = before.to_vec();
-        path.push(name);
-        self.0.push(path);
-    }
-}
-
-/// Imports between a module and the modules below it do not count.
-fn is_one_unit(one: &[String], other: &[String]) -> bool {
-    one.starts_with(other) || other.starts_with(one)
-}
-
-#[test]
-fn no_files_of_a_crate_import_each_other_in_a_circle() {
-    let mut circles = Vec::new();
-    for (package, _) in LAYERS {
-        let sources = Sources::of(package);
-        let mut imports = BTreeMap::new();
-        for (from, file) in &sources.files {
-            let mut paths = Paths::default();
-            paths.visit_file(file);
-            let targets = paths.0.iter().filter_map(|path| sources.target(from, path));
-            let targets: BTreeSet<_> = targets.filter(|to| !is_one_unit(from, to)).collect();
-            imports.insert(from.clone(), targets);
+        let mut bound = bound.to_string();
+        if name == "self" {
+            if bound == "self" {
+                bound = before[before.len() - 1].clone();
+            }
+        } else {
+            path.push(name.to_string());
         }
-        // Remove files without remaining imports and files that no remaining file imports: neither
-        // can be part of a circle.
-        loop {
-            let before = imports.len();
-            let left: BTreeSet<_> = imports.keys().cloned().collect();
-            let imported: BTreeSet<_> = imports.values().flatten().cloned().collect();
-            imports.retain(|file, targets| {
-                imported.contains(file) && targets.iter().any(|target| left.contains(target))
-            });
-            if imports.len() == before {
-                break;
+        let path = self.named(path, false);
+        self.uses(public).push(path.clone());
+        self.bound.entry(bound).or_default().push(path);
+    }
+
+    fn uses(&mut self, public: bool) -> &mut Vec<Named> {
+        if public {
+            &mut self.reexported
+        } else {
+            &mut self.used
+        }
+    }
+
+    fn named(&self, segments: Vec<String>, whole: bool) -> Named {
+        Named {
+            segments,
+            inline: self.inline,
+            whole,
+        }
+    }
+
+    /// The paths in the arguments of a macro or an attribute.
+    fn tokens(&mut self, mut at: Cursor<'_>) {
+        let mut path = Vec::new();
+        let mut colons = 0;
+        while !at.eof() {
+            if let Some((ident, after)) = at.ident() {
+                if colons != 2 {
+                    self.path(mem::take(&mut path));
+                }
+                path.push(ident.to_string());
+                colons = 0;
+                at = after;
+                continue;
+            }
+            if let Some((punct, after)) = at.punct()
+                && punct.as_char() == ':'
+            {
+                colons += 1;
+                at = after;
+                continue;
+            }
+            self.path(mem::take(&mut path));
+            colons = 0;
+            if let Some((inside, _, _, after)) = at.any_group() {
+                self.tokens(inside);
+                at = after;
+            } else {
+                at = at.token_tree().map_or(at, |(_, after)| after);
             }
         }
-        let files = imports.keys().map(|path| path.join("::"));
-        circles.extend(files.map(|file| format!("{package}: {file}")));
+        self.path(path);
     }
-    assert!(
-        circles.is_empty(),
-        "files in circles, or between two: {circles:#?}"
-    );
+
+    fn path(&mut self, segments: Vec<String>) {
+        if !segments.is_empty() {
+            let named = self.named(segments, false);
+            self.used.push(named);
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for Source {
+    fn visit_item(&mut self, item: &'ast Item) {
+        let (attributes, name) = match item {
+            Item::Const(item) => (&item.attrs, Some(&item.ident)),
+            Item::Enum(item) => (&item.attrs, Some(&item.ident)),
+            Item::Fn(item) => (&item.attrs, Some(&item.sig.ident)),
+            Item::Impl(item) => (&item.attrs, None),
+            Item::Macro(item) => (&item.attrs, item.ident.as_ref()),
+            Item::Mod(item) => (&item.attrs, Some(&item.ident)),
+            Item::Static(item) => (&item.attrs, Some(&item.ident)),
+            Item::Struct(item) => (&item.attrs, Some(&item.ident)),
+            Item::Trait(item) => (&item.attrs, Some(&item.ident)),
+            Item::Type(item) => (&item.attrs, Some(&item.ident)),
+            Item::Use(item) => (&item.attrs, None),
+            _ => return visit::visit_item(self, item),
+        };
+        if is_for_tests(attributes) {
+            return;
+        }
+        self.defined.extend(name.map(Ident::to_string));
+        visit::visit_item(self, item);
+    }
+
+    fn visit_impl_item_fn(&mut self, function: &'ast ImplItemFn) {
+        if !is_for_tests(&function.attrs) {
+            visit::visit_impl_item_fn(self, function);
+        }
+    }
+
+    fn visit_item_mod(&mut self, module: &'ast ItemMod) {
+        self.inline += 1;
+        visit::visit_item_mod(self, module);
+        self.inline -= 1;
+    }
+
+    fn visit_item_use(&mut self, import: &'ast ItemUse) {
+        let public = !matches!(import.vis, Visibility::Inherited);
+        self.import(&import.tree, &mut Vec::new(), public);
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let segments = path.segments.iter();
+        self.path(segments.map(|one| one.ident.to_string()).collect());
+        visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, call: &'ast Macro) {
+        self.tokens(TokenBuffer::new2(call.tokens.clone()).begin());
+        visit::visit_macro(self, call);
+    }
+
+    fn visit_attribute(&mut self, attribute: &'ast Attribute) {
+        if let Meta::List(list) = &attribute.meta {
+            self.tokens(TokenBuffer::new2(list.tokens.clone()).begin());
+        }
+    }
+
+    // Visibilities name modules too: `pub(in crate::engine)`.
+    fn visit_visibility(&mut self, _: &'ast Visibility) {}
+}
+
+/// The strongly connected components of two or more files, by Tarjan's algorithm.
+fn circles(uses: &BTreeMap<Vec<String>, Uses>) -> Vec<Vec<&[String]>> {
+    struct Search<'a> {
+        uses: &'a BTreeMap<Vec<String>, Uses>,
+        /// Each file's number, in the order in which the search reaches them.
+        number: BTreeMap<&'a [String], usize>,
+        stack: Vec<&'a [String]>,
+        found: Vec<Vec<&'a [String]>>,
+    }
+    impl<'a> Search<'a> {
+        /// The lowest number on the stack that `file` reaches.
+        fn reach(&mut self, file: &'a [String]) -> usize {
+            let own = self.number.len();
+            self.number.insert(file, own);
+            self.stack.push(file);
+            let mut lowest = own;
+            for to in self.uses[file].keys() {
+                if !self.number.contains_key(to.as_slice()) {
+                    lowest = lowest.min(self.reach(to));
+                } else if self.stack.contains(&to.as_slice()) {
+                    lowest = lowest.min(self.number[to.as_slice()]);
+                }
+            }
+            if lowest == own {
+                let start = self.stack.iter().position(|one| *one == file).unwrap();
+                let component = self.stack.split_off(start);
+                if component.len() > 1 {
+                    self.found.push(component);
+                }
+            }
+            lowest
+        }
+    }
+    let mut search = Search {
+        uses,
+        number: BTreeMap::new(),
+        stack: Vec::new(),
+        found: Vec::new(),
+    };
+    for file in uses.keys() {
+        if !search.number.contains_key(file.as_slice()) {
+            search.reach(file);
+        }
+    }
+    search.found
+}
+
+/// Whether the files are a module and modules directly below it.
+fn is_one_module(circle: &[&[String]]) -> bool {
+    let top = circle.iter().min_by_key(|file| file.len()).unwrap();
+    let below = |file: &&[String]| file.len() == top.len() + 1 && file.starts_with(top);
+    circle.iter().all(|file| file == top || below(file))
+}
+
+/// Every path counts: an import, a path in code, a path in the arguments of a macro or an attribute. It
+/// counts for the file that defines the item, also if another file re-exports it. A module and its
+/// submodules are no exception: a module that uses an item of a submodule, which uses an item of the
+/// module, is a circle.
+///
+/// Re-exports count in a second pass, where a circle is allowed if it consists of a module and modules
+/// directly below it. In the first pass that module uses none of them, so it only lists what they offer.
+///
+/// Not seen: methods and associated items that a type of another file has, as syn resolves no types,
+/// and macros by `macro_rules!` that are used without a path.
+#[test]
+fn no_files_of_a_crate_import_each_other_in_a_circle() {
+    let mut report = Vec::new();
+    for (package, _) in LAYERS {
+        let sources = Sources::of(package);
+        for reexports in [false, true] {
+            let uses = sources.uses(reexports);
+            for circle in circles(&uses) {
+                if reexports && is_one_module(&circle) {
+                    continue;
+                }
+                report.push(format!("{package}: {} files", circle.len()));
+                for file in &circle {
+                    for (to, names) in &uses[*file] {
+                        if circle.contains(&to.as_slice()) {
+                            let (from, to) = (file.join("::"), to.join("::"));
+                            report.push(format!("  {from} -> {to}: {names:?}"));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(report.is_empty(), "circles:\n{}", report.join("\n"));
 }
 
 /// Every Rust file below a directory, tests included.
@@ -315,44 +598,102 @@ fn rust_files(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Structs with too many fields.
+/// Every Rust file of the workspace, tests included, by its path in it.
+fn all_files() -> BTreeMap<PathBuf, syn::File> {
+    let mut files = Vec::new();
+    for part in ["crates", "tests", "xtask", "fuzz"] {
+        let before = files.len();
+        rust_files(&root().join(part), &mut files);
+        assert!(files.len() > before, "{part} has no sources");
+    }
+    let parsed = files.into_iter().map(|file| {
+        let parsed = syn::parse_file(&fs::read_to_string(&file).unwrap()).unwrap();
+        (file.strip_prefix(root()).unwrap().to_owned(), parsed)
+    });
+    parsed.collect()
+}
+
+/// Structs, and variants of enums, with too many fields.
 #[derive(Default)]
 struct Large(Vec<String>);
 
-impl<'ast> Visit<'ast> for Large {
-    fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
-        if let Fields::Named(fields) = &item.fields
-            && fields.named.len() > MAX_FIELDS
-        {
-            self.0
-                .push(format!("{} has {} fields", item.ident, fields.named.len()));
+impl Large {
+    fn count(&mut self, name: &Ident, fields: &Fields) {
+        if fields.len() > MAX_FIELDS {
+            self.0.push(format!("{name} has {} fields", fields.len()));
         }
     }
 }
 
+impl<'ast> Visit<'ast> for Large {
+    fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
+        self.count(&item.ident, &item.fields);
+    }
+
+    fn visit_variant(&mut self, variant: &'ast syn::Variant) {
+        self.count(&variant.ident, &variant.fields);
+    }
+}
+
 #[test]
-fn no_struct_has_more_than_24_fields() {
-    for part in ["crates", "tests", "xtask", "fuzz"] {
-        let mut files = Vec::new();
-        rust_files(&root().join(part), &mut files);
-        assert!(!files.is_empty(), "{part} has no sources");
-        for file in files {
-            let mut large = Large::default();
-            large.visit_file(&syn::parse_file(&fs::read_to_string(&file).unwrap()).unwrap());
-            assert!(large.0.is_empty(), "{}: {:?}", file.display(), large.0);
+fn no_struct_and_no_variant_has_more_than_24_fields() {
+    for (path, file) in all_files() {
+        let mut large = Large::default();
+        large.visit_file(&file);
+        assert!(large.0.is_empty(), "{}: {:?}", path.display(), large.0);
+    }
+}
+
+/// Whether a keyword is among the tokens, in macros too.
+fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
+    while !at.eof() {
+        if let Some((ident, after)) = at.ident() {
+            if ident == keyword {
+                return true;
+            }
+            at = after;
+        } else if let Some((inside, _, _, after)) = at.any_group() {
+            if contains_keyword(inside, keyword) {
+                return true;
+            }
+            at = after;
+        } else {
+            at = at.token_tree().map_or(at, |(_, after)| after);
         }
     }
+    false
+}
+
+/// In test programs, examples and build scripts too, which are crates of their own and need no
+/// attribute.
+#[test]
+fn unsafe_is_where_it_is_allowed() {
+    let mut unused: BTreeSet<_> = WITH_UNSAFE.into_iter().collect();
+    for (path, file) in all_files() {
+        if !contains_keyword(TokenBuffer::new2(file.to_token_stream()).begin(), "unsafe") {
+            continue;
+        }
+        let place = WITH_UNSAFE.iter().find(|place| path.starts_with(place));
+        let place = place.unwrap_or_else(|| panic!("{}: unsafe", path.display()));
+        unused.remove(place);
+    }
+    assert!(unused.is_empty(), "without unsafe: {unused:?}");
 }
 
 #[test]
 fn crates_without_unsafe_forbid_it() {
-    for (package, _) in LAYERS {
-        let sources = Sources::of(package);
-        let forbids = sources.files[&Vec::new()].attrs.iter().any(|attribute| {
-            let text = quote::ToTokens::to_token_stream(&attribute.meta).to_string();
-            text == "forbid (unsafe_code)"
+    let roots = ["src/lib.rs", "src/main.rs"];
+    for (path, file) in all_files() {
+        if !roots.iter().any(|end| path.ends_with(end)) {
+            continue;
+        }
+        let forbids = file.attrs.iter().any(|attribute| {
+            attribute.meta.to_token_stream().to_string() == "forbid (unsafe_code)"
         });
-        let may = WITH_UNSAFE.contains(&package);
-        assert_eq!(forbids, !may, "{package}: #![forbid(unsafe_code)]");
+        let directory = path.parent().unwrap();
+        let may = WITH_UNSAFE
+            .iter()
+            .any(|place| Path::new(place).starts_with(directory));
+        assert_eq!(forbids, !may, "{}: #![forbid(unsafe_code)]", path.display());
     }
 }

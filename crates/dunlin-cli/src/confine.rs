@@ -17,6 +17,7 @@
 
 mod calls;
 mod files;
+mod needs;
 #[cfg(test)]
 mod tests;
 
@@ -27,37 +28,10 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use dunlin::lane::kernel::abilities;
 use dunlin::lane::provider::CipherSuite;
-use dunlin_ipsec::PortRange;
 use dunlin_linux::privileges::{self, Capability};
 
+pub(crate) use self::needs::Needs;
 use crate::line::Line;
-
-/// What a process needs after its start.
-#[derive(Debug, Default)]
-pub(crate) struct Needs {
-    /// The directory of its control socket.
-    pub(crate) control: PathBuf,
-    /// The directory of its journal.
-    pub(crate) journal: PathBuf,
-    /// A directory that it removes when it ends.
-    pub(crate) scratch: Option<PathBuf>,
-    /// An identity that it reloads.
-    pub(crate) identity: Option<PathBuf>,
-    /// Whether it still has to create a control socket.
-    pub(crate) makes_sockets: bool,
-    /// The source ports of its lanes over IPsec.
-    pub(crate) ipsec: Option<PortRange>,
-}
-
-impl Needs {
-    /// The directory of a socket.
-    pub(crate) fn directory_of(socket: &Path) -> PathBuf {
-        match socket.parent() {
-            Some(directory) if directory != "" => directory.into(),
-            _ => ".".into(),
-        }
-    }
-}
 
 /// How far a process is confined.
 #[derive(Clone, Debug, Args)]

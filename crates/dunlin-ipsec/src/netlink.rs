@@ -4,12 +4,14 @@ mod request;
 
 use std::io;
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use netlink_packet_core::{
     NLM_F_ACK, NLM_F_ACK_TLVS, NLM_F_DUMP_INTR, NLM_F_MULTIPART, NetlinkBuffer, NlasIterator,
 };
 use netlink_sys::{Socket, SocketAddr};
 use zeroize::{Zeroize, Zeroizing};
 
+use self::request::HEADER;
 pub(crate) use self::request::Request;
 
 const NOOP: u16 = 1;
@@ -19,8 +21,6 @@ const DONE: u16 = 3;
 const ERROR_TEXT: u16 = 1;
 /// Bytes before the attributes of an error: its number and the header of the request.
 const ERROR_HEAD: usize = 4 + HEADER;
-/// The size of `struct nlmsghdr`.
-const HEADER: usize = 16;
 /// The buffer for one receive; the kernel fills at most half of it when it lists.
 const ROOM: usize = 64 << 10;
 
@@ -221,15 +221,6 @@ fn text(error: &[u8]) -> Option<String> {
     let text = attribute(error.get(ERROR_HEAD..)?, ERROR_TEXT)?;
     let text = String::from_utf8_lossy(text);
     Some(text.trim_end_matches('\0').to_owned())
-}
-
-fn until_not_interrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return other,
-        }
-    }
 }
 
 /// Encodes attributes as the kernel does.

@@ -2,8 +2,9 @@
 //!
 //! - [`identity`] loads a host's certificate, key and trust anchors. [`peers`] and [`names`] decide
 //!   which peers are allowed, [`denied`] which keys are not.
-//! - [`policy`] builds the TLS settings of both roles; [`provider`] picks the fastest crypto
-//!   library for this CPU; [`kernel`] and [`offload`] decide whether the kernel encrypts.
+//! - [`policy`] builds the TLS settings of both roles; [`provider`] has the crypto libraries, and
+//!   [`fastest`] picks one for this CPU; [`kernel`] and [`offload`] decide whether the kernel
+//!   encrypts.
 //! - [`handshake`] establishes a TLS session and [`proof`] ties a lane to its migration session.
 //!   [`accept`] runs the handshakes of all incoming connections on one thread.
 //! - [`dial`] and [`admit`] define [`LaneDialer`](dial::LaneDialer) and
@@ -31,6 +32,7 @@ pub mod control;
 pub mod data;
 pub mod denied;
 pub mod dial;
+pub mod fastest;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod handshake;

@@ -1,11 +1,10 @@
 //! The crypto library that seals and opens records, and the parts of rustls's provider.
 //!
 //! ring and aws-lc-rs are both fast, but on different processors: they use different vector
-//! extensions, and one can be twice as fast as the other. [`auto`] measures both for a few
+//! extensions, and one can be twice as fast as the other. [`fastest`](crate::fastest) measures both for a few
 //! milliseconds. If built in, aws-lc-rs provides key exchange and signatures for the handshake,
 //! because ring has no X25519MLKEM768; that choice does not affect speed.
 
-mod auto;
 mod named;
 mod older;
 
@@ -17,7 +16,6 @@ use rustls::pki_types::PrivateKeyDer;
 use rustls::{ConnectionTrafficSecrets, SupportedCipherSuite};
 use thiserror::Error;
 
-pub use self::auto::{Choice, Speed, auto};
 pub use self::named::{Offer, OfferError, TlsVersion};
 pub use self::named::{group_name, suite_name};
 pub use self::older::OldestTls;

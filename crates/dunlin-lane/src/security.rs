@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use dunlin_proto::negotiate::LaneSecurity;
+use thiserror::Error;
 
 use super::accept::Arrival;
 use super::admit::{LaneAcceptor, PlainAcceptor, TlsAcceptor};
@@ -21,38 +22,56 @@ pub trait SealedLanes: LaneAcceptor + fmt::Debug {
     fn take(&self, arrival: Arrival) -> Option<Arrival>;
 }
 
-/// Returns a dialer for lanes with the selected security. `None` if that is IPsec and this process
-/// has no [`SealedLanes`].
+/// Why this process has no lanes with the selected security.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Unavailable {
+    /// IPsec is selected, and there are no [`SealedLanes`].
+    #[error("this process has no lanes over IPsec")]
+    NoIpsec,
+    /// Plain is selected, and this side does not allow it (I6).
+    #[error("this side does not allow plain lanes")]
+    PlainNotAllowed,
+}
+
+/// Returns a dialer for lanes with the selected security.
+///
+/// # Errors
+/// [`Unavailable::NoIpsec`].
 pub fn dialer(
     selected: LaneSecurity,
     sealed: Option<&Arc<dyn SealedLanes>>,
-) -> Option<Arc<dyn LaneDialer>> {
+) -> Result<Arc<dyn LaneDialer>, Unavailable> {
     match selected {
-        LaneSecurity::Tls => Some(Arc::new(TlsDialer)),
+        LaneSecurity::Tls => Ok(Arc::new(TlsDialer)),
         // A selection is confirmed against the offer, so both sides have consented.
-        LaneSecurity::Plain => {
-            let consent = PlainConsent::both(true, true)?;
-            Some(Arc::new(PlainDialer::new(consent)))
-        }
-        LaneSecurity::Ipsec => sealed.map(|lanes| lanes.dialer()),
+        LaneSecurity::Plain => Ok(Arc::new(PlainDialer::new(consent(true)?))),
+        LaneSecurity::Ipsec => Ok(sealed.ok_or(Unavailable::NoIpsec)?.dialer()),
     }
 }
 
-/// Returns an acceptor for lanes with the selected security. `None` if that is IPsec and this
-/// process has no [`SealedLanes`], or if it is plain and `allow_plain` is false.
+/// Returns an acceptor for lanes with the selected security.
+///
+/// # Errors
+/// [`Unavailable`]; [`Unavailable::PlainNotAllowed`] if `allow_plain` is false.
 pub fn acceptor(
     selected: LaneSecurity,
     allow_plain: bool,
     sealed: Option<&Arc<dyn SealedLanes>>,
-) -> Option<Arc<dyn LaneAcceptor>> {
+) -> Result<Arc<dyn LaneAcceptor>, Unavailable> {
     match selected {
-        LaneSecurity::Tls => Some(Arc::new(TlsAcceptor)),
-        LaneSecurity::Plain => {
-            let consent = PlainConsent::both(allow_plain, true)?;
-            Some(Arc::new(PlainAcceptor::new(consent)))
+        LaneSecurity::Tls => Ok(Arc::new(TlsAcceptor)),
+        LaneSecurity::Plain => Ok(Arc::new(PlainAcceptor::new(consent(allow_plain)?))),
+        LaneSecurity::Ipsec => {
+            let lanes = Arc::clone(sealed.ok_or(Unavailable::NoIpsec)?);
+            Ok(lanes)
         }
-        LaneSecurity::Ipsec => Some(Arc::clone(sealed?) as Arc<dyn LaneAcceptor>),
     }
+}
+
+/// The peer has consented: it offered or confirmed plain lanes.
+fn consent(ours: bool) -> Result<PlainConsent, Unavailable> {
+    PlainConsent::both(ours, true).ok_or(Unavailable::PlainNotAllowed)
 }
 
 #[cfg(test)]
@@ -61,15 +80,18 @@ mod tests {
 
     #[test]
     fn ipsec_lanes_have_no_dialer_without_sealed_lanes() {
-        assert!(dialer(LaneSecurity::Ipsec, None).is_none());
-        assert!(dialer(LaneSecurity::Tls, None).is_some());
+        let none = dialer(LaneSecurity::Ipsec, None).err();
+        assert_eq!(none, Some(Unavailable::NoIpsec));
+        assert!(dialer(LaneSecurity::Tls, None).is_ok());
     }
 
     #[test]
     fn i6_no_acceptor_for_ipsec_without_sealed_lanes_or_for_plain_without_consent() {
-        assert!(acceptor(LaneSecurity::Ipsec, true, None).is_none());
-        assert!(acceptor(LaneSecurity::Plain, false, None).is_none());
-        assert!(acceptor(LaneSecurity::Plain, true, None).is_some());
-        assert!(acceptor(LaneSecurity::Tls, false, None).is_some());
+        let reason = |security, allow_plain| acceptor(security, allow_plain, None).err();
+        let (no_ipsec, not_allowed) = (Unavailable::NoIpsec, Unavailable::PlainNotAllowed);
+        assert_eq!(reason(LaneSecurity::Ipsec, true), Some(no_ipsec));
+        assert_eq!(reason(LaneSecurity::Plain, false), Some(not_allowed));
+        assert_eq!(reason(LaneSecurity::Plain, true), None);
+        assert_eq!(reason(LaneSecurity::Tls, false), None);
     }
 }

@@ -1,34 +1,15 @@
 //! Nothing is allocated per frame. Alone in its process: the counter is the process's allocator.
+#![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use dunlin_lane::data::*;
 use dunlin_lane::provider::{Crypto, Provider};
+use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::lane::*;
-
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call goes unchanged to the system's allocator, which upholds the contract; the
-// counter is an atomic and allocates nothing itself.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise about `layout` is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: `pointer` came from `alloc` above, hence from `System`, with this layout.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -39,6 +20,7 @@ const HEADER_BYTES: usize = 600;
 
 #[test]
 fn i8_no_frame_allocates_on_either_side() {
+    count_this_thread(true);
     let stall = Duration::from_secs(10);
     for &provider in Provider::built_in() {
         let (near, far) = secured(&Crypto::with(provider));
@@ -49,6 +31,7 @@ fn i8_no_frame_allocates_on_either_side() {
         let gate = Barrier::new(2);
         let (before, after, sum) = thread::scope(|scope| {
             scope.spawn(|| {
+                count_this_thread(true);
                 for number in 0..FRAMES {
                     if number == WARM_UP {
                         gate.wait();
@@ -75,7 +58,7 @@ fn i8_no_frame_allocates_on_either_side() {
             for number in 0..FRAMES {
                 if number == WARM_UP {
                     gate.wait();
-                    before = ALLOCATIONS.load(Ordering::SeqCst);
+                    before = allocations();
                     gate.wait();
                 }
                 assert!(receiver.next(&mut header, None).unwrap());
@@ -85,7 +68,7 @@ fn i8_no_frame_allocates_on_either_side() {
                     })
                     .unwrap();
             }
-            let after = ALLOCATIONS.load(Ordering::SeqCst);
+            let after = allocations();
             gate.wait();
             (before, after, sum)
         });

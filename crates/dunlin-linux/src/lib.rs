@@ -7,6 +7,7 @@ pub mod clock;
 pub mod epoll;
 pub mod ethtool;
 pub mod fdpass;
+pub mod interrupted;
 pub mod ktls;
 pub mod mapping;
 pub mod memory;

@@ -9,8 +9,7 @@ use std::sync::{Condvar, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use dunlin::lane::sync::lock;
-
-use crate::kvm::monotonic_ns;
+use dunlin_linux::clock::monotonic;
 
 use crate::wire::{DecodeError, Reader, Writer};
 
@@ -34,7 +33,7 @@ impl Moment {
     pub(crate) fn now() -> Self {
         let realtime = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         Self {
-            monotonic_ns: monotonic_ns(),
+            monotonic_ns: monotonic().as_nanos() as u64,
             realtime_ns: realtime.map_or(0, |since| since.as_nanos() as u64),
             boot_id: *BOOT_ID,
         }

@@ -280,17 +280,6 @@ impl Vcpu {
     }
 }
 
-/// CLOCK_MONOTONIC, in nanoseconds. Comparable between processes of one boot.
-pub(crate) fn monotonic_ns() -> u64 {
-    let mut now = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: `now` is live, and this clock exists on every Linux.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
 const KVM_SET_DEVICE_ATTR: libc::c_ulong = number(WRITE, 0xe1, size_of::<kb::kvm_device_attr>());
 const KVM_GET_DEVICE_ATTR: libc::c_ulong = number(WRITE, 0xe2, size_of::<kb::kvm_device_attr>());
 

@@ -16,15 +16,22 @@
 //! offer. Later releases add extension fields.
 
 mod lane;
+mod opening;
+mod secret;
+mod select;
 mod terms;
 
 use thiserror::Error;
 
-pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, SessionSecret, lane_mac_input};
-pub use terms::{Features, LaneSecurity, NotOffered, Supported, VERSIONS, VersionRange, select};
+pub use lane::{LANE_MAC_INPUT_BYTES, LANE_OPEN_BYTES, LaneOpen, lane_mac_input};
+pub use opening::Opening;
+pub use secret::SessionSecret;
+pub use select::{NotOffered, Supported, select};
+pub use terms::{Features, LaneSecurity, VERSIONS, VersionRange};
 
 use crate::fault::FaultCode;
 use crate::limits::{MAX_OPENING_BODY_BYTES, MAX_TEXT_BYTES, SESSION_ID_BYTES};
+use crate::wire::codec::{Layout, Plain, Text, layout};
 use crate::wire::{
     DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, bounded, wide, within,
 };
@@ -169,51 +176,6 @@ fn append_opening(
     })
 }
 
-/// Any opening message.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Opening {
-    /// See [`Offer`].
-    Offer(Offer),
-    /// See [`Selection`].
-    Select(Selection),
-    /// See [`Refusal`]; the versions are those of the refusing side.
-    Refuse(VersionRange, Refusal),
-    /// See [`LaneOpen`].
-    Lane(LaneOpen),
-}
-
-impl Opening {
-    /// Reads the body that follows `prelude`.
-    ///
-    /// # Errors
-    /// [`DecodeError`], also if the body's length is not the announced one.
-    pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
-        let reader = prelude.body(body)?;
-        match prelude.kind {
-            OpeningKind::Offer => Offer::decode(prelude.versions, reader).map(Self::Offer),
-            OpeningKind::Select => Selection::decode(prelude.versions, reader).map(Self::Select),
-            OpeningKind::Refuse => {
-                Refusal::decode(reader).map(|refusal| Self::Refuse(prelude.versions, refusal))
-            }
-            OpeningKind::Lane => LaneOpen::decode(prelude.versions, reader).map(Self::Lane),
-        }
-    }
-
-    /// Appends the message with its prelude.
-    ///
-    /// # Errors
-    /// A text exceeds its limit, or the version range is empty; `out` is then
-    /// unchanged.
-    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        match self {
-            Self::Offer(offer) => offer.encode(out),
-            Self::Select(selection) => selection.encode(out),
-            Self::Refuse(versions, refusal) => refusal.encode(*versions, out),
-            Self::Lane(lane) => lane.encode(out),
-        }
-    }
-}
-
 /// The source's first message on the control lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
@@ -312,12 +274,11 @@ pub struct Refusal {
     pub text: String,
 }
 
+layout! { Refusal { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) } }
+
 impl Refusal {
     fn decode(mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let refusal = Self {
-            fault: FaultCode::from_wire(reader.u16("fault")?),
-            text: reader.text("text", MAX_TEXT_BYTES)?.to_owned(),
-        };
+        let refusal = Self::decode_fields(&mut reader)?;
         reader.fields(|_, _| Ok(false))?;
         Ok(refusal)
     }
@@ -329,8 +290,7 @@ impl Refusal {
     /// unchanged.
     pub fn encode(&self, versions: VersionRange, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         append_opening(out, OpeningKind::Refuse, versions, |writer| {
-            writer.u16(self.fault.to_wire());
-            writer.text("text", &self.text, MAX_TEXT_BYTES)
+            self.encode_fields(writer)
         })
     }
 }

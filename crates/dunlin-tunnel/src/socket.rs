@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::poll::{Interest, poll};
 use dunlin_linux::socket::{Liveness, set_buffers, set_liveness, set_reset_on_close};
 
@@ -77,19 +78,9 @@ impl Stream {
     }
 }
 
-/// Repeats a call while signals interrupt it.
-fn repeated(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return other,
-        }
-    }
-}
-
 impl Socket {
     pub(super) fn read(&self, bytes: &mut [u8]) -> io::Result<usize> {
-        let read = repeated(|| match &self.stream {
+        let read = until_not_interrupted(|| match &self.stream {
             Stream::Unix(stream) => (&*stream).read(bytes),
             Stream::Tcp(stream) => (&*stream).read(bytes),
         })?;
@@ -101,7 +92,7 @@ impl Socket {
     }
 
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-        let written = repeated(|| {
+        let written = until_not_interrupted(|| {
             self.noting_resets(|| match &self.stream {
                 Stream::Unix(stream) => (&*stream).write(bytes),
                 Stream::Tcp(stream) => (&*stream).write(bytes),

@@ -346,12 +346,12 @@ impl Trunks {
     fn keep(&self, agreed: Agreed) -> Result<Kept, Failure> {
         let Agreed { terms, control } = agreed;
         let (security, sealed) = (terms.security, self.site.sealed.as_ref());
-        let (Some(dialer), Some(acceptor)) =
-            (dialer(security, sealed), acceptor(security, false, sealed))
-        else {
-            let text = "IPsec is not enabled in this tunnel";
-            return Err(Failure::new(FaultCode::SecurityNotAgreed, text));
-        };
+        let (code, text) = (
+            FaultCode::SecurityNotAgreed,
+            "no lanes with the selected security",
+        );
+        let dialer = dialer(security, sealed).or_failure(code, text)?;
+        let acceptor = acceptor(security, false, sealed).or_failure(code, text)?;
         let session = terms.session;
         let mut trunks = lock(&self.all);
         self.check_room(&trunks, &terms.peer)?;

@@ -57,6 +57,7 @@ mod dirty;
 mod host;
 mod memory;
 mod state;
+mod vmm;
 
 pub use arrival::check_arrival;
 pub use control::check_control;
@@ -64,6 +65,7 @@ pub use dirty::{Seen, Writer, check_dirty_log, check_dirty_logs};
 pub use host::{check_disk, check_host};
 pub use memory::check_memory;
 pub use state::check_state;
+pub use vmm::{Conformance, check_vmm};
 
 /// A VMM under test.
 pub trait Vmm {
@@ -105,20 +107,6 @@ impl Default for Effort {
             between: Duration::from_millis(2),
         }
     }
-}
-
-/// Observations about a VMM that keeps its contracts.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Conformance {
-    /// Figures of its dirty logs.
-    pub dirty: Seen,
-    /// Whether it can throttle its guest.
-    pub throttles: bool,
-    /// Names of the sections with content that changes while the guest is paused or after
-    /// each load, such as clocks and timers. The check cannot tell whether these are
-    /// loaded as they were saved, so there should be few.
-    pub unsteady: Vec<String>,
 }
 
 /// A broken contract, or the reason why it could not be tested.
@@ -212,26 +200,6 @@ pub enum Violation {
     /// Guest memory, or something that the test needs, could not be read.
     #[error("the test cannot continue")]
     Test(#[from] io::Error),
-}
-
-/// Tests everything that a VMM implements. Needs as much memory as four of its VMs.
-///
-/// # Errors
-/// The first [`Violation`].
-pub fn check_vmm(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Conformance, Violation> {
-    let vm = vmm.start().map_err(failed("Vmm::start"))?;
-    // The pause first, because every other check relies on it.
-    let throttles = check_control(&*vm, effort)?;
-    check_memory(&*vm.memory())?;
-    let dirty = check_dirty_logs(&*vm, effort)?;
-    drop(vm);
-    let unsteady = check_state(vmm, effort)?;
-    check_arrival(vmm, effort)?;
-    Ok(Conformance {
-        dirty,
-        throttles,
-        unsteady,
-    })
 }
 
 fn broken(method: &'static str, promise: &'static str, what: impl Into<String>) -> Violation {

@@ -1,13 +1,12 @@
 //! No chunk allocates, on a lane's thread at either side, once the lanes have
 //! warmed up. Alone in its process: the counter is the process's allocator.
+#![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,33 +14,12 @@ use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, Wakeup};
+use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
 
-thread_local! {
-    static ON_A_LANE: Cell<bool> = const { Cell::new(false) };
-}
-static WARM: AtomicBool = AtomicBool::new(false);
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-struct Counting;
-
-// SAFETY: every call goes unchanged to the system's allocator, which upholds
-// the contract; counting touches an atomic and a constant-initialised
-// thread-local, and allocates nothing itself.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if ON_A_LANE.with(Cell::get) && WARM.load(Ordering::Relaxed) {
-            ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        }
-        // SAFETY: the caller's promise about `layout` is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: `pointer` came from `alloc` above, hence from `System`, with this layout.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+/// The counts when the buffers were full, and when the guest paused.
+static WARM: AtomicU64 = AtomicU64::new(0);
+static PAUSED: AtomicU64 = AtomicU64::new(0);
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -59,7 +37,7 @@ impl Host for Marking {
         StandardHost.spawn(
             name,
             Box::new(move || {
-                ON_A_LANE.with(|on| on.set(lane));
+                count_this_thread(lane);
                 body();
             }),
         )
@@ -78,8 +56,8 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
     let as_source: Arc<dyn SourceVm> = Arc::clone(&vm) as _;
     let warm = |event: &Event| match event {
         // The first pass has filled every buffer.
-        Event::Iterated(one) if one.number == 1 => WARM.store(true, Ordering::SeqCst),
-        Event::Paused => WARM.store(false, Ordering::SeqCst),
+        Event::Iterated(one) if one.number == 1 => WARM.store(allocations(), Ordering::SeqCst),
+        Event::Paused => PAUSED.store(allocations(), Ordering::SeqCst),
         _ => {}
     };
     // Several passes of many chunks.
@@ -119,7 +97,7 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
     });
     let passes = &report.iterations[1..report.iterations.len() - 1];
     let chunks: u64 = passes.iter().map(|pass| pass.pages / 64).sum();
-    let allocations = ALLOCATIONS.load(Ordering::SeqCst);
+    let allocations = PAUSED.load(Ordering::SeqCst) - WARM.load(Ordering::SeqCst);
     println!("{allocations} allocations for {chunks} chunks");
     assert!(chunks > 300, "{chunks}");
     // What is left are the queues between threads, a block for many events.

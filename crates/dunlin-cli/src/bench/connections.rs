@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use clap::Args;
 
-use super::Common;
+use super::common::Common;
 use super::figures::{Figure, Figures, Record, rounded};
 use super::rig::{Rig, connection};
 use crate::options::parse_bytes;

@@ -7,7 +7,7 @@ use clap::Args;
 use dunlin::lane::provider::{CipherSuite, Provider};
 use dunlin::lane::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
-use super::Common;
+use super::common::Common;
 use super::figures::{Figures, Record};
 use super::hosts::BetweenHosts;
 use super::rig::{Rig, Spent, Work, connection, in_step};

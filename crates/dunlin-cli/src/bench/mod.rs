@@ -3,6 +3,7 @@
 //! Variants run in turn, round after round, so that other load on the host affects all of them;
 //! every figure is a median with its minimum and maximum. docs/benchmarking.md describes the lines.
 
+mod common;
 mod connections;
 mod figures;
 mod hosts;
@@ -10,11 +11,8 @@ mod lanes;
 mod rig;
 mod thrash;
 
-use anyhow::{Result, ensure};
-use clap::{Args, Subcommand};
-use dunlin::lane::provider::{Provider, auto};
-
-use crate::options::parse_bytes;
+use anyhow::Result;
+use clap::Subcommand;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -36,42 +34,4 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Thrash(bench) => bench.run(),
     }?;
     Ok(0)
-}
-
-/// Flags of the benches of lanes.
-#[derive(Debug, Args)]
-struct Common {
-    /// Number of measured rounds, after one warm-up round.
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
-    /// Guest memory on each side; both are touched before the measurement.
-    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
-    size: u64,
-    /// Measure only this crypto library: ring or aws-lc-rs.
-    #[arg(long)]
-    provider: Option<Provider>,
-}
-
-impl Common {
-    fn check(&self) -> Result<()> {
-        ensure!(self.rounds > 0, "--rounds must be 1 or more");
-        ensure!(
-            self.size >= 64 << 20 && self.size.is_multiple_of(2 << 20),
-            "--size must be a multiple of 2 MiB, and 64M or more"
-        );
-        Ok(())
-    }
-
-    /// The libraries to measure.
-    fn providers(&self) -> Vec<Provider> {
-        match self.provider {
-            Some(provider) => vec![provider],
-            None => Provider::built_in().to_vec(),
-        }
-    }
-
-    /// The library for a bench that does not compare them.
-    fn one_provider(&self) -> Provider {
-        self.provider.unwrap_or_else(|| auto().provider)
-    }
 }

@@ -113,7 +113,7 @@ impl Thrash {
                 "throttle": iteration.throttle,
             })
         });
-        let provider = dunlin::lane::provider::auto().provider;
+        let provider = dunlin::lane::fastest::auto().provider;
         Record::new("thrash", "tls")
             .with("provider", provider.to_string())
             .with("lanes", lanes)

@@ -13,7 +13,7 @@ use landlock::{
     path_beneath_rules,
 };
 
-use super::Needs;
+use super::needs::Needs;
 use crate::control::make_directory;
 use crate::state::IPSEC_RECORDS;
 

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{ArgGroup, Args, ValueEnum};
+use dunlin::lane::fastest;
 use dunlin::lane::identity::{Files, Identity, LoadOptions, Role};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::policy::ServerTls;
-use dunlin::lane::provider::{self, Offer};
+use dunlin::lane::provider::Offer;
 use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::signals::{EndSignals, HangUps};
@@ -220,7 +221,7 @@ impl Accept {
             Version::V1_3 => CIPHERS_1_3,
         };
         let ciphers = self.ciphers.as_deref().unwrap_or(ciphers);
-        let provider = provider::auto().provider;
+        let provider = fastest::auto().provider;
         let offer = Offer::new(self.tls.into(), ciphers, &self.curves, provider)?;
         let (identity, warnings) = self.load()?;
         for warning in warnings {

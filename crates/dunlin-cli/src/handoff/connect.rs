@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args, ValueEnum};
 use dunlin::lane::dial::DialCancel;
+use dunlin::lane::fastest;
 use dunlin::lane::identity::Role;
 use dunlin::lane::policy::{Bundle, HandoffTls, TrustPolicy};
-use dunlin::lane::provider::{self, Offer, TlsVersion};
+use dunlin::lane::provider::{Offer, TlsVersion};
 use dunlin_handoff::{connect, pass};
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::fdpass;
@@ -142,7 +143,7 @@ impl Connect {
     }
 
     fn tls(&self) -> Result<HandoffTls> {
-        let provider = provider::auto().provider;
+        let provider = fastest::auto().provider;
         let offer = Offer::new(self.tls.into(), &self.ciphers, &self.curves, provider)?;
         let trust = match &self.cert_bundle_file {
             Some(path) => {

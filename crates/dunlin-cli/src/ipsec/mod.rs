@@ -6,33 +6,14 @@
 
 pub(crate) mod advice;
 mod control_service;
+mod mode;
 mod plan;
 mod run;
 
 use anyhow::Result;
-use clap::{Subcommand, ValueEnum};
-use dunlin_ipsec::Mode;
-use serde::{Deserialize, Serialize};
+use clap::Subcommand;
 
-/// How traffic is spread over SAs.
-#[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum ModeName {
-    /// One SA per sending CPU (Linux 6.13).
-    #[default]
-    Cpu,
-    /// One SA per connection.
-    Connection,
-}
-
-impl From<ModeName> for Mode {
-    fn from(name: ModeName) -> Self {
-        match name {
-            ModeName::Cpu => Self::Cpu,
-            ModeName::Connection => Self::Connection,
-        }
-    }
-}
+pub(crate) use self::mode::ModeName;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

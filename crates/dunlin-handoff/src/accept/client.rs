@@ -13,8 +13,9 @@ use dunlin_linux::socket::set_readable_from;
 use dunlin_proto::client_hello::{Look, NoHello, look};
 use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
 
+use super::Refusal;
 use super::deliver::Secured;
-use super::{Refusal, Shared};
+use super::shared::Shared;
 use dunlin_lane::accept::would_block;
 use dunlin_lane::handshake::FLIGHT_LIMIT_BYTES;
 use dunlin_lane::handshake::relay::Greeting;

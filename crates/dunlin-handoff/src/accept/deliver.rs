@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use dunlin_linux::socket::connect_unix;
 
 use super::alert::internal_error;
-use super::{Arrived, Event, Own, Refusal, Shared};
+use super::shared::Shared;
+use super::{Arrived, Event, Own, Refusal};
 use crate::connect::{Facts, keep_alive};
 use crate::kernel::install;
 use crate::pass::give;

@@ -11,9 +11,10 @@ use dunlin_linux::epoll::Readiness;
 use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
 
 use super::client::{Client, HelloBuffer, Step};
-use super::forward::Forwarded;
+use super::forwarded::Forwarded;
+use super::shared::Shared;
 use super::token::{Of, Side, token};
-use super::{Event, Refusal, Shared, deliver};
+use super::{Event, Refusal, deliver};
 use dunlin_lane::accept::is_shortage;
 
 /// Connections accepted per round, before the present clients get their turn.

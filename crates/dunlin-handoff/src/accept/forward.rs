@@ -16,8 +16,10 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::{connect_unix_unless, set_reset_on_close};
 
+use super::forwarded::Forwarded;
+use super::shared::Shared;
 use super::token::{Of, Side, token};
-use super::{Event, Other, Refusal, Shared, Target};
+use super::{Event, Other, Refusal, Target};
 use crate::connect::keep_alive;
 use dunlin_lane::dial::{Connector, StandardConnector};
 use dunlin_lane::splice::{Pause, Stop, carry};
@@ -32,27 +34,6 @@ const IDLE: Duration = Duration::from_secs(10);
 /// Evicted clients that may still hold threads, beyond the limit, until their threads have noticed.
 /// Each has at most six descriptors: a name lookup has two, and splicing has not begun.
 const LEAVING: usize = 8;
-
-/// A client of the old server.
-pub(super) struct Forwarded {
-    number: u64,
-    client: TcpStream,
-    from: SocketAddr,
-    name: Option<String>,
-    began: Instant,
-    /// Bytes of its hello when forwarding began.
-    hello_bytes: u64,
-    said_bytes: AtomicU64,
-    /// When either side last sent something, in milliseconds since `began`.
-    last_ms: AtomicU64,
-    stop: Stop,
-    /// One side's connection has failed; the other is reset.
-    is_broken: AtomicBool,
-    /// The side that the watch reported as failed.
-    has_failed: [AtomicBool; 2],
-    /// The sides that have ended their stream.
-    has_ended: [AtomicBool; 2],
-}
 
 /// The connection to the old server.
 enum Server {
@@ -109,35 +90,6 @@ impl Forwarded {
         }
     }
 
-    /// The watch has found that one side's connection failed. A thread that reads from it finds the
-    /// failure after the bytes before it; if no thread reads any more, the writing thread is stopped.
-    pub(super) fn fails(&self, side: Side) {
-        self.has_failed[side as usize].store(true, Ordering::SeqCst);
-        self.settle(side);
-    }
-
-    fn ends(&self, side: Side) {
-        self.has_ended[side as usize].store(true, Ordering::SeqCst);
-        self.settle(side);
-    }
-
-    fn settle(&self, side: Side) {
-        let is = |all: &[AtomicBool; 2]| all[side as usize].load(Ordering::SeqCst);
-        if is(&self.has_failed) && is(&self.has_ended) {
-            self.give_up();
-        }
-    }
-
-    fn give_up(&self) {
-        self.is_broken.store(true, Ordering::SeqCst);
-        self.stop.request();
-    }
-
-    /// Ends it at once.
-    pub(super) fn cut(&self) {
-        self.stop.request();
-    }
-
     fn activity(&self) -> Activity {
         Activity {
             number: self.number,
@@ -145,11 +97,6 @@ impl Forwarded {
             has_said_more: self.said_bytes.load(Ordering::SeqCst) > self.hello_bytes,
             last: self.began + Duration::from_millis(self.last_ms.load(Ordering::SeqCst)),
         }
-    }
-
-    fn heard(&self) {
-        let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.last_ms.fetch_max(now, Ordering::SeqCst);
     }
 
     /// The body of the client's thread.

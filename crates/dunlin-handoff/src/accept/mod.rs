@@ -6,49 +6,44 @@
 //!            └─ any other, or none ─────▶ the old server, not a byte changed
 //! ```
 //!
+//! - `acceptor`: the open port; `shared` is the state that all of its threads share.
 //! - `door`: the accepting thread; it owns each client until its name is known.
 //! - `client`: one of those clients. Its hello is peeked in the socket; the socket is reported again
 //!   only when more bytes have arrived.
 //! - `deliver`: passes sockets of our names to other programs.
-//! - `forward`: splices the bytes of all other clients.
+//! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one.
 //! - `proxy`: tells the old server a client's address (PROXY protocol).
 //!
 //! No client has a thread before its hello is complete. The accepting thread also does the handshakes.
 
+mod acceptor;
 mod alert;
 mod client;
 mod deliver;
 mod door;
 mod forward;
+mod forwarded;
 mod proxy;
+mod shared;
 #[cfg(test)]
 mod tests;
 mod token;
 
-use dunlin_lane::sync::{lock, wait};
-use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use dunlin_linux::epoll::Epoll;
-use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_proto::client_hello::NoHello;
 use thiserror::Error;
 
+pub use self::acceptor::Acceptor;
 pub use self::proxy::ProxyHeader;
 use super::connect::Facts;
-use door::AcceptLoop;
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::kernel::{Chosen, Inspector, Refused, abilities};
-use dunlin_lane::policy::ServerTls;
-use dunlin_lane::provider::CipherSuite;
-use forward::Forwarded;
+use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 
 /// A name that this side answers for.
 #[derive(Clone, Debug)]
@@ -267,174 +262,6 @@ pub enum Event {
     Starved(io::Error),
     /// Accepting has ended.
     Failed(io::Error),
-}
-
-type Observer = Box<dyn Fn(Event) + Send + Sync>;
-
-/// State shared by all threads.
-struct Shared {
-    options: Options,
-    tls: ServerTls,
-    epoll: Epoll,
-    observer: Observer,
-    state: Mutex<State>,
-    /// Notified when a hand-over or a forwarded client ends.
-    changed: Condvar,
-    waker: Waker,
-    wakeup: Wakeup,
-}
-
-#[derive(Default)]
-struct State {
-    /// By number, so by age.
-    forwarded: BTreeMap<u64, Arc<Forwarded>>,
-    /// By the index of their name.
-    handovers: BTreeMap<usize, usize>,
-    /// No new clients are accepted.
-    is_draining: bool,
-    /// Clients without a known name are dropped at once.
-    is_over: bool,
-    /// The accepting thread has ended.
-    is_closed: bool,
-}
-
-/// An open port. Dropping it ends it and all forwarded clients at once. It waits for clients that are
-/// being handed over; their receivers have five seconds to accept the sockets. Sockets that were
-/// handed over stay open.
-pub struct Acceptor {
-    address: SocketAddr,
-    shared: Arc<Shared>,
-    door: Option<JoinHandle<()>>,
-}
-
-impl Acceptor {
-    /// Accepts clients on `listener`, with the settings of
-    /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server).
-    ///
-    /// # Errors
-    /// [`StartError`].
-    pub fn start(
-        listener: TcpListener,
-        tls: ServerTls,
-        options: Options,
-        observer: impl Fn(Event) + Send + Sync + 'static,
-    ) -> Result<Self, StartError> {
-        // Every kernel with TLS supports this cipher.
-        match abilities(CipherSuite::Aes256Gcm) {
-            Err(refused) if options.other.is_none() => return Err(refused.into()),
-            Err(refused) => observer(Event::NoKernelTls(refused)),
-            Ok(_) => {}
-        }
-        listener.set_nonblocking(true)?;
-        let address = listener.local_addr()?;
-        let (waker, wakeup) = waker()?;
-        let shared = Arc::new(Shared {
-            options,
-            tls,
-            epoll: Epoll::new()?,
-            observer: Box::new(observer),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            waker,
-            wakeup,
-        });
-        let mut door = AcceptLoop::new(&shared, listener)?;
-        let own = Arc::clone(&shared);
-        let door = thread::Builder::new()
-            .name("dunlin-door".to_owned())
-            .spawn(move || {
-                if let Err(error) = door.run() {
-                    own.tell(Event::Failed(error));
-                }
-                drop(door);
-                lock(&own.state).is_closed = true;
-                own.changed.notify_all();
-            })?;
-        Ok(Self {
-            address,
-            shared,
-            door: Some(door),
-        })
-    }
-
-    /// The listener's address.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// Stops accepting, and waits for at most `limit` until all present clients are handed over or done
-    /// with the old server. Returns the number of clients that were cut.
-    pub fn drain(self, limit: Duration) -> usize {
-        let until = Instant::now() + limit;
-        let mut state = lock(&self.shared.state);
-        state.is_draining = true;
-        self.shared.waker.wake();
-        while !(state.is_closed && state.is_idle()) {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            state = wait(&self.shared.changed, state, Some(left));
-        }
-        let cut = state.forwarded.len() + state.handovers.values().sum::<usize>();
-        drop(state);
-        cut
-    }
-}
-
-impl Drop for Acceptor {
-    fn drop(&mut self) {
-        let mut state = lock(&self.shared.state);
-        state.is_over = true;
-        let all: Vec<_> = state.forwarded.values().cloned().collect();
-        drop(state);
-        self.shared.waker.wake();
-        if let Some(door) = self.door.take() {
-            // The panic hook has printed a panic.
-            let _ = door.join();
-        }
-        for one in all {
-            one.cut();
-        }
-        let mut state = lock(&self.shared.state);
-        // Each was stopped, or has its own deadline.
-        while !state.is_idle() {
-            state = wait(&self.shared.changed, state, None);
-        }
-    }
-}
-
-impl State {
-    fn is_idle(&self) -> bool {
-        self.forwarded.is_empty() && self.handovers.is_empty()
-    }
-}
-
-impl Shared {
-    fn tell(&self, event: Event) {
-        (self.observer)(event);
-    }
-
-    fn refused(&self, from: SocketAddr, name: Option<String>, refusal: Refusal) {
-        self.tell(Event::Refused {
-            from,
-            name,
-            refusal,
-        });
-    }
-
-    /// A hand-over has ended, in success or not.
-    fn handed(&self, own: usize) {
-        let mut state = lock(&self.state);
-        if let Some(waiting) = state.handovers.get_mut(&own) {
-            *waiting -= 1;
-            if *waiting == 0 {
-                state.handovers.remove(&own);
-            }
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
 }
 
 impl fmt::Display for Event {

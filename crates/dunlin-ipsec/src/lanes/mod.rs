@@ -25,6 +25,7 @@
 //! fallback SA.
 
 mod dialer;
+mod session;
 mod watch;
 
 use dunlin_proto::text::harmless;
@@ -38,27 +39,26 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::{allowed, keep_to, pin_to};
 use dunlin_linux::socket::{Liveness, set_liveness};
-use dunlin_linux::tcp::{incoming_cpu, send_window, set_traffic_class};
+use dunlin_linux::tcp::{incoming_cpu, send_window};
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
 use thiserror::Error;
 
-pub use dialer::{IpsecDialer, LaneError, LaneHold, ProtectedLane};
+pub use dialer::IpsecDialer;
+pub use session::{LaneError, LaneHold, ProtectedLane};
 
 use super::acceptor::{Held, Site};
 use super::error::{IpsecError, in_words};
 use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Event, Observer, Options, PortRange, Status};
-use dialer::LaneSession;
 use dunlin_lane::accept::{Arrival, LaneSocket};
 use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
-use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::{PeerIdentity, Principal};
-use dunlin_lane::security::SealedLanes;
 use dunlin_lane::sync::lock;
+use session::{LaneSession, refresh_route};
 
 /// The number of ports that a session protects: twice the maximum number of lanes, because the side
 /// that closes a connection keeps its port for a minute (TIME_WAIT). A power of two, so that one
@@ -279,16 +279,6 @@ impl LaneAcceptor for IpsecLanes {
     }
 }
 
-impl SealedLanes for IpsecLanes {
-    fn dialer(&self) -> Arc<dyn LaneDialer> {
-        Arc::new(IpsecDialer::new(self.clone()))
-    }
-
-    fn take(&self, arrival: Arrival) -> Option<Arrival> {
-        self.take_in(arrival)
-    }
-}
-
 impl Drop for Inner {
     fn drop(&mut self) {
         self.offers = None;
@@ -407,14 +397,6 @@ impl Shared {
             .filter(|part| !used.contains(part))
             .collect()
     }
-}
-
-/// Makes the kernel look up the route of a connection, and with it the SA, at the next send.
-fn refresh_route(connection: &TcpStream) -> io::Result<()> {
-    /// A class other than that of lanes: CS1, low priority. No packet is sent with it.
-    const OTHER: u8 = 0x20;
-    set_traffic_class(connection, OTHER)?;
-    set_traffic_class(connection, 0)
 }
 
 /// Makes the kernel look up the route on this CPU now. Otherwise the next acknowledgement would

@@ -3,8 +3,8 @@
 use netlink_packet_core::{Emitable, NLM_F_REQUEST, NetlinkHeader};
 use zeroize::Zeroizing;
 
-use super::HEADER;
-
+/// The size of `struct nlmsghdr`.
+pub(super) const HEADER: usize = 16;
 /// Larger than the longest request, an SA with the longest replay window. So the vector never
 /// reallocates and leaves a key behind in freed memory.
 const ROOM: usize = 2048;

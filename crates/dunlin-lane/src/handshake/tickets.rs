@@ -10,7 +10,7 @@ use dunlin_linux::socket::{remaining, wait_readable};
 use rustls::ConnectionTrafficSecrets;
 
 use super::{HandshakeError, io_error, local};
-use crate::provider;
+use crate::fastest;
 use crate::provider::parts;
 use crate::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
 
@@ -33,7 +33,7 @@ pub(super) fn take(
     deadline: Instant,
 ) -> Result<u64, HandshakeError> {
     let (suite, key, iv) = parts(secrets).map_err(local)?;
-    let provider = provider::auto().provider;
+    let provider = fastest::auto().provider;
     let mut open = OpenHalf::new(provider, suite, key, iv, first).map_err(local)?;
     let mut taken = 0;
     // The beginning of a ticket that continues in the next record.
@@ -155,7 +155,7 @@ mod tests {
     /// Returns the result of [`take`] for handshake messages in these records, followed by data,
     /// and the number of handshake bytes left.
     fn taken(parts: &[&[u8]]) -> (Result<u64, HandshakeError>, usize) {
-        let provider = provider::auto().provider;
+        let provider = fastest::auto().provider;
         let suite = CipherSuite::Aes256Gcm;
         let mut seal = SealHalf::new(provider, suite, &KEY, [9; 12], 0).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

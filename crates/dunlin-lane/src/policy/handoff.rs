@@ -12,10 +12,11 @@ use webpki::KeyUsage;
 
 use super::{ServerSettings, ServerTls, Terms, VERSIONS, no_name, refused, server_config, trust};
 use crate::denied::Denied;
+use crate::fastest;
 use crate::identity::{Identity, Role, SettingsError};
 use crate::offload::Offload;
 use crate::peers::{PeerIdentity, Peers};
-use crate::provider::{self, Offer, TlsVersion};
+use crate::provider::{Offer, TlsVersion};
 use crate::trust::bundle::{PolicyVerifier, TrustPolicy};
 
 /// The TLS settings of a hand-off on the connecting side.
@@ -115,7 +116,7 @@ impl Identity {
         Ok(ServerTls::new(ServerSettings {
             config: server_config(self, verifier, terms)?,
             trust,
-            provider: provider::auto().provider,
+            provider: fastest::auto().provider,
             // The hand-off chooses after the handshake; this value is unused.
             offload: Offload::Auto,
         }))

@@ -6,7 +6,8 @@ use rustls::crypto::cipher::{AeadKey, Iv};
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 
 use super::RelayError;
-use super::in_kernel::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES, Opening, Sealing, Verdict, halves};
+use super::error::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES};
+use super::in_kernel::{Opening, Sealing, Verdict, halves};
 use crate::handshake::Renewal;
 use crate::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 

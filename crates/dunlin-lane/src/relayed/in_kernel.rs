@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use dunlin_linux::ktls::{Direction, Version};
 use rustls::ExtractedSecrets;
 
-use super::RelayError;
+use super::error::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES, RelayError};
 use crate::handshake::Renewal;
 use crate::kernel;
 use crate::record::{
@@ -24,11 +24,6 @@ use crate::record::{
 /// A record that is not data, in the form of `ktls::send_record`.
 pub type Control = (u8, Vec<u8>);
 
-/// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
-/// none in use comes near this.
-pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
-/// Maximum run of TLS messages without data in between. More are an attack or a fault.
-pub(super) const LATE_RUN_LIMIT: u32 = 32;
 /// The `user_canceled` alert, a warning.
 const USER_CANCELED: Alert = Alert(90);
 /// Maximum number of records sent by one call: one for each slot of a pipe.

@@ -13,6 +13,7 @@ use std::ptr;
 use std::sync::Mutex;
 
 use dunlin::lane::sync::lock;
+use rustix::thread::gettid;
 
 use crate::kvm::Vcpu;
 
@@ -40,8 +41,7 @@ impl Kick {
     pub(crate) fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;
-        // SAFETY: gettid takes nothing and cannot fail.
-        lock(&self.0).thread = Some(unsafe { libc::gettid() });
+        lock(&self.0).thread = Some(gettid().as_raw_pid());
         Ok(Attached {
             kick: self,
             old,

@@ -1,11 +1,8 @@
 //! How a data lane proves which session it belongs to.
 
-use std::fmt;
-
-use zeroize::Zeroize;
-
-use super::{OpeningKind, PRELUDE_BYTES, SessionId, VersionRange, append_opening};
-use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES, SESSION_SECRET_BYTES};
+use super::terms::VersionRange;
+use super::{OpeningKind, PRELUDE_BYTES, SessionId, append_opening};
+use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use crate::wire::{DecodeError, EncodeError, Reader, bad_value};
 
 /// Length of a *lane open* message. It has no variable part: a listener reads
@@ -13,24 +10,6 @@ use crate::wire::{DecodeError, EncodeError, Reader, bad_value};
 pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + LANE_OPEN_BODY_BYTES;
 
 const LANE_OPEN_BODY_BYTES: usize = SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
-
-/// The secret with which a lane proves that it belongs to the session. The
-/// destination chooses it at random for each attempt and sends it in *accept*.
-/// `Debug` hides it, and dropping wipes it.
-#[derive(Clone, PartialEq, Eq)]
-pub struct SessionSecret(pub [u8; SESSION_SECRET_BYTES]);
-
-impl Drop for SessionSecret {
-    fn drop(&mut self) {
-        self.0.zeroize();
-    }
-}
-
-impl fmt::Debug for SessionSecret {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("SessionSecret(..)")
-    }
-}
 
 /// The first bytes of a data lane.
 #[derive(Clone, Debug, PartialEq, Eq)]

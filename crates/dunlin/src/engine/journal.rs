@@ -154,7 +154,11 @@ impl Journal {
         let role = Role::of(record.state);
         let directory = match &self.0 {
             Storage::Directory(directory) => directory,
-            Storage::Memory(memory) => return memory.create(record, role),
+            Storage::Memory(memory) => {
+                let held = Held::Memory(memory.create(&record, role)?);
+                let peer = RecordedPeer::Unknown;
+                return Ok(SessionJournal { record, peer, held });
+            }
         };
         let path = directory.path(record.session, role);
         let created = OpenOptions::new()
@@ -282,7 +286,11 @@ impl Journal {
     pub fn take(&self, session: SessionId, role: Role) -> Result<SessionJournal, JournalError> {
         let directory = match &self.0 {
             Storage::Directory(directory) => directory,
-            Storage::Memory(memory) => return memory.take(session, role),
+            Storage::Memory(memory) => {
+                let (held, record, peer) = memory.take(session, role)?;
+                let held = Held::Memory(held);
+                return Ok(SessionJournal { record, peer, held });
+            }
         };
         match directory.take(directory.path(session, role))? {
             (held, Some(record)) => Ok(SessionJournal {

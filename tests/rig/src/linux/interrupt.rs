@@ -4,6 +4,8 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
 
+use rustix::thread::gettid;
+
 /// A thread that other threads can interrupt.
 #[derive(Clone, Copy, Debug)]
 pub struct Thread(libc::pid_t);
@@ -26,8 +28,7 @@ impl Thread {
         if set < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: gettid has no arguments and cannot fail.
-        Ok(Self(unsafe { libc::gettid() }))
+        Ok(Self(gettid().as_raw_pid()))
     }
 
     /// Interrupts the thread's system call, if it is in one.

@@ -2,8 +2,10 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::AsFd;
 use std::thread;
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// Runs `task` in a new thread inside the network namespace `namespace` (a file of `/run/netns`).
 /// Sockets and TUN devices created by it stay in that namespace wherever they are used; the rest of
@@ -16,12 +18,8 @@ use std::thread;
 /// If `task` panics.
 pub fn run_inside<T: Send>(namespace: &File, task: impl FnOnce() -> T + Send) -> io::Result<T> {
     let inside = || {
-        // SAFETY: setns takes no pointers, and the descriptor is open while `namespace` is
-        // borrowed. It changes the calling thread alone, which ends after `task`.
-        let result = unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) };
-        if result < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        // Changes the calling thread alone, which ends after `task`.
+        move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
         Ok(task())
     };
     thread::scope(|scope| {

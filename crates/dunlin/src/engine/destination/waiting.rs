@@ -161,13 +161,8 @@ impl<'a> Describing<'a> {
             ));
         }
         let (security, options) = (self.control.selection.security, self.session.options);
-        let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref());
-        let acceptor = acceptor.ok_or_else(|| {
-            Fault::new(
-                FaultCode::Internal,
-                "no acceptor for the selected lane security",
-            )
-        })?;
+        let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref())
+            .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         let offered = Offered {
             vm: VmDescription {
                 uuid: vm_uuid,

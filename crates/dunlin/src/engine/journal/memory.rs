@@ -12,7 +12,6 @@ use super::super::sync::{Mutex, lock};
 use super::entry::{Entry, Role, is_over};
 use super::error::JournalError;
 use super::files::file_name;
-use super::{Held, SessionJournal};
 use crate::lane::peers::Principal;
 
 /// Maximum number of sessions. A peer that starts more failing sessions than any host
@@ -40,11 +39,7 @@ pub(super) struct HeldInMemory {
 }
 
 impl Memory {
-    pub(super) fn create(
-        &self,
-        record: Record,
-        role: Role,
-    ) -> Result<SessionJournal, JournalError> {
+    pub(super) fn create(&self, record: &Record, role: Role) -> Result<HeldInMemory, JournalError> {
         let name = (record.session, role);
         let mut sessions = lock(&self.0);
         if sessions.len() >= SESSIONS_LIMIT {
@@ -71,14 +66,14 @@ impl Memory {
         }
         session.held = true;
         session.peer = None;
-        Ok(self.held(name, record, None))
+        Ok(self.held(name))
     }
 
     pub(super) fn take(
         &self,
         session: SessionId,
         role: Role,
-    ) -> Result<SessionJournal, JournalError> {
+    ) -> Result<(HeldInMemory, Record, RecordedPeer), JournalError> {
         let name = (session, role);
         let path = || file_name(session, role).into();
         match lock(&self.0).get_mut(&name) {
@@ -89,7 +84,7 @@ impl Memory {
                 held,
             }) => {
                 *held = true;
-                Ok(self.held(name, record.clone(), peer.clone()))
+                Ok((self.held(name), record.clone(), recorded(peer.clone())))
             }
             _ => Err(JournalError::Missing { path: path() }),
         }
@@ -107,12 +102,10 @@ impl Memory {
         entries.collect()
     }
 
-    fn held(&self, name: Name, record: Record, peer: Option<Principal>) -> SessionJournal {
-        let memory = self.clone();
-        SessionJournal {
-            record,
-            peer: recorded(peer),
-            held: Held::Memory(HeldInMemory { name, memory }),
+    fn held(&self, name: Name) -> HeldInMemory {
+        HeldInMemory {
+            name,
+            memory: self.clone(),
         }
     }
 }

@@ -231,7 +231,7 @@ impl<'a> Connecting<'a> {
         });
         let security = session.control.selection.security;
         let dialer = dialer(security, session.options.ipsec.as_ref())
-            .ok_or_else(|| Fault::new(FaultCode::Internal, "IPsec was offered without a dialer"))?;
+            .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         Ok(LaneTerms {
             dialer,
             connector: Arc::new(FromHost(Arc::clone(session.host))),

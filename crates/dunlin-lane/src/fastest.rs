@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use super::{CipherSuite, Crypto, Provider};
+use crate::provider::{CipherSuite, Crypto, Provider};
 use crate::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
 /// The choice of [`auto`] and the measurements behind it.

@@ -1,0 +1,46 @@
+//! Flags of the benches of lanes.
+
+use anyhow::{Result, ensure};
+use clap::Args;
+use dunlin::lane::fastest::auto;
+use dunlin::lane::provider::Provider;
+
+use crate::options::parse_bytes;
+
+/// Flags of the benches of lanes.
+#[derive(Debug, Args)]
+pub(super) struct Common {
+    /// Number of measured rounds, after one warm-up round.
+    #[arg(long, default_value_t = 5)]
+    pub(super) rounds: usize,
+    /// Guest memory on each side; both are touched before the measurement.
+    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    pub(super) size: u64,
+    /// Measure only this crypto library: ring or aws-lc-rs.
+    #[arg(long)]
+    pub(super) provider: Option<Provider>,
+}
+
+impl Common {
+    pub(super) fn check(&self) -> Result<()> {
+        ensure!(self.rounds > 0, "--rounds must be 1 or more");
+        ensure!(
+            self.size >= 64 << 20 && self.size.is_multiple_of(2 << 20),
+            "--size must be a multiple of 2 MiB, and 64M or more"
+        );
+        Ok(())
+    }
+
+    /// The libraries to measure.
+    pub(super) fn providers(&self) -> Vec<Provider> {
+        match self.provider {
+            Some(provider) => vec![provider],
+            None => Provider::built_in().to_vec(),
+        }
+    }
+
+    /// The library for a bench that does not compare them.
+    pub(super) fn one_provider(&self) -> Provider {
+        self.provider.unwrap_or_else(|| auto().provider)
+    }
+}

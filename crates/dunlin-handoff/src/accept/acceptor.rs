@@ -1,0 +1,123 @@
+//! An open port, and how it ends.
+
+use dunlin_lane::sync::{lock, wait};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use dunlin_linux::epoll::Epoll;
+use dunlin_linux::poll::waker;
+
+use super::door::AcceptLoop;
+use super::shared::Shared;
+use super::{Event, Options, StartError};
+use dunlin_lane::kernel::abilities;
+use dunlin_lane::policy::ServerTls;
+use dunlin_lane::provider::CipherSuite;
+
+/// An open port. Dropping it ends it and all forwarded clients at once. It waits for clients that are
+/// being handed over; their receivers have five seconds to accept the sockets. Sockets that were
+/// handed over stay open.
+pub struct Acceptor {
+    address: SocketAddr,
+    pub(super) shared: Arc<Shared>,
+    door: Option<JoinHandle<()>>,
+}
+
+impl Acceptor {
+    /// Accepts clients on `listener`, with the settings of
+    /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server).
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(
+        listener: TcpListener,
+        tls: ServerTls,
+        options: Options,
+        observer: impl Fn(Event) + Send + Sync + 'static,
+    ) -> Result<Self, StartError> {
+        // Every kernel with TLS supports this cipher.
+        match abilities(CipherSuite::Aes256Gcm) {
+            Err(refused) if options.other.is_none() => return Err(refused.into()),
+            Err(refused) => observer(Event::NoKernelTls(refused)),
+            Ok(_) => {}
+        }
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        let (waker, wakeup) = waker()?;
+        let shared = Arc::new(Shared {
+            options,
+            tls,
+            epoll: Epoll::new()?,
+            observer: Box::new(observer),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            waker,
+            wakeup,
+        });
+        let mut door = AcceptLoop::new(&shared, listener)?;
+        let own = Arc::clone(&shared);
+        let door = thread::Builder::new()
+            .name("dunlin-door".to_owned())
+            .spawn(move || {
+                if let Err(error) = door.run() {
+                    own.tell(Event::Failed(error));
+                }
+                drop(door);
+                lock(&own.state).is_closed = true;
+                own.changed.notify_all();
+            })?;
+        Ok(Self {
+            address,
+            shared,
+            door: Some(door),
+        })
+    }
+
+    /// The listener's address.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Stops accepting, and waits for at most `limit` until all present clients are handed over or done
+    /// with the old server. Returns the number of clients that were cut.
+    pub fn drain(self, limit: Duration) -> usize {
+        let until = Instant::now() + limit;
+        let mut state = lock(&self.shared.state);
+        state.is_draining = true;
+        self.shared.waker.wake();
+        while !(state.is_closed && state.is_idle()) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = wait(&self.shared.changed, state, Some(left));
+        }
+        let cut = state.forwarded.len() + state.handovers.values().sum::<usize>();
+        drop(state);
+        cut
+    }
+}
+
+impl Drop for Acceptor {
+    fn drop(&mut self) {
+        let mut state = lock(&self.shared.state);
+        state.is_over = true;
+        let all: Vec<_> = state.forwarded.values().cloned().collect();
+        drop(state);
+        self.shared.waker.wake();
+        if let Some(door) = self.door.take() {
+            // The panic hook has printed a panic.
+            let _ = door.join();
+        }
+        for one in all {
+            one.cut();
+        }
+        let mut state = lock(&self.shared.state);
+        // Each was stopped, or has its own deadline.
+        while !state.is_idle() {
+            state = wait(&self.shared.changed, state, None);
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! The state of one client of the old server, which its threads and the accepting thread share.
+
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use super::token::Side;
+use dunlin_lane::splice::Stop;
+
+/// A client of the old server.
+pub(super) struct Forwarded {
+    pub(super) number: u64,
+    pub(super) client: TcpStream,
+    pub(super) from: SocketAddr,
+    pub(super) name: Option<String>,
+    pub(super) began: Instant,
+    /// Bytes of its hello when forwarding began.
+    pub(super) hello_bytes: u64,
+    pub(super) said_bytes: AtomicU64,
+    /// When either side last sent something, in milliseconds since `began`.
+    pub(super) last_ms: AtomicU64,
+    pub(super) stop: Stop,
+    /// One side's connection has failed; the other is reset.
+    pub(super) is_broken: AtomicBool,
+    /// The side that the watch reported as failed.
+    pub(super) has_failed: [AtomicBool; 2],
+    /// The sides that have ended their stream.
+    pub(super) has_ended: [AtomicBool; 2],
+}
+
+impl Forwarded {
+    /// The watch has found that one side's connection failed. A thread that reads from it finds the
+    /// failure after the bytes before it; if no thread reads any more, the writing thread is stopped.
+    pub(super) fn fails(&self, side: Side) {
+        self.has_failed[side as usize].store(true, Ordering::SeqCst);
+        self.settle(side);
+    }
+
+    pub(super) fn ends(&self, side: Side) {
+        self.has_ended[side as usize].store(true, Ordering::SeqCst);
+        self.settle(side);
+    }
+
+    fn settle(&self, side: Side) {
+        let is = |all: &[AtomicBool; 2]| all[side as usize].load(Ordering::SeqCst);
+        if is(&self.has_failed) && is(&self.has_ended) {
+            self.give_up();
+        }
+    }
+
+    pub(super) fn give_up(&self) {
+        self.is_broken.store(true, Ordering::SeqCst);
+        self.stop.request();
+    }
+
+    /// Ends it at once.
+    pub(super) fn cut(&self) {
+        self.stop.request();
+    }
+
+    pub(super) fn heard(&self) {
+        let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.last_ms.fetch_max(now, Ordering::SeqCst);
+    }
+}

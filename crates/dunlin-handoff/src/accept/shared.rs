@@ -1,0 +1,75 @@
+//! State that all threads of an open port share.
+
+use dunlin_lane::sync::lock;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex};
+
+use dunlin_linux::epoll::Epoll;
+use dunlin_linux::poll::{Waker, Wakeup};
+
+use super::forwarded::Forwarded;
+use super::{Event, Options, Refusal};
+use dunlin_lane::policy::ServerTls;
+
+type Observer = Box<dyn Fn(Event) + Send + Sync>;
+
+/// State shared by all threads.
+pub(super) struct Shared {
+    pub(super) options: Options,
+    pub(super) tls: ServerTls,
+    pub(super) epoll: Epoll,
+    pub(super) observer: Observer,
+    pub(super) state: Mutex<State>,
+    /// Notified when a hand-over or a forwarded client ends.
+    pub(super) changed: Condvar,
+    pub(super) waker: Waker,
+    pub(super) wakeup: Wakeup,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// By number, so by age.
+    pub(super) forwarded: BTreeMap<u64, Arc<Forwarded>>,
+    /// By the index of their name.
+    pub(super) handovers: BTreeMap<usize, usize>,
+    /// No new clients are accepted.
+    pub(super) is_draining: bool,
+    /// Clients without a known name are dropped at once.
+    pub(super) is_over: bool,
+    /// The accepting thread has ended.
+    pub(super) is_closed: bool,
+}
+
+impl State {
+    pub(super) fn is_idle(&self) -> bool {
+        self.forwarded.is_empty() && self.handovers.is_empty()
+    }
+}
+
+impl Shared {
+    pub(super) fn tell(&self, event: Event) {
+        (self.observer)(event);
+    }
+
+    pub(super) fn refused(&self, from: SocketAddr, name: Option<String>, refusal: Refusal) {
+        self.tell(Event::Refused {
+            from,
+            name,
+            refusal,
+        });
+    }
+
+    /// A hand-over has ended, in success or not.
+    pub(super) fn handed(&self, own: usize) {
+        let mut state = lock(&self.state);
+        if let Some(waiting) = state.handovers.get_mut(&own) {
+            *waiting -= 1;
+            if *waiting == 0 {
+                state.handovers.remove(&own);
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}

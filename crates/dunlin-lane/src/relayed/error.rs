@@ -1,0 +1,56 @@
+//! Why the TLS connection of a relay ended.
+
+use thiserror::Error;
+
+use crate::record::{Alert, OpenError, RECORD_LIMIT, SealError};
+
+/// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
+/// none in use comes near this.
+pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
+/// Maximum run of TLS messages without data in between. More are an attack or a fault.
+pub(super) const LATE_RUN_LIMIT: u32 = 32;
+
+/// Why the TLS connection of a relay ended.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RelayError {
+    /// rustls ended the connection.
+    #[error("{0}")]
+    Tls(rustls::Error),
+    /// The kernel could not open a record, or the record violates the protocol.
+    #[error(transparent)]
+    Open(OpenError),
+    /// A record could not be sealed.
+    #[error(transparent)]
+    Seal(SealError),
+    /// The keys have reached their record limit, and TLS 1.2 cannot renew them.
+    #[error(
+        "the limit of {RECORD_LIMIT} records per key is reached, and TLS 1.2 cannot renew keys: use \
+         TLS 1.3 on both sides, or stripe mode for this route"
+    )]
+    UsedUp,
+    /// The peer sent an alert.
+    #[error("the peer ended the connection with alert {0}")]
+    PeerAlert(Alert),
+    /// A handshake message that is not allowed after the handshake.
+    #[error("the peer sent handshake message {0} after the handshake, which violates the protocol")]
+    Late(u8),
+    /// Too many or too long messages that are not data.
+    #[error(
+        "the peer sent more than {LATE_RUN_LIMIT} TLS messages without data in a row, or one of more \
+         than {MESSAGE_LIMIT_BYTES} bytes"
+    )]
+    LateRun,
+    /// The next keys could not be derived or installed.
+    #[error("the connection's keys could not be renewed: {0}")]
+    Renewal(String),
+}
+
+impl From<OpenError> for RelayError {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Alert { alert } => Self::PeerAlert(alert),
+            error => Self::Open(error),
+        }
+    }
+}
