@@ -98,7 +98,7 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    let before = waits(&accept, "dunlin-door");
+    let before = waits(&accept, "dunlin-accept");
     let mut count = 0;
     for bytes in [&hello, &fine] {
         let mut near = accept.connect();
@@ -111,7 +111,7 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
         assert!(came == *bytes);
         count += bytes.len() as u64;
     }
-    let waits = waits(&accept, "dunlin-door") - before;
+    let waits = waits(&accept, "dunlin-accept") - before;
     println!("{waits} waits for {count} single bytes");
     assert!(2 * 2 * WAITS_A_CLIENT < count, "{count} bytes are too few");
     assert!(waits <= 2 * WAITS_A_CLIENT, "{waits}");

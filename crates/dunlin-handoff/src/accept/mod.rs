@@ -6,7 +6,7 @@
 //!            └─ any other, or none ─────▶ the old server, not a byte changed
 //! ```
 //!
-//! - `door`: the accepting thread; it owns each client until its name is known.
+//! - `accept_loop`: the accepting thread; it owns each client until its name is known.
 //! - `client`: one of those clients. Its hello is peeked in the socket; the socket is reported again
 //!   only when more bytes have arrived.
 //! - `deliver`: passes sockets of our names to other programs.
@@ -15,10 +15,10 @@
 //!
 //! No client has a thread before its hello is complete. The accepting thread also does the handshakes.
 
+mod accept_loop;
 mod alert;
 mod client;
 mod deliver;
-mod door;
 mod forward;
 mod proxy;
 #[cfg(test)]
@@ -42,7 +42,7 @@ use thiserror::Error;
 
 pub use self::proxy::ProxyHeader;
 use super::connect::Facts;
-use door::AcceptLoop;
+use accept_loop::AcceptLoop;
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused, abilities};
@@ -304,7 +304,7 @@ struct State {
 pub struct Acceptor {
     address: SocketAddr,
     shared: Arc<Shared>,
-    door: Option<JoinHandle<()>>,
+    accepting: Option<JoinHandle<()>>,
 }
 
 impl Acceptor {
@@ -338,22 +338,22 @@ impl Acceptor {
             waker,
             wakeup,
         });
-        let mut door = AcceptLoop::new(&shared, listener)?;
+        let mut accept_loop = AcceptLoop::new(&shared, listener)?;
         let own = Arc::clone(&shared);
-        let door = thread::Builder::new()
-            .name("dunlin-door".to_owned())
+        let accepting = thread::Builder::new()
+            .name("dunlin-accept".to_owned())
             .spawn(move || {
-                if let Err(error) = door.run() {
+                if let Err(error) = accept_loop.run() {
                     own.tell(Event::Failed(error));
                 }
-                drop(door);
+                drop(accept_loop);
                 lock(&own.state).is_closed = true;
                 own.changed.notify_all();
             })?;
         Ok(Self {
             address,
             shared,
-            door: Some(door),
+            accepting: Some(accepting),
         })
     }
 
@@ -389,9 +389,9 @@ impl Drop for Acceptor {
         let all: Vec<_> = state.forwarded.values().cloned().collect();
         drop(state);
         self.shared.waker.wake();
-        if let Some(door) = self.door.take() {
+        if let Some(accepting) = self.accepting.take() {
             // The panic hook has printed a panic.
-            let _ = door.join();
+            let _ = accepting.join();
         }
         for one in all {
             one.cut();
