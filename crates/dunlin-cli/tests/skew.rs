@@ -5,11 +5,11 @@
 #[path = "support/accept.rs"]
 mod accept;
 mod handoff_support;
+#[path = "support/proxy.rs"]
+mod proxy;
 mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
-#[path = "support/way.rs"]
-mod way;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -22,10 +22,10 @@ use std::time::{Duration, Instant};
 
 use dunlin::engine::journal::{Journal, Record, State};
 use dunlin_test_base::kvm;
+use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
 use tunnel::{Tunnel, connect, far_config, listen, near_config, with_timeout};
-use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
@@ -250,9 +250,9 @@ struct Doubt {
     source: Process,
     destination: Process,
     session: String,
-    way: Way,
-    /// Where the way leads to.
-    led: String,
+    proxy: Proxy,
+    /// Where the proxy connects to.
+    direct: String,
 }
 
 impl Doubt {
@@ -261,16 +261,16 @@ impl Doubt {
         let hosts = Hosts::new();
         let source = with_binary(from, || hosts.run("1", GUEST));
         let mut destination = with_binary(to, || hosts.receive("b", "2", ""));
-        let (way, led) = (Way::to(&destination.address), destination.address.clone());
-        destination.address.clone_from(&way.address);
+        let (proxy, direct) = (Proxy::to(&destination.address), destination.address.clone());
+        destination.address.clone_from(&proxy.address);
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
         // Longer than it takes to read the journal.
         let held = Duration::from_secs(3);
         match recorded {
-            Recorded::Running => way.hold(held),
-            _ => way.hold_messages(held),
+            Recorded::Running => proxy.hold(held),
+            _ => proxy.hold_messages(held),
         }
         client.wait_for("committing");
         let phase = match recorded {
@@ -279,15 +279,15 @@ impl Doubt {
             Recorded::Running => "running",
         };
         if phase != "running" {
-            way.cut_messages();
-            way.cut();
+            proxy.cut_messages();
+            proxy.cut();
         }
         let is_recorded = |line: &Value| line["phase"] == phase;
         let until = Instant::now() + tunnel::TIMEOUT;
         while !listed(from, &hosts).iter().any(is_recorded) {
             assert!(Instant::now() < until, "the destination is not {phase}");
         }
-        way.cut();
+        proxy.cut();
         if phase == "prepared" {
             end(&destination);
         }
@@ -304,8 +304,8 @@ impl Doubt {
             hosts,
             source,
             destination,
-            way,
-            led,
+            proxy,
+            direct,
         }
     }
 
@@ -332,24 +332,24 @@ impl Doubt {
             source,
             destination,
             session,
-            way,
-            led,
+            proxy,
+            direct,
         } = self;
         destination.kill();
         let destination = with_binary(by, || {
-            let mut command = words(&format!("vm receive --listen {led}"));
+            let mut command = words(&format!("vm receive --listen {direct}"));
             command.arg("--identity").arg(hosts.scratch.join("b"));
             Process::start(command, &hosts.scratch.join("2"))
         });
         destination.wait_for("listening");
-        way.mend();
+        proxy.mend();
         Self {
             hosts,
             source,
             destination,
             session,
-            way,
-            led,
+            proxy,
+            direct,
         }
     }
 
@@ -391,7 +391,7 @@ fn i1_i2_a_destination_answers_the_other_command() {
         let (from, to) = pair;
         // The process that runs the VM answers.
         let doubt = Doubt::new(pair, Recorded::Running);
-        doubt.way.mend();
+        doubt.proxy.mend();
         doubt.resolve_by_asking(to).expect(0);
         with_binary(to, || doubt.hosts.assert_runs(&doubt.destination));
         doubt.assert_settled(pair);
@@ -399,7 +399,7 @@ fn i1_i2_a_destination_answers_the_other_command() {
 
         // A process that has aborted answers.
         let doubt = Doubt::new(pair, Recorded::Aborted);
-        doubt.way.mend();
+        doubt.proxy.mend();
         doubt.resolve_by_asking(to).expect(0);
         with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
         doubt.assert_settled(pair);
