@@ -4,7 +4,8 @@
 
 #[path = "support/accept.rs"]
 mod accept;
-mod handoff_support;
+#[path = "support/pool.rs"]
+mod pool;
 #[path = "support/proxy.rs"]
 mod proxy;
 mod support;
@@ -15,17 +16,18 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::journal::{Journal, Record, State};
 use dunlin_test_base::kvm;
+use dunlin_test_base::sockets::{TIMEOUT, accepted};
 use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
-use tunnel::{Tunnel, connect, far_config, listen, near_config, with_timeout};
+use tunnel::{Tunnel, connect, far_config, listen, near_config};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
@@ -283,7 +285,7 @@ impl Doubt {
             proxy.cut();
         }
         let is_recorded = |line: &Value| line["phase"] == phase;
-        let until = Instant::now() + tunnel::TIMEOUT;
+        let until = Instant::now() + TIMEOUT;
         while !listed(from, &hosts).iter().any(is_recorded) {
             assert!(Instant::now() < until, "the destination is not {phase}");
         }
@@ -443,14 +445,6 @@ fn i1_i2_the_doubt_of_a_source_that_has_died_is_taken_over_by_the_other_command(
     }
 }
 
-/// The connection at a tunnel's target; none comes where the two versions do not agree.
-fn accepted(target: &UnixListener) -> UnixStream {
-    target.set_nonblocking(true).unwrap();
-    let (stream, _) = accept::until(|| target.accept());
-    stream.set_nonblocking(false).unwrap();
-    with_timeout(stream)
-}
-
 /// Sends bytes both ways and an end in each.
 fn exchange(mut near: UnixStream, mut far: UnixStream) {
     let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
@@ -531,7 +525,7 @@ fn a_tunnel_relays_channels_to_the_other() {
 #[test]
 fn a_hand_off_connects_to_the_other() {
     let Some(pairs) = pairs() else { return };
-    let has_kernel_tls = accept::kernel_has_tls();
+    let has_kernel_tls = support::kernel_has_tls();
     for (connecting, accepting) in &pairs {
         let of = |binary: &Path| match has_kernel_tls || is_today(binary) {
             true => "",
@@ -550,7 +544,7 @@ fn a_hand_off_connects_to_the_other() {
                 .arg(scene.path("own").join("ca-cert.pem"));
             command
         });
-        let (done, mut sockets) = handoff_support::call(command);
+        let (done, mut sockets) = pool::call(command);
         if !has_kernel_tls && is_today(connecting) {
             assert_eq!((done.code, sockets.len()), (1, 0), "{done:?}");
             assert!(done.err.contains("this kernel has no TLS"), "{done:?}");

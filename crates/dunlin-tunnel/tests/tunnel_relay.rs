@@ -16,7 +16,7 @@ use dunlin_lane::policy::OldestTls;
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_base::Scratch;
-use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_base::sockets::{ReadOnce as _, accepted, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::relay::Relay;
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, TIMEOUT, expect, identities, join, send};
@@ -136,22 +136,7 @@ impl Scene {
     }
 
     fn accept(&self) -> TcpStream {
-        self.target.set_nonblocking(true).unwrap();
-        let until = Instant::now() + TIMEOUT;
-        loop {
-            match self.target.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(false).unwrap();
-                    return with_timeout(stream);
-                }
-                Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
-                Err(error) => panic!(
-                    "no connection: {error}: {:#?} {:#?}",
-                    self.near_events.all(),
-                    self.far_events.all()
-                ),
-            }
-        }
+        accepted(&self.target)
     }
 
     /// The near side's reason for refusing a connection.
@@ -175,12 +160,6 @@ impl Drop for Scene {
             eprintln!("far: {:#?}", self.far_events.all());
         }
     }
-}
-
-fn with_timeout(stream: TcpStream) -> TcpStream {
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
 }
 
 fn is_closed(event: &Event) -> bool {

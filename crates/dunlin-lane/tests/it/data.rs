@@ -11,6 +11,7 @@ use dunlin_lane::handshake::{self, Records};
 use dunlin_lane::offload::Offload;
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_lane::record::OpenError;
+use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 
 const STALL: Duration = Duration::from_millis(400);

@@ -26,7 +26,7 @@ use dunlin_linux::poll::{Interest, poll};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::limits::MAX_PRINCIPAL_NAME_BYTES;
-use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_base::sockets::ReadOnce as _;
 use dunlin_test_support::lane::*;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -41,15 +41,6 @@ fn server(identity: &Identity, peers: Peers) -> ServerTls {
 
 type Outcome<T> = (Result<T, HandshakeError>, Result<T, HandshakeError>);
 
-fn both(near: &ClientTls, far: &ServerTls) -> Outcome<handshake::Secured> {
-    let (near_socket, far_socket) = pair();
-    thread::scope(|scope| {
-        let accept = scope.spawn(|| handshake::server(far_socket, far, soon()));
-        let connected = handshake::client(near_socket, near, soon());
-        (connected, accept.join().unwrap())
-    })
-}
-
 fn both_control(near: &ClientTls, far: &ServerTls) -> Outcome<control::ControlStream> {
     let (near_socket, far_socket) = pair();
     thread::scope(|scope| {
@@ -61,7 +52,10 @@ fn both_control(near: &ClientTls, far: &ServerTls) -> Outcome<control::ControlSt
 
 /// Asserts that a data lane and a control lane both fail on one side with the text given.
 fn refused_by_client(near: &ClientTls, far: &ServerTls, why: &str, told: &str) {
-    for (near, far) in [errors(both(near, far)), errors(both_control(near, far))] {
+    for (near, far) in [
+        errors(both_ends(near, far)),
+        errors(both_control(near, far)),
+    ] {
         assert!(near.contains(why), "{near}");
         assert!(far.contains(told), "{far}");
     }
@@ -77,7 +71,10 @@ fn errors<T>((near, far): Outcome<T>) -> (String, String) {
 }
 
 fn refused_by_server(near: &ClientTls, far: &ServerTls, why: &str) {
-    for far in [errors(both(near, far)).1, errors(both_control(near, far)).1] {
+    for far in [
+        errors(both_ends(near, far)).1,
+        errors(both_control(near, far)).1,
+    ] {
         assert!(far.contains(why), "{far}");
     }
 }
@@ -103,7 +100,7 @@ fn each_side_learns_who_the_other_is_and_why_it_was_let_in() {
             AuthorisedBy::Name(PeerName::Uri("spiffe://site/host/7".into())),
         ),
     ] {
-        let (connected, accepted) = both(&near, &server(&destination, allowed));
+        let (connected, accepted) = both_ends(&near, &server(&destination, allowed));
         let (connected, accepted) = (connected.unwrap(), accepted.unwrap());
         assert_eq!(connected.peer.names, [PeerName::Dns(DESTINATION.into())]);
         assert_eq!(accepted.peer.authorised_by, by);
@@ -610,19 +607,19 @@ fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
     let source = authority.identity(&[SOURCE]);
     let destination = server(&authority.identity(&["*.hosts.test"]), names(&[]));
     assert!(
-        both(&client(&source, names(&["a.hosts.test"])), &destination)
+        both_ends(&client(&source, names(&["a.hosts.test"])), &destination)
             .0
             .is_ok()
     );
     assert!(
-        both(&client(&source, names(&["a.b.hosts.test"])), &destination)
+        both_ends(&client(&source, names(&["a.b.hosts.test"])), &destination)
             .0
             .is_err()
     );
     // rcgen gives every certificate this common name.
     let common = "rcgen self signed cert";
     assert!(
-        both(
+        both_ends(
             &client(
                 &source,
                 Peers::OneOf(vec![Peer::Name(PeerName::Dns(common.into()))])
