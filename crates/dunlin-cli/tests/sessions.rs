@@ -1,6 +1,8 @@
 //! `dunlin status`, `cancel` and `resolve`: a host's journal, and the operator's actions.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/journal.rs"]
+mod journal;
 #[path = "support/proxy.rs"]
 mod proxy;
 mod support;
@@ -35,20 +37,9 @@ impl Memory {
     }
 
     /// A session in `state`, held by the test.
-    fn hold(&self, number: u8, state: State, record: impl FnOnce(&mut Record)) -> SessionJournal {
-        let mut made = Record {
-            state,
-            session: [number; 16],
-            attempt: 1,
-            epoch: 1,
-            vm_uuid: [number; 16],
-            vm_name: "web".into(),
-            peer: "host-b.example:4444".into(),
-            owner: String::new(),
-            started_ms: u64::from(number),
-            written_ms: 0,
-        };
-        record(&mut made);
+    fn hold(&self, number: u8, state: State, change: impl FnOnce(&mut Record)) -> SessionJournal {
+        let mut made = journal::record(number, state);
+        change(&mut made);
         let mut session = Journal::open(&self.directory)
             .unwrap()
             .create(made)

@@ -4,6 +4,8 @@
 
 #[path = "support/accept.rs"]
 mod accept;
+#[path = "support/journal.rs"]
+mod journal;
 #[path = "support/pool.rs"]
 mod pool;
 #[path = "support/proxy.rs"]
@@ -24,6 +26,7 @@ use std::time::{Duration, Instant};
 use dunlin::engine::journal::{Journal, Record, State};
 use dunlin_test_base::kvm;
 use dunlin_test_base::sockets::{TIMEOUT, accepted};
+use journal::record;
 use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
@@ -207,16 +210,9 @@ fn the_earlier_command_reads_every_record() {
     ];
     for (number, state) in (1..).zip(states) {
         let record = Record {
-            state,
-            session: [number; 16],
             attempt: 2,
             epoch: 3,
-            vm_uuid: [number; 16],
-            vm_name: "web".into(),
-            peer: "host-b.example:4444".into(),
-            owner: String::new(),
-            started_ms: u64::from(number),
-            written_ms: 0,
+            ..record(number, state)
         };
         journal.create(record).unwrap().write(state).unwrap();
     }
