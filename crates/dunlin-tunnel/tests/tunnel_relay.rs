@@ -405,7 +405,10 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     let near = scene.unix();
     let far = scene.accept();
     let out = send(&near, 3, 40 << 20);
-    // The kernel counts keepalive in seconds: a peer that is gone would be missed within this time.
+    // The wait is the assertion: no abort while the peer's kernel answers. Keep-alive, which the
+    // kernel counts in whole seconds, gives up a silent peer after four: one second of silence and
+    // three probes. A test of the decision alone, with other clocks, does not show that the kernel
+    // reports an answered window probe as an answer.
     thread::sleep(Duration::from_secs(4));
     let mut sent = vec![0; 40 << 20];
     dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);

@@ -259,7 +259,8 @@ fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
             tls: &client,
         };
         let mut liar = victim.liar();
-        // Chunks are progress; so that it is the last one that counts.
+        // Chunks are progress. The wait is the assertion: together the chunks take longer than the
+        // limit, which counts from the last one.
         for number in 0..6 {
             thread::sleep(Duration::from_millis(500));
             assert!(liar.frame(&zero_chunk(number, 0, 4096 * number)), "{ready}");

@@ -54,6 +54,7 @@ impl Stream<'_> {
         let until = Instant::now() + LIMIT;
         loop {
             let before = self.received.load(Ordering::Relaxed);
+            // The wait is the assertion: nothing arrives. The writer sends every millisecond.
             thread::sleep(Duration::from_millis(300));
             if self.received.load(Ordering::Relaxed) == before {
                 break;
