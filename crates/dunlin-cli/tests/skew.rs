@@ -17,8 +17,7 @@ mod tunnel;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener};
-use std::os::unix::net::UnixStream;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -30,7 +29,7 @@ use journal::record;
 use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
-use tunnel::{Tunnel, connect, far_config, listen, near_config};
+use tunnel::{Tunnel, connect, exchange, far_config, listen, near_config};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
@@ -439,26 +438,6 @@ fn i1_i2_the_doubt_of_a_source_that_has_died_is_taken_over_by_the_other_command(
             doubt.assert_settled(pair);
         }
     }
-}
-
-/// Sends bytes both ways and an end in each.
-fn exchange(mut near: UnixStream, mut far: UnixStream) {
-    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
-    let all = sent.clone();
-    let mut out = near.try_clone().unwrap();
-    let sender = thread::spawn(move || {
-        out.write_all(&all).unwrap();
-        out.shutdown(Shutdown::Write).unwrap();
-    });
-    let mut came = Vec::new();
-    far.read_to_end(&mut came).unwrap();
-    sender.join().unwrap();
-    assert!(came == sent);
-    far.write_all(b"thanks").unwrap();
-    drop(far);
-    let mut answer = String::new();
-    near.read_to_string(&mut answer).unwrap();
-    assert_eq!(answer, "thanks");
 }
 
 #[test]

@@ -15,28 +15,13 @@ use std::time::{Duration, Instant};
 
 use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted};
 use support::{Hosts, finish, words};
-use tunnel::{Scene, Tunnel, connect, far_config, listen, near_config};
+use tunnel::{Scene, Tunnel, connect, exchange, far_config, listen, near_config};
 
 #[test]
 fn two_processes_carry_bytes_both_ways_and_ends() {
     let scene = Scene::new();
-    let (mut near, mut far) = scene.channel();
-    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
-    let all = sent.clone();
-    let mut out = near.try_clone().unwrap();
-    let sender = thread::spawn(move || {
-        out.write_all(&all).unwrap();
-        out.shutdown(Shutdown::Write).unwrap();
-    });
-    let mut came = Vec::new();
-    far.read_to_end(&mut came).unwrap();
-    sender.join().unwrap();
-    assert!(came == sent);
-    far.write_all(b"thanks").unwrap();
-    drop(far);
-    let mut answer = String::new();
-    near.read_to_string(&mut answer).unwrap();
-    assert_eq!(answer, "thanks");
+    let (near, far) = scene.channel();
+    exchange(near, far);
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 

@@ -2,10 +2,12 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::thread;
 
 use dunlin_test_base::sockets::{accepted, with_timeout};
 
@@ -133,4 +135,24 @@ pub fn near_config(hosts: &Hosts, to: &str, route: &str, socket: &str) -> String
         hosts.scratch.join("a"),
         hosts.scratch.join(socket).display(),
     )
+}
+
+/// Sends bytes both ways and an end in each.
+pub fn exchange(mut near: UnixStream, mut far: UnixStream) {
+    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
+    let all = sent.clone();
+    let mut out = near.try_clone().unwrap();
+    let sender = thread::spawn(move || {
+        out.write_all(&all).unwrap();
+        out.shutdown(Shutdown::Write).unwrap();
+    });
+    let mut came = Vec::new();
+    far.read_to_end(&mut came).unwrap();
+    sender.join().unwrap();
+    assert!(came == sent);
+    far.write_all(b"thanks").unwrap();
+    drop(far);
+    let mut answer = String::new();
+    near.read_to_string(&mut answer).unwrap();
+    assert_eq!(answer, "thanks");
 }
