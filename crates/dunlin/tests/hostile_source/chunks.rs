@@ -218,8 +218,12 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let mut chunk = Vec::new();
     ChunkHeader::encode(0, 1, &[range; MAX_RANGES_PER_CHUNK], &mut chunk).unwrap();
     lane.send(&chunk).unwrap();
-    // So that it is in the midst of it.
-    std::thread::sleep(Duration::from_millis(200));
+    // The lane's thread is at work once the process has used CPU time; this thread only waits.
+    let (limit, before) = (Instant::now() + Duration::from_secs(20), cpu_ticks());
+    while cpu_ticks() < before + 10 {
+        assert!(Instant::now() < limit, "the chunk is not being worked on");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let began = Instant::now();
     receiving.cancel.cancel();
     let reply = peer.await_message(|message| !matches!(message, Message::Ack { .. }));
@@ -237,6 +241,15 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
         "{:?}",
         began.elapsed()
     );
+}
+
+/// The process's CPU time in user mode and in the kernel, in hundredths of a second
+/// (proc_pid_stat(5)).
+fn cpu_ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields = stat.rsplit(')').next().unwrap().split_whitespace();
+    let times = fields.skip(11).take(2);
+    times.map(|ticks| ticks.parse::<u64>().unwrap()).sum()
 }
 
 /// Sends chunks of a zero page for `time`, and then a kind of frame that there is
