@@ -18,6 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rcgen::KeyPair;
+use support::process::exit_code;
 use support::{Hosts, words};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -157,14 +158,7 @@ impl Spoken {
     }
 
     fn code(&mut self) -> i32 {
-        let began = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code().unwrap_or(-1);
-            }
-            assert!(began.elapsed() < LIMIT, "{:?} does not end", self.out);
-            thread::sleep(Duration::from_millis(10));
-        }
+        exit_code(&mut self.child).unwrap_or(-1)
     }
 
     /// Offset of a guest's memory, which is a memfd of 64 MiB.

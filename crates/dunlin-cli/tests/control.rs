@@ -1,17 +1,17 @@
 //! Steering a migration: limits, signals, another shell, clients that disappear.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/proxy.rs"]
+mod proxy;
 mod support;
-#[path = "support/way.rs"]
-mod way;
 
 use std::net::TcpListener;
 use std::time::Duration;
 
 use dunlin_test_base::kvm;
+use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, finish, words};
-use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 /// Slow enough for a first pass of a minute.
@@ -235,11 +235,11 @@ fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let mut destination = hosts.receive("b", "2", "");
-    let way = Way::to(&destination.address);
-    destination.address.clone_from(&way.address);
+    let proxy = Proxy::to(&destination.address);
+    destination.address.clone_from(&proxy.address);
     let client = hosts.begin(&source, &destination, "a", "--peer b.test");
     client.wait_for("paused");
-    way.hold(Duration::from_millis(1500));
+    proxy.hold(Duration::from_millis(1500));
     // From here on the relay delays the answer beyond the end of the test.
     client.wait_for("committing");
     let refused = hosts.cancel(&source).expect(1);

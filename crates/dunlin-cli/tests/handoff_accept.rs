@@ -12,10 +12,11 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accept::{Accept, Scene, TIMEOUT, accepted, cut, is_here, kernel_has_tls, with_timeout};
-use support::ReadOnce as _;
+use accept::{Accept, Scene, cut};
+use dunlin_test_base::need::are_here;
+use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted, with_timeout};
 use support::process::Process;
-use support::{finish, kill};
+use support::{finish, kernel_has_tls, kill};
 
 /// Whether to skip a test that needs a kernel without TLS; prints the reason.
 fn skip_with_kernel_tls() -> bool {
@@ -40,14 +41,11 @@ fn pump(one: TcpStream, other: TcpStream) {
 
 /// A stunnel with two names, which connects to the service `answers`.
 fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().to_string();
-    drop(free);
     let of = |name: &str, file: &str| scene.path(name).join(file).display().to_string();
     let connect = answers.local_addr().unwrap();
     let text = format!(
-        "foreground = yes\npid =\ndebug = notice\n\
-         [first]\naccept = {port}\nconnect = {connect}\ncert = {}\nkey = {}\n\
+        "foreground = yes\npid =\ndebug = info\n\
+         [first]\naccept = 127.0.0.1:0\nconnect = {connect}\ncert = {}\nkey = {}\n\
          [second]\nsni = first:old.test\nconnect = {connect}\ncert = {}\nkey = {}\n",
         of("b", "cert.pem"),
         of("b", "key.pem"),
@@ -56,20 +54,13 @@ fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
     );
     let file = scene.path("stunnel.conf");
     fs::write(&file, text).unwrap();
-    let mut command = Command::new("stunnel4");
-    command.arg(&file);
-    let process = Process::start(command);
-    let until = Instant::now() + TIMEOUT;
-    while TcpStream::connect(&port).is_err() {
-        assert!(Instant::now() < until, "stunnel does not listen");
-        thread::sleep(Duration::from_millis(10));
-    }
-    (process, port)
+    let (process, port) = Process::stunnel(&file);
+    (process, format!("127.0.0.1:{port}"))
 }
 
 #[test]
 fn in_front_of_stunnel_the_own_name_is_handed_over_and_all_others_are_forwarded() {
-    if !is_here("stunnel4") || !is_here("openssl") {
+    if !are_here(&["stunnel4", "openssl"]) {
         return;
     }
     let scene = Scene::new();
@@ -160,7 +151,7 @@ fn through(scene: &Scene, to: &str, send: impl FnOnce(&mut TcpStream, &[u8])) ->
 
 #[test]
 fn a_hello_may_come_byte_by_byte_and_in_records_of_a_byte() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
@@ -187,7 +178,7 @@ fn a_hello_may_come_byte_by_byte_and_in_records_of_a_byte() {
 
 #[test]
 fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
-    if !is_here("openssl") || skip_with_kernel_tls() {
+    if !are_here(&["openssl"]) || skip_with_kernel_tls() {
         return;
     }
     let scene = Scene::new();
@@ -251,7 +242,7 @@ fn k01_without_kernel_tls_and_without_a_server_it_does_not_start() {
 
 #[test]
 fn clients_need_certificates_if_names_are_given() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
@@ -445,7 +436,7 @@ fn a_signal_ends_it_after_its_clients_or_at_the_limit() {
 
 #[test]
 fn certificates_are_reloaded_at_a_signal() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();

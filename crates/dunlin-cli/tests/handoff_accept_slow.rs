@@ -15,10 +15,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accept::{Accept, Scene, cut, real_hello};
 use dunlin_linux::socket::connect_unix;
-
-use accept::{Accept, Scene, cut, is_here, real_hello};
-use support::ReadOnce as _;
+use dunlin_test_base::need::are_here;
+use dunlin_test_base::sockets::ReadOnce as _;
 use support::process::Process;
 
 const SLOW: usize = 1_000;
@@ -42,7 +42,7 @@ fn both(scene: &Scene, accept: &Accept) {
 
 #[test]
 fn i7_a_thousand_slow_clients_disturb_neither_kind() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
@@ -89,7 +89,7 @@ fn waits(accept: &Accept, thread: &str) -> u64 {
 /// That the kernel reports nothing in between is a unit test of `accept::client`.
 #[test]
 fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     // A look for each, and as often the ends of connections and threads.
@@ -98,7 +98,7 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    let before = waits(&accept, "dunlin-door");
+    let before = waits(&accept, "dunlin-accept");
     let mut count = 0;
     for bytes in [&hello, &fine] {
         let mut near = accept.connect();
@@ -111,7 +111,7 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
         assert!(came == *bytes);
         count += bytes.len() as u64;
     }
-    let waits = waits(&accept, "dunlin-door") - before;
+    let waits = waits(&accept, "dunlin-accept") - before;
     println!("{waits} waits for {count} single bytes");
     assert!(2 * 2 * WAITS_A_CLIENT < count, "{count} bytes are too few");
     assert!(waits <= 2 * WAITS_A_CLIENT, "{waits}");
@@ -120,7 +120,7 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
 /// Who is cut, and after how long, are unit tests of `accept::forward`.
 #[test]
 fn i7_a_silent_client_of_the_server_behind_gives_its_place_to_the_next() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
@@ -167,7 +167,7 @@ fn i7_a_silent_client_of_the_server_behind_gives_its_place_to_the_next() {
 
 #[test]
 fn i7_whoever_does_not_take_the_sockets_of_one_name_keeps_nobody_from_another() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();

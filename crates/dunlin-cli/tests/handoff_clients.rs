@@ -2,7 +2,8 @@
 //! `k15_clients` tests them with one.
 #![allow(clippy::unwrap_used)]
 
-mod handoff_support;
+#[path = "support/pool.rs"]
+mod pool;
 mod support;
 
 use std::fs;
@@ -10,8 +11,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use handoff_support::{Pool, are_here, feed, free_port, kernel_has_tls, run};
-use support::kill;
+use dunlin_test_base::need::are_here;
+use dunlin_test_base::sockets::ClosedPort;
+use pool::{Pool, run};
+use support::{feed, kernel_has_tls, kill};
 
 /// The path of one of our programs or modules.
 fn client(name: &str) -> PathBuf {
@@ -73,12 +76,12 @@ fn without_a_socket_the_clients_log_the_line() {
     }
     let pool = Pool::new();
     let stunnel = pool.stunnel("pool", "");
-    let closed = free_port();
+    let closed = ClosedPort::new();
     for (name, start) in clients(&pool) {
         for (port, trusted, reason) in [
             (stunnel.port, "pool.pem", "this kernel has no TLS"),
             (stunnel.port, "other.pem", "not among the trusted ones"),
-            (closed, "pool.pem", "cannot be reached"),
+            (closed.number(), "pool.pem", "cannot be reached"),
         ] {
             let done = feed(arguments(&pool, start(), port, trusted), Vec::new());
             assert_eq!(done.code, 1, "{name}: {done:?}");
@@ -200,7 +203,7 @@ fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
         return;
     }
     let pool = Pool::new();
-    let main = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/handoff_support/interrupted.c");
+    let main = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/interrupted.c");
     let program = compiled(&pool, &main);
     let taken = |before: &str, behind: &str, more: &[&str]| {
         let text = SLOW.replace("BEFORE", before).replace("BEHIND", behind);

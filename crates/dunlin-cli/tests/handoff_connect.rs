@@ -2,12 +2,13 @@
 //! every failure is one line. `tests/kernel` tests the delivery of sockets.
 #![allow(clippy::unwrap_used)]
 
-mod handoff_support;
 #[path = "support/host.rs"]
 mod host;
 #[allow(dead_code)]
 #[path = "support/namespaces.rs"]
 mod namespaces;
+#[path = "support/pool.rs"]
+mod pool;
 mod support;
 
 use std::fs;
@@ -18,8 +19,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use handoff_support::{CIPHERS, CURVES, Pool, are_here, call, free_port, kernel_has_tls};
-use support::dunlin;
+use dunlin_test_base::need::are_here;
+use dunlin_test_base::sockets::ClosedPort;
+use pool::{CIPHERS, CURVES, Pool, call};
+use support::{dunlin, kernel_has_tls};
 
 /// The command failed with one line that contains these words, and passed nothing.
 fn assert_refused(command: Command, words: &[&str]) {
@@ -171,7 +174,8 @@ fn invalid_arguments_are_refused_in_one_line() {
     ] {
         assert_refused(with(more), &[words]);
     }
-    let command = pool.connect(free_port(), "pool");
+    let closed = ClosedPort::new();
+    let command = pool.connect(closed.number(), "pool");
     assert_refused(command, &["cannot be reached: Connection refused"]);
 
     for (number, words) in [("77", "not an open descriptor"), ("1", "not a unix socket")] {
@@ -311,9 +315,15 @@ fn it_runs_under_the_name_of_xapis_helper() {
     let done = support::finish(Command::new(&helper)).expect(1);
     assert_eq!(done.err.lines().count(), 1, "{done:?}");
     assert!(done.err.contains("--cert-bundle-file"), "{done:?}");
+    let closed = ClosedPort::new();
     let mut command = Command::new(&helper);
     command
-        .args(["--host", "127.0.0.1", "--port", &free_port().to_string()])
+        .args([
+            "--host",
+            "127.0.0.1",
+            "--port",
+            &closed.number().to_string(),
+        ])
         .args(["--sni", "pool", "--no-verify", "--ciphers", CIPHERS])
         .args(["--curves", CURVES]);
     assert_refused(command, &["cannot be reached"]);

@@ -1,9 +1,11 @@
 //! `dunlin status`, `cancel` and `resolve`: a host's journal, and the operator's actions.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/journal.rs"]
+mod journal;
+#[path = "support/proxy.rs"]
+mod proxy;
 mod support;
-#[path = "support/way.rs"]
-mod way;
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,9 +16,9 @@ use dunlin::engine::journal::{
     DestinationRecord, Journal, Record, SessionJournal, SourceRecord, State,
 };
 use dunlin_test_base::kvm;
+use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, Scratch, finish, words};
-use way::Way;
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
@@ -35,20 +37,9 @@ impl Memory {
     }
 
     /// A session in `state`, held by the test.
-    fn hold(&self, number: u8, state: State, record: impl FnOnce(&mut Record)) -> SessionJournal {
-        let mut made = Record {
-            state,
-            session: [number; 16],
-            attempt: 1,
-            epoch: 1,
-            vm_uuid: [number; 16],
-            vm_name: "web".into(),
-            peer: "host-b.example:4444".into(),
-            owner: String::new(),
-            started_ms: u64::from(number),
-            written_ms: 0,
-        };
-        record(&mut made);
+    fn hold(&self, number: u8, state: State, change: impl FnOnce(&mut Record)) -> SessionJournal {
+        let mut made = journal::record(number, state);
+        change(&mut made);
         let mut session = Journal::open(&self.directory)
             .unwrap()
             .create(made)
@@ -307,28 +298,28 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
 
 /// A VM with a destination that was killed after *commit*, and the record of that.
 fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
-    let (from, doubted, _) = in_doubt_behind_a_relay(hosts, state);
+    let (from, doubted, _) = in_doubt_behind_a_proxy(hosts, state);
     (from, doubted)
 }
 
 /// The same, with the relay, and its destination.
-fn in_doubt_behind_a_relay(hosts: &Hosts, state: &Memory) -> (Process, String, (Way, String)) {
+fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (Proxy, String)) {
     let from = hosts.run("1", GUEST);
     let mut to = hosts.receive("b", "2", "");
-    let (way, led) = (Way::to(&to.address), to.address.clone());
-    to.address.clone_from(&way.address);
+    let (proxy, direct) = (Proxy::to(&to.address), to.address.clone());
+    to.address.clone_from(&proxy.address);
     let client = hosts.begin(&from, &to, "a", "--peer b.test --doubt-limit 1s");
     client.wait_for("paused");
-    way.hold(Duration::from_millis(600));
+    proxy.hold(Duration::from_millis(600));
     client.wait_for("committing");
-    way.cut();
+    proxy.cut();
     to.kill();
     let (code, last) = client.ended();
     assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));
     assert_eq!(hosts.status(&from)["state"], "in-doubt");
     let sources: Vec<String> = state.sources();
     assert_eq!(sources.len(), 1, "{sources:?}");
-    (from, sources[0].clone(), (way, led))
+    (from, sources[0].clone(), (proxy, direct))
 }
 
 #[test]
@@ -338,7 +329,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
     for lives in [true, false] {
         let hosts = Hosts::new();
         let state = Memory::of(&hosts.scratch);
-        let (from, doubted, (way, led)) = in_doubt_behind_a_relay(&hosts, &state);
+        let (from, doubted, (proxy, direct)) = in_doubt_behind_a_proxy(&hosts, &state);
         let resolve = || {
             let identity = hosts.scratch.join("a");
             let line = format!("resolve {doubted} --doubt-limit 1s --peer b.test --identity");
@@ -360,11 +351,11 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
         assert!(asked.err.contains("was asked again"), "{asked:?}");
         assert_eq!(state.sources().len(), 1);
 
-        let mut again = words(&format!("vm receive --listen {led}"));
+        let mut again = words(&format!("vm receive --listen {direct}"));
         again.arg("--identity").arg(hosts.scratch.join("b"));
         let again = Process::start(again, &hosts.scratch.join("2"));
         again.wait_for("listening");
-        way.hold(Duration::ZERO);
+        proxy.hold(Duration::ZERO);
         let settled = resolve();
         // Killed after, or before, it recorded that it runs the VM.
         let (code, says) = match (state.sources().is_empty(), lives) {

@@ -4,28 +4,32 @@
 
 #[path = "support/accept.rs"]
 mod accept;
-mod handoff_support;
+#[path = "support/journal.rs"]
+mod journal;
+#[path = "support/pool.rs"]
+mod pool;
+#[path = "support/proxy.rs"]
+mod proxy;
 mod support;
 #[path = "support/tunnel.rs"]
 mod tunnel;
-#[path = "support/way.rs"]
-mod way;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::journal::{Journal, Record, State};
 use dunlin_test_base::kvm;
+use dunlin_test_base::sockets::{TIMEOUT, accepted};
+use journal::record;
+use proxy::Proxy;
 use serde_json::Value;
 use support::{Done, Hosts, Process, dunlin, finish, with_binary, words};
-use tunnel::{Tunnel, connect, far_config, listen, near_config, with_timeout};
-use way::Way;
+use tunnel::{Tunnel, connect, exchange, far_config, listen, near_config};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
@@ -205,16 +209,9 @@ fn the_earlier_command_reads_every_record() {
     ];
     for (number, state) in (1..).zip(states) {
         let record = Record {
-            state,
-            session: [number; 16],
             attempt: 2,
             epoch: 3,
-            vm_uuid: [number; 16],
-            vm_name: "web".into(),
-            peer: "host-b.example:4444".into(),
-            owner: String::new(),
-            started_ms: u64::from(number),
-            written_ms: 0,
+            ..record(number, state)
         };
         journal.create(record).unwrap().write(state).unwrap();
     }
@@ -250,9 +247,9 @@ struct Doubt {
     source: Process,
     destination: Process,
     session: String,
-    way: Way,
-    /// Where the way leads to.
-    led: String,
+    proxy: Proxy,
+    /// Where the proxy connects to.
+    direct: String,
 }
 
 impl Doubt {
@@ -261,16 +258,16 @@ impl Doubt {
         let hosts = Hosts::new();
         let source = with_binary(from, || hosts.run("1", GUEST));
         let mut destination = with_binary(to, || hosts.receive("b", "2", ""));
-        let (way, led) = (Way::to(&destination.address), destination.address.clone());
-        destination.address.clone_from(&way.address);
+        let (proxy, direct) = (Proxy::to(&destination.address), destination.address.clone());
+        destination.address.clone_from(&proxy.address);
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
         // Longer than it takes to read the journal.
         let held = Duration::from_secs(3);
         match recorded {
-            Recorded::Running => way.hold(held),
-            _ => way.hold_messages(held),
+            Recorded::Running => proxy.hold(held),
+            _ => proxy.hold_messages(held),
         }
         client.wait_for("committing");
         let phase = match recorded {
@@ -279,15 +276,15 @@ impl Doubt {
             Recorded::Running => "running",
         };
         if phase != "running" {
-            way.cut_messages();
-            way.cut();
+            proxy.cut_messages();
+            proxy.cut();
         }
         let is_recorded = |line: &Value| line["phase"] == phase;
-        let until = Instant::now() + tunnel::TIMEOUT;
+        let until = Instant::now() + TIMEOUT;
         while !listed(from, &hosts).iter().any(is_recorded) {
             assert!(Instant::now() < until, "the destination is not {phase}");
         }
-        way.cut();
+        proxy.cut();
         if phase == "prepared" {
             end(&destination);
         }
@@ -304,8 +301,8 @@ impl Doubt {
             hosts,
             source,
             destination,
-            way,
-            led,
+            proxy,
+            direct,
         }
     }
 
@@ -332,24 +329,24 @@ impl Doubt {
             source,
             destination,
             session,
-            way,
-            led,
+            proxy,
+            direct,
         } = self;
         destination.kill();
         let destination = with_binary(by, || {
-            let mut command = words(&format!("vm receive --listen {led}"));
+            let mut command = words(&format!("vm receive --listen {direct}"));
             command.arg("--identity").arg(hosts.scratch.join("b"));
             Process::start(command, &hosts.scratch.join("2"))
         });
         destination.wait_for("listening");
-        way.mend();
+        proxy.mend();
         Self {
             hosts,
             source,
             destination,
             session,
-            way,
-            led,
+            proxy,
+            direct,
         }
     }
 
@@ -391,7 +388,7 @@ fn i1_i2_a_destination_answers_the_other_command() {
         let (from, to) = pair;
         // The process that runs the VM answers.
         let doubt = Doubt::new(pair, Recorded::Running);
-        doubt.way.mend();
+        doubt.proxy.mend();
         doubt.resolve_by_asking(to).expect(0);
         with_binary(to, || doubt.hosts.assert_runs(&doubt.destination));
         doubt.assert_settled(pair);
@@ -399,7 +396,7 @@ fn i1_i2_a_destination_answers_the_other_command() {
 
         // A process that has aborted answers.
         let doubt = Doubt::new(pair, Recorded::Aborted);
-        doubt.way.mend();
+        doubt.proxy.mend();
         doubt.resolve_by_asking(to).expect(0);
         with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
         doubt.assert_settled(pair);
@@ -441,34 +438,6 @@ fn i1_i2_the_doubt_of_a_source_that_has_died_is_taken_over_by_the_other_command(
             doubt.assert_settled(pair);
         }
     }
-}
-
-/// The connection at a tunnel's target; none comes where the two versions do not agree.
-fn accepted(target: &UnixListener) -> UnixStream {
-    target.set_nonblocking(true).unwrap();
-    let (stream, _) = accept::until(|| target.accept());
-    stream.set_nonblocking(false).unwrap();
-    with_timeout(stream)
-}
-
-/// Sends bytes both ways and an end in each.
-fn exchange(mut near: UnixStream, mut far: UnixStream) {
-    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
-    let all = sent.clone();
-    let mut out = near.try_clone().unwrap();
-    let sender = thread::spawn(move || {
-        out.write_all(&all).unwrap();
-        out.shutdown(Shutdown::Write).unwrap();
-    });
-    let mut came = Vec::new();
-    far.read_to_end(&mut came).unwrap();
-    sender.join().unwrap();
-    assert!(came == sent);
-    far.write_all(b"thanks").unwrap();
-    drop(far);
-    let mut answer = String::new();
-    near.read_to_string(&mut answer).unwrap();
-    assert_eq!(answer, "thanks");
 }
 
 #[test]
@@ -531,7 +500,7 @@ fn a_tunnel_relays_channels_to_the_other() {
 #[test]
 fn a_hand_off_connects_to_the_other() {
     let Some(pairs) = pairs() else { return };
-    let has_kernel_tls = accept::kernel_has_tls();
+    let has_kernel_tls = support::kernel_has_tls();
     for (connecting, accepting) in &pairs {
         let of = |binary: &Path| match has_kernel_tls || is_today(binary) {
             true => "",
@@ -550,7 +519,7 @@ fn a_hand_off_connects_to_the_other() {
                 .arg(scene.path("own").join("ca-cert.pem"));
             command
         });
-        let (done, mut sockets) = handoff_support::call(command);
+        let (done, mut sockets) = pool::call(command);
         if !has_kernel_tls && is_today(connecting) {
             assert_eq!((done.code, sockets.len()), (1, 0), "{done:?}");
             assert!(done.err.contains("this kernel has no TLS"), "{done:?}");

@@ -13,30 +13,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use support::ReadOnce as _;
+use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted};
 use support::{Hosts, finish, words};
-use tunnel::{Scene, TIMEOUT, Tunnel, connect, far_config, listen, near_config, with_timeout};
+use tunnel::{Scene, Tunnel, connect, exchange, far_config, listen, near_config};
 
 #[test]
 fn two_processes_carry_bytes_both_ways_and_ends() {
     let scene = Scene::new();
-    let (mut near, mut far) = scene.channel();
-    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
-    let all = sent.clone();
-    let mut out = near.try_clone().unwrap();
-    let sender = thread::spawn(move || {
-        out.write_all(&all).unwrap();
-        out.shutdown(Shutdown::Write).unwrap();
-    });
-    let mut came = Vec::new();
-    far.read_to_end(&mut came).unwrap();
-    sender.join().unwrap();
-    assert!(came == sent);
-    far.write_all(b"thanks").unwrap();
-    drop(far);
-    let mut answer = String::new();
-    near.read_to_string(&mut answer).unwrap();
-    assert_eq!(answer, "thanks");
+    let (near, far) = scene.channel();
+    exchange(near, far);
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 
@@ -195,9 +180,9 @@ fn sighup_changes_routes_and_no_channel() {
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
     let mut second = connect(scene.hosts.scratch.join("other"));
-    let mut accepted = with_timeout(scene.target.accept().unwrap().0);
+    let mut other = accepted(&scene.target);
     second.write_all(b"y").unwrap();
-    accepted.read_exact(&mut [0]).unwrap();
+    other.read_exact(&mut [0]).unwrap();
 }
 
 /// Meanwhile a route that stays carries a gibibyte.
@@ -269,7 +254,7 @@ fn a_killed_tunnel_is_an_error_to_the_hypervisor_and_no_hang() {
     let config = far_config(&scene.hosts, "a.test").replace("127.0.0.1:0", &tunnel.address);
     let _again = Tunnel::start(&scene.hosts, "again", &config);
     let mut near = connect(scene.hosts.scratch.join("in"));
-    let mut far = with_timeout(scene.target.accept().unwrap().0);
+    let mut far = accepted(&scene.target);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
 }

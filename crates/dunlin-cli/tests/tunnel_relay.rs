@@ -9,66 +9,19 @@ mod wires;
 
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use support::ReadOnce as _;
+use dunlin_test_base::need::are_here;
+use dunlin_test_base::pattern;
+use dunlin_test_base::sockets::{ReadOnce as _, accepted, with_timeout};
 use support::process::Process;
 use support::{Hosts, words};
 use wires::{B, Wire};
-
-/// Longer than anything that a test waits for.
-const TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Whether a program is installed; in CI it must be.
-fn is_here(program: &str) -> bool {
-    let found = Command::new(program)
-        .arg("version")
-        .stdin(Stdio::null())
-        .output();
-    match found {
-        Ok(_) => true,
-        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
-            panic!("CI must have {program}: {error}")
-        }
-        Err(error) => {
-            println!("not tested, no {program}: {error}");
-            false
-        }
-    }
-}
-
-/// An unused port.
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
-
-/// Connects, and waits until the port is open.
-fn reach(port: u16) -> TcpStream {
-    let until = Instant::now() + TIMEOUT;
-    loop {
-        match TcpStream::connect(("127.0.0.1", port)) {
-            Ok(stream) => {
-                stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-                stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-                return stream;
-            }
-            Err(error) => assert!(Instant::now() < until, "{error}"),
-        }
-        thread::sleep(Duration::from_millis(10));
-    }
-}
-
-fn with_timeout(stream: UnixStream) -> UnixStream {
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
-}
 
 /// One host: identities `a` and `b`, a target at `out`, an entrance at `in`.
 struct Scene {
@@ -138,34 +91,22 @@ impl Scene {
     }
 
     fn accept(&self) -> UnixStream {
-        self.target.set_nonblocking(true).unwrap();
-        let until = Instant::now() + TIMEOUT;
-        loop {
-            match self.target.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(false).unwrap();
-                    return with_timeout(stream);
-                }
-                Err(error) => assert!(Instant::now() < until, "{error}"),
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
+        accepted(&self.target)
     }
 
-    fn stunnel(&self, identity: &str, service: &str) -> Process {
+    /// The process and its port.
+    fn stunnel(&self, identity: &str, service: &str) -> (Process, u16) {
         let file = self.path(&format!("stunnel-{identity}.conf"));
         let of = |name: &str| self.path(identity).join(name).display().to_string();
         let text = format!(
-            "foreground = yes\npid =\ndebug = notice\n[ram]\ncert = {}\nkey = {}\nCAfile = {}\n\
+            "foreground = yes\npid =\ndebug = info\n[ram]\naccept = 127.0.0.1:0\ncert = {}\nkey = {}\nCAfile = {}\n\
              verifyChain = yes\n{service}\n",
             of("cert.pem"),
             of("key.pem"),
             of("ca-cert.pem"),
         );
         fs::write(&file, text).unwrap();
-        let mut command = Command::new("stunnel4");
-        command.arg(&file);
-        Process::start(command)
+        Process::stunnel(&file)
     }
 
     fn openssl(&self, identity: Option<&str>, words: &str) -> Process {
@@ -184,18 +125,6 @@ impl Scene {
             .arg(self.path("a").join("ca-cert.pem"));
         Process::start(command)
     }
-}
-
-fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..bytes)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
 }
 
 /// Sends in both directions at once, and ends both.
@@ -244,18 +173,16 @@ const VERSIONS: [(&str, &str, &str); 2] =
 
 #[test]
 fn a_real_stunnel_at_the_far_side_receives_from_a_relay() {
-    if !is_here("stunnel4") {
+    if !are_here(&["stunnel4"]) {
         return;
     }
     for (tls, stunnel, _) in VERSIONS {
         let scene = Scene::new();
-        let port = free_port();
         let service = format!(
-            "accept = 127.0.0.1:{port}\nconnect = {}\nsslVersion = {stunnel}",
+            "connect = {}\nsslVersion = {stunnel}",
             scene.path("out").display()
         );
-        let _server = scene.stunnel("b", &service);
-        drop(reach(port));
+        let (_server, port) = scene.stunnel("b", &service);
         let more = format!("peers = [\"b.test\"]\ntls = {tls:?}");
         let near = scene.to(port, &more);
         for _ in 0..3 {
@@ -267,20 +194,16 @@ fn a_real_stunnel_at_the_far_side_receives_from_a_relay() {
 
 #[test]
 fn a_relay_accepts_a_real_stunnel_at_the_near_side() {
-    if !is_here("stunnel4") {
+    if !are_here(&["stunnel4"]) {
         return;
     }
     for (tls, stunnel, _) in VERSIONS {
         let scene = Scene::new();
         let (far, port) = scene.from(&format!("allow = [\"a.test\"]\ntls = {tls:?}"));
-        let entrance = free_port();
-        let service = format!(
-            "client = yes\naccept = 127.0.0.1:{entrance}\nconnect = 127.0.0.1:{port}\n\
-             sslVersion = {stunnel}"
-        );
-        let _client = scene.stunnel("a", &service);
+        let service = format!("client = yes\nconnect = 127.0.0.1:{port}\nsslVersion = {stunnel}");
+        let (_client, entrance) = scene.stunnel("a", &service);
         for _ in 0..3 {
-            let near = reach(entrance);
+            let near = with_timeout(TcpStream::connect(("127.0.0.1", entrance)).unwrap());
             exchange(near, scene.accept(), end_tcp, end);
             far.wait_for("is closed");
         }
@@ -289,7 +212,7 @@ fn a_relay_accepts_a_real_stunnel_at_the_near_side() {
 
 #[test]
 fn openssl_s_server_speaks_with_a_relay() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     for (tls, _, flag) in VERSIONS {
@@ -324,7 +247,7 @@ fn openssl_port(server: &Process) -> u16 {
 
 #[test]
 fn openssl_s_client_speaks_with_a_relay() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     for (tls, _, flag) in VERSIONS {
@@ -368,7 +291,7 @@ fn openssl_s_client_speaks_with_a_relay() {
 
 #[test]
 fn a_client_without_a_certificate_or_of_another_version_is_rejected_with_a_reason() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
@@ -393,7 +316,7 @@ fn a_client_without_a_certificate_or_of_another_version_is_rejected_with_a_reaso
 
 #[test]
 fn an_old_server_needs_the_routes_permission() {
-    if !is_here("openssl") {
+    if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();

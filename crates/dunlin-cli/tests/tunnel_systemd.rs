@@ -9,18 +9,18 @@ mod tunnel;
 mod units;
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::channel;
-use std::thread;
 
+use dunlin_test_base::sockets::{TIMEOUT, accepted};
+use support::process::Log;
 use support::{Hosts, words};
-use tunnel::{TIMEOUT, Tunnel, connect, control, far_config, listen, near_config, with_timeout};
+use tunnel::{Tunnel, connect, control, far_config, listen, near_config};
 use units::Units;
 
 /// Starts a tunnel as a service manager does: the sockets are descriptors from 3 on, named in the
@@ -47,13 +47,10 @@ fn activated(hosts: &Hosts, config: &str, sockets: [OwnedFd; 2], names: &str) ->
         .stdout(fourth)
         .stderr(Stdio::piped());
     let mut child = launcher.spawn().unwrap();
-    let (sender, log) = channel();
-    let said = BufReader::new(child.stderr.take().unwrap());
-    thread::spawn(move || {
-        said.lines()
-            .map_while(Result::ok)
-            .all(|line| sender.send(line).is_ok())
-    });
+    let log = Log::of([
+        Box::new(child.stderr.take().unwrap()),
+        Box::new(std::io::empty()),
+    ]);
     Tunnel {
         child,
         address: String::new(),
@@ -88,7 +85,7 @@ fn passed_sockets_serve_peers_and_an_entrance() {
     let line = near.wait_for("listening on");
     assert!(line.contains(&port.to_string()), "{line}");
     near.wait_for("route ram listens on systemd:ram");
-    let mut far_end = with_timeout(target.accept().unwrap().0);
+    let mut far_end = accepted(&target);
     let mut came = [0; 5];
     far_end.read_exact(&mut came).unwrap();
     assert_eq!(&came, b"early");
@@ -107,7 +104,7 @@ fn passed_sockets_serve_peers_and_an_entrance() {
     fs::write(&near.config, &config).unwrap();
     near.signal("HUP");
     near.wait_for("configuration reloaded");
-    let mut second = with_timeout(target.accept().unwrap().0);
+    let mut second = accepted(&target);
     second.read_exact(&mut came).unwrap();
     assert_eq!(&came, b"later");
 

@@ -34,11 +34,14 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         let ciphers = "TLS_AES_256_GCM_SHA384";
         let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
         let tls = HandoffTls::new(offer, trust, None, Some(&near.load())).unwrap();
-        let door = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = door.local_addr().unwrap().port();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
         thread::scope(|scope| {
             // What it says of a client that is no Dunlin does not matter.
-            scope.spawn(|| drop(handshake::server(door.accept().unwrap().0, &served, soon())));
+            scope.spawn(|| {
+                let (accepted, _) = listener.accept().unwrap();
+                drop(handshake::server(accepted, &served, soon()))
+            });
             let cancel = DialCancel::new().unwrap();
             connect("127.0.0.1", port, &tls, soon(), &cancel).map(drop)
         })

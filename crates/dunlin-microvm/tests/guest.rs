@@ -12,7 +12,7 @@ use dunlin_microvm::{
 };
 use dunlin_test_base::huge_pages::HugePages;
 use dunlin_test_base::kvm;
-use support::{running, wait_for};
+use support::{rate_now, rate_of, running, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
 const WORKLOADS: [Workload; 4] = [
@@ -253,15 +253,12 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
         vcpus: 2,
         ..small()
     });
-    let rate = |vm: &Vm| {
-        std::thread::sleep(Duration::from_millis(50));
-        let (start, before) = (Instant::now(), vm.stats().pages_checked);
-        std::thread::sleep(Duration::from_millis(500));
-        (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64()
-    };
-    let full = rate(&vm);
+    // Some visits before, in which a change of the rate takes effect.
+    rate_of(&vm, 200);
+    let full = rate_of(&vm, 2000);
     vm.throttle(75).unwrap();
-    let quarter = rate(&vm);
+    rate_of(&vm, 50);
+    let quarter = rate_of(&vm, 500);
     println!("4000/s asked: {full:.0}/s, throttled by 75 %: {quarter:.0}/s");
     // Never above; below only as far as a busy machine pushes it.
     assert!((1000.0..4400.0).contains(&full), "{full}");
@@ -271,7 +268,8 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
     // What a pause took is not caught up.
     vm.throttle(0).unwrap();
     vm.pause().unwrap();
-    std::thread::sleep(Duration::from_millis(300));
+    // The wait is the assertion: 400 visits would be due for it.
+    std::thread::sleep(Duration::from_millis(100));
     let before = vm.stats().pages_checked;
     let start = Instant::now();
     vm.resume().unwrap();
@@ -288,14 +286,9 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
 fn an_unpaced_guest_is_throttled_by_its_duty_cycle() {
     let Some(_turn) = kvm() else { return };
     let vm = running(small());
-    let rate = |vm: &Vm| {
-        let before = vm.stats().pages_checked;
-        std::thread::sleep(Duration::from_millis(400));
-        (vm.stats().pages_checked - before) as f64
-    };
-    let full = rate(&vm);
+    let full = rate_now(&vm);
     vm.throttle(80).unwrap();
-    let fifth = rate(&vm) / full;
+    let fifth = rate_now(&vm) / full;
     println!("throttled by 80 %: {:.0} % of full speed", fifth * 100.0);
     // Other work on the host weighs on either figure; pace.rs tests the exact ratio.
     assert!((0.02..0.6).contains(&fifth), "{fifth}");
@@ -334,26 +327,24 @@ fn commands_from_many_threads_do_not_block_each_other() {
         ..small()
     });
     vm.start_dirty_log().unwrap();
-    let end = Instant::now() + Duration::from_millis(500);
+    const ROUNDS: u32 = 100;
+    let pauses = || {
+        for _ in 0..ROUNDS {
+            vm.pause().unwrap();
+            vm.resume().unwrap();
+        }
+    };
+    let looks = || {
+        for _ in 0..ROUNDS {
+            vm.throttle(50).unwrap();
+            vm.fetch_dirty_log().unwrap();
+            vm.throttle(0).unwrap();
+        }
+    };
     std::thread::scope(|scope| {
-        for thread in 0..4u8 {
-            let vm = &vm;
-            scope.spawn(move || {
-                while Instant::now() < end {
-                    match thread {
-                        0 | 1 => {
-                            vm.pause().unwrap();
-                            vm.resume().unwrap();
-                        }
-                        2 => {
-                            vm.throttle(50).unwrap();
-                            vm.fetch_dirty_log().unwrap();
-                            vm.throttle(0).unwrap();
-                        }
-                        _ => assert!(!vm.state().has_ended(), "{:?}", vm.state()),
-                    }
-                }
-            });
+        let threads = [scope.spawn(pauses), scope.spawn(pauses), scope.spawn(looks)];
+        while threads.iter().any(|thread| !thread.is_finished()) {
+            assert!(!vm.state().has_ended(), "{:?}", vm.state());
         }
     });
     let checked = vm.stats().pages_checked;
@@ -368,7 +359,7 @@ fn an_idle_guest_beats_every_millisecond() {
         ..small()
     });
     let (start, before) = (Instant::now(), vm.stats().beats);
-    std::thread::sleep(Duration::from_millis(500));
+    wait_for(&vm, "beats", |vm| vm.stats().beats >= before + 400);
     let beats = vm.stats().beats - before;
     let fair = start.elapsed().as_millis() as u64;
     println!(

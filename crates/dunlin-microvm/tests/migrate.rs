@@ -10,7 +10,7 @@ use dunlin_microvm::{
     Backing, Config, DEVICE_BYTES, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload,
 };
 use dunlin_test_base::kvm;
-use support::{copy_pages, different_pages, dirty_pages, running, wait_for};
+use support::{copy_pages, different_pages, dirty_pages, rate_of, running, wait_for};
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
     maps[0][(page / 64) as usize] >> (page % 64) & 1 == 1
@@ -206,13 +206,11 @@ fn measures() {
     println!("256 MiB filled in {:?}", start.elapsed());
     vm.start().unwrap();
     wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
-    let (start, before) = (Instant::now(), vm.stats().pages_checked);
-    std::thread::sleep(Duration::from_millis(500));
-    let visits = (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64();
+    let visits = rate_of(&vm, 60_000);
     let start = Instant::now();
     vm.start_dirty_log().unwrap();
     let started = start.elapsed();
-    std::thread::sleep(Duration::from_millis(200));
+    rate_of(&vm, 20_000);
     let start = Instant::now();
     let maps = vm.fetch_dirty_log().unwrap();
     let busy = start.elapsed();

@@ -47,6 +47,8 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     copy_pages(&source, &destination, None);
     destination.load(&sections).unwrap();
     destination.resume().unwrap();
+    // An error ends the wait at once. Without one the wait is the assertion: every vCPU runs and checks
+    // its registers in this time.
     destination.wait_while_running(Duration::from_millis(300))
 }
 
@@ -453,6 +455,7 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
     let section = sections.iter_mut().find(|section| section.name == "clock");
     let bytes = &mut section.unwrap().bytes[NANOSECONDS..NANOSECONDS + 8];
     bytes.copy_from_slice(&(guest_ns + HOUR_NS).to_le_bytes());
+    // The wait is the assertion: the clock includes it.
     std::thread::sleep(AWAY);
     let (came_ns, there_ns) = clock(&reloaded(&source, &sections));
     let host = Duration::from_nanos(came_ns - left_ns);

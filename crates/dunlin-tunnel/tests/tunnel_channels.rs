@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use dunlin_lane::identity::DENIED_FILE;
 use dunlin_lane::peers::Pin;
 use dunlin_proto::fault::FaultCode;
-use dunlin_test_support::lane::{Authority, ReadOnce as _, load};
+use dunlin_test_base::sockets::ReadOnce as _;
+use dunlin_test_support::lane::{Authority, load};
 use dunlin_test_support::tunnel::{
     FAR, NEAR, Pair, Random, Setup, TIMEOUT, expect, fill_backlog, identities, join, send,
 };

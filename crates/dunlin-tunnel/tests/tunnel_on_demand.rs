@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_base::Scratch;
-use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_base::sockets::{ReadOnce as _, accepted, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, TIMEOUT, identities};
 use dunlin_tunnel::{
@@ -109,21 +109,11 @@ impl Scene {
     }
 }
 
-fn with_timeout(stream: UnixStream) -> UnixStream {
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
-}
-
 fn connect(listener: &OnDemandListener) -> UnixStream {
     let Listen::Unix(path) = listener.listen() else {
         panic!("{}", listener.listen())
     };
     with_timeout(UnixStream::connect(path).unwrap())
-}
-
-fn accept(listener: &UnixListener) -> UnixStream {
-    with_timeout(listener.accept().unwrap().0)
 }
 
 fn over(listener: &OnDemandListener) -> ListenerStatus {
@@ -147,7 +137,7 @@ fn each_migration_has_a_listener_that_closes_with_its_last_channel() {
     let (mut near_web, mut near_mail) = (connect(&first), connect(&second));
     near_web.write_all(b"w").unwrap();
     near_mail.write_all(b"m").unwrap();
-    let (mut far_web, mut far_mail) = (accept(&web), accept(&mail));
+    let (mut far_web, mut far_mail) = (accepted(&web), accepted(&mail));
     let mut byte = [0];
     far_web.read_exact(&mut byte).unwrap();
     assert_eq!(&byte, b"w");
@@ -155,7 +145,7 @@ fn each_migration_has_a_listener_that_closes_with_its_last_channel() {
     assert_eq!(&byte, b"m");
     // While a second channel is open, the listener stays after the end of the first.
     let near_more = connect(&first);
-    let far_more = accept(&web);
+    let far_more = accepted(&web);
     drop((near_web, far_web));
     let until = Instant::now() + TIMEOUT;
     while first.status().closed == 0 {
@@ -199,7 +189,7 @@ fn a_closed_listener_accepts_no_more_and_its_channels_continue() {
     let plain = scene.target("plain.sock");
     let listener = scene.open("plain", None, "entrance");
     let mut near = connect(&listener);
-    let mut far = accept(&plain);
+    let mut far = accepted(&plain);
     listener.close();
     let until = Instant::now() + TIMEOUT;
     while is_there(&scene.path("entrance")) {
@@ -227,7 +217,7 @@ fn a_listener_for_one_connection_accepts_exactly_one() {
     };
     let listener = scene.near.open(&demand).unwrap();
     let near = connect(&listener);
-    let far = accept(&plain);
+    let far = accepted(&plain);
     let until = Instant::now() + TIMEOUT;
     while listener.status().listens {
         assert!(Instant::now() < until, "it goes on listening");
@@ -326,7 +316,7 @@ fn removing_a_route_closes_its_listeners_and_no_channel() {
     let listener = scene.open("plain", None, "entrance");
     let stays = scene.open("ram", Some("vm=web"), "other");
     let mut near = connect(&listener);
-    let mut far = accept(&plain);
+    let mut far = accepted(&plain);
     let to = scene.far.address().to_string();
     let left = Routes::new(vec![entrance("ram", &to)], Vec::new()).unwrap();
     let identity = identities(scene.authority.identity(&[NEAR]));
@@ -356,7 +346,7 @@ fn a_demand_raises_the_lane_count_of_connected_peers() {
     // Sends until `wanted` lanes are open or `enough` bytes have arrived. Returns the most lanes.
     let lanes = |listener: &OnDemandListener, wanted: usize, enough: u64| {
         let near = connect(listener);
-        let mut far = accept(&plain);
+        let mut far = accepted(&plain);
         let mut out = near.try_clone().unwrap();
         let sent = thread::spawn(move || while out.write_all(&[7; 1 << 16]).is_ok() {});
         let (mut most, mut came) = (0, 0);

@@ -16,7 +16,7 @@ use dunlin_lane::policy::OldestTls;
 use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_base::Scratch;
-use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_base::sockets::{ReadOnce as _, accepted, with_timeout};
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::relay::Relay;
 use dunlin_test_support::tunnel::{Events, FAR, NEAR, TIMEOUT, expect, identities, join, send};
@@ -136,22 +136,7 @@ impl Scene {
     }
 
     fn accept(&self) -> TcpStream {
-        self.target.set_nonblocking(true).unwrap();
-        let until = Instant::now() + TIMEOUT;
-        loop {
-            match self.target.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(false).unwrap();
-                    return with_timeout(stream);
-                }
-                Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
-                Err(error) => panic!(
-                    "no connection: {error}: {:#?} {:#?}",
-                    self.near_events.all(),
-                    self.far_events.all()
-                ),
-            }
-        }
+        accepted(&self.target)
     }
 
     /// The near side's reason for refusing a connection.
@@ -175,12 +160,6 @@ impl Drop for Scene {
             eprintln!("far: {:#?}", self.far_events.all());
         }
     }
-}
-
-fn with_timeout(stream: TcpStream) -> TcpStream {
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
 }
 
 fn is_closed(event: &Event) -> bool {
@@ -426,7 +405,10 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     let near = scene.unix();
     let far = scene.accept();
     let out = send(&near, 3, 40 << 20);
-    // The kernel counts keepalive in seconds: a peer that is gone would be missed within this time.
+    // The wait is the assertion: no abort while the peer's kernel answers. Keep-alive, which the
+    // kernel counts in whole seconds, gives up a silent peer after four: one second of silence and
+    // three probes. A test of the decision alone, with other clocks, does not show that the kernel
+    // reports an answered window probe as an answer.
     thread::sleep(Duration::from_secs(4));
     let mut sent = vec![0; 40 << 20];
     dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);

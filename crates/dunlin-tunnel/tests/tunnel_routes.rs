@@ -15,7 +15,7 @@ use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, VERSIONS,
 };
 use dunlin_test_base::Scratch;
-use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_base::sockets::{ReadOnce as _, with_timeout};
 use dunlin_test_support::lane::{Authority, names, soon};
 use dunlin_test_support::tunnel::{
     Events, FAR, NEAR, Pair, Setup, TIMEOUT, fill_backlog, identities,
@@ -91,12 +91,6 @@ impl Scene {
             other => panic!("{other}"),
         }
     }
-}
-
-fn with_timeout(stream: TcpStream) -> TcpStream {
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
 }
 
 fn listener() -> (TcpListener, Target) {

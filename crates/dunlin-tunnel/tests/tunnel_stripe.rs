@@ -6,7 +6,7 @@ use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::fault::{AtFault, FaultCode};
-use dunlin_test_support::lane::ReadOnce as _;
+use dunlin_test_base::sockets::ReadOnce as _;
 use dunlin_test_support::tunnel::{Pair, Setup, expect, join, send};
 use dunlin_tunnel::Event;
 

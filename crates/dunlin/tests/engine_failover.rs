@@ -153,7 +153,8 @@ fn throughput_goes_with_the_lanes_that_are_lost_and_comes_back_with_them() {
             .map(|one| scene.proxy.progress(one).forwarded)
             .sum()
     };
-    // Lanes' worth of throughput from a moment after now.
+    // Throughput from a moment after now, in lanes. The wait is the measurement: a rate is the number
+    // of bytes in a window, and the first window lets the buffers of lost lanes drain.
     let lanes_worth = || {
         thread::sleep(Duration::from_millis(200));
         let (began, before) = (Instant::now(), through());
@@ -234,8 +235,8 @@ fn a_lane_that_waits_at_a_mark_is_not_given_up_for_a_slow_one() {
     let report = thread::scope(|scope| {
         let sending = scope.spawn(|| scene.send(&quick(3, 64)).unwrap());
         scene.await_events(3, is_up);
-        // It brings one chunk after another, each within its time; the others
-        // wait at the mark for far longer than that.
+        // It brings one chunk after another, each within the limit of 700 ms. The others wait at the
+        // mark for more than twice the limit, and the wait is the assertion: no lane is given up.
         for chunks in 1..=5 {
             scene
                 .proxy

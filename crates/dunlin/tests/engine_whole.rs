@@ -101,7 +101,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
         let (calls, released) = (&calls, &released);
         let waiting = scope.spawn(move || {
             held.recv_timeout(Duration::from_secs(60)).unwrap();
-            // Long enough for a destination that would not wait.
+            // The wait is the assertion: a destination that does not wait for *commit* resumes now.
             thread::sleep(Duration::from_millis(200));
             let calls = calls.all();
             released.store(true, SeqCst);

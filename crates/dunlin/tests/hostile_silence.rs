@@ -17,7 +17,7 @@ use dunlin_proto::frame::{ChunkHeader, Encoding, Range};
 use dunlin_proto::negotiate::{LaneSecurity, SessionSecret};
 use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
-use dunlin_test_support::hostile::{Liar, Victim, runs, words};
+use dunlin_test_support::hostile::{Liar, Victim, runs, with_causes};
 
 /// The limits are ten seconds; the rest is for a machine that has much to do.
 const END_LIMIT: Duration = Duration::from_secs(16);
@@ -43,7 +43,7 @@ fn outlasts_within(limit: Duration, fault: FaultCode, text: &str, play: impl FnO
     let (result, builder, _) = receiving.finish(false);
     assert!(began.elapsed() < limit, "{:?}", began.elapsed());
     let error = result.err().unwrap();
-    let said = words(&error);
+    let said = with_causes(&error);
     assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource), "{said}");
     assert!(said.contains(text), "{said}");
     if let Some(vm) = builder.built {
@@ -259,7 +259,8 @@ fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
             tls: &client,
         };
         let mut liar = victim.liar();
-        // Chunks are progress; so that it is the last one that counts.
+        // Chunks are progress. The wait is the assertion: together the chunks take longer than the
+        // limit, which counts from the last one.
         for number in 0..6 {
             thread::sleep(Duration::from_millis(500));
             assert!(liar.frame(&zero_chunk(number, 0, 4096 * number)), "{ready}");
@@ -281,7 +282,7 @@ fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
         drop(liar);
         let (result, builder, _) = receiving.finish(false);
         let error = result.err().unwrap();
-        let said = words(&error);
+        let said = with_causes(&error);
         assert_eq!(error.fault, FaultCode::Standstill, "{said}");
         for part in ["answers pings", "for 2s", "at fault: peer"] {
             assert!(said.contains(part), "no {part:?} in {said}");

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use dunlin::engine::destination::DestinationEvent;
 use dunlin::engine::vmm::FaultCode;
-use dunlin::engine::{Cancel, MigrateError, source};
+use dunlin::engine::{Cancel, source};
 use dunlin::lane::control;
 use dunlin::lane::identity::{Identity, LoadOptions, Role};
 use dunlin::lane::peers::{Peers, Pin};
@@ -22,10 +22,11 @@ use dunlin_proto::negotiate::{
     Features, LaneSecurity, Offer, Opening, PRELUDE_BYTES, Prelude, Refusal, SessionSecret,
     VersionRange,
 };
+use dunlin_test_base::sockets::ReadOnce as _;
 use dunlin_test_support::engine::peer::{Peer, SESSION, lane_open, open_lane};
 use dunlin_test_support::engine::{Receiving, TestBuilder, TestVm, impatient, send};
+use dunlin_test_support::hostile::with_causes;
 use dunlin_test_support::identity::*;
-use dunlin_test_support::lane::ReadOnce as _;
 use dunlin_test_support::lane::*;
 
 /// What both sides say.
@@ -78,17 +79,6 @@ fn far(host: &Host, peers: Peers) -> ServerTls {
     host.load().server(&Crypto::auto(), peers).unwrap()
 }
 
-fn words(error: &MigrateError) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}
-
 /// A migration that must fail before the VM is described.
 fn migrates_not(to: &str, tls: &ClientTls) -> String {
     let vm = TestVm::new(4 << 20);
@@ -97,7 +87,7 @@ fn migrates_not(to: &str, tls: &ClientTls) -> String {
         .build()
         .unwrap();
     let (result, _) = send(&vm, to, tls, &options, &Cancel::new());
-    words(&result.unwrap_err())
+    with_causes(&result.unwrap_err())
 }
 
 /// Lets `client` loose on a destination of the engine's.

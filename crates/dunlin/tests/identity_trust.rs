@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use dunlin::engine::destination::DestinationEvent;
-use dunlin::lane::handshake::{self, HandshakeError, Secured};
+use dunlin::lane::handshake::{self, HandshakeError};
 use dunlin::lane::identity::{
     Identity, IdentityError, Item, Layout, LoadOptions, Role, SettingsError, Warning,
 };
@@ -33,23 +33,9 @@ fn far(identity: &Identity, peers: Peers) -> ServerTls {
     identity.server(&Crypto::auto(), peers).unwrap()
 }
 
-type Outcome = (
-    Result<Secured, HandshakeError>,
-    Result<Secured, HandshakeError>,
-);
-
-fn both(near: &ClientTls, far: &ServerTls) -> Outcome {
-    let (near_socket, far_socket) = pair();
-    thread::scope(|scope| {
-        let accept = scope.spawn(|| handshake::server(far_socket, far, soon()));
-        let connected = handshake::client(near_socket, near, soon());
-        (connected, accept.join().unwrap())
-    })
-}
-
 /// Why the source let the destination in, and the other way round.
 fn let_in(near: &ClientTls, far: &ServerTls) -> [AuthorisedBy; 2] {
-    let (near, far) = both(near, far);
+    let (near, far) = both_ends(near, far);
     [near.unwrap(), far.unwrap()].map(|end| end.peer.authorised_by)
 }
 
@@ -134,7 +120,7 @@ fn a_pinned_peer_and_named_ones_stand_beside_each_other() {
         member("other.test"),
         Host::new(&self_signed(&wish(&[SOURCE])), "", &ca.pem, "").load(),
     ] {
-        both(&here(&stranger), &there).1.unwrap_err();
+        both_ends(&here(&stranger), &there).1.unwrap_err();
     }
 }
 
@@ -151,7 +137,7 @@ fn a_wildcard_among_the_allowed_names_is_every_host_of_one_domain() {
         ("a.others.test", false),
     ] {
         let source = near(&member(name), names(&[DESTINATION]));
-        assert_eq!(both(&source, &there).1.is_ok(), expected, "{name}");
+        assert_eq!(both_ends(&source, &there).1.is_ok(), expected, "{name}");
     }
 }
 
@@ -420,7 +406,7 @@ fn a_revocation_list_that_is_read_again_holds_from_the_next_handshake_on() {
     host.put("ca-crl.pem", &ca.revoke(&[own.serial], 2096));
     let_in(&source, &server);
     server.replace(&far(&host.load(), names(&[SOURCE])));
-    let error = both(&source, &server).1.unwrap_err();
+    let error = both_ends(&source, &server).1.unwrap_err();
     assert!(matches!(error, HandshakeError::Revoked), "{error}");
 }
 
@@ -430,7 +416,7 @@ fn the_key_exchange_is_hybrid_where_both_can_and_classic_where_one_cannot() {
     let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &ca.pem, "");
     let destination = Host::new(&ca.issue(&wish(&[DESTINATION])), "", &ca.pem, "").load();
     let server = far(&destination, names(&[SOURCE]));
-    let (here, there) = both(&near(&source.load(), names(&[DESTINATION])), &server);
+    let (here, there) = both_ends(&near(&source.load(), names(&[DESTINATION])), &server);
     // ring has no ML-KEM.
     let best = if cfg!(feature = "aws-lc-rs") {
         NamedGroup::X25519MLKEM768

@@ -19,7 +19,7 @@ use dunlin::engine::memory::MappedMemory;
 use dunlin::engine::vmm::DirtyLog;
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
-use crate::place::Place;
+use crate::files::Files;
 
 /// Guest memory: a file, mapped by every process that runs or migrates the guest.
 pub type Memory = GuestMemoryMmap<()>;
@@ -36,7 +36,7 @@ const COUNT: GuestAddress = GuestAddress(0);
 
 /// A guest, in the process that has it.
 pub struct Guest {
-    place: Place,
+    files: Files,
     side: &'static str,
     memory: Arc<Memory>,
     witness: Arc<Memory>,
@@ -62,12 +62,12 @@ impl Guest {
     ///
     /// # Errors
     /// A file cannot be made or mapped.
-    pub fn new(place: &Place, side: &'static str) -> io::Result<Self> {
+    pub fn new(files: &Files, side: &'static str) -> io::Result<Self> {
         Ok(Self {
-            place: place.clone(),
+            files: files.clone(),
             side,
-            memory: map(&place.memory(side), PAGES * PAGE_BYTES)?,
-            witness: map(&place.witness(), PAGE_BYTES)?,
+            memory: map(&files.memory(side), PAGES * PAGE_BYTES)?,
+            witness: map(&files.witness(), PAGE_BYTES)?,
             state: Mutex::default(),
         })
     }
@@ -98,7 +98,7 @@ impl Guest {
         if state.writer.is_some() {
             return Ok(());
         }
-        let lock = self.place.take("runs", self.side)?;
+        let lock = self.files.take("runs", self.side)?;
         if state.destroyed {
             self.note("runs although it was destroyed")?;
         }
@@ -108,12 +108,12 @@ impl Guest {
         self.check()?;
         let stop = Arc::new(AtomicBool::new(false));
         let (memory, witness) = (Arc::clone(&self.memory), Arc::clone(&self.witness));
-        let (place, side, stopped) = (self.place.clone(), self.side, Arc::clone(&stop));
+        let (files, side, stopped) = (self.files.clone(), self.side, Arc::clone(&stop));
         let thread = std::thread::Builder::new().spawn(move || {
             while !stopped.load(Ordering::SeqCst) {
                 if let Err(error) = step(&memory, &witness) {
                     // The test reads the notes.
-                    let _ = place.note(&format!("the guest at the {side}: {error}"));
+                    let _ = files.note(&format!("the guest at the {side}: {error}"));
                     return;
                 }
                 std::thread::sleep(STEP);
@@ -140,7 +140,7 @@ impl Guest {
     pub fn acquire(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.disk.is_none() {
-            state.disk = self.place.take("disk", self.side)?;
+            state.disk = self.files.take("disk", self.side)?;
         }
         match state.disk {
             Some(_) => Ok(()),
@@ -224,7 +224,7 @@ impl Guest {
     }
 
     fn note(&self, what: &str) -> io::Result<()> {
-        self.place.note(&format!("the {}: {what}", self.side))
+        self.files.note(&format!("the {}: {what}", self.side))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -255,8 +255,8 @@ impl DirtyLog for HotPages {
 ///
 /// # Errors
 /// The file cannot be mapped.
-pub fn mapped(place: &Place, side: &str) -> io::Result<MappedMemory<()>> {
-    let memory = map(&place.memory(side), PAGES * PAGE_BYTES)?;
+pub fn mapped(files: &Files, side: &str) -> io::Result<MappedMemory<()>> {
+    let memory = map(&files.memory(side), PAGES * PAGE_BYTES)?;
     Ok(MappedMemory::new(memory, 4096))
 }
 

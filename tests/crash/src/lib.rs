@@ -13,6 +13,6 @@
 //! which side runs it ([`guest`]), and detects if it runs twice or goes back in time.
 #![forbid(unsafe_code)]
 
+pub mod files;
 pub mod guest;
-pub mod place;
 pub mod step;

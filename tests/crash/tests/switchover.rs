@@ -72,7 +72,7 @@ fn play(title: &str, cases: &[Case]) {
                     };
                     match result {
                         Ok(ending) => {
-                            let key = (place(case.step), case.victim as usize, !case.elsewhere);
+                            let key = (position(case.step), case.victim as usize, !case.elsewhere);
                             endings.lock().unwrap().entry(key).or_default().push(ending);
                         }
                         Err(why) => failures.lock().unwrap().push(format!("{case:?}: {why}")),
@@ -98,7 +98,7 @@ fn play(title: &str, cases: &[Case]) {
     );
 }
 
-fn place(step: &str) -> usize {
+fn position(step: &str) -> usize {
     let mut steps = step::SOURCE.iter().chain(step::DESTINATION);
     steps.position(|one| *one == step).unwrap()
 }

@@ -443,20 +443,6 @@ pub fn record(from: &mut TcpStream) -> Vec<u8> {
     record
 }
 
-/// Bytes in which all parts differ.
-#[must_use]
-pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..bytes)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
-}
-
 /// Sends `there` and then `back` over a connection, and compares the received bytes.
 ///
 /// # Panics

@@ -196,14 +196,6 @@ pub fn renews_keys(guest: &Guest) -> bool {
     counters.contains("TlsTxRekeyOk")
 }
 
-/// Bytes in which parts of different offsets differ.
-#[must_use]
-pub fn pattern(bytes: usize) -> Vec<u8> {
-    (0..bytes)
-        .map(|at| (at ^ at >> 8 ^ at >> 16) as u8)
-        .collect()
-}
-
 /// A socket for which this process seals and opens the records.
 #[derive(Debug)]
 pub struct Peer {

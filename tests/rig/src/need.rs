@@ -1,31 +1,15 @@
 //! Requirements of tests: in CI a missing one fails the test, elsewhere the test reports it and
 //! skips.
 
-use std::fmt::Display;
 use std::fs::File;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub use dunlin_test_base::need::or_skip;
 
 use crate::debian::{self, DebianError, Qemu};
 use crate::guest::{Guest, Workload};
 use crate::hosts::Host;
 use crate::machine::{Accelerator, Setup};
-
-/// Returns the value, or prints what is missing and returns `None`.
-///
-/// # Panics
-/// It is missing, and the environment has `CI=true`.
-pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
-    match found {
-        Ok(value) => Some(value),
-        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
-            panic!("CI must have {what}: {error}")
-        }
-        Err(error) => {
-            println!("not tested, no {what}: {error}");
-            None
-        }
-    }
-}
 
 /// Whether hosts can be created.
 #[must_use]

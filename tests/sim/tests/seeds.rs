@@ -2,60 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod support;
+
 use std::process::Command;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use dunlin_proto::mistake::{Mistake, planted};
 use dunlin_sim::{Plan, Tally, Violation, run, shrink, trace};
-
-const THREADS: usize = 2;
-/// Seeds that a thread takes at a time.
-const BATCH: u64 = 64;
-
-fn number(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().expect("a number"))
-}
-
-/// Runs the seeds from 0 to `seeds - 1`; returns the tally, or the lowest
-/// failing seed that a thread found.
-fn play(seeds: u64) -> Result<Tally, (u64, Violation)> {
-    let next = AtomicU64::new(0);
-    let sum = Mutex::new(Tally::default());
-    let failed: Mutex<Option<(u64, Violation)>> = Mutex::new(None);
-    std::thread::scope(|scope| {
-        for _ in 0..THREADS {
-            scope.spawn(|| {
-                let mut tally = Tally::default();
-                while failed.lock().unwrap().is_none() {
-                    let first = next.fetch_add(BATCH, Ordering::SeqCst);
-                    for seed in first..(first + BATCH).min(seeds) {
-                        match run(&Plan::new(seed)) {
-                            Ok(one) => tally.add(&one),
-                            Err(violation) => {
-                                let mut failed = failed.lock().unwrap();
-                                if failed.as_ref().is_none_or(|(lowest, _)| seed < *lowest) {
-                                    *failed = Some((seed, violation));
-                                }
-                                return;
-                            }
-                        }
-                    }
-                    if first + BATCH >= seeds {
-                        break;
-                    }
-                }
-                sum.lock().unwrap().add(&tally);
-            });
-        }
-    });
-    match failed.into_inner().unwrap() {
-        Some(failed) => Err(failed),
-        None => Ok(sum.into_inner().unwrap()),
-    }
-}
+use support::{THREADS, check_replay, number, play};
 
 /// Describes a failing seed with everything needed to investigate it.
 fn explain(seed: u64, violation: &Violation) -> String {
@@ -76,8 +30,8 @@ fn i1_i2_i3_i4_i5_hold_for_every_seed() {
     let soak = std::env::var_os("DUNLIN_SOAK").is_some_and(|value| value == "1");
     let seeds = number("DUNLIN_SEEDS").unwrap_or(if soak { 1_000_000 } else { 10_000 });
     let began = Instant::now();
-    let tally =
-        play(seeds).unwrap_or_else(|(seed, violation)| panic!("{}", explain(seed, &violation)));
+    let tally = play(seeds, |seed| run(&Plan::new(seed)), Tally::add)
+        .unwrap_or_else(|(seed, violation)| panic!("{}", explain(seed, &violation)));
     println!("{tally}");
     let seconds = began.elapsed().as_secs_f64();
     println!(
@@ -95,24 +49,9 @@ fn i1_i2_i3_i4_i5_hold_for_every_seed() {
     );
 }
 
-/// With DUNLIN_SEED, prints that run; without, checks that a seed determines
-/// the whole run.
 #[test]
 fn replay() {
-    let seed = number("DUNLIN_SEED");
-    let plan = Plan::new(seed.unwrap_or(4));
-    let once = || {
-        let mut lines = vec![format!("{plan:#?}")];
-        let result = trace(&plan, &mut |line| lines.push(line.to_owned()));
-        lines.push(format!("{result:?}"));
-        lines
-    };
-    let lines = once();
-    if seed.is_some() {
-        println!("{}", lines.join("\n"));
-    }
-    assert!(lines.len() > 100, "something happens");
-    assert_eq!(lines, once());
+    check_replay(100, Plan::new, |plan, line| trace(plan, line));
 }
 
 #[test]

@@ -2,23 +2,21 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::fdpass;
+use dunlin_test_base::sockets::{TIMEOUT, accepted, with_timeout};
 use serde_json::Value;
 
 use super::support::process::Process;
-use super::support::{Hosts, words};
-
-/// Longer than anything that a test waits for.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
+use super::support::{Hosts, kernel_has_tls, words};
 
 /// Identities `a` and `b`, a socket that receives `own.test`, and a server for all other names.
 pub struct Scene {
@@ -31,13 +29,6 @@ pub struct Scene {
 pub struct Handed {
     pub line: Value,
     pub socket: TcpStream,
-}
-
-/// Whether this host's kernel supports TLS on sockets.
-pub fn kernel_has_tls() -> bool {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    dunlin_linux::ktls::attach(&stream).is_ok()
 }
 
 impl Scene {
@@ -100,10 +91,7 @@ impl Scene {
 
     /// The bytes of the next connection to the receiver, and the socket attached to them, if any.
     fn taken(&self) -> (Vec<u8>, Option<OwnedFd>) {
-        self.taker.set_nonblocking(true).unwrap();
-        let from = until(|| self.taker.accept()).0;
-        from.set_nonblocking(false).unwrap();
-        from.set_read_timeout(Some(TIMEOUT)).unwrap();
+        let from = accepted(&self.taker);
         let mut line = Vec::new();
         let mut sockets: Vec<OwnedFd> = Vec::new();
         loop {
@@ -201,51 +189,6 @@ impl Accept {
             Some(text.split_whitespace().next()?.parse().unwrap())
         };
         Duration::from_nanos(tasks.filter_map(of).sum())
-    }
-}
-
-pub fn with_timeout(stream: TcpStream) -> TcpStream {
-    stream.set_nonblocking(false).unwrap();
-    stream.set_nodelay(true).unwrap();
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
-}
-
-/// The next connection.
-pub fn accepted(listener: &TcpListener) -> TcpStream {
-    listener.set_nonblocking(true).unwrap();
-    with_timeout(until(|| listener.accept()).0)
-}
-
-pub fn until<T>(mut accept: impl FnMut() -> std::io::Result<T>) -> T {
-    let until = Instant::now() + TIMEOUT;
-    loop {
-        match accept() {
-            Ok(came) => return came,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            Err(error) => panic!("{error}"),
-        }
-        assert!(Instant::now() < until, "no connection");
-        thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// Whether a program is installed; in CI it must be.
-pub fn is_here(program: &str) -> bool {
-    let found = Command::new(program)
-        .arg("version")
-        .stdin(Stdio::null())
-        .output();
-    match found {
-        Ok(_) => true,
-        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
-            panic!("CI must have {program}: {error}")
-        }
-        Err(error) => {
-            println!("not tested, no {program}: {error}");
-            false
-        }
     }
 }
 

@@ -6,8 +6,11 @@ pub mod process;
 use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -18,23 +21,6 @@ pub use dunlin_test_base::Scratch;
 use rcgen::{CertificateParams, Issuer, KeyPair};
 use serde_json::Value;
 use time::OffsetDateTime;
-
-/// Like [`Read::read`], but retries after EINTR: a process that is stopped and continued gets it
-/// from sockets with a timeout.
-pub trait ReadOnce {
-    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
-}
-
-impl<R: Read> ReadOnce for R {
-    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        loop {
-            match self.read(bytes) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                done => return done,
-            }
-        }
-    }
-}
 
 /// Longer than anything that a test waits for.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -125,6 +111,41 @@ pub fn finish(mut command: Command) -> Done {
     }
 }
 
+/// Runs a command with this standard input.
+pub fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
+    let done = command.stdin(OwnedFd::from(stdin)).output().unwrap();
+    // The command owns the other end of the socket.
+    drop(command);
+    Done {
+        code: done.status.code().unwrap(),
+        out: String::from_utf8(done.stdout).unwrap(),
+        err: String::from_utf8(done.stderr).unwrap(),
+    }
+}
+
+/// Runs a command that reads `input`.
+pub fn feed(command: Command, input: Vec<u8>) -> Done {
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    let feeder = thread::spawn(move || {
+        // A command that fails does not read it.
+        let _ = ours.write_all(&input);
+    });
+    let done = finish_with(command, theirs);
+    feeder.join().unwrap();
+    done
+}
+
+/// Whether this host's kernel supports TLS on sockets; some tests cover its absence.
+pub fn kernel_has_tls() -> bool {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let has = dunlin_linux::ktls::attach(&stream).is_ok();
+    if has {
+        println!("this kernel has TLS; without: see `cargo xtask kernel --suite tls`");
+    }
+    has
+}
+
 /// Runs a command that must succeed; returns its output.
 pub fn succeed(command: Command) -> String {
     finish(command).expect(0).out
@@ -136,14 +157,7 @@ struct Guard(Child);
 impl Guard {
     /// Waits for its end; returns the exit code.
     fn wait(&mut self) -> i32 {
-        let deadline = Instant::now() + LIMIT;
-        loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                return status.code().unwrap_or(-1);
-            }
-            assert!(Instant::now() < deadline, "{:?} does not end", self.0);
-            thread::sleep(Duration::from_millis(5));
-        }
+        process::exit_code(&mut self.0).unwrap_or(-1)
     }
 }
 

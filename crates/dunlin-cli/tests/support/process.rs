@@ -1,6 +1,7 @@
 //! Any program as a process that is killed on drop, and its output.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -11,10 +12,60 @@ use super::kill;
 /// Longer than anything that a test waits for.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The lines of a process, from several outputs.
+pub struct Log(Receiver<String>);
+
+impl Log {
+    pub fn of(outputs: [Box<dyn Read + Send>; 2]) -> Self {
+        let (sender, lines) = channel();
+        for output in outputs {
+            let sender = sender.clone();
+            thread::spawn(move || {
+                BufReader::new(output)
+                    .lines()
+                    .map_while(Result::ok)
+                    .all(|line| sender.send(line).is_ok())
+            });
+        }
+        Self(lines)
+    }
+
+    /// Waits for a line that contains `words`.
+    pub fn wait_for(&self, words: &str) -> String {
+        let until = Instant::now() + TIMEOUT;
+        let mut seen = Vec::new();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.0.recv_timeout(left) {
+                Ok(line) if line.contains(words) => return line,
+                Ok(line) => seen.push(line),
+                Err(_) => panic!("no {words:?} in {seen:#?}"),
+            }
+        }
+    }
+
+    /// Lines that no `wait_for` has returned.
+    pub fn said(&self) -> Vec<String> {
+        self.0.try_iter().collect()
+    }
+}
+
+/// Waits until the child ends by itself; returns its exit code, or `None` after a signal.
+pub fn exit_code(child: &mut Child) -> Option<i32> {
+    let until = Instant::now() + TIMEOUT;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        assert!(Instant::now() < until, "{child:?} does not end");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// A program that is killed on drop, and its output.
 pub struct Process {
     pub child: Child,
-    log: Receiver<String>,
+    log: Log,
 }
 
 impl Process {
@@ -25,40 +76,32 @@ impl Process {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let (sender, log) = channel();
-        let outputs: [Box<dyn Read + Send>; 2] = [
+        let log = Log::of([
             Box::new(child.stdout.take().unwrap()),
             Box::new(child.stderr.take().unwrap()),
-        ];
-        for output in outputs {
-            let sender = sender.clone();
-            thread::spawn(move || {
-                BufReader::new(output)
-                    .lines()
-                    .map_while(Result::ok)
-                    .all(|line| sender.send(line).is_ok())
-            });
-        }
+        ]);
         Self { child, log }
+    }
+
+    /// A stunnel whose configuration accepts on `127.0.0.1:0` and logs at level `info`, and its
+    /// port.
+    pub fn stunnel(config: &Path) -> (Self, u16) {
+        let mut command = Command::new("stunnel4");
+        command.arg(config);
+        let process = Self::start(command);
+        let line = process.wait_for(" bound to 127.0.0.1:");
+        let port = line.rsplit_once(':').unwrap().1.parse().unwrap();
+        (process, port)
     }
 
     /// Waits for a line that contains `words`.
     pub fn wait_for(&self, words: &str) -> String {
-        let until = Instant::now() + TIMEOUT;
-        let mut seen = Vec::new();
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.log.recv_timeout(left) {
-                Ok(line) if line.contains(words) => return line,
-                Ok(line) => seen.push(line),
-                Err(_) => panic!("no {words:?} in {seen:#?}"),
-            }
-        }
+        self.log.wait_for(words)
     }
 
     /// Output that no `wait_for` has returned.
     pub fn said(&self) -> Vec<String> {
-        self.log.try_iter().collect()
+        self.log.said()
     }
 
     pub fn say(&mut self, text: &str) {
@@ -71,14 +114,7 @@ impl Process {
     }
 
     pub fn code(&mut self) -> Option<i32> {
-        let until = Instant::now() + TIMEOUT;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            assert!(Instant::now() < until, "it does not end");
-            thread::sleep(Duration::from_millis(5));
-        }
+        exit_code(&mut self.child)
     }
 }
 

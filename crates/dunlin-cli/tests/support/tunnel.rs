@@ -2,24 +2,23 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
 use std::thread;
-use std::time::{Duration, Instant};
 
+use dunlin_test_base::sockets::{accepted, with_timeout};
+
+use super::support::process::{Log, exit_code};
 use super::support::{Hosts, kill, words};
-
-/// Longer than anything that a test waits for.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A tunnel's process, killed on drop.
 pub struct Tunnel {
     pub child: Child,
     pub address: String,
-    pub log: Receiver<String>,
+    pub log: Log,
     pub config: PathBuf,
 }
 
@@ -40,25 +39,12 @@ impl Tunnel {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let (sender, log) = channel();
-        let said = BufReader::new(child.stderr.take().unwrap());
-        let out = sender.clone();
-        thread::spawn(move || {
-            said.lines()
-                .map_while(Result::ok)
-                .all(|line| out.send(line).is_ok())
-        });
         let mut first = String::new();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         stdout.read_line(&mut first).unwrap();
-        thread::spawn(move || {
-            stdout
-                .lines()
-                .map_while(Result::ok)
-                .all(|line| sender.send(line).is_ok())
-        });
+        let log = Log::of([Box::new(child.stderr.take().unwrap()), Box::new(stdout)]);
         let address = first.trim().strip_prefix("listening on ");
-        let address = address.unwrap_or_else(|| panic!("{first:?}, {:?}", log.recv()));
+        let address = address.unwrap_or_else(|| panic!("{first:?}, {:?}", log.wait_for("")));
         Self {
             address: address.to_owned(),
             child,
@@ -73,27 +59,11 @@ impl Tunnel {
 
     /// Waits for a log line.
     pub fn wait_for(&self, words: &str) -> String {
-        let until = Instant::now() + TIMEOUT;
-        let mut seen = Vec::new();
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.log.recv_timeout(left) {
-                Ok(line) if line.contains(words) => return line,
-                Ok(line) => seen.push(line),
-                Err(_) => panic!("no {words:?} in {seen:#?}"),
-            }
-        }
+        self.log.wait_for(words)
     }
 
     pub fn code(mut self) -> Option<i32> {
-        let until = Instant::now() + TIMEOUT;
-        while Instant::now() < until {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
-        panic!("it does not end")
+        exit_code(&mut self.child)
     }
 }
 
@@ -111,12 +81,6 @@ pub fn control(hosts: &Hosts) -> PathBuf {
 
 pub fn listen(path: PathBuf) -> UnixListener {
     UnixListener::bind(path).unwrap()
-}
-
-pub fn with_timeout(stream: UnixStream) -> UnixStream {
-    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-    stream
 }
 
 pub fn connect(path: PathBuf) -> UnixStream {
@@ -151,7 +115,7 @@ impl Scene {
 
     pub fn channel(&self) -> (UnixStream, UnixStream) {
         let near = connect(self.hosts.scratch.join("in"));
-        (near, with_timeout(self.target.accept().unwrap().0))
+        (near, accepted(&self.target))
     }
 }
 
@@ -171,4 +135,24 @@ pub fn near_config(hosts: &Hosts, to: &str, route: &str, socket: &str) -> String
         hosts.scratch.join("a"),
         hosts.scratch.join(socket).display(),
     )
+}
+
+/// Sends bytes both ways and an end in each.
+pub fn exchange(mut near: UnixStream, mut far: UnixStream) {
+    let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
+    let all = sent.clone();
+    let mut out = near.try_clone().unwrap();
+    let sender = thread::spawn(move || {
+        out.write_all(&all).unwrap();
+        out.shutdown(Shutdown::Write).unwrap();
+    });
+    let mut came = Vec::new();
+    far.read_to_end(&mut came).unwrap();
+    sender.join().unwrap();
+    assert!(came == sent);
+    far.write_all(b"thanks").unwrap();
+    drop(far);
+    let mut answer = String::new();
+    near.read_to_string(&mut answer).unwrap();
+    assert_eq!(answer, "thanks");
 }

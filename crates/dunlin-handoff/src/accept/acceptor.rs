@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::epoll::Epoll;
 use dunlin_linux::poll::waker;
 
-use super::door::AcceptLoop;
+use super::accept_loop::AcceptLoop;
 use super::shared::Shared;
 use super::{Event, Options, StartError};
 use dunlin_lane::kernel::abilities;
@@ -22,7 +22,7 @@ use dunlin_lane::provider::CipherSuite;
 pub struct Acceptor {
     address: SocketAddr,
     pub(super) shared: Arc<Shared>,
-    door: Option<JoinHandle<()>>,
+    accepting: Option<JoinHandle<()>>,
 }
 
 impl Acceptor {
@@ -56,22 +56,22 @@ impl Acceptor {
             waker,
             wakeup,
         });
-        let mut door = AcceptLoop::new(&shared, listener)?;
+        let mut accept_loop = AcceptLoop::new(&shared, listener)?;
         let own = Arc::clone(&shared);
-        let door = thread::Builder::new()
-            .name("dunlin-door".to_owned())
+        let accepting = thread::Builder::new()
+            .name("dunlin-accept".to_owned())
             .spawn(move || {
-                if let Err(error) = door.run() {
+                if let Err(error) = accept_loop.run() {
                     own.tell(Event::Failed(error));
                 }
-                drop(door);
+                drop(accept_loop);
                 lock(&own.state).is_closed = true;
                 own.changed.notify_all();
             })?;
         Ok(Self {
             address,
             shared,
-            door: Some(door),
+            accepting: Some(accepting),
         })
     }
 
@@ -107,9 +107,9 @@ impl Drop for Acceptor {
         let all: Vec<_> = state.forwarded.values().cloned().collect();
         drop(state);
         self.shared.waker.wake();
-        if let Some(door) = self.door.take() {
+        if let Some(accepting) = self.accepting.take() {
             // The panic hook has printed a panic.
-            let _ = door.join();
+            let _ = accepting.join();
         }
         for one in all {
             one.cut();

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! - `acceptor`: the open port; `shared` is the state that all of its threads share.
-//! - `door`: the accepting thread; it owns each client until its name is known.
+//! - `accept_loop`: the accepting thread; it owns each client until its name is known.
 //! - `client`: one of those clients. Its hello is peeked in the socket; the socket is reported again
 //!   only when more bytes have arrived.
 //! - `deliver`: passes sockets of our names to other programs.
@@ -16,11 +16,11 @@
 //!
 //! No client has a thread before its hello is complete. The accepting thread also does the handshakes.
 
+mod accept_loop;
 mod acceptor;
 mod alert;
 mod client;
 mod deliver;
-mod door;
 mod forward;
 mod forwarded;
 mod proxy;

@@ -10,6 +10,7 @@ use std::time::Duration;
 use dunlin_lane::data::*;
 use dunlin_lane::handshake::Secured;
 use dunlin_lane::record::*;
+use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileSlice};
 

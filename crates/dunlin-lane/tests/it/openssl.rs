@@ -11,21 +11,13 @@ use std::time::{Duration, Instant};
 use dunlin_lane::data::*;
 use dunlin_lane::handshake;
 use dunlin_lane::provider::CipherSuite;
+use dunlin_test_base::need::are_here;
+use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use sha2::{Digest, Sha256};
 
 const BYTES: usize = (3 << 20) + 12_345;
 const STALL: Duration = Duration::from_secs(10);
-
-/// Where OpenSSL may be missing, which is nowhere that CI is set.
-fn openssl_is_here() -> bool {
-    let found = Command::new("openssl").arg("version").output().is_ok();
-    assert!(
-        found || std::env::var_os("CI").is_none(),
-        "CI needs the openssl command"
-    );
-    found
-}
 
 struct Peer(Child);
 
@@ -74,7 +66,7 @@ fn send(mut sender: DataSender, content: &[u8]) {
 
 #[test]
 fn openssl_reads_what_a_lane_sends() {
-    if !openssl_is_here() {
+    if !are_here(&["openssl"]) {
         return;
     }
     for (provider, suite) in combinations() {
@@ -134,7 +126,7 @@ fn openssl_reads_what_a_lane_sends() {
 
 #[test]
 fn a_lane_reads_what_openssl_sends() {
-    if !openssl_is_here() {
+    if !are_here(&["openssl"]) {
         return;
     }
     for (provider, suite) in combinations() {

@@ -10,6 +10,7 @@ use std::thread;
 use dunlin_lane::handshake::{self, Records, Secured};
 use dunlin_lane::provider::{CipherSuite, Provider};
 use dunlin_lane::record::*;
+use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use rustls::{ClientConnection, ConnectionCommon, ServerConnection, SideData};
 

@@ -27,6 +27,24 @@ pub fn wait_for(vm: &Vm, what: &str, done: impl Fn(&Vm) -> bool) {
     }
 }
 
+/// The rate, in visits per second, at which the guest makes so many more visits.
+pub fn rate_of(vm: &Vm, visits: u64) -> f64 {
+    let (start, before) = (Instant::now(), vm.stats().pages_checked);
+    wait_for(vm, "visits", |vm| {
+        vm.stats().pages_checked >= before + visits
+    });
+    let made = vm.stats().pages_checked - before;
+    made as f64 / start.elapsed().as_secs_f64()
+}
+
+/// Visits per second over a moment. The wait is the measurement: without a dirty rate the number of
+/// visits in a window depends on the host.
+pub fn rate_now(vm: &Vm) -> f64 {
+    let (start, before) = (Instant::now(), vm.stats().pages_checked);
+    std::thread::sleep(Duration::from_millis(400));
+    (vm.stats().pages_checked - before) as f64 / start.elapsed().as_secs_f64()
+}
+
 /// Copies the pages with a set bit, or all pages; both machines have the same regions.
 pub fn copy_pages(from: &Vm, to: &Vm, maps: Option<&[Vec<u64>]>) -> u64 {
     let mut copied = 0;

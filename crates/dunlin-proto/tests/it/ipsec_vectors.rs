@@ -13,23 +13,11 @@ use dunlin_proto::ipsec::ports::PortRange;
 use dunlin_proto::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 
-const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
+use crate::document::{WIRE, assert_exact, vectors_of};
 
 /// Every vector of an IPsec session by its name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
-    let blocks = DOCUMENT.split("```vector\n").skip(1);
-    let named = blocks.filter_map(|block| {
-        let (block, _) = block.split_once("```").unwrap();
-        let (name, rows) = block.split_once('\n').unwrap();
-        let name = name.strip_prefix("name: ")?.strip_prefix("ipsec/")?;
-        let bytes = rows
-            .lines()
-            .map(|row| row.split('#').next().unwrap())
-            .flat_map(str::split_whitespace)
-            .map(|byte| u8::from_str_radix(byte, 16).unwrap());
-        Some((name, bytes.collect()))
-    });
-    named.collect()
+    vectors_of("ipsec/")
 }
 
 fn expected(kind: Kind) -> Message {
@@ -121,7 +109,7 @@ fn the_document_lists_every_message_and_limit() {
     for kind in Kind::ALL {
         let (number, name) = (kind.to_wire(), kind.name());
         let row = format!("| {number} | {name} | ");
-        assert!(DOCUMENT.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
     }
     for words in [
         format!("body, at most {} KiB", MAX_IPSEC_BODY_BYTES / 1024),
@@ -137,19 +125,13 @@ fn the_document_lists_every_message_and_limit() {
         format!("with {CONTEXT_BYTES}\nbytes of context"),
         format!("`{}`", String::from_utf8_lossy(EXPORTER_LABEL)),
     ] {
-        assert!(DOCUMENT.contains(&words), "docs/wire.md lacks: {words}");
+        assert!(WIRE.contains(&words), "docs/wire.md lacks: {words}");
     }
 }
 
 #[test]
 fn i7_every_truncation_of_a_vector_is_refused() {
-    for (name, bytes) in vectors() {
-        for length in 0..bytes.len() {
-            assert_eq!(decode(&bytes[..length]), None, "{name} cut to {length}");
-        }
-        let longer = [&bytes[..], &[0]].concat();
-        assert_eq!(decode(&longer), None, "{name} with a byte more");
-    }
+    assert_exact(vectors(), |_, bytes| decode(bytes).is_some());
 }
 
 /// Every byte of every vector with every value: no panic, and what decodes is

@@ -17,23 +17,11 @@ use dunlin_proto::stripe::message::{
     Credit, Header, Kind, LaneAck, MESSAGE_HEADER_BYTES, Mark, Message, Open,
 };
 
-const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
+use crate::document::{WIRE, assert_exact, vectors_of};
 
 /// Every vector of the tunnel by its name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
-    let blocks = DOCUMENT.split("```vector\n").skip(1);
-    let named = blocks.filter_map(|block| {
-        let (block, _) = block.split_once("```").unwrap();
-        let (name, rows) = block.split_once('\n').unwrap();
-        let name = name.strip_prefix("name: ")?.strip_prefix("tunnel-")?;
-        let bytes = rows
-            .lines()
-            .map(|row| row.split('#').next().unwrap())
-            .flat_map(str::split_whitespace)
-            .map(|byte| u8::from_str_radix(byte, 16).unwrap());
-        Some((name, bytes.collect()))
-    });
-    named.collect()
+    vectors_of("tunnel-")
 }
 
 fn expected(kind: Kind) -> Message {
@@ -161,7 +149,7 @@ fn every_message_and_frame_has_its_vector() {
 fn the_document_lists_every_message_and_limit() {
     for kind in Kind::ALL {
         let row = format!("| {} | {kind} | ", kind.to_wire());
-        assert!(DOCUMENT.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
     }
     for words in [
         format!("| 1 to {MAX_STRIPE_CHUNK_BYTES} | 0 |"),
@@ -176,7 +164,7 @@ fn the_document_lists_every_message_and_limit() {
         format!("that is the {}th of", MAX_CHANNEL_CHUNKS + 1),
         format!("at most\n2^{}", MAX_CHANNEL_OFFSET.ilog2()),
     ] {
-        assert!(DOCUMENT.contains(&words), "docs/wire.md lacks: {words}");
+        assert!(WIRE.contains(&words), "docs/wire.md lacks: {words}");
     }
 }
 
@@ -186,14 +174,7 @@ fn i7_every_truncation_of_a_vector_is_refused() {
         true => decode_frame(bytes).is_some(),
         false => decode_message(bytes).is_some(),
     };
-    for (name, bytes) in vectors() {
-        for length in 0..bytes.len() {
-            assert!(!decodes(name, &bytes[..length]), "{name} cut to {length}");
-        }
-        let mut longer = bytes.clone();
-        longer.push(0);
-        assert!(!decodes(name, &longer), "{name} with a byte more");
-    }
+    assert_exact(vectors(), decodes);
 }
 
 /// Every byte of every vector with every value: no panic, and what decodes is

@@ -22,34 +22,16 @@ use dunlin_proto::negotiate::{
     Selection, SessionSecret, VersionRange,
 };
 
-const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
+use crate::document::{WIRE, assert_exact, vectors_of};
 
 const SESSION: [u8; 16] = [
     0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf,
 ];
 
-/// All vectors by name.
+/// The vectors of migrations by name; the tunnel's and those of IPsec have modules of their own.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
-    let mut vectors = BTreeMap::new();
-    for block in DOCUMENT.split("```vector\n").skip(1) {
-        let (block, _) = block.split_once("```").unwrap();
-        let (name, rows) = block.split_once('\n').unwrap();
-        let name = name.strip_prefix("name: ").unwrap();
-        // The tunnel's vectors are read by tests/stripe_vectors.rs.
-        if name.starts_with("tunnel-") || name.starts_with("ipsec/") {
-            continue;
-        }
-        let bytes = rows
-            .lines()
-            .map(|row| row.split('#').next().unwrap())
-            .flat_map(str::split_whitespace)
-            .map(|byte| u8::from_str_radix(byte, 16).unwrap())
-            .collect();
-        assert!(
-            vectors.insert(name, bytes).is_none(),
-            "{name} is there twice"
-        );
-    }
+    let mut vectors = vectors_of("");
+    vectors.retain(|name, _| !name.starts_with("tunnel-") && !name.starts_with("ipsec/"));
     vectors
 }
 
@@ -360,14 +342,14 @@ fn the_document_lists_every_fault_and_message() {
             code.name(),
             code.at_fault()
         );
-        assert!(DOCUMENT.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
     }
     for (number, kind) in (1..).zip(Kind::ALL) {
         let row = format!(
             "| {number} | {kind} | {} |",
             format!("{:?}", kind.sender()).to_lowercase()
         );
-        assert!(DOCUMENT.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
     }
 }
 
@@ -390,7 +372,7 @@ fn the_document_names_the_limits() {
         format!("at most 2^{} bytes", MAX_MEMORY_BYTES.ilog2()),
         format!("{PAGE_BYTES} × page count if raw"),
     ] {
-        assert!(DOCUMENT.contains(&words), "docs/wire.md lacks: {words}");
+        assert!(WIRE.contains(&words), "docs/wire.md lacks: {words}");
     }
     assert_eq!(MAX_SECTION_BYTES, 1024 * 1024 - 4 * 1024);
     assert_eq!(MAX_CHUNK_PAYLOAD_BYTES, 1024 * 1024);
@@ -398,14 +380,7 @@ fn the_document_names_the_limits() {
 
 #[test]
 fn i7_every_truncation_of_a_vector_is_refused() {
-    for (name, bytes) in vectors() {
-        for length in 0..bytes.len() {
-            assert!(!decodes(name, &bytes[..length]), "{name} cut to {length}");
-        }
-        let mut longer = bytes.clone();
-        longer.push(0);
-        assert!(!decodes(name, &longer), "{name} with a byte more");
-    }
+    assert_exact(vectors(), decodes);
 }
 
 /// Every byte of every vector with every value: no panic, and a decoded value

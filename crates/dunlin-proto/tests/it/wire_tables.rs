@@ -9,12 +9,12 @@ use dunlin_proto::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use dunlin_proto::negotiate::{MAGIC, PRELUDE_BYTES, VERSIONS};
 use dunlin_proto::stripe;
 
-const DOCUMENT: &str = include_str!("../../../../docs/wire.md");
+use crate::document::WIRE;
 
 /// Tables with offsets: the text before each, and its rows.
 fn tables() -> Vec<(&'static str, Vec<Vec<&'static str>>)> {
     let mut tables = Vec::new();
-    let parts: Vec<&str> = DOCUMENT.split("| offset | bytes | field |").collect();
+    let parts: Vec<&str> = WIRE.split("| offset | bytes | field |").collect();
     for pair in parts.windows(2) {
         let title = pair[0].trim_end().rsplit("\n\n").next().unwrap();
         let rows = pair[1]
@@ -94,10 +94,7 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
         "the document has a table that this test does not cover"
     );
     let whole = PRELUDE_BYTES + end("**Lane open**");
-    assert!(
-        DOCUMENT.contains(&format!("{whole} bytes in all")),
-        "{whole}"
-    );
+    assert!(WIRE.contains(&format!("{whole} bytes in all")), "{whole}");
 }
 
 #[test]
@@ -107,5 +104,5 @@ fn the_prelude_says_what_the_code_sends() {
     assert_eq!(rows[0][1], MAGIC.len().to_string());
     assert_eq!(rows[1][2], "kind: 1 offer, 2 select, 3 refuse, 4 lane open");
     let title = format!("# The wire format, version {}\n", VERSIONS.max);
-    assert!(DOCUMENT.starts_with(&title), "{title}");
+    assert!(WIRE.starts_with(&title), "{title}");
 }

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use dunlin::engine::journal::Journal;
-use dunlin_crash_tests::place::Place;
+use dunlin_crash_tests::files::Files;
 use dunlin_crash_tests::step;
 use dunlin_test_base::Scratch;
 
@@ -102,9 +102,9 @@ struct Cast {
 /// Plays a case; an error says what is not as it must be.
 pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     let scratch = Scratch::in_memory();
-    let place = Place::new(scratch.path());
-    credentials.lend(place.directory());
-    let directory = place.directory().to_str().unwrap().to_owned();
+    let files = Files::new(scratch.path());
+    credentials.lend(files.directory());
+    let directory = files.directory().to_str().unwrap().to_owned();
     let address = case.address();
 
     let vm = if case.elsewhere {
@@ -145,8 +145,8 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
         Signal::Kill => strike(case, &mut cast)?,
         Signal::Stop => freeze(case, &mut cast)?,
     };
-    let location = settle(case, &mut cast, &place, &address, &ended)?;
-    judge(case, &mut cast, &place, &location)
+    let location = settle(case, &mut cast, &files, &address, &ended)?;
+    judge(case, &mut cast, &files, &location)
 }
 
 /// What each side said at its end; a killed one says nothing.
@@ -209,11 +209,11 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
 fn settle(
     case: &Case,
     cast: &mut Cast,
-    place: &Place,
+    files: &Files,
     address: &str,
     ended: &Ended,
 ) -> Result<String, String> {
-    let directory = place.directory().to_str().unwrap();
+    let directory = files.directory().to_str().unwrap();
     let killed = case.signal == Signal::Kill;
     if killed && case.hits_destination() {
         cast.destination = Party::start(&["restarted-destination", directory, address]);
@@ -234,12 +234,12 @@ fn settle(
     }
 }
 
-fn judge(case: &Case, cast: &mut Cast, place: &Place, location: &str) -> Result<Ending, String> {
+fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<Ending, String> {
     let killed = case.signal == Signal::Kill;
     let source_died = killed && case.hits_source() && !case.elsewhere;
     let destination_died = killed && case.hits_destination();
     let at_source = if case.elsewhere {
-        ask_vm(place)
+        ask_vm(files)
     } else if source_died {
         "dead".into()
     } else {
@@ -250,8 +250,8 @@ fn judge(case: &Case, cast: &mut Cast, place: &Place, location: &str) -> Result<
     } else {
         cast.destination.ask("state", "state")?
     };
-    let notes = std::fs::read_to_string(place.notes()).unwrap_or_default();
-    let journals = ["source", "destination"].map(|side| states(place, side));
+    let notes = std::fs::read_to_string(files.notes()).unwrap_or_default();
+    let journals = ["source", "destination"].map(|side| states(files, side));
     let wrong = |what: &str| {
         Err(format!(
             "{what}: the source says {location}, the VM is {at_source} at the source and \
@@ -295,7 +295,7 @@ fn judge(case: &Case, cast: &mut Cast, place: &Place, location: &str) -> Result<
             if *of_source != ["ran, then died"] || !kept("running") {
                 return wrong("the VM ran and died at the destination, and a journal denies it");
             }
-            take_back(case, cast, place)?;
+            take_back(case, cast, files)?;
             Ok(Ending::TakenBack)
         }
         ("dead", "dead", "ran-then-died") if destination_died && source_died => {
@@ -309,10 +309,10 @@ fn judge(case: &Case, cast: &mut Cast, place: &Place, location: &str) -> Result<
 }
 
 /// The operator decides that the paused copy goes on.
-fn take_back(case: &Case, cast: &mut Cast, place: &Place) -> Result<(), String> {
+fn take_back(case: &Case, cast: &mut Cast, files: &Files) -> Result<(), String> {
     cast.source.ask("resolve", "resolved")?;
     let state = if case.elsewhere {
-        ask_vm(place)
+        ask_vm(files)
     } else {
         cast.source.ask("state", "state")?
     };
@@ -323,8 +323,8 @@ fn take_back(case: &Case, cast: &mut Cast, place: &Place) -> Result<(), String> 
     Err(format!("an operator took the VM back, and it is {state}"))
 }
 
-fn ask_vm(place: &Place) -> String {
-    let mut connection = UnixStream::connect(place.socket()).unwrap();
+fn ask_vm(files: &Files) -> String {
+    let mut connection = UnixStream::connect(files.socket()).unwrap();
     writeln!(connection, "state").unwrap();
     let mut answer = String::new();
     BufReader::new(connection).read_line(&mut answer).unwrap();
@@ -332,8 +332,8 @@ fn ask_vm(place: &Place) -> String {
 }
 
 /// What a side's journal says.
-fn states(place: &Place, side: &str) -> Vec<String> {
-    let entries = Journal::open(&place.journal(side)).unwrap().list().unwrap();
+fn states(files: &Files, side: &str) -> Vec<String> {
+    let entries = Journal::open(&files.journal(side)).unwrap().list().unwrap();
     let records = entries
         .into_iter()
         .filter_map(|entry| entry.record.unwrap());

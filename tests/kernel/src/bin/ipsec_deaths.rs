@@ -2,6 +2,7 @@
 //! either host, also during rekeying; and the processes that replace them.
 
 use std::env;
+use std::fs;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode};
@@ -49,8 +50,8 @@ const COLLIDES: &str = "collides";
 const LEAVES: &str = "leaves";
 /// The process is slow with its first change after the session is up.
 const LAGS: &str = "lags";
-/// Longer than the other process takes to leave.
-const LAG: Duration = Duration::from_millis(1500);
+/// The file by which the test reports that the other process has left.
+const LEFT: &str = "left";
 /// The process runs a complete session, with new keys in both directions.
 const LIVES: &str = "lives";
 
@@ -210,6 +211,9 @@ fn only_foreign(guest: &Guest, host: &str, step: usize) {
 /// Both processes are killed while the session is up, and start again: each tries to send before
 /// every change until its ports are protected again.
 fn i6_p13_an_heir_opens_no_port(guest: &Guest) {
+    for host in ["a", "b"] {
+        let _ = fs::remove_file(meeting(host));
+    }
     let dead = [begin("b", DIES_UP, 0, LIMIT), begin("a", DIES_UP, 0, LIMIT)];
     for mut one in dead {
         assert!(!one.wait().expect("it ends").success());
@@ -250,10 +254,12 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
 
 /// Its messages no longer reach the peer. The end was still asked for, so the ports are free.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
-    let parties = [begin("b", LAGS, 0, LIMIT), begin("a", LEAVES, 0, LIMIT)];
-    for mut one in parties {
-        assert!(one.wait().expect("it ends").success());
-    }
+    let _ = fs::remove_file(LEFT);
+    let mut lagging = begin("b", LAGS, 0, LIMIT);
+    let mut leaving = begin("a", LEAVES, 0, LIMIT);
+    assert!(leaving.wait().expect("it ends").success());
+    fs::write(LEFT, "").expect("the directory is ours");
+    assert!(lagging.wait().expect("it ends").success());
     for host in ["a", "b"] {
         let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
         assert_eq!(policies.matches("priority").count(), 1, "{policies}");
@@ -349,8 +355,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         };
         is_up.store(true, Ordering::SeqCst);
         if dies_up {
-            // The peer is up too, or comes up without this process.
-            thread::sleep(Duration::from_millis(500));
+            met(host);
             std::process::abort();
         }
         session.rekey();
@@ -384,7 +389,10 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
     let server = Server::start(listener, tls, options, observer).expect("it starts");
     loop {
         match events.recv().expect("the server is there") {
-            Event::Up(_) if dies_up => std::process::abort(),
+            Event::Up(_) if dies_up => {
+                met(host);
+                std::process::abort();
+            }
             Event::Up(_) => {
                 is_up.store(true, Ordering::SeqCst);
                 server.rekey();
@@ -436,7 +444,7 @@ fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook 
             take(one);
         }
         if action == LAGS && is_up.load(Ordering::SeqCst) && !lagged.swap(true, Ordering::SeqCst) {
-            thread::sleep(LAG);
+            until("the other process has left", || Path::new(LEFT).exists());
         }
         if action == TRIES && !is_up.load(Ordering::SeqCst) {
             // The other host may block its ports already; the capture shows what leaves this one.
@@ -459,6 +467,22 @@ fn take(one: &Association) {
     );
     let added = Command::new("ip").args(line.split_whitespace()).status();
     assert!(added.expect("ip starts").success());
+}
+
+/// The file by which the process of a host reports that its session is up.
+fn meeting(host: &str) -> String {
+    format!("up-{host}")
+}
+
+/// Waits until the sessions of both processes are up.
+fn met(host: &str) {
+    fs::write(meeting(host), "").expect("the directory is ours");
+    let other = if host == "a" { "b" } else { "a" };
+    let until = Instant::now() + LIMIT;
+    while !Path::new(&meeting(other)).exists() {
+        assert!(Instant::now() < until, "the other session is not up");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Waits until both directions have new keys, or the session is over.

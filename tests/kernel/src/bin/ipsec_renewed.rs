@@ -104,6 +104,7 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
         session.command("end");
         until("nothing gets through", || {
             let before = load.read.load(Ordering::SeqCst);
+            // The wait is the assertion: nothing arrives while ten changes are made.
             thread::sleep(Duration::from_millis(500));
             load.read.load(Ordering::SeqCst) == before
         });

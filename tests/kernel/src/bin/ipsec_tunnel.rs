@@ -5,13 +5,13 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-use dunlin_kernel_tests::handoff::pattern;
 use dunlin_kernel_tests::ipsec::tap::Tap;
 use dunlin_kernel_tests::sessions::{Process, connect, credentials, empty, inside, netns, until};
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
 use dunlin_rig::debian::Qemu;
 use dunlin_rig::guest::{self, Content, Workload};
 use dunlin_rig::machine::{Accelerator, Machine, Migration, Setup, begin, finish};
+use dunlin_test_base::pattern;
 use serde_json::json;
 
 const NEEDS: Needs = Needs {

@@ -10,12 +10,13 @@ use dunlin::lane::kernel::{Refused, choose};
 
 use dunlin::lane::offload::Offload;
 use dunlin::lane::provider::CipherSuite;
-use dunlin_kernel_tests::handoff::{Stunnel, certificate, connect, exchange, pattern, stunnel};
+use dunlin_kernel_tests::handoff::{Stunnel, certificate, connect, exchange, stunnel};
 use dunlin_kernel_tests::refusing::{forbid, forbid_for};
 use dunlin_kernel_tests::tls::stat;
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::Direction;
 use dunlin_linux::socket::wait_readable;
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl"],

@@ -11,11 +11,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_kernel_tests::handoff::{
-    Accept, Background, certificate, client, client_with, pattern, record, stunnel_to, take,
+    Accept, Background, certificate, client, client_with, record, stunnel_to, take,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
 use dunlin_linux::socket::{connect_unix, unread_bytes};
+use dunlin_test_base::pattern;
 use nix::sys::socket::{Backlog, listen};
 
 const NEEDS: Needs = Needs {

@@ -6,11 +6,10 @@ use std::os::fd::AsRawFd;
 use std::process::ExitCode;
 use std::thread;
 
-use dunlin_kernel_tests::tls::{
-    Keys, Peer, RECORD, await_bytes, file, kernel_and_peer, pattern, pipe,
-};
+use dunlin_kernel_tests::tls::{Keys, Peer, RECORD, await_bytes, file, kernel_and_peer, pipe};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::socket::unread_bytes;
+use dunlin_test_base::pattern;
 use nix::fcntl::{SpliceFFlags, splice};
 use nix::sys::sendfile::sendfile;
 use nix::sys::socket::{MsgFlags, send};
@@ -59,7 +58,7 @@ fn main() -> ExitCode {
 /// Sends a mebibyte. Returns the number of records that arrived.
 fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-    let data = pattern(BYTES);
+    let data = pattern(BYTES, 1);
     let (received, sizes) = thread::scope(|scope| {
         let receiver = scope.spawn(|| Peer::receive_all(&mut peer));
         send(&mut kernel, &data);

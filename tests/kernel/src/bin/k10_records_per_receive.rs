@@ -7,9 +7,10 @@ use std::process::ExitCode;
 use std::thread;
 
 use dunlin_kernel_tests::tls::{
-    ALERT, DATA, Half, Keys, RECORD, await_bytes, kernel_and_peer, pattern, receive,
+    ALERT, DATA, Half, Keys, RECORD, await_bytes, kernel_and_peer, receive,
 };
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_test_base::pattern;
 use nix::sys::socket::{MsgFlags, recv};
 
 const BYTES: usize = 1 << 20;
@@ -27,7 +28,7 @@ fn main() -> ExitCode {
 /// One receive takes eight queued records.
 fn takes_what_is_there() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-    let data = pattern(8 * 4000);
+    let data = pattern(8 * 4000, 1);
     let on_the_wire = queue(&mut peer.socket, &mut peer.seals, &data, 4000);
     await_bytes(&kernel, on_the_wire);
     let mut buffer = vec![0; BYTES];
@@ -39,7 +40,7 @@ fn takes_what_is_there() {
 
 fn waits_for_all_when_told_so() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-    let data = pattern(BYTES);
+    let data = pattern(BYTES, 1);
     let sender = thread::spawn({
         let data = data.clone();
         move || queue(&mut peer.socket, &mut peer.seals, &data, RECORD)
@@ -60,7 +61,7 @@ fn odd_sizes() {
         (777, 16383),
     ] {
         let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-        let data = pattern(record * 20);
+        let data = pattern(record * 20, 1);
         let sender = thread::spawn({
             let data = data.clone();
             move || queue(&mut peer.socket, &mut peer.seals, &data, record)

@@ -5,9 +5,10 @@ use std::net::Shutdown;
 use std::process::ExitCode;
 use std::thread;
 
-use dunlin_kernel_tests::handoff::{Stunnel, certificate, connected, pattern, stunnel};
+use dunlin_kernel_tests::handoff::{Stunnel, certificate, connected, stunnel};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::socket::wait_writable;
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl"],

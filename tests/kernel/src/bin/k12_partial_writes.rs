@@ -7,10 +7,11 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use dunlin_kernel_tests::tls::{DATA, Keys, RECORD, kernel_and_peer, kernels, pattern};
+use dunlin_kernel_tests::tls::{DATA, Keys, RECORD, kernel_and_peer, kernels};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::socket::{set_buffers, wait_writable};
 use dunlin_rig::linux::interrupt::Thread;
+use dunlin_test_base::pattern;
 use std::time::{Duration, Instant};
 
 const BYTES: usize = 4 << 20;
@@ -27,7 +28,7 @@ fn main() -> ExitCode {
 fn a_full_socket_takes_a_part() {
     let (mut near, far) = kernels();
     near.set_nonblocking(true).expect("it can be set");
-    let data = pattern(BYTES);
+    let data = pattern(BYTES, 1);
     // The peer does not read, so the buffers fill up.
     let mut sent = near.write(&data).expect("some fits");
     assert!(sent < BYTES, "all of it fitted");
@@ -57,7 +58,7 @@ fn a_full_socket_takes_a_part() {
 
 fn an_interrupted_send_says_what_it_took() {
     let (mut near, far) = kernels();
-    let data = pattern(BYTES);
+    let data = pattern(BYTES, 1);
     let writer = Thread::this().expect("the signal can be taken");
     let (done, started) = (AtomicBool::new(false), Barrier::new(2));
     let (mut sent, mut parts, mut nothing) = (0, 0, 0);
@@ -103,7 +104,7 @@ fn an_interrupted_send_says_what_it_took() {
 fn an_interrupted_receive_loses_nothing() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let reader = Thread::this().expect("the signal can be taken");
-    let record = peer.seals.seal(DATA, &pattern(RECORD));
+    let record = peer.seals.seal(DATA, &pattern(RECORD, 1));
     let (half, rest) = record.split_at(RECORD / 2);
     peer.socket.write_all(half).expect("it is sent");
     let done = AtomicBool::new(false);
@@ -123,7 +124,7 @@ fn an_interrupted_receive_loses_nothing() {
         while let Err(error) = kernel.read_exact(&mut got) {
             assert_eq!(error.kind(), io::ErrorKind::Interrupted);
         }
-        assert!(got == pattern(RECORD));
+        assert!(got == pattern(RECORD, 1));
     });
 }
 

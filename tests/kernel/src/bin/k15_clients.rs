@@ -6,8 +6,9 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 
-use dunlin_kernel_tests::handoff::{Stunnel, certificate, pattern, stunnel};
+use dunlin_kernel_tests::handoff::{Stunnel, certificate, stunnel};
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl", "python3-minimal"],

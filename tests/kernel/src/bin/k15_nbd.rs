@@ -5,9 +5,10 @@ use std::net::TcpStream;
 use std::process::{Command, ExitCode, Stdio};
 
 use dunlin_kernel_tests::handoff::{
-    Background, certificate, connect, pattern, stunnel_to, wait_for_listener,
+    Background, certificate, connect, stunnel_to, wait_for_listener,
 };
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     packages: &["stunnel4", "openssl", "nbdkit"],

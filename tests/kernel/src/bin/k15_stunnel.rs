@@ -5,11 +5,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use dunlin_kernel_tests::handoff::{
-    CIPHERS, CURVE, Stunnel, certificate, connect, connect_for_nobody, connected, exchange,
-    pattern, stunnel,
+    CIPHERS, CURVE, Stunnel, certificate, connect, connect_for_nobody, connected, exchange, stunnel,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
+use dunlin_test_base::pattern;
 use serde_json::Value;
 
 const NEEDS: Needs = Needs {

@@ -7,12 +7,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_ipsec::xfrm::{Action, Direction, Network, Policy, PortBlock, Protocol};
-use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Ending, LIMIT, Lane, pattern, write_all};
+use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Ending, LIMIT, Lane, write_all};
 use dunlin_kernel_tests::ipsec::wire::{Seen, Wire};
 use dunlin_kernel_tests::ipsec::{
     Family, Host, Hosts, REQID, Sa, has_per_cpu, lanes_from, on_cpu, policies, protect,
 };
 use dunlin_kernel_tests::{Guest, Needs, Under, run};
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     cpus: 4,
@@ -53,6 +54,7 @@ impl Stream<'_> {
         let until = Instant::now() + LIMIT;
         loop {
             let before = self.received.load(Ordering::Relaxed);
+            // The wait is the assertion: nothing arrives. The writer sends every millisecond.
             thread::sleep(Duration::from_millis(300));
             if self.received.load(Ordering::Relaxed) == before {
                 break;
@@ -94,7 +96,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
     thread::scope(|scope| {
         scope.spawn(|| {
             on_cpu(1, || {
-                let data = pattern(8 << 10);
+                let data = pattern(8 << 10, 1);
                 while !done.load(Ordering::Relaxed) {
                     write_all(&lane.near, &data);
                     // Leave time for the guest's other threads.

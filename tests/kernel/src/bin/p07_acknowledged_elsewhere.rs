@@ -3,11 +3,12 @@
 use std::process::ExitCode;
 use std::thread;
 
-use dunlin_kernel_tests::ipsec::lanes::{Scene, pattern, read_all, write_all};
+use dunlin_kernel_tests::ipsec::lanes::{Scene, read_all, write_all};
 use dunlin_kernel_tests::ipsec::{CPUS, Family, needs_per_cpu, on_cpu};
 use dunlin_kernel_tests::{Needs, run};
 use dunlin_linux::socket::set_buffers;
 use dunlin_linux::tcp::incoming_cpu;
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
@@ -31,10 +32,10 @@ fn main() -> ExitCode {
             set_buffers(&lane.near, Some(16 << 10), None).expect("it is a connection");
             let by = scene.there(|| {
                 thread::scope(|scope| {
-                    scope.spawn(|| on_cpu(from, || write_all(&lane.near, &pattern(BYTES))));
+                    scope.spawn(|| on_cpu(from, || write_all(&lane.near, &pattern(BYTES, 1))));
                     let mut all = vec![0; BYTES];
                     on_cpu(to, || read_all(&lane.far, &mut all));
-                    assert!(all == pattern(BYTES));
+                    assert!(all == pattern(BYTES, 1));
                 });
             });
             let acknowledged_on = incoming_cpu(&lane.near).expect("it is a connection");

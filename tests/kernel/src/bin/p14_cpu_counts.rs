@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use dunlin_kernel_tests::ipsec::lanes::{
-    Ending, Lane, Scene, look_again, pattern, read_all, used, write_all,
+    Ending, Lane, Scene, look_again, read_all, used, write_all,
 };
 use dunlin_kernel_tests::ipsec::wire::Wire;
 use dunlin_kernel_tests::ipsec::{CPUS, Family, Sa, needs_per_cpu, on_cpu};
 use dunlin_kernel_tests::{Needs, run};
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     cpus: CPUS,
@@ -72,7 +73,7 @@ fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
         scope.spawn(|| {
             on_cpu(0, || {
                 while !done.load(Ordering::Relaxed) {
-                    write_all(near, &pattern(10_000));
+                    write_all(near, &pattern(10_000, 1));
                 }
                 near.shutdown(std::net::Shutdown::Write)
                     .expect("it is open");

@@ -6,11 +6,12 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixListener;
 use std::process::{ChildStdout, Command, ExitCode, Stdio};
 
-use dunlin_kernel_tests::handoff::{Accept, Background, call, exchange, pattern, take};
+use dunlin_kernel_tests::handoff::{Accept, Background, call, exchange, take};
 use dunlin_kernel_tests::sessions::until;
 use dunlin_kernel_tests::tls::{renews_keys, stat};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
+use dunlin_test_base::pattern;
 
 const NEEDS: Needs = Needs {
     dunlin: true,

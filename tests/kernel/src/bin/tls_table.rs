@@ -9,11 +9,10 @@ use std::sync::mpsc;
 use std::thread;
 
 use dunlin_kernel_tests::counting::Count;
-use dunlin_kernel_tests::tls::{
-    HEADER, Half, Keys, Peer, RECORD, connected, file, install, pattern, pipe,
-};
+use dunlin_kernel_tests::tls::{HEADER, Half, Keys, Peer, RECORD, connected, file, install, pipe};
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls;
+use dunlin_test_base::pattern;
 use nix::fcntl::{SpliceFFlags, splice, vmsplice};
 use nix::libc;
 use nix::sys::sendfile::sendfile;
@@ -175,7 +174,7 @@ fn arrives((what, sealed, send): Way) {
     send(&mut sender);
     sender.socket.shutdown(Shutdown::Write).expect("it is open");
     let (data, sizes) = receiver.join().expect("every record is authentic");
-    assert!(data == pattern(BYTES), "{what}");
+    assert!(data == pattern(BYTES, 1), "{what}");
     assert_eq!(sizes.len(), MIBS * RECORDS, "{what}");
 }
 
@@ -244,7 +243,7 @@ impl Sender {
         if sealed == Sealed::InKernel {
             install(&socket, &Keys::new(1), &Keys::new(2));
         }
-        let file = file(&pattern(BYTES));
+        let file = file(&pattern(BYTES, 1));
         let twin = file.try_clone().expect("there are descriptors");
         let mapped = MmapRegion::from_file(FileOffset::new(twin, 0), BYTES).expect("it is mapped");
         let sender = Self {

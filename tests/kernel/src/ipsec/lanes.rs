@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::{set_reset_on_close, wait_readable};
 use dunlin_linux::tcp::set_traffic_class;
+use dunlin_test_base::pattern;
 
 use super::{Family, Host, Hosts, LANES, SaSet, on_cpu};
 
@@ -114,7 +115,7 @@ impl Drop for Ending<'_> {
 }
 
 fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
-    let data = pattern(bytes);
+    let data = pattern(bytes, 1);
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut all = vec![0; bytes];
@@ -131,12 +132,6 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
         assert!(Instant::now() < until, "nothing is acknowledged");
         thread::sleep(Duration::from_millis(1));
     }
-}
-
-/// Returns bytes that differ from their neighbours.
-#[must_use]
-pub fn pattern(bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|at| (at % 251) as u8).collect()
 }
 
 /// Fills the buffer, also when interrupted.

@@ -11,7 +11,7 @@
 
 pub mod acquires;
 pub mod lanes;
-mod line;
+mod link;
 pub mod statistics;
 pub mod tap;
 pub mod wire;
@@ -31,7 +31,7 @@ use dunlin_linux::affinity::pin_to;
 use dunlin_rig::linux::netns;
 use dunlin_rig::linux::tun::Tun;
 
-use self::line::Line;
+use self::link::Link;
 use self::statistics::Statistics;
 use crate::Guest;
 
@@ -80,7 +80,7 @@ pub struct Hosts {
     pub b: Host,
     /// The link, if it is not a veth pair.
     #[expect(dead_code, reason = "held, not read")]
-    line: Option<Line>,
+    link: Option<Link>,
 }
 
 impl Hosts {
@@ -125,10 +125,10 @@ impl Hosts {
                 .expect("it can be entered")
                 .expect("the kernel has TUN")
         });
-        Self::up(guest, names, Some(Line::between(ends, cpu)))
+        Self::up(guest, names, Some(Link::between(ends, cpu)))
     }
 
-    fn up(guest: &Guest, [a, b]: [String; 2], line: Option<Line>) -> Self {
+    fn up(guest: &Guest, [a, b]: [String; 2], link: Option<Link>) -> Self {
         for (host, number) in [(&a, 1), (&b, 2)] {
             let v4 = format!("10.0.0.{number}/24");
             let v6 = format!("fd00::{number}/64");
@@ -149,7 +149,7 @@ impl Hosts {
         for host in [&a, &b] {
             let is_up = || {
                 let said = guest.output("ip", &["-n", host, "-o", "link", "show", LINK]);
-                said.contains("state UP") || line.is_some()
+                said.contains("state UP") || link.is_some()
             };
             while !is_up() {
                 assert!(Instant::now() < until, "the link does not come up");
@@ -158,7 +158,7 @@ impl Hosts {
         Self {
             a: Host::new(a, 1),
             b: Host::new(b, 2),
-            line,
+            link,
         }
     }
 

@@ -142,8 +142,8 @@ pub fn runs(vm: &TestVm) -> usize {
     vm.calls().iter().filter(|call| **call == "resume").count()
 }
 
-/// A fault with its cause, and who is blamed.
-pub fn words(error: &MigrateError) -> String {
+/// The error and its causes in one text.
+pub fn with_causes(error: &MigrateError) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
@@ -310,7 +310,7 @@ pub fn refused_by_destination(
     let Err(error) = result else {
         panic!("{row}: it was believed")
     };
-    let said = words(&error);
+    let said = with_causes(&error);
     assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource), "{said}");
     assert!(said.contains(text), "{row}: {said}");
     assert!(
@@ -375,7 +375,7 @@ pub fn refused_by_source(
         liar.join().unwrap();
         error
     });
-    let said = words(&error);
+    let said = with_causes(&error);
     assert_eq!((error.fault, error.vm), (fault, at), "{said}");
     assert!(said.contains(text), "{row}: {said}");
     assert!(

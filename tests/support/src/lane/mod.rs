@@ -1,7 +1,6 @@
 //! What the lane tests share: a small certificate authority, connections and secured pairs.
 
 use std::fs;
-use std::io::{self, Read};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -9,10 +8,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_lane::handshake::{self, Secured};
+use dunlin_lane::handshake::{self, HandshakeError, Secured};
 use dunlin_lane::identity::{Identity, LoadOptions};
 use dunlin_lane::offload::Offload;
 use dunlin_lane::peers::Peers;
+use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::{CipherSuite, Crypto, Provider};
 use dunlin_test_base::Scratch;
 use rcgen::{
@@ -24,23 +24,6 @@ pub const DESTINATION: &str = "destination.test";
 
 pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(10)
-}
-
-/// One read of whatever there is, as [`Read::read`], and again where something interrupted it: a
-/// process that is stopped and goes on gets EINTR from sockets with a time-out.
-pub trait ReadOnce {
-    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
-}
-
-impl<R: Read> ReadOnce for R {
-    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        loop {
-            match self.read(bytes) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                done => return done,
-            }
-        }
-    }
 }
 
 /// An authority that issues identities in our layout.
@@ -152,6 +135,22 @@ pub fn crypto(provider: Provider, suite: CipherSuite) -> Crypto {
     }
 }
 
+/// The handshake of a lane over loopback: the client's outcome, and the server's.
+pub fn both_ends(
+    near: &ClientTls,
+    far: &ServerTls,
+) -> (
+    Result<Secured, HandshakeError>,
+    Result<Secured, HandshakeError>,
+) {
+    let (near_socket, far_socket) = pair();
+    thread::scope(|scope| {
+        let accept = scope.spawn(|| handshake::server(far_socket, far, soon()));
+        let connected = handshake::client(near_socket, near, soon());
+        (connected, accept.join().unwrap())
+    })
+}
+
 /// Both ends of a lane after its handshake, the source's first.
 pub fn secured(crypto: &Crypto) -> (Secured, Secured) {
     let authority = Authority::new();
@@ -163,10 +162,8 @@ pub fn secured(crypto: &Crypto) -> (Secured, Secured) {
         .identity(&[DESTINATION])
         .server(crypto, names(&[SOURCE]))
         .unwrap();
-    let (near, far) = pair();
-    let accept = thread::spawn(move || handshake::server(far, &server, soon()).unwrap());
-    let near = handshake::client(near, &client, soon()).unwrap();
-    (near, accept.join().unwrap())
+    let (near, far) = both_ends(&client, &server);
+    (near.unwrap(), far.unwrap())
 }
 
 /// Every provider built in with every suite.
@@ -174,17 +171,4 @@ pub fn combinations() -> impl Iterator<Item = (Provider, CipherSuite)> {
     Provider::built_in()
         .iter()
         .flat_map(|&provider| CipherSuite::ALL.map(|suite| (provider, suite)))
-}
-
-/// Bytes that no accident produces and that differ from any neighbour's.
-pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..bytes)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
 }

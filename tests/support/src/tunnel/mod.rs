@@ -21,15 +21,14 @@ use dunlin_tunnel::{
 
 use crate::lane::{Authority, load, names};
 use dunlin_test_base::Scratch;
+pub use dunlin_test_base::sockets::TIMEOUT;
+use dunlin_test_base::sockets::{accepted, with_timeout};
 use relay::Relay;
 
 pub const NEAR: &str = "near.test";
 /// Another peer that the far side admits.
 pub const OTHER: &str = "other.test";
 pub const FAR: &str = "far.test";
-/// The timeout of every wait in a test.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
-
 pub fn identities(identity: Identity) -> Identities {
     identities_with(identity, offload())
 }
@@ -208,32 +207,12 @@ impl Pair {
     }
 
     pub fn connect(&self) -> UnixStream {
-        let stream = UnixStream::connect(self.entrance()).unwrap();
-        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-        stream
+        with_timeout(UnixStream::connect(self.entrance()).unwrap())
     }
 
     /// The next connection at the target.
     pub fn accept(&self) -> UnixStream {
-        let until = Instant::now() + TIMEOUT;
-        let listener = self.listener.as_ref().unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let stream = loop {
-            match listener.accept() {
-                Ok((stream, _)) => break stream,
-                Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
-                Err(error) => panic!(
-                    "no connection: {error}: {:#?} {:#?}",
-                    self.near_events.all(),
-                    self.far_events.all()
-                ),
-            }
-        };
-        stream.set_nonblocking(false).unwrap();
-        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
-        stream
+        accepted(self.listener.as_ref().unwrap())
     }
 
     /// A host of the other authority, which both sides trust.

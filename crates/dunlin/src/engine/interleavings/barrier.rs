@@ -8,20 +8,20 @@ use shuttle::sync::mpsc::channel;
 use shuttle::thread::{JoinHandle, spawn};
 
 use super::super::destination::barrier::IterationBarrier;
-use super::line::Line;
+use super::connection::Connection;
 
 /// The last mark that each lane has reached.
 type Reached = Arc<Plain<[u32; 3]>>;
 
 /// A barrier with lanes 1 to 3, which can be cut.
-fn barrier() -> (Arc<IterationBarrier>, [Arc<Line>; 3], Reached) {
+fn barrier() -> (Arc<IterationBarrier>, [Arc<Connection>; 3], Reached) {
     let barrier = IterationBarrier::new(3);
-    let lines = [1, 2, 3].map(|lane| {
-        let line = Line::new();
-        barrier.admit(lane, line.interrupt()).unwrap();
-        line
+    let connections = [1, 2, 3].map(|lane| {
+        let connection = Connection::new();
+        barrier.admit(lane, connection.interrupt()).unwrap();
+        connection
     });
-    (Arc::new(barrier), lines, Reached::default())
+    (Arc::new(barrier), connections, Reached::default())
 }
 
 /// A lane that reads marks 1 to `last`; false if it was given up at a mark.
@@ -67,12 +67,12 @@ pub(super) fn ends() {
 /// A fence ends a lane that waits at a mark and one that waits for bytes. The others
 /// continue then, and not before.
 pub(super) fn fences() {
-    let (barrier, lines, reached) = barrier();
+    let (barrier, connections, reached) = barrier();
     let waits = lane(&barrier, 1, 1, &reached);
     let passes = lane(&barrier, 2, 1, &reached);
     let reads = {
-        let line = Arc::clone(&lines[2]);
-        spawn(move || line.await_end())
+        let connection = Arc::clone(&connections[2]);
+        spawn(move || connection.await_end())
     };
     let fence = |lane| {
         assert_eq!(barrier.lanes(|lanes| lanes.fence(lane)), Fence::Close);
@@ -90,11 +90,11 @@ pub(super) fn fences() {
 
 /// Every lane ends with the session, in whatever it waits.
 pub(super) fn stop() {
-    let (barrier, lines, reached) = barrier();
+    let (barrier, connections, reached) = barrier();
     let waits = [1, 2].map(|number| lane(&barrier, number, 1, &reached));
     let reads = {
-        let line = Arc::clone(&lines[2]);
-        spawn(move || line.await_end())
+        let connection = Arc::clone(&connections[2]);
+        spawn(move || connection.await_end())
     };
     barrier.stop();
     reads.join().unwrap();

@@ -8,7 +8,7 @@ use shuttle::thread::spawn;
 
 use super::super::control::{Backlog, QUEUED_MESSAGES};
 use super::super::host::Cancel;
-use super::line::Line;
+use super::connection::Connection;
 
 /// A cancellation ends the session at any time: while it connects, while it waits for
 /// events, and in between.
@@ -18,11 +18,11 @@ pub(super) fn cancellation() {
         let cancel = cancel.clone();
         spawn(move || cancel.cancel())
     };
-    let line = Line::new();
-    let interrupting = cancel.interrupts(line.interrupt());
+    let connection = Connection::new();
+    let interrupting = cancel.interrupts(connection.interrupt());
     if thread_rng().r#gen() {
         // The peer never answers.
-        line.await_end();
+        connection.await_end();
     } else {
         drop(interrupting);
         let (events, cancelled) = channel();

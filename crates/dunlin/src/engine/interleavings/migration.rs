@@ -1,5 +1,5 @@
 //! Whole migrations of a small memory: the engine's work queue and barrier with lanes
-//! on both sides, over [`Line`]s, and sessions that act between events as the engine's
+//! on both sides, over [`Connection`]s, and sessions that act between events as the engine's
 //! do.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +22,7 @@ use super::super::host::Cancel;
 use super::super::source::event::SessionEvent;
 use super::super::source::work_queue::WorkQueue;
 use super::super::sync::lock;
-use super::line::{Frame, Line};
+use super::connection::{Connection, Frame};
 use super::work_queue::TIMEOUTS;
 
 const PAGES: usize = CHUNK_PAGES as usize + 2;
@@ -51,7 +51,7 @@ enum AtSource {
 /// Events of the destination's session.
 enum AtDestination {
     Received(Message),
-    Arrived(u16, Arc<Line>),
+    Arrived(u16, Arc<Connection>),
     Acks,
     LaneEnded(u16),
 }
@@ -59,8 +59,8 @@ enum AtDestination {
 struct Source {
     work_queue: Arc<WorkQueue>,
     guest: Arc<Mutex<Guest>>,
-    /// The lanes' lines, so that a scenario can cut them.
-    lines: Arc<Mutex<BTreeMap<u16, Arc<Line>>>>,
+    /// The lanes' connections, so that a scenario can cut them.
+    connections: Arc<Mutex<BTreeMap<u16, Arc<Connection>>>>,
     events: Receiver<AtSource>,
     sender: Sender<AtSource>,
     peer: Sender<AtDestination>,
@@ -75,14 +75,14 @@ pub(super) fn moves() {
 /// A lane's connection ends at any time.
 pub(super) fn loses() {
     run(|source, _| {
-        let lines = Arc::clone(&source.lines);
+        let connections = Arc::clone(&source.connections);
         Some(spawn(move || {
             for _ in 0..thread_rng().gen_range(0..40) {
                 yield_now();
             }
             let lane = thread_rng().gen_range(1..=LANES);
-            if let Some(line) = lines.lock().unwrap().get(&lane) {
-                line.close();
+            if let Some(connection) = connections.lock().unwrap().get(&lane) {
+                connection.close();
             }
         }))
     });
@@ -112,7 +112,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
             versions: vec![1; PAGES],
             dirty: BTreeSet::new(),
         })),
-        lines: Arc::default(),
+        connections: Arc::default(),
         events,
         sender,
         peer,
@@ -303,13 +303,16 @@ impl Source {
 
     fn open(&mut self, number: u16) {
         self.work_queue.expect(number);
-        let line = Line::new();
-        self.lines.lock().unwrap().insert(number, Arc::clone(&line));
+        let connection = Connection::new();
+        self.connections
+            .lock()
+            .unwrap()
+            .insert(number, Arc::clone(&connection));
         let (work_queue, guest) = (Arc::clone(&self.work_queue), Arc::clone(&self.guest));
         let (events, peer) = (self.sender.clone(), self.peer.clone());
         let thread = spawn(move || {
-            let in_order = send_all(number, &work_queue, &guest, &line, &events, &peer);
-            line.close();
+            let in_order = send_all(number, &work_queue, &guest, &connection, &events, &peer);
+            connection.close();
             let _ = events.send(AtSource::LaneEnded(number, in_order));
         });
         self.threads.insert(number, thread);
@@ -321,11 +324,11 @@ fn send_all(
     number: u16,
     work_queue: &WorkQueue,
     guest: &Mutex<Guest>,
-    line: &Arc<Line>,
+    connection: &Arc<Connection>,
     events: &Sender<AtSource>,
     peer: &Sender<AtDestination>,
 ) -> bool {
-    let end = Arc::clone(line);
+    let end = Arc::clone(connection);
     if work_queue
         .interrupted_by(number, Box::new(move || end.close()))
         .is_err()
@@ -333,7 +336,7 @@ fn send_all(
         return false;
     }
     if peer
-        .send(AtDestination::Arrived(number, Arc::clone(line)))
+        .send(AtDestination::Arrived(number, Arc::clone(connection)))
         .is_err()
     {
         return false;
@@ -362,11 +365,11 @@ fn send_all(
                 Frame::Chunk(plan.number, plan.iteration, pages)
             }
             Ok(Work::Mark(iteration)) => Frame::Mark(iteration),
-            Ok(Work::End { chunks }) => return line.send(Frame::End(chunks)),
+            Ok(Work::End { chunks }) => return connection.send(Frame::End(chunks)),
             Ok(Work::Wait) => continue,
             Ok(Work::Stop) | Err(_) => return false,
         };
-        if !line.send(frame) {
+        if !connection.send(frame) {
             return false;
         }
     }
@@ -403,16 +406,16 @@ fn receive(
             return Some(memory.iter().map(|&(_, version)| version).collect());
         }
         match events.recv().unwrap() {
-            AtDestination::Arrived(lane, line) => {
-                if barrier.admit(lane, line.interrupt()).is_err() {
+            AtDestination::Arrived(lane, connection) => {
+                if barrier.admit(lane, connection.interrupt()).is_err() {
                     continue;
                 }
                 let (barrier, memory) = (Arc::clone(&barrier), Arc::clone(&memory));
                 let events = sender.clone();
                 let thread = spawn(move || {
-                    let in_order = receive_all(lane, &barrier, &memory, &line, &events);
+                    let in_order = receive_all(lane, &barrier, &memory, &connection, &events);
                     if !in_order {
-                        line.interrupt()();
+                        connection.interrupt()();
                     }
                     barrier.forget(lane);
                     let _ = events.send(AtDestination::LaneEnded(lane));
@@ -454,13 +457,13 @@ fn receive_all(
     lane: u16,
     barrier: &IterationBarrier,
     memory: &Mutex<Vec<(u32, u32)>>,
-    line: &Line,
+    connection: &Connection,
     events: &Sender<AtDestination>,
 ) -> bool {
     // Fails once the session has ended.
     let notify = || drop(events.send(AtDestination::Acks));
     loop {
-        match line.receive() {
+        match connection.receive() {
             None => return false,
             Some(Frame::Chunk(number, iteration, pages)) => {
                 let checked = barrier.check_chunk(lane, number, iteration);

@@ -18,7 +18,7 @@
 
 mod barrier;
 mod cancel;
-mod line;
+mod connection;
 mod migration;
 pub(super) mod sync;
 mod work_queue;

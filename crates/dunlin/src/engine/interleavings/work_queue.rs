@@ -16,7 +16,7 @@ use shuttle::thread::{JoinHandle, spawn};
 use super::super::source::event::SessionEvent;
 use super::super::source::work_queue::WorkQueue;
 use super::super::tune::{Tune, TuneError};
-use super::line::Line;
+use super::connection::Connection;
 use super::sync;
 
 /// Limits that never expire, and no delay between attempts: the clock does not advance.
@@ -156,13 +156,13 @@ pub(super) fn acknowledged() {
 fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     let (events, _) = channel();
     let (chunks, _) = channel();
-    let line = Line::new();
+    let connection = Connection::new();
     let blocked = {
         let work_queue = Arc::clone(work_queue);
         spawn(move || {
-            let interrupt = line.interrupt();
+            let interrupt = connection.interrupt();
             if work_queue.interrupted_by(2, interrupt).is_ok() {
-                line.await_end();
+                connection.await_end();
             }
             false
         })

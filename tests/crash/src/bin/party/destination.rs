@@ -8,7 +8,7 @@ use dunlin::engine::destination::{DestinationEvent, Options, answer, receive};
 use dunlin::engine::journal::{DestinationRecord, Journal};
 use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
 use dunlin::lane::policy::ServerTls;
-use dunlin_crash_tests::place::Place;
+use dunlin_crash_tests::files::Files;
 
 use crate::moving::Arrivals;
 use crate::stage::{ShownDisk, Stage};
@@ -17,14 +17,14 @@ use crate::{Failure, identity};
 /// Receives the VM, and then obeys the test. `control_limit` is how long to wait for
 /// a lost control lane.
 pub(crate) fn run(
-    place: &Place,
+    files: &Files,
     listen: &str,
     control_limit: Duration,
     stage: &Stage,
 ) -> Result<(), Failure> {
-    let tls = tls(place)?;
+    let tls = tls(files)?;
     let disk = Arc::new(ShownDisk::new(stage));
-    let journal = Journal::open_on(&place.journal("destination"), disk)?;
+    let journal = Journal::open_on(&files.journal("destination"), disk)?;
     let listener = TcpListener::bind(listen)?;
     stage.say("listening");
     let options = Options::builder()
@@ -33,7 +33,7 @@ pub(crate) fn run(
         .journal(journal.clone())
         .build()?;
     let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let mut arrivals = Arrivals::new(place, stage);
+    let mut arrivals = Arrivals::new(files, stage);
     let shown = stage.clone();
     let observe = move |event: &DestinationEvent| match event {
         DestinationEvent::Recorded(DestinationRecord::Running) => shown.at("running-recorded"),
@@ -77,9 +77,9 @@ pub(crate) fn run(
 }
 
 /// Answers for a process that has died.
-pub(crate) fn restarted(place: &Place, listen: &str, stage: &Stage) -> Result<(), Failure> {
-    let journal = Journal::open(&place.journal("destination"))?;
-    answer_on(TcpListener::bind(listen)?, tls(place)?, journal);
+pub(crate) fn restarted(files: &Files, listen: &str, stage: &Stage) -> Result<(), Failure> {
+    let journal = Journal::open(&files.journal("destination"))?;
+    answer_on(TcpListener::bind(listen)?, tls(files)?, journal);
     stage.say("listening");
     heed(stage, &|| "none")
 }
@@ -91,8 +91,8 @@ fn answer_on(listener: TcpListener, tls: ServerTls, journal: Journal) {
     });
 }
 
-fn tls(place: &Place) -> Result<ServerTls, Failure> {
-    let (identity, crypto) = identity(place, "destination")?;
+fn tls(files: &Files) -> Result<ServerTls, Failure> {
+    let (identity, crypto) = identity(files, "destination")?;
     let names = std::iter::once("source.test".parse()?).collect();
     Ok(identity.server(&crypto, names)?)
 }

@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::provider::{Crypto, Provider};
+use dunlin_crash_tests::files::Files;
 use dunlin_crash_tests::guest::Guest;
-use dunlin_crash_tests::place::Place;
 
 use stage::Stage;
 
@@ -29,28 +29,28 @@ fn main() -> Result<(), Failure> {
     let [role, directory, rest @ ..] = &*arguments else {
         return Err("party ROLE DIRECTORY …".into());
     };
-    let place = Place::new(Path::new(directory));
+    let files = Files::new(Path::new(directory));
     match (*role, rest) {
-        ("vm", []) => have_vm(&place),
-        ("source", [to, vm, hold]) => source::run(&place, to, vm, &Stage::new(hold)),
-        ("restarted-source", [vm]) => source::restarted(&place, vm, &Stage::new("")),
+        ("vm", []) => have_vm(&files),
+        ("source", [to, vm, hold]) => source::run(&files, to, vm, &Stage::new(hold)),
+        ("restarted-source", [vm]) => source::restarted(&files, vm, &Stage::new("")),
         ("destination", [listen, control_limit_ms, hold]) => {
             let control_limit = Duration::from_millis(control_limit_ms.parse()?);
-            destination::run(&place, listen, control_limit, &Stage::new(hold))
+            destination::run(&files, listen, control_limit, &Stage::new(hold))
         }
         ("restarted-destination", [listen]) => {
-            destination::restarted(&place, listen, &Stage::new(""))
+            destination::restarted(&files, listen, &Stage::new(""))
         }
         _ => Err("there is no such role".into()),
     }
 }
 
 /// Holds the VM, and executes the requests of each connection.
-fn have_vm(place: &Place) -> Result<(), Failure> {
-    let guest = Arc::new(Guest::new(place, "source")?);
+fn have_vm(files: &Files) -> Result<(), Failure> {
+    let guest = Arc::new(Guest::new(files, "source")?);
     guest.create()?;
     guest.resume()?;
-    let listener = UnixListener::bind(place.socket())?;
+    let listener = UnixListener::bind(files.socket())?;
     // Ends this process when the test does.
     let stage = Stage::new("");
     stage.say("ready");
@@ -68,8 +68,8 @@ fn have_vm(place: &Place) -> Result<(), Failure> {
     Ok(())
 }
 
-fn identity(place: &Place, side: &str) -> Result<(Identity, Crypto), Failure> {
-    let directory = place.directory().join(side);
+fn identity(files: &Files, side: &str) -> Result<(Identity, Crypto), Failure> {
+    let directory = files.directory().join(side);
     let (identity, _) = Identity::load(&directory, LoadOptions::default())?;
     Ok((identity, Crypto::with(Provider::built_in()[0])))
 }

@@ -10,8 +10,8 @@ use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription, VmmError,
 };
+use dunlin_crash_tests::files::Files;
 use dunlin_crash_tests::guest::{Guest, HotPages, mapped};
-use dunlin_crash_tests::place::Place;
 
 use crate::stage::Stage;
 
@@ -20,15 +20,15 @@ pub(crate) enum Home {
     /// In this process.
     Here(Guest),
     /// In another, which is asked.
-    Elsewhere(Place),
+    Elsewhere(Files),
 }
 
 impl Home {
     fn ask(&self, line: &str) -> io::Result<String> {
         let answer = match self {
             Self::Here(guest) => guest.obey(line),
-            Self::Elsewhere(place) => {
-                let mut connection = UnixStream::connect(place.socket())?;
+            Self::Elsewhere(files) => {
+                let mut connection = UnixStream::connect(files.socket())?;
                 writeln!(connection, "{line}")?;
                 let mut answer = String::new();
                 BufReader::new(connection).read_line(&mut answer)?;
@@ -54,10 +54,10 @@ pub(crate) struct Leaving {
 }
 
 impl Leaving {
-    pub(crate) fn new(home: Home, place: &Place, stage: &Stage) -> io::Result<Self> {
+    pub(crate) fn new(home: Home, files: &Files, stage: &Stage) -> io::Result<Self> {
         Ok(Self {
             home,
-            memory: Arc::new(mapped(place, "source")?),
+            memory: Arc::new(mapped(files, "source")?),
             stage: stage.clone(),
         })
     }
@@ -173,15 +173,15 @@ impl DestinationVm for Arriving {
 
 /// Builds the VM at the destination, and remembers it.
 pub(crate) struct Arrivals {
-    place: Place,
+    files: Files,
     stage: Stage,
     built: Option<Arc<Arriving>>,
 }
 
 impl Arrivals {
-    pub(crate) fn new(place: &Place, stage: &Stage) -> Self {
+    pub(crate) fn new(files: &Files, stage: &Stage) -> Self {
         Self {
-            place: place.clone(),
+            files: files.clone(),
             stage: stage.clone(),
             built: None,
         }
@@ -197,8 +197,8 @@ impl Builder for Arrivals {
     fn build(&mut self, _offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
         let built = || -> io::Result<Arriving> {
             Ok(Arriving {
-                guest: Guest::new(&self.place, "destination")?,
-                memory: Arc::new(mapped(&self.place, "destination")?),
+                guest: Guest::new(&self.files, "destination")?,
+                memory: Arc::new(mapped(&self.files, "destination")?),
                 stage: self.stage.clone(),
             })
         };

@@ -8,8 +8,8 @@ use dunlin::engine::source::{self, Doubt, Resolution, VmLocation, migrate};
 use dunlin::engine::vmm::SourceVm;
 use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
 use dunlin::lane::policy::ClientTls;
+use dunlin_crash_tests::files::Files;
 use dunlin_crash_tests::guest::Guest;
-use dunlin_crash_tests::place::Place;
 
 use crate::moving::{Home, Leaving};
 use crate::stage::{ShownDisk, Stage};
@@ -34,21 +34,21 @@ fn options(journal: Journal) -> source::Options {
 }
 
 /// Moves the VM, and then does what the test says.
-pub(crate) fn run(place: &Place, to: &str, vm: &str, stage: &Stage) -> Result<(), Failure> {
+pub(crate) fn run(files: &Files, to: &str, vm: &str, stage: &Stage) -> Result<(), Failure> {
     let disk = Arc::new(ShownDisk::new(stage));
-    let journal = Journal::open_on(&place.journal("source"), disk)?;
+    let journal = Journal::open_on(&files.journal("source"), disk)?;
     let home = if vm == "here" {
-        let guest = Guest::new(place, "source")?;
+        let guest = Guest::new(files, "source")?;
         guest.create()?;
         guest.resume()?;
         Home::Here(guest)
     } else {
-        Home::Elsewhere(place.clone())
+        Home::Elsewhere(files.clone())
     };
-    let leaving = Arc::new(Leaving::new(home, place, stage)?);
+    let leaving = Arc::new(Leaving::new(home, files, stage)?);
     let vm: Arc<dyn SourceVm> = Arc::clone(&leaving) as _;
     let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let (tls, options) = (tls(place)?, options(journal));
+    let (tls, options) = (tls(files)?, options(journal));
     let shown = stage.clone();
     let observe = move |event: &Event| match event {
         Event::Recorded(record @ (SourceRecord::Committing | SourceRecord::Released)) => {
@@ -89,15 +89,15 @@ pub(crate) fn run(place: &Place, to: &str, vm: &str, stage: &Stage) -> Result<()
 }
 
 /// Goes on with what a process that has died has left.
-pub(crate) fn restarted(place: &Place, vm: &str, stage: &Stage) -> Result<(), Failure> {
-    let journal = Journal::open(&place.journal("source"))?;
+pub(crate) fn restarted(files: &Files, vm: &str, stage: &Stage) -> Result<(), Failure> {
+    let journal = Journal::open(&files.journal("source"))?;
     let leaving = match vm {
-        "elsewhere" => Some(Leaving::new(Home::Elsewhere(place.clone()), place, stage)?),
+        "elsewhere" => Some(Leaving::new(Home::Elsewhere(files.clone()), files, stage)?),
         _ => None,
     };
     let vm = leaving.as_ref().map(|vm| vm as &dyn SourceVm);
     let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let tls = tls(place)?;
+    let tls = tls(files)?;
     let patient = options(journal.clone())
         .to_builder()
         .doubt_limit(ANSWERED)
@@ -119,8 +119,8 @@ pub(crate) fn restarted(place: &Place, vm: &str, stage: &Stage) -> Result<(), Fa
     })
 }
 
-fn tls(place: &Place) -> Result<ClientTls, Failure> {
-    let (identity, crypto) = identity(place, "source")?;
+fn tls(files: &Files) -> Result<ClientTls, Failure> {
+    let (identity, crypto) = identity(files, "source")?;
     let names = std::iter::once("destination.test".parse()?).collect();
     Ok(identity.client(&crypto, names)?)
 }

@@ -1,57 +1,23 @@
-//! Shared by the hand-off's tests: a pool's certificates, a stunnel configured like xapi's, and
-//! callers that receive sockets.
+//! A toolstack's side of the hand-off: a pool's certificates, a stunnel configured like xapi's, and a
+//! caller that receives sockets.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::fs;
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
 use dunlin_linux::fdpass;
+use dunlin_test_base::sockets::TIMEOUT;
 
 use crate::support::process::Process;
-use crate::support::{Done, Scratch, dunlin};
+use crate::support::{Done, Scratch, dunlin, finish_with};
 
-/// Longer than anything that a test waits for.
-pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// The ciphers that xenopsd asks for.
 pub const CIPHERS: &str = "ECDHE-RSA-AES256-GCM-SHA384:ECDHE-RSA-AES128-GCM-SHA256";
 pub const CURVES: &str = "secp384r1";
-
-/// Whether the programs are installed; in CI they must be.
-pub fn are_here(programs: &[&str]) -> bool {
-    programs.iter().all(|program| {
-        let found = Command::new(program)
-            .arg("--version")
-            .stdin(Stdio::null())
-            .output();
-        match found {
-            Ok(_) => true,
-            Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
-                panic!("CI must have {program}: {error}")
-            }
-            Err(error) => {
-                println!("not tested, no {program}: {error}");
-                false
-            }
-        }
-    })
-}
-
-/// Whether this host's kernel supports TLS on sockets; some tests cover its absence.
-pub fn kernel_has_tls() -> bool {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let has = dunlin_linux::ktls::attach(&stream).is_ok();
-    if has {
-        println!("this kernel has TLS; without: see `cargo xtask kernel --suite tls`");
-    }
-    has
-}
 
 /// A directory with certificates.
 pub struct Pool {
@@ -124,11 +90,10 @@ impl Pool {
     /// those with "pool" get the pool's certificate.
     pub fn stunnel(&self, certificate: &str, more: &str) -> Stunnel {
         let target = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = free_port();
         let of = |name: &str| self.path(name).display().to_string();
         let text = format!(
             "foreground = yes\npid =\ndebug = info\nsslVersion = TLSv1.2\nciphers = {CIPHERS}\n\
-             curve = {CURVES}\n{more}\n[xapi]\naccept = 127.0.0.1:{port}\nconnect = {to}\n\
+             curve = {CURVES}\n{more}\n[xapi]\naccept = 127.0.0.1:0\nconnect = {to}\n\
              cert = {outer_cert}\nkey = {outer_key}\n[pool]\nsni = xapi:pool\nconnect = {to}\n\
              cert = {cert}\nkey = {key}\n",
             to = target.local_addr().unwrap(),
@@ -137,12 +102,10 @@ impl Pool {
             cert = of(&format!("{certificate}.pem")),
             key = of(&format!("{certificate}.key")),
         );
-        let file = self.path(&format!("stunnel-{port}.conf"));
+        // stunnel has read the file before it reports its port.
+        let file = self.path("stunnel.conf");
         fs::write(&file, text).unwrap();
-        let mut command = Command::new("stunnel4");
-        command.arg(&file);
-        let process = Process::start(command);
-        process.wait_for("Configuration successful");
+        let (process, port) = Process::stunnel(&file);
         Stunnel {
             process,
             port,
@@ -174,12 +137,6 @@ pub struct Stunnel {
     pub target: TcpListener,
 }
 
-/// An unused port.
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
-
 /// The output of `connect`, and the received sockets.
 pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -194,38 +151,4 @@ pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
         usize::from(!received.descriptors.is_empty())
     );
     (done, received.descriptors)
-}
-
-fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
-    let done = command.stdin(OwnedFd::from(stdin)).output().unwrap();
-    // The command owns the other end of the socket.
-    drop(command);
-    Done {
-        code: done.status.code().unwrap(),
-        out: String::from_utf8(done.stdout).unwrap(),
-        err: String::from_utf8(done.stderr).unwrap(),
-    }
-}
-
-/// As [`finish`], for a client that reads `input`.
-pub fn feed(mut command: Command, input: Vec<u8>) -> Done {
-    let mut child = command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut stdin = child.stdin.take().unwrap();
-    let feeder = thread::spawn(move || {
-        use std::io::Write;
-        // A client that fails does not read it.
-        let _ = stdin.write_all(&input);
-    });
-    let done = child.wait_with_output().unwrap();
-    feeder.join().unwrap();
-    Done {
-        code: done.status.code().unwrap(),
-        out: String::from_utf8(done.stdout).unwrap(),
-        err: String::from_utf8(done.stderr).unwrap(),
-    }
 }

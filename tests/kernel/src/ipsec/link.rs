@@ -11,12 +11,12 @@ use dunlin_rig::linux::tun::{PACKET_BYTES, Tun};
 
 /// Forwards packets between two TUN devices until it is dropped.
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct Link {
     stop: Waker,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Line {
+impl Link {
     /// Starts forwarding on one CPU.
     ///
     /// # Panics
@@ -35,7 +35,7 @@ impl Line {
     }
 }
 
-impl Drop for Line {
+impl Drop for Link {
     fn drop(&mut self) {
         self.stop.wake();
         if let Some(thread) = self.thread.take() {

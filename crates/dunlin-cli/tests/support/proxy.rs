@@ -1,4 +1,4 @@
-//! A relay in front of a destination.
+//! A proxy in front of a destination.
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
 
 use std::io::{Read, Write};
@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A relay to a destination that can delay and drop the destination's answers and the messages to
+/// A proxy of a destination that can delay and drop the destination's answers and the messages to
 /// it.
-pub struct Way {
+pub struct Proxy {
     pub address: String,
     answers_held_ms: Arc<AtomicU64>,
     messages_held_ms: Arc<AtomicU64>,
@@ -18,7 +18,7 @@ pub struct Way {
 /// In place of a delay: drop.
 const CUT: u64 = u64::MAX;
 
-impl Way {
+impl Proxy {
     pub fn to(destination: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -68,7 +68,7 @@ impl Way {
         self.messages_held_ms.store(CUT, Ordering::SeqCst);
     }
 
-    /// Relays new connections without delay.
+    /// Forwards new connections without delay.
     pub fn mend(&self) {
         for held in [&self.answers_held_ms, &self.messages_held_ms] {
             held.store(0, Ordering::SeqCst);

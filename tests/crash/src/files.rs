@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 /// The directory of one run.
 #[derive(Clone, Debug)]
-pub struct Place(PathBuf);
+pub struct Files(PathBuf);
 
-impl Place {
+impl Files {
     /// Everything in `directory`, which is there.
     #[must_use]
     pub fn new(directory: &Path) -> Self {

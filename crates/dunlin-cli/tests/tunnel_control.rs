@@ -19,10 +19,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::unread_bytes;
+use dunlin_test_base::sockets::{ReadOnce as _, TIMEOUT, accepted, with_timeout};
 use serde_json::Value;
-use support::ReadOnce as _;
+use support::process::exit_code;
 use support::{Done, Hosts, finish, words};
-use tunnel::{TIMEOUT, Tunnel, connect, control, listen, with_timeout};
+use tunnel::{Tunnel, connect, control, listen};
 
 /// Two hosts: *near* has on-demand routes, *far* has targets by VM, a fixed one and a program.
 struct Scene {
@@ -120,7 +121,7 @@ struct Waiting {
 impl Waiting {
     /// Its exit code and its last output.
     fn end(mut self) -> (i32, String) {
-        let code = code(&mut self.child);
+        let code = exit_code(&mut self.child).unwrap();
         let mut said = String::new();
         let mut err = self.child.stderr.take().unwrap();
         err.read_to_string(&mut said).unwrap();
@@ -132,17 +133,6 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-fn code(child: &mut Child) -> i32 {
-    let until = Instant::now() + TIMEOUT;
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.code().unwrap();
-        }
-        assert!(Instant::now() < until, "it does not end");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -170,7 +160,7 @@ fn a_listener_for_one_vm_ends_with_its_migration_and_reports_the_result() {
         waiting.path
     );
     let mut near = connect(waiting.path.clone());
-    let mut far = with_timeout(web.accept().unwrap().0);
+    let mut far = accepted(&web);
     near.write_all(b"pages").unwrap();
     far.read_exact(&mut [0; 5]).unwrap();
 
@@ -223,7 +213,7 @@ fn a_listener_at_a_given_address_fails_with_a_reason() {
     assert_eq!(waiting.path, place);
     // The target dies in the middle, and unread bytes with it.
     let mut near = connect(place.clone());
-    let far = plain.accept().unwrap().0;
+    let far = accepted(&plain);
     near.write_all(b"x").unwrap();
     // Unread bytes are lost: that is an abort.
     wait_until("nothing comes", || unread_bytes(&far).unwrap() > 0);
@@ -360,7 +350,7 @@ impl Piped {
     }
 
     fn end(mut self) -> (i32, String) {
-        let code = code(&mut self.0);
+        let code = exit_code(&mut self.0).unwrap();
         let mut said = String::new();
         let mut err = self.0.stderr.take().unwrap();
         err.read_to_string(&mut said).unwrap();
@@ -380,7 +370,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     let scene = Scene::new();
     let web = scene.target("web.sock");
     let mut piped = Piped::start(&scene, "ram --param vm=web");
-    let mut far = with_timeout(web.accept().unwrap().0);
+    let mut far = accepted(&web);
     // The returned bytes end first, and the output with them; the input continues.
     far.write_all(b"hello").unwrap();
     far.shutdown(Shutdown::Write).unwrap();
@@ -421,7 +411,7 @@ fn a_dialogue_over_a_socket_is_not_held_back() {
     let piped = Piped(command.spawn().unwrap());
     // The child also holds the other end.
     drop(command);
-    let mut far = with_timeout(web.accept().unwrap().0);
+    let mut far = accepted(&web);
     for _ in 0..3 {
         ours.write_all(b"?").unwrap();
         far.read_exact(&mut [0]).unwrap();
@@ -447,7 +437,7 @@ fn an_input_that_cannot_be_read_is_an_error() {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let piped = Piped(command.spawn().unwrap());
-    drop(with_timeout(web.accept().unwrap().0));
+    drop(accepted(&web));
     let (code, said) = piped.end();
     assert_eq!(code, 1, "{said}");
     assert!(said.contains("cannot read the input"), "{said}");
@@ -464,7 +454,7 @@ fn an_aborted_channel_is_an_error_of_stdio() {
     assert!(said.contains("takes no parameter"), "{said}");
     // Aborted: the far tunnel dies in the middle, with the input open.
     let piped = Piped::start(&scene, "plain");
-    let mut far = with_timeout(plain.accept().unwrap().0);
+    let mut far = accepted(&plain);
     far.write_all(b"x").unwrap();
     let mut tunnel = scene.far;
     tunnel.child.kill().unwrap();
@@ -505,7 +495,7 @@ fn a_killed_stdio_leaves_no_listener() {
     let scene = Scene::new();
     let plain = scene.target("plain.sock");
     let mut piped = Piped::start(&scene, "plain");
-    let mut far = with_timeout(plain.accept().unwrap().0);
+    let mut far = accepted(&plain);
     piped.0.kill().unwrap();
     assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     drop(far);
@@ -541,7 +531,7 @@ fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     open.arg(&file).arg("--control").arg(control(&scene.hosts));
     let place = finish(open).expect(0).out;
     let mut near = connect(place.trim()["unix:".len()..].into());
-    let mut far = with_timeout(plain.accept().unwrap().0);
+    let mut far = accepted(&plain);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
     let tasks = fs::read_dir(format!("/proc/{}/task", kept.child.id())).unwrap();

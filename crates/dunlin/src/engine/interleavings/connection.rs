@@ -17,7 +17,7 @@ pub(super) enum Frame {
 }
 
 #[derive(Default)]
-pub(super) struct Line {
+pub(super) struct Connection {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -31,7 +31,7 @@ struct State {
     ended: bool,
 }
 
-impl Line {
+impl Connection {
     pub(super) fn new() -> Arc<Self> {
         Arc::default()
     }
@@ -78,10 +78,10 @@ impl Line {
 
     /// Ends the receiver's side; unread frames are lost.
     pub(super) fn interrupt(self: &Arc<Self>) -> Interrupt {
-        let line = Arc::clone(self);
+        let connection = Arc::clone(self);
         Box::new(move || {
-            line.state.lock().unwrap().ended = true;
-            line.changed.notify_all();
+            connection.state.lock().unwrap().ended = true;
+            connection.changed.notify_all();
         })
     }
 }

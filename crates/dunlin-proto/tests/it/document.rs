@@ -1,0 +1,42 @@
+//! docs/wire.md, and the vectors in it.
+
+use std::collections::BTreeMap;
+
+/// The page.
+pub(crate) const WIRE: &str = include_str!("../../../../docs/wire.md");
+
+/// The vectors with names that begin with `prefix`, by the rest of the name.
+pub(crate) fn vectors_of(prefix: &str) -> BTreeMap<&'static str, Vec<u8>> {
+    let mut vectors = BTreeMap::new();
+    for block in WIRE.split("```vector\n").skip(1) {
+        let (block, _) = block.split_once("```").unwrap();
+        let (name, rows) = block.split_once('\n').unwrap();
+        let name = name.strip_prefix("name: ").unwrap();
+        let Some(name) = name.strip_prefix(prefix) else {
+            continue;
+        };
+        let bytes = rows
+            .lines()
+            .map(|row| row.split('#').next().unwrap())
+            .flat_map(str::split_whitespace)
+            .map(|byte| u8::from_str_radix(byte, 16).unwrap());
+        let earlier = vectors.insert(name, bytes.collect());
+        assert_eq!(earlier, None, "{name} is there twice");
+    }
+    vectors
+}
+
+/// Asserts that each vector is refused if it is shorter, or longer by a byte.
+pub(crate) fn assert_exact(
+    vectors: BTreeMap<&'static str, Vec<u8>>,
+    decodes: impl Fn(&str, &[u8]) -> bool,
+) {
+    for (name, bytes) in vectors {
+        for length in 0..bytes.len() {
+            assert!(!decodes(name, &bytes[..length]), "{name} cut to {length}");
+        }
+        let mut longer = bytes.clone();
+        longer.push(0);
+        assert!(!decodes(name, &longer), "{name} with a byte more");
+    }
+}

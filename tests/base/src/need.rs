@@ -1,0 +1,37 @@
+//! Requirements of tests: in CI a missing one fails the test, elsewhere the test reports it and
+//! skips.
+
+use std::fmt::Display;
+use std::process::{Command, Stdio};
+
+/// Returns the value, or prints what is missing and returns `None`.
+///
+/// # Panics
+/// It is missing, and the environment has `CI=true`.
+pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
+    match found {
+        Ok(value) => Some(value),
+        Err(error) if std::env::var_os("CI").is_some_and(|ci| ci == "true") => {
+            panic!("CI must have {what}: {error}")
+        }
+        Err(error) => {
+            println!("not tested, no {what}: {error}");
+            None
+        }
+    }
+}
+
+/// Whether the programs are installed.
+///
+/// # Panics
+/// One is not, and the environment has `CI=true`.
+#[must_use]
+pub fn are_here(programs: &[&str]) -> bool {
+    programs.iter().all(|program| {
+        let started = Command::new(program)
+            .arg("--version")
+            .stdin(Stdio::null())
+            .output();
+        or_skip(program, started).is_some()
+    })
+}

@@ -1,0 +1,168 @@
+//! Sockets of tests: no operation waits without a limit.
+
+use std::io::{self, ErrorKind, Read};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longer than any operation of a test that passes.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A connected stream socket.
+pub trait Stream: Sized {
+    /// Makes reads and writes block, for at most `timeout` each.
+    ///
+    /// # Errors
+    /// setsockopt(2)'s and fcntl(2)'s.
+    fn limit(&self, timeout: Duration) -> io::Result<()>;
+}
+
+impl Stream for TcpStream {
+    fn limit(&self, timeout: Duration) -> io::Result<()> {
+        self.set_nonblocking(false)?;
+        // A test that writes single bytes means single segments.
+        self.set_nodelay(true)?;
+        self.set_read_timeout(Some(timeout))?;
+        self.set_write_timeout(Some(timeout))
+    }
+}
+
+impl Stream for UnixStream {
+    fn limit(&self, timeout: Duration) -> io::Result<()> {
+        self.set_nonblocking(false)?;
+        self.set_read_timeout(Some(timeout))?;
+        self.set_write_timeout(Some(timeout))
+    }
+}
+
+/// A listening socket.
+pub trait Listener {
+    /// Its connections.
+    type Stream: Stream;
+
+    /// Accepts a connection without waiting for one.
+    ///
+    /// # Errors
+    /// accept(2)'s.
+    fn accept_now(&self) -> io::Result<Self::Stream>;
+}
+
+impl Listener for TcpListener {
+    type Stream = TcpStream;
+
+    fn accept_now(&self) -> io::Result<TcpStream> {
+        self.set_nonblocking(true)?;
+        Ok(self.accept()?.0)
+    }
+}
+
+impl Listener for UnixListener {
+    type Stream = UnixStream;
+
+    fn accept_now(&self) -> io::Result<UnixStream> {
+        self.set_nonblocking(true)?;
+        Ok(self.accept()?.0)
+    }
+}
+
+/// Limits each read and write of the connection to [`TIMEOUT`].
+///
+/// # Panics
+/// The socket is closed.
+pub fn with_timeout<S: Stream>(stream: S) -> S {
+    stream.limit(TIMEOUT).expect("the socket is open");
+    stream
+}
+
+/// The next connection, limited by [`with_timeout`].
+///
+/// # Panics
+/// None arrives within [`TIMEOUT`].
+pub fn accepted<L: Listener>(listener: &L) -> L::Stream {
+    let until = Instant::now() + TIMEOUT;
+    loop {
+        match listener.accept_now() {
+            Ok(stream) => return with_timeout(stream),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => panic!("{error}"),
+        }
+        assert!(Instant::now() < until, "no connection");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Like [`Read::read`], but retries after EINTR: a process that is stopped and continued gets it
+/// from sockets with a timeout.
+pub trait ReadOnce {
+    /// Reads once.
+    ///
+    /// # Errors
+    /// read(2)'s, except EINTR.
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
+}
+
+impl<R: Read> ReadOnce for R {
+    fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.read(bytes) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
+}
+
+/// A TCP port on 127.0.0.1 that refuses connections. No other program can get it while this value
+/// exists: it is the local port of a connection.
+#[derive(Debug)]
+pub struct ClosedPort {
+    port: u16,
+    _held: (TcpStream, TcpStream),
+}
+
+impl ClosedPort {
+    /// Reserves a port.
+    ///
+    /// # Panics
+    /// The host has no free port or descriptor.
+    #[must_use]
+    pub fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        let address = listener.local_addr().expect("it is bound");
+        let near = TcpStream::connect(address).expect("it listens");
+        let (far, from) = listener.accept().expect("it is connected");
+        Self {
+            port: from.port(),
+            _held: (near, far),
+        }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn number(&self) -> u16 {
+        self.port
+    }
+}
+
+impl Default for ClosedPort {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_closed_port_refuses_connections() {
+        let closed = ClosedPort::new();
+        let error = TcpStream::connect(("127.0.0.1", closed.number())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+        let error = TcpListener::bind(("127.0.0.1", closed.number())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::AddrInUse);
+    }
+}
