@@ -1,4 +1,4 @@
-//! Nothing is allocated per frame. Alone in its process: the counter is the process's allocator.
+//! No frame allocates. A program of its own, because the counter replaces the process's allocator.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -15,17 +15,18 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: every call goes unchanged to the system's allocator, which upholds the contract; the
-// counter is an atomic and allocates nothing itself.
+// SAFETY: every call is passed unchanged to the system allocator, which upholds the contract. The
+// counter is an atomic and does not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise about `layout` is passed on.
+        // SAFETY: the caller guarantees what `System` requires of `layout`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: `pointer` came from `alloc` above, hence from `System`, with this layout.
+        // SAFETY: the caller guarantees that `pointer` is from `alloc` above, hence from `System`,
+        // with this layout.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -44,15 +45,15 @@ fn i8_no_frame_allocates_on_either_side() {
         let (near, far) = secured(&Crypto::with(provider));
         let mut sender = DataSender::tls(near, stall).unwrap();
         let mut receiver = DataReceiver::tls(far, stall).unwrap();
-        // Both threads stop at these, so that a count is taken while nobody runs. A barrier, as
-        // a channel's first wait allocates.
-        let gate = Barrier::new(2);
+        // Both threads stop at it while the count is read. (The first wait on a channel would
+        // allocate.)
+        let barrier = Barrier::new(2);
         let (before, after, sum) = thread::scope(|scope| {
             scope.spawn(|| {
                 for number in 0..FRAMES {
                     if number == WARM_UP {
-                        gate.wait();
-                        gate.wait();
+                        barrier.wait();
+                        barrier.wait();
                     }
                     let mut frame = sender.frame();
                     for page in 0..PAGES_PER_FRAME {
@@ -66,7 +67,7 @@ fn i8_no_frame_allocates_on_either_side() {
                     }
                     frame.finish(&[7; HEADER_BYTES]).unwrap();
                 }
-                gate.wait();
+                barrier.wait();
             });
             let pages = (0..PAGES_PER_FRAME).filter(|page| page % 3 != 0).count();
             let mut header = [0; HEADER_BYTES];
@@ -74,9 +75,9 @@ fn i8_no_frame_allocates_on_either_side() {
             let mut before = 0;
             for number in 0..FRAMES {
                 if number == WARM_UP {
-                    gate.wait();
+                    barrier.wait();
                     before = ALLOCATIONS.load(Ordering::SeqCst);
-                    gate.wait();
+                    barrier.wait();
                 }
                 assert!(receiver.next(&mut header, None).unwrap());
                 receiver
@@ -86,7 +87,7 @@ fn i8_no_frame_allocates_on_either_side() {
                     .unwrap();
             }
             let after = ALLOCATIONS.load(Ordering::SeqCst);
-            gate.wait();
+            barrier.wait();
             (before, after, sum)
         });
         assert!(sum > 0);
