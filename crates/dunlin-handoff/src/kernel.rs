@@ -15,16 +15,17 @@ use dunlin_lane::provider::TlsVersion;
 pub use dunlin_lane::kernel::Refused;
 pub use dunlin_lane::record::RECORD_LIMIT;
 
-/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets; between them, as long
-/// as the handshake took.
+/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets. Between these limits the
+/// wait is as long as the handshake was.
 const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A socket for plain reads and writes; the kernel seals and opens its records.
+/// A socket with kernel TLS: its owner reads and writes plaintext, and the kernel seals and opens
+/// the records.
 #[derive(Debug)]
 pub struct Handed {
     /// Blocking, without timeouts.
     pub stream: TcpStream,
-    /// What the kernel chose for it.
+    /// The kernel's driver, device and counters for it.
     pub chosen: Chosen,
 }
 
@@ -32,20 +33,20 @@ pub struct Handed {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// The kernel refused it.
+    /// The kernel refused the keys.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The handshake was followed by something other than tickets or data.
+    /// The server sent something other than session tickets or data after the handshake.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
 }
 
 impl Connected {
-    /// Installs the keys of both directions in the kernel. `inspector` reads the parts of [`Chosen`] that
-    /// concern this connection.
+    /// Installs the keys of both directions in the kernel. `inspector` reads the parts of
+    /// [`Chosen`] that concern this connection.
     ///
     /// # Errors
-    /// [`KernelError`]; the connection is closed then, since the kernel may have one key of two.
+    /// [`KernelError`]. Closes the connection, because the kernel may have only one of its keys.
     pub fn into_kernel(
         self,
         deadline: Instant,
@@ -63,11 +64,11 @@ impl Connected {
     }
 }
 
-/// Installs the keys of both directions in the kernel, and reads what it chose for them.
+/// Installs the keys of both directions in the kernel, and reads the kernel's choices for them.
 ///
 /// # Errors
-/// [`Refused`]. The kernel may have one key of two, so the connection must be closed; after
-/// [`Refused::Gone`] the kernel has none.
+/// [`Refused`]. The caller must close the connection, because the kernel may have only one of its
+/// keys; after [`Refused::Gone`] it has none.
 pub(crate) fn install(keyed: &Keyed, inspector: &dyn Inspector) -> Result<Chosen, Refused> {
     let version = match keyed.version {
         TlsVersion::V1_2 => Version::V1_2,

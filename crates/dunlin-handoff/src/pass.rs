@@ -8,12 +8,12 @@ use std::time::Instant;
 use dunlin_linux::fdpass;
 use dunlin_linux::socket::wait_writable;
 
-/// Sends all of `payload`, and `sockets` with its first byte. This side's descriptors stay open.
+/// Sends all of `payload`, with `sockets` attached to its first byte. The caller's descriptors stay
+/// open.
 ///
 /// # Errors
-/// `TimedOut` when the other side does not take it before `deadline`, `InvalidInput` as
-/// [`fdpass::send`] says, otherwise sendmsg(2)'s. The sockets may have arrived all the same,
-/// unless it is the first part that failed.
+/// `TimedOut` if the receiver does not read everything before `deadline`; otherwise the error of
+/// [`fdpass::send`]. The sockets may have arrived nevertheless, unless no part was sent.
 pub fn give(
     to: impl AsFd,
     payload: &[u8],
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn a_payload_that_does_not_fit_at_once_brings_its_sockets_once() {
+    fn a_payload_sent_in_parts_carries_its_sockets_once() {
         let (here, there) = UnixStream::pair().unwrap();
         there
             .set_read_timeout(Some(Duration::from_secs(30)))
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_that_does_not_read_is_waited_for_until_the_deadline() {
+    fn give_waits_for_a_slow_receiver_until_the_deadline() {
         let (here, there) = UnixStream::pair().unwrap();
         let error = give(&here, &vec![0; 1 << 24], &[], soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

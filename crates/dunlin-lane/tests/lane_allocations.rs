@@ -1,4 +1,4 @@
-//! Nothing is allocated per frame. Alone in its process: the counter is the process's allocator.
+//! No frame allocates. A program of its own, because the counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -26,16 +26,16 @@ fn i8_no_frame_allocates_on_either_side() {
         let (near, far) = secured(&Crypto::with(provider));
         let mut sender = DataSender::tls(near, stall).unwrap();
         let mut receiver = DataReceiver::tls(far, stall).unwrap();
-        // Both threads stop at these, so that a count is taken while nobody runs. A barrier, as
-        // a channel's first wait allocates.
-        let gate = Barrier::new(2);
+        // Both threads stop at it while the count is read. (The first wait on a channel would
+        // allocate.)
+        let barrier = Barrier::new(2);
         let (before, after, sum) = thread::scope(|scope| {
             scope.spawn(|| {
                 count_this_thread(true);
                 for number in 0..FRAMES {
                     if number == WARM_UP {
-                        gate.wait();
-                        gate.wait();
+                        barrier.wait();
+                        barrier.wait();
                     }
                     let mut frame = sender.frame();
                     for page in 0..PAGES_PER_FRAME {
@@ -49,7 +49,7 @@ fn i8_no_frame_allocates_on_either_side() {
                     }
                     frame.finish(&[7; HEADER_BYTES]).unwrap();
                 }
-                gate.wait();
+                barrier.wait();
             });
             let pages = (0..PAGES_PER_FRAME).filter(|page| page % 3 != 0).count();
             let mut header = [0; HEADER_BYTES];
@@ -57,9 +57,9 @@ fn i8_no_frame_allocates_on_either_side() {
             let mut before = 0;
             for number in 0..FRAMES {
                 if number == WARM_UP {
-                    gate.wait();
+                    barrier.wait();
                     before = allocations();
-                    gate.wait();
+                    barrier.wait();
                 }
                 assert!(receiver.next(&mut header, None).unwrap());
                 receiver
@@ -69,7 +69,7 @@ fn i8_no_frame_allocates_on_either_side() {
                     .unwrap();
             }
             let after = allocations();
-            gate.wait();
+            barrier.wait();
             (before, after, sum)
         });
         assert!(sum > 0);

@@ -1,11 +1,11 @@
-//! AES-GCM between guest memory and a record: sealing reads the pages where they lie, opening
-//! writes them where they belong, and no copy stands in between.
+//! AES-GCM on guest memory: sealing reads the pages in place, opening writes them in place, and
+//! neither uses an intermediate copy.
 //!
-//! Guest memory may change at any time, so no Rust reference to it is ever formed: aws-lc, which is
-//! C and assembly, gets its addresses. A page that changes while it is sealed yields a record that
-//! still opens, with some mixture of old and new bytes, as any other way of reading it would: the
-//! tag is made over the ciphertext, and each byte of the page is read once (`CRYPTO_gcm128_encrypt`
-//! and its siblings in aws-lc's crypto/fipsmodule/modes/gcm.c).
+//! Guest memory may change at any time, so this module never forms a Rust reference to it; aws-lc
+//! (C and assembly) gets addresses. If a page changes while it is sealed, the record still opens
+//! and holds a mixture of old and new bytes, like any other read of a changing page: the tag covers
+//! the ciphertext, and each byte of the page is read once (`CRYPTO_gcm128_encrypt` and its siblings
+//! in aws-lc's crypto/fipsmodule/modes/gcm.c).
 
 use std::ptr::{NonNull, null, null_mut};
 
@@ -28,18 +28,18 @@ pub struct GuestSealer(Context);
 pub struct GuestOpener(Context);
 
 impl GuestSealer {
-    /// For a key of 16 or 32 bytes; none for another length, or when the library fails.
+    /// Takes a key of 16 or 32 bytes. Returns `None` for another length, or if aws-lc fails.
     #[must_use]
     pub fn new(key: &[u8]) -> Option<Self> {
         Context::new(key, Direction::Seal).map(Self)
     }
 
-    /// Seals the bytes of `pages`, one after the other, and the byte `last` behind them. `body`
-    /// gets the ciphertext and the tag over it and `aad`: as many bytes as the pages, 1 and
-    /// [`TAG_BYTES`]. No two calls may use the same `nonce`.
+    /// Seals the bytes of `pages` in order, followed by the byte `last`. Writes the ciphertext and
+    /// the tag over it and `aad` to `body`, which must be as long as the pages, 1 and [`TAG_BYTES`]
+    /// together. No two calls may use the same `nonce`.
     ///
-    /// None when `body` has another length, or when the library fails; what is in `body` must not
-    /// be sent then.
+    /// Returns `None` if `body` has another length, or if aws-lc fails. `body` must then not be
+    /// sent.
     #[must_use]
     pub fn seal(
         &mut self,
@@ -59,13 +59,14 @@ impl GuestSealer {
         let mut at = 0;
         for (address, length) in joined(pages) {
             let out = sealed.get_mut(at..at + length)?;
-            // SAFETY: `joined` yields addresses that are mapped and readable for their length as
-            // long as `pages` lives; `out` is a unique reference to as many bytes of our own, so
-            // the two do not overlap, guest memory being reached through volatile slices alone.
+            // SAFETY: `joined` yields addresses that are mapped and readable for their length while
+            // `pages` lives. `out` is a unique reference to `length` bytes. Guest memory is only
+            // accessed through volatile slices, never through references, so the two do not
+            // overlap.
             unsafe { self.0.update(address, out.as_mut_ptr(), length) }?;
             at += length;
         }
-        // SAFETY: one byte on our stack to read, one in `body` to write.
+        // SAFETY: reads one byte on the stack and writes one byte of `body`; they do not overlap.
         unsafe { self.0.update(&raw const last, end, 1) }?;
         self.0.finish()?;
         self.0.tag(tag.try_into().ok()?)
@@ -73,17 +74,17 @@ impl GuestSealer {
 }
 
 impl GuestOpener {
-    /// For a key of 16 or 32 bytes; none for another length, or when the library fails.
+    /// Takes a key of 16 or 32 bytes. Returns `None` for another length, or if aws-lc fails.
     #[must_use]
     pub fn new(key: &[u8]) -> Option<Self> {
         Context::new(key, Direction::Open).map(Self)
     }
 
-    /// Opens what [`GuestSealer::seal`] made, straight into `pages`, and returns the last byte.
+    /// Opens the output of [`GuestSealer::seal`] directly into `pages` and returns the last byte.
     ///
-    /// None when the tag does not fit `body` and `aad`, `body` has another length than the pages,
-    /// 1 and [`TAG_BYTES`], or the library fails. The pages then hold bytes of nobody's: whoever
-    /// calls must not let them pass for content.
+    /// Returns `None` if the tag does not match `body` and `aad`, if `body` is not as long as the
+    /// pages, 1 and [`TAG_BYTES`] together, or if aws-lc fails. The pages then hold unauthenticated
+    /// bytes, which the caller must not use as content.
     #[must_use]
     pub fn open(
         &mut self,
@@ -102,14 +103,14 @@ impl GuestOpener {
         let mut at = 0;
         for (address, length) in joined(pages) {
             let part = sealed.get(at..at + length)?;
-            // SAFETY: `joined` yields addresses that are mapped and writable for their length as
-            // long as `pages` lives; `part` are as many bytes of our own, which do not overlap
-            // guest memory, as that is reached through volatile slices alone.
+            // SAFETY: `joined` yields addresses that are mapped and writable for their length while
+            // `pages` lives. `part` is a reference to `length` bytes. Guest memory is only accessed
+            // through volatile slices, never through references, so the two do not overlap.
             unsafe { self.0.update(part.as_ptr(), address, length) }?;
             at += length;
         }
         let mut last = 0;
-        // SAFETY: one byte of `body` to read, one on our stack to write.
+        // SAFETY: reads one byte of `body` and writes one byte on the stack; they do not overlap.
         unsafe { self.0.update(end, &raw mut last, 1) }?;
         self.0.expect_tag(tag.try_into().ok()?)?;
         self.0.finish()?;
@@ -123,8 +124,8 @@ fn content_bytes(pages: &[VolatileSlice<'_>]) -> usize {
         .fold(0, |sum, page| sum.saturating_add(page.len()))
 }
 
-/// The pages' addresses and lengths, neighbours joined: each call of the library has a start-up
-/// cost worth about half a page.
+/// The pages' addresses and lengths, with adjacent pages joined: the fixed cost of each aws-lc call
+/// is about that of half a page.
 fn joined(pages: &[VolatileSlice<'_>]) -> impl Iterator<Item = (*mut u8, usize)> {
     let mut rest = pages.iter();
     let mut pending: Option<(*mut u8, usize)> = None;
@@ -155,15 +156,15 @@ enum Direction {
     Open,
 }
 
-/// The library's state for one key and direction. Freed with its owner, which wipes the key.
+/// The aws-lc context for one key and direction. Dropping it frees it, which wipes the key.
 struct Context(NonNull<EVP_CIPHER_CTX>);
 
-// SAFETY: the library ties a context to no thread, and all of its use goes through `&mut`.
+// SAFETY: aws-lc does not bind a context to a thread, and every use requires `&mut`.
 unsafe impl Send for Context {}
 
 impl Context {
     fn new(key: &[u8], direction: Direction) -> Option<Self> {
-        // SAFETY: both calls take nothing and return the address of a constant.
+        // SAFETY: both functions take no arguments and return the address of a constant.
         let cipher = unsafe {
             match key.len() {
                 16 => EVP_aes_128_gcm(),
@@ -171,11 +172,12 @@ impl Context {
                 _ => return None,
             }
         };
-        // SAFETY: the call takes nothing; a null result is handled.
+        // SAFETY: the function takes no arguments; a null result is handled.
         let context = Self(NonNull::new(unsafe { EVP_CIPHER_CTX_new() })?);
         let encrypts = i32::from(matches!(direction, Direction::Seal));
-        // SAFETY: the context is fresh and valid, the cipher a constant of the library, and `key`
-        // as long as that cipher's key; no engine, and no nonce yet, which null stands for.
+        // SAFETY: the context is new and valid, the cipher is a constant of aws-lc, and `key` has
+        // that cipher's key length. Null is allowed for the engine and for the nonce, which `begin`
+        // sets.
         let result = unsafe {
             EVP_CipherInit_ex(
                 context.0.as_ptr(),
@@ -189,10 +191,10 @@ impl Context {
         (result == 1).then_some(context)
     }
 
-    /// Starts a message; the direction stays what it was (-1), and so do cipher and key (null).
+    /// Starts a message. Keeps the direction (-1), the cipher and the key (null).
     fn begin(&mut self, nonce: &[u8; NONCE_BYTES], aad: &[u8]) -> Option<()> {
-        // SAFETY: the context is valid and keyed, and `nonce` has the 12 bytes that GCM reads by
-        // default.
+        // SAFETY: the context is valid and has a key, and `nonce` has the 12 bytes that GCM reads
+        // by default. Null keeps the cipher and the key.
         let result = unsafe {
             EVP_CipherInit_ex(
                 self.0.as_ptr(),
@@ -206,8 +208,8 @@ impl Context {
         if result != 1 {
             return None;
         }
-        // SAFETY: `aad` is readable for its length; a null output marks it as such, and nothing
-        // is written.
+        // SAFETY: `aad` is readable for its length. A null output marks the input as associated
+        // data, and nothing is written.
         unsafe { self.update(aad.as_ptr(), null_mut(), aad.len()) }
     }
 
@@ -219,24 +221,24 @@ impl Context {
     unsafe fn update(&mut self, from: *const u8, to: *mut u8, length: usize) -> Option<()> {
         let length = i32::try_from(length).ok()?;
         let mut done = 0;
-        // SAFETY: the context is valid, and GCM, as a stream, writes exactly as many bytes as it
-        // reads; the caller vouches for both.
+        // SAFETY: the context is valid. GCM is a stream mode, so the call writes exactly as many
+        // bytes as it reads; the caller guarantees both ranges.
         let result = unsafe { EVP_CipherUpdate(self.0.as_ptr(), to, &raw mut done, from, length) };
         (result == 1 && done == length).then_some(())
     }
 
-    /// Ends the message: makes the tag, or checks the one expected.
+    /// Ends the message: computes the tag, or compares it with the expected one.
     fn finish(&mut self) -> Option<()> {
-        let mut nothing = [0; TAG_BYTES];
+        let mut unused = [0; TAG_BYTES];
         let mut done = 0;
-        // SAFETY: the context is valid; GCM has no last block, and the output has room for one.
+        // SAFETY: the context is valid. GCM has no final block, and the output has room for one.
         let result =
-            unsafe { EVP_CipherFinal_ex(self.0.as_ptr(), nothing.as_mut_ptr(), &raw mut done) };
+            unsafe { EVP_CipherFinal_ex(self.0.as_ptr(), unused.as_mut_ptr(), &raw mut done) };
         (result == 1).then_some(())
     }
 
     fn tag(&mut self, tag: &mut [u8; TAG_BYTES]) -> Option<()> {
-        // SAFETY: the context is valid and `tag` has room for the 16 bytes asked for.
+        // SAFETY: the context is valid, and `tag` has room for the 16 bytes requested.
         let result = unsafe {
             EVP_CIPHER_CTX_ctrl(
                 self.0.as_ptr(),
@@ -249,8 +251,8 @@ impl Context {
     }
 
     fn expect_tag(&mut self, tag: &[u8; TAG_BYTES]) -> Option<()> {
-        // SAFETY: the context is valid; the library copies 16 bytes out of `tag` and writes
-        // nothing to it, though its signature would let it.
+        // SAFETY: the context is valid. aws-lc copies 16 bytes from `tag` and does not write to
+        // it, although the signature takes a mutable pointer.
         let result = unsafe {
             EVP_CIPHER_CTX_ctrl(
                 self.0.as_ptr(),
@@ -265,7 +267,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: the context came from EVP_CIPHER_CTX_new and is freed once, here.
+        // SAFETY: EVP_CIPHER_CTX_new returned the context, and only this call frees it.
         unsafe { EVP_CIPHER_CTX_free(self.0.as_ptr()) }
     }
 }
@@ -289,7 +291,7 @@ mod tests {
             .map(|number| {
                 let at = GuestAddress((number * PAGE) as u64);
                 let slice = memory.get_slice(at, PAGE).unwrap();
-                // SAFETY: the tests keep the memory as long as its slices.
+                // SAFETY: the tests keep the memory mapped longer than its slices.
                 unsafe { VolatileSlice::new(slice.ptr_guard_mut().as_ptr(), PAGE) }
             })
             .collect()
@@ -318,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn scattered_and_neighbouring_pages_arrive_and_nothing_beside_them_is_touched() {
+    fn scattered_and_adjacent_pages_are_opened_and_no_other_page_changes() {
         let (source, target) = (memory(), memory());
         for key in [vec![3; 16], vec![4; 32]] {
             for (from, to) in [
@@ -351,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_bit_anywhere_or_a_wrong_length_is_refused_and_the_key_lives_on() {
+    fn a_flipped_bit_or_a_wrong_length_is_rejected_and_the_key_remains_usable() {
         let (source, target) = (memory(), memory());
         let (from, to) = (pages(&source, &[1, 2]), pages(&target, &[1, 2]));
         let content = fill(&from);
@@ -378,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_while_it_is_sealed_still_opens() {
+    fn pages_that_change_while_they_are_sealed_still_open() {
         let (source, target) = (memory(), memory());
         let numbers: Vec<usize> = (0..4).collect();
         let (from, to) = (pages(&source, &numbers), pages(&target, &numbers));

@@ -16,11 +16,11 @@ pub fn pin_to(cpu: usize) -> io::Result<()> {
     keep_to(&[cpu])
 }
 
-/// Keeps the calling thread, and all that it starts later, on the given CPUs.
+/// Keeps the calling thread, and the threads that it starts later, on the given CPUs.
 ///
 /// # Errors
-/// `EINVAL` when one is beyond what a set holds (1024), or none of them exists within
-/// the process's cpuset.
+/// `EINVAL` when a number exceeds the size of the set (1024), or when none of the CPUs is in the
+/// process's cpuset.
 pub fn keep_to(cpus: &[usize]) -> io::Result<()> {
     let mut set = CpuSet::new();
     for &cpu in cpus {
@@ -46,7 +46,7 @@ pub fn allowed() -> io::Result<Vec<usize>> {
 #[must_use]
 pub fn thread_cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::try_from(time).expect("a thread does not use less than no time")
+    Duration::try_from(time).expect("CPU time is not negative")
 }
 
 #[cfg(test)]
@@ -69,10 +69,10 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_are_started_later_are_kept_to_the_same_cpus() {
+    fn threads_that_are_started_later_inherit_the_cpus() {
         std::thread::spawn(|| {
             let first = allowed().unwrap()[0];
-            // One that is not there is as good as none.
+            // The kernel ignores CPUs that do not exist.
             keep_to(&[first, CpuSet::MAX_CPU - 1]).unwrap();
             let child = std::thread::spawn(|| allowed().unwrap());
             assert_eq!(child.join().unwrap(), [first]);
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn work_shows_in_the_threads_time() {
+    fn thread_cpu_time_counts_work_and_stays_below_elapsed_time() {
         let (began, before) = (std::time::Instant::now(), thread_cpu_time());
         let mut sum = 0_u64;
         while thread_cpu_time() - before < Duration::from_millis(5) {

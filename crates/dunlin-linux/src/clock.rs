@@ -1,15 +1,14 @@
-//! The clock that counts on whatever happens to the date (clock_gettime(2)), as a
-//! number that another process understands too.
+//! The monotonic clock (clock_gettime(2)) as a number that processes of one host can compare.
 
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Time since the host's start, without the time that it slept (`CLOCK_MONOTONIC`).
+/// Time since the host booted, without the time it was suspended (`CLOCK_MONOTONIC`).
 #[must_use]
 pub fn monotonic() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
-    Duration::try_from(time).expect("the clock does not go below zero")
+    Duration::try_from(time).expect("the monotonic clock is not negative")
 }
 
 #[cfg(test)]
@@ -17,14 +16,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_goes_on_with_the_standard_library_s() {
+    fn the_clock_advances_like_the_standard_librarys() {
         let (other, own) = (std::time::Instant::now(), monotonic());
         std::thread::sleep(Duration::from_millis(2));
-        let went = monotonic() - own;
-        assert!(went >= Duration::from_millis(2), "{went:?}");
+        let advanced = monotonic() - own;
+        assert!(advanced >= Duration::from_millis(2), "{advanced:?}");
         assert!(
-            went <= other.elapsed() + Duration::from_millis(1),
-            "{went:?}"
+            advanced <= other.elapsed() + Duration::from_millis(1),
+            "{advanced:?}"
         );
     }
 }

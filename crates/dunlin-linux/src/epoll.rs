@@ -1,8 +1,8 @@
-//! Waiting for many sockets at once, each of which is reported once until it is
-//! asked for again (epoll(7), `EPOLLONESHOT`).
+//! Waits for many sockets at once (epoll(7)). By default a socket is reported once, until the
+//! caller arms it again (`EPOLLONESHOT`).
 //!
-//! Where several threads share the sockets, this hands each report to one of
-//! them. A socket leaves the set by being closed, by all who have it.
+//! If several threads wait on one set, each report goes to one of them. A socket leaves the set
+//! when its last descriptor is closed.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use crate::poll::timespec;
 
-/// Reports that one call takes at most.
+/// The most reports that one call returns.
 const REPORTS: usize = 64;
 
 /// The longest time-out of epoll_pwait(2), in milliseconds.
@@ -26,25 +26,26 @@ const ENDED: EventFlags = EventFlags::RDHUP.union(EventFlags::HUP);
 #[derive(Debug)]
 pub struct Epoll(OwnedFd);
 
-/// What is waited for on a socket. Its end and its errors always are.
+/// The event to wait for on a socket. Hang-up and errors are always reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
     /// It can be read.
     Read,
     /// It can be written.
     Write,
-    /// Nothing but its end or an error.
+    /// Only hang-up or an error.
     Failure,
 }
 
-/// A socket that is ready, by the number that it was added with.
+/// A socket that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ready {
-    /// The number.
+    /// The token that the socket was added with.
     pub token: u64,
-    /// Whether the socket has an error to tell.
+    /// Whether the socket has a pending error.
     pub failed: bool,
-    /// Whether nothing more comes; where the socket was added for that.
+    /// Whether the peer has ended its side (`EPOLLRDHUP`, only after [`Epoll::add_news`] with
+    /// `wanted`) or the connection has hung up (`EPOLLHUP`).
     pub ended: bool,
 }
 
@@ -57,7 +58,7 @@ impl Epoll {
         Ok(Self(epoll::create(CreateFlags::CLOEXEC)?))
     }
 
-    /// Adds a socket, which is reported once.
+    /// Adds a socket that is reported once; [`Epoll::again`] arms it again.
     ///
     /// # Errors
     /// The error of epoll_ctl(2).
@@ -65,7 +66,7 @@ impl Epoll {
         self.add_for(socket, token, events(readiness) | EventFlags::ONESHOT)
     }
 
-    /// Adds a descriptor that is reported by every [`Epoll::wait`] for as long as it is readable.
+    /// Adds a descriptor that every [`Epoll::wait`] reports while it is readable.
     ///
     /// # Errors
     /// The error of epoll_ctl(2).
@@ -73,9 +74,10 @@ impl Epoll {
         self.add_for(descriptor, token, EventFlags::IN)
     }
 
-    /// Adds a socket that is reported whenever new bytes arrive or it has room again, and not for
-    /// what was there before (`EPOLLET`); with nothing `wanted` for errors and ends alone. After a
-    /// report the caller reads and writes until the socket would block.
+    /// Adds a socket that is reported on each change only (`EPOLLET`): when new bytes arrive, when
+    /// it has room again, and on the end of the peer's data. If `wanted` is false, only hang-up and
+    /// errors are reported. After a report the caller reads and writes until the socket would
+    /// block.
     ///
     /// # Errors
     /// The error of epoll_ctl(2).
@@ -87,8 +89,8 @@ impl Epoll {
         self.add_for(socket, token, wanted | EventFlags::ET)
     }
 
-    /// Removes a socket that stays open elsewhere: the kernel keeps it in the set until its last
-    /// descriptor is closed.
+    /// Removes a socket that has other open descriptors: the kernel removes it by itself only when
+    /// the last one is closed.
     ///
     /// # Errors
     /// The error of epoll_ctl(2).
@@ -96,7 +98,7 @@ impl Epoll {
         Ok(epoll::delete(&self.0, socket)?)
     }
 
-    /// Has a socket that was added reported once more.
+    /// Arms a socket that was added with [`Epoll::add`], so that it is reported once more.
     ///
     /// # Errors
     /// The error of epoll_ctl(2).
@@ -119,8 +121,8 @@ impl Epoll {
         )?)
     }
 
-    /// Waits until something is ready, or `timeout` has passed, and appends what
-    /// is ready to `ready`. A signal counts as nothing ready.
+    /// Waits until a socket is ready or `timeout` has passed, and appends the sockets that are
+    /// ready to `ready`. After a signal it returns without adding any.
     ///
     /// # Errors
     /// The error of epoll_pwait(2).
@@ -157,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_is_reported_once_until_it_is_asked_for_again() {
+    fn a_socket_is_reported_once_until_it_is_armed_again() {
         let epoll = Epoll::new().unwrap();
         let (near, mut far) = UnixStream::pair().unwrap();
         let brief = Some(Duration::from_millis(1));
@@ -182,19 +184,20 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_a_failure_whatever_was_asked_for() {
+    fn a_reset_is_reported_as_a_failure_for_every_readiness() {
         let epoll = Epoll::new().unwrap();
         let (near, far) = UnixStream::pair().unwrap();
         epoll.add(&near, 1, Readiness::Failure).unwrap();
-        // Closed with something unread, it resets the other end (unix(7)).
+        // A close with unread data resets the other end (unix(7)).
         (&near).write_all(b"x").unwrap();
         drop(far);
         let mut ready = Vec::new();
         epoll.wait(&mut ready, None).unwrap();
         assert!(ready[0].failed);
     }
+
     #[test]
-    fn news_are_told_once_and_an_end_is_one() {
+    fn each_change_is_reported_once_and_so_is_the_end() {
         use std::net::{TcpListener, TcpStream};
 
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -208,13 +211,13 @@ mod tests {
             ready
         };
         epoll.add_news(&near, 3, true).unwrap();
-        // There is room to write in.
+        // It is writable.
         assert_eq!(wait(None).len(), 1);
         assert_eq!(wait(brief), []);
         far.write_all(b"x").unwrap();
         let [byte] = wait(None)[..] else { panic!() };
         assert!(!byte.ended && !byte.failed);
-        // It lies there unread, and nobody is told again.
+        // The unread byte is not reported again.
         assert_eq!(wait(brief), []);
         drop(far);
         assert!(wait(None)[0].ended);

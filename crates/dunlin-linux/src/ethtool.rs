@@ -1,29 +1,31 @@
-//! The features of a network device, as `ethtool --show-features` has them (ioctl `SIOCETHTOOL`).
+//! The features of a network device, as `ethtool --show-features` prints them (ioctl
+//! `SIOCETHTOOL`).
 
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// The ioctl, what it is asked, and the set of strings (include/uapi/linux/ethtool.h).
+/// The ioctl, its commands, and the string set of the features (include/uapi/linux/ethtool.h).
 const SIOCETHTOOL: libc::Ioctl = 0x8946;
 const ETHTOOL_GSTRINGS: u32 = 0x1b;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GFEATURES: u32 = 0x3a;
 const ETH_SS_FEATURES: u32 = 4;
-/// A feature's name, in words.
+/// Length of a feature's name, in 32-bit words.
 const NAME_WORDS: usize = 8;
-/// Of each 32 features: which there are, are wanted, are in force, never change; in words.
+/// Words of `struct ethtool_get_features_block`, which has a bit for each of 32 features in each
+/// of: available, requested, active, never changed.
 const BLOCK_WORDS: usize = 4;
-/// More than any kernel has.
+/// Upper bound of the number of features; no kernel has as many.
 const FEATURES_LIMIT: u32 = 1024;
 
-/// All features of a device by their names, and whether each is in force. `socket` is any socket of
+/// The names of all features of a device, and whether each is active. `socket` is any socket in
 /// the device's network namespace.
 ///
 /// # Errors
-/// What ioctl(2) says, such as `ENODEV`.
+/// The error of ioctl(2), such as `ENODEV`.
 pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool)>> {
-    // How many: a bit for the set, in two words, then the answer.
+    // The number of features: `sset_mask` in two words, then room for the result.
     let mut set = [ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_FEATURES, 0, 0];
     ethtool(&socket, device, &mut set)?;
     let count = set[4];
@@ -48,9 +50,9 @@ pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool
     Ok(names.filter_map(of).collect())
 }
 
-/// One question, whose answer takes the place of its words.
+/// Executes the command in `words`; the kernel writes the result over it.
 fn ethtool(socket: &impl AsFd, device: &str, words: &mut [u32]) -> io::Result<()> {
-    // SAFETY: `ifreq` consists of integers and pointers, for all of which zero is valid.
+    // SAFETY: `ifreq` consists of integers and pointers, all of which may be zero.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     if device.len() >= request.ifr_name.len() {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -59,11 +61,12 @@ fn ethtool(socket: &impl AsFd, device: &str, words: &mut [u32]) -> io::Result<()
         *to = from as libc::c_char;
     }
     request.ifr_ifru.ifru_data = words.as_mut_ptr().cast();
-    // SAFETY: `request` and `words` live through the call and are borrowed exclusively. Each question
-    // above has room for the answer that it asks for: the kernel writes one word for the one set
-    // that is marked, as many names as there are features where as many were asked for or more
-    // (`__ethtool_get_strings`), and no more blocks than the second word allows
-    // (`ethtool_get_features`, net/ethtool/ioctl.c). A kernel's number of features does not change.
+    // SAFETY: `request` and `words` live through the call and are borrowed exclusively. Each
+    // command of `features` has room for its result (net/ethtool/ioctl.c): ETHTOOL_GSSET_INFO
+    // writes one word for the one set in the mask. ETHTOOL_GSTRINGS writes as many names as the
+    // kernel has features, if that is at most the requested count (`__ethtool_get_strings`); the
+    // count came from the same kernel, where it is constant. ETHTOOL_GFEATURES writes at most as
+    // many blocks as the second word states (`ethtool_get_features`).
     let status = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), SIOCETHTOOL, &raw mut request) };
     match status {
         0 => Ok(()),

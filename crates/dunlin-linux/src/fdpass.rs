@@ -1,5 +1,5 @@
-//! Descriptors passed between processes over a unix socket (unix(7), SCM_RIGHTS; cmsg(3)), and
-//! those that a parent has left open for this one.
+//! Descriptors that processes pass over a unix socket (unix(7), SCM_RIGHTS; cmsg(3)), and
+//! descriptors inherited from the parent process.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -11,27 +11,27 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt,
 };
 
-/// The most that the kernel takes in one message (SCM_MAX_FD).
+/// The most descriptors in one message (the kernel's SCM_MAX_FD).
 pub const MOST: usize = 253;
-/// Room for the control message with that many.
+/// Bytes of the control message with [`MOST`] descriptors.
 const CONTROL_ROOM: usize = rustix::cmsg_space!(ScmRights(MOST));
 
-/// One message.
+/// A received message.
 #[derive(Debug)]
 pub struct Received {
-    /// How many bytes of the payload it filled; 0 is the sender's end.
+    /// Bytes written to the payload; 0 at the end of the stream.
     pub bytes: usize,
-    /// What came with them. Programs that this process starts do not get it.
+    /// The descriptors of the message, with close-on-exec set.
     pub descriptors: Vec<OwnedFd>,
 }
 
 /// Sends as much of `payload` as fits, with all of `descriptors` attached to its first byte.
-/// Returns how much that was. Never waits.
+/// Returns the bytes sent. Never blocks.
 ///
 /// # Errors
-/// `WouldBlock` when the socket takes nothing now; `InvalidInput` without payload, which a stream
-/// would swallow together with the descriptors, or with more than [`MOST`] descriptors; otherwise
-/// what sendmsg(2) says.
+/// `WouldBlock` if the socket's buffer is full. `InvalidInput` for an empty payload, with which a
+/// stream socket drops the descriptors, and for more than [`MOST`] descriptors. Otherwise the
+/// error of sendmsg(2).
 pub fn send(
     socket: impl AsFd,
     payload: &[u8],
@@ -44,7 +44,7 @@ pub fn send(
     let mut control = SendAncillaryBuffer::new(&mut room);
     if !descriptors.is_empty() {
         let fits = control.push(SendAncillaryMessage::ScmRights(descriptors));
-        debug_assert!(fits, "there is room for the most that were let through");
+        debug_assert!(fits, "CONTROL_ROOM is sized for MOST descriptors");
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let payload = [IoSlice::new(payload)];
@@ -52,11 +52,12 @@ pub fn send(
     Ok(count)
 }
 
-/// Waits for one message and takes its bytes, as far as `payload` has room, and its descriptors.
+/// Waits for one message. Returns its descriptors and as many of its bytes as `payload` holds.
 ///
 /// # Errors
-/// `InvalidData` when descriptors were lost, since there were more than [`MOST`] or this process
-/// may have no more; those that came are closed. Otherwise what recvmsg(2) says.
+/// `InvalidData` if the kernel dropped descriptors, because the message had more than [`MOST`] or
+/// this process has reached its limit; those that were received are closed. Otherwise the error of
+/// recvmsg(2).
 pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
     let mut room = [MaybeUninit::uninit(); CONTROL_ROOM];
     let mut control = RecvAncillaryBuffer::new(&mut room);
@@ -72,41 +73,41 @@ pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
     if message.flags.contains(ReturnFlags::CTRUNC) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "descriptors were lost on their way: too many in one message, or this process may \
-             have no more (ulimit -n)",
+            "descriptors lost: more than 253 in one message, or the limit of open files is \
+             reached (ulimit -n)",
         ));
     }
     let bytes = message.bytes;
     Ok(Received { bytes, descriptors })
 }
 
-/// The descriptor that a parent has left open under this number, as one of this process's own.
-/// The number itself is kept from programs that this process starts.
+/// Duplicates the descriptor `number` that was inherited from the parent process, and sets
+/// close-on-exec on `number` itself.
 ///
 /// # Errors
-/// The error of fcntl(2): EBADF when nothing is open there.
+/// The error of fcntl(2): EBADF if `number` is not open.
 pub fn inherited(number: RawFd) -> io::Result<OwnedFd> {
-    keep_from_programs(number)?;
-    // SAFETY: the number is open, as the call above has shown. The parent has left it open for this
-    // process, so nothing here owns it and closes it meanwhile.
+    set_close_on_exec(number)?;
+    // SAFETY: the call above has shown that `number` is open. It was inherited from the parent, so
+    // nothing in this process owns it or closes it during the call.
     unsafe { BorrowedFd::borrow_raw(number) }.try_clone_to_owned()
 }
 
-/// Sets the close-on-exec flag of an open descriptor.
+/// Sets the close-on-exec flag of a descriptor.
 ///
 /// # Errors
-/// The error of fcntl(2): EBADF when nothing is open there.
-pub(crate) fn keep_from_programs(number: RawFd) -> io::Result<()> {
-    // Not by `rustix`, which takes only descriptors that are known to be open.
-    // SAFETY: fcntl(2) with F_SETFD takes no pointers, and fails if nothing is open. An owner of
-    // the number loses nothing by the flag.
+/// The error of fcntl(2): EBADF if `number` is not open.
+pub(crate) fn set_close_on_exec(number: RawFd) -> io::Result<()> {
+    // `rustix` accepts only descriptors that are known to be open.
+    // SAFETY: fcntl(2) with F_SETFD takes no pointers and fails if `number` is not open. If another
+    // part of the process owns the descriptor, the flag does not invalidate it.
     match unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Whether it is a unix socket, as descriptors can be passed over.
+/// Whether `socket` is a unix socket, which can carry descriptors.
 ///
 /// # Errors
 /// The error of getsockopt(2): ENOTSOCK for a file or a pipe.
@@ -127,13 +128,13 @@ mod tests {
 
     use super::*;
 
-    fn is_kept_from_programs(descriptor: &OwnedFd) -> bool {
+    fn is_close_on_exec(descriptor: &OwnedFd) -> bool {
         let flags = rustix::io::fcntl_getfd(descriptor).unwrap();
         flags.contains(FdFlags::CLOEXEC)
     }
 
     #[test]
-    fn descriptors_come_with_the_first_byte_and_are_this_process_s_alone() {
+    fn descriptors_arrive_with_the_first_byte_and_are_close_on_exec() {
         let (here, there) = UnixStream::pair().unwrap();
         let ends: Vec<_> = (0..3).map(|_| pipe().unwrap()).collect();
         let writers: Vec<_> = ends.iter().map(|(_, writer)| writer.as_fd()).collect();
@@ -145,11 +146,11 @@ mod tests {
         assert_eq!((rest.bytes, rest.descriptors.len()), (2, 0));
         assert_eq!(&payload, b"ne");
         for ((mut reader, writer), passed) in ends.into_iter().zip(first.descriptors) {
-            assert!(is_kept_from_programs(&passed));
+            assert!(is_close_on_exec(&passed));
             drop(writer);
             File::from(passed).write_all(b"x").unwrap();
             let mut all = Vec::new();
-            // To the end: no other writer is left.
+            // Reads to the end: no other writer is left.
             reader.read_to_end(&mut all).unwrap();
             assert_eq!(all, b"x");
         }
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_sent_is_refused() {
+    fn empty_payloads_and_too_many_descriptors_are_rejected() {
         let (here, there) = UnixStream::pair().unwrap();
         let kind = |result: io::Result<usize>| result.unwrap_err().kind();
         assert_eq!(
@@ -180,11 +181,11 @@ mod tests {
     }
 
     #[test]
-    fn an_inherited_descriptor_is_another_that_leads_to_the_same() {
+    fn an_inherited_descriptor_is_duplicated() {
         let (here, mut there) = UnixStream::pair().unwrap();
         let own = inherited(here.as_raw_fd()).unwrap();
         assert_ne!(own.as_raw_fd(), here.as_raw_fd());
-        assert!(is_kept_from_programs(&own));
+        assert!(is_close_on_exec(&own));
         assert!(is_unix_socket(&own).unwrap());
         drop(here);
         UnixStream::from(own).write_all(b"x").unwrap();

@@ -1,10 +1,10 @@
-//! TLS records sealed and opened by the kernel (its Documentation/networking/tls.rst,
-//! include/uapi/linux/tls.h).
+//! Kernel TLS: the kernel seals and opens the records of a TCP socket
+//! (Documentation/networking/tls.rst, include/uapi/linux/tls.h).
 //!
-//! [`attach`] makes a connected TCP socket one that can; [`install`] gives it a key for a
-//! direction. A direction without a key goes in the clear, alerts included, so whoever installs
-//! one installs both before anything is sent. From then on what is written is sealed and what is
-//! read is opened; records that are no data come through [`receive`] and go by [`send_record`].
+//! [`attach`] enables it on a connected TCP socket; [`install`] sets the key of one direction. A
+//! direction without a key is plaintext, alerts included, so the caller installs both keys before
+//! it sends anything. The kernel then seals everything written and opens everything read. Records
+//! that are not application data are read with [`receive`] and sent with [`send_record`].
 
 use std::io;
 use std::mem::offset_of;
@@ -15,17 +15,18 @@ use zeroize::Zeroizing;
 
 use crate::option;
 
-/// The content type of a record with data (RFC 8446, section 5.1).
+/// The content type `application_data` (RFC 8446, section 5.1).
 const APPLICATION_DATA: u8 = 23;
-/// Pieces of memory that a call uses, at most. A frame of a lane has half as many.
+/// The most pieces of memory that one call uses. A frame of a lane has at most half as many.
 const PIECES_LIMIT: usize = 128;
-/// What reading says of a record that does not open (errno(3)).
+/// The error of a read at a record that fails authentication (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
-/// What it says of bytes that are no record of TLS, or one that is too long (`tls_rx_msg_size`,
-/// net/tls/tls_sw.c). The first of them splice(2) says of a record that is no data, too.
+/// The errors of a read at bytes that are not a TLS record, and at a record that is too long
+/// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns the first one, `EINVAL`, at a
+/// record that is not application data.
 pub const NO_RECORD: [i32; 2] = [libc::EINVAL, libc::EMSGSIZE];
 
-/// The version of TLS that a key is for.
+/// The TLS version of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     /// TLS 1.2.
@@ -34,7 +35,7 @@ pub enum Version {
     V1_3,
 }
 
-/// The cipher that a key is for.
+/// The cipher of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cipher {
     /// AES-128-GCM; 16 bytes of key.
@@ -45,7 +46,7 @@ pub enum Cipher {
     ChaCha20Poly1305,
 }
 
-/// What of a connection a key is for.
+/// The direction of a connection that a key is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// What this side sends.
@@ -54,40 +55,41 @@ pub enum Direction {
     Receiving,
 }
 
-/// A key, and where in its use the kernel takes it over.
+/// A key, and the record at which the kernel starts to use it.
 #[derive(Clone, Copy)]
 pub struct Key<'a> {
     /// The version of TLS.
     pub version: Version,
     /// The cipher.
     pub cipher: Cipher,
-    /// The key, as long as the cipher wants it.
+    /// The key, with the cipher's key length ([`Cipher::key_bytes`]).
     pub key: &'a [u8],
-    /// TLS 1.3 and ChaCha20: what the record's number is added to, to make a nonce. AES-GCM of TLS
-    /// 1.2: four secret bytes, then the nonce that the kernel's first record will bear, from which
-    /// it counts up whatever the sequence number is. No earlier record may have borne it, or one
-    /// that follows: two records with one nonce give the key away.
+    /// TLS 1.3 and ChaCha20: the IV, which is XORed with the record's sequence number to make the
+    /// nonce. AES-GCM of TLS 1.2: the four secret bytes of the salt, then the explicit nonce of
+    /// the kernel's first record; the kernel counts up from it, independently of the sequence
+    /// number. No earlier record may have used this explicit nonce or one that follows: two records
+    /// with the same nonce reveal the authentication key.
     pub nonce: [u8; 12],
-    /// The number of the next record.
+    /// The sequence number of the next record.
     pub sequence: u64,
 }
 
-/// What a socket says of a direction.
+/// The version and cipher of the key that is installed for a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Installed {
-    /// As in `tls_crypto_info`: 0x0303 is TLS 1.2, 0x0304 is TLS 1.3.
+    /// `tls_crypto_info.version`: 0x0303 is TLS 1.2, 0x0304 is TLS 1.3.
     pub version: u16,
-    /// As in `tls_crypto_info`: 51 is AES-128-GCM, 52 AES-256-GCM, 54 ChaCha20-Poly1305.
+    /// `tls_crypto_info.cipher_type`: 51 is AES-128-GCM, 52 AES-256-GCM, 54 ChaCha20-Poly1305.
     pub cipher: u16,
 }
 
-/// What came of a read.
+/// The result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
-    /// How many bytes; zero at the connection's end.
+    /// Bytes read; zero at the end of the connection.
     pub bytes: usize,
-    /// The content type of the record that they are of; all of one read are of one type. `None` is
-    /// data.
+    /// The content type of the records that the bytes are from, which is the same for all bytes of
+    /// one read; `None` for application data.
     pub control: Option<u8>,
 }
 
@@ -129,7 +131,7 @@ impl Direction {
 }
 
 impl Installed {
-    /// Whether the kernel has a key of this kind.
+    /// Whether the installed key has this version and cipher.
     #[must_use]
     pub fn is(&self, version: Version, cipher: Cipher) -> bool {
         *self
@@ -141,11 +143,11 @@ impl Installed {
 }
 
 impl Key<'_> {
-    /// The key as the kernel takes it: `tls12_crypto_info_aes_gcm_128` and its kin, which consist
-    /// of the two numbers and byte arrays, and have no padding.
+    /// The key in the kernel's layout, `tls12_crypto_info_aes_gcm_128` or the structure of the
+    /// other cipher. These consist of version, cipher type and byte arrays, without padding.
     ///
     /// # Errors
-    /// `InvalidInput`: the key has not the cipher's length.
+    /// `InvalidInput` if the key does not have the cipher's length.
     fn to_bytes(self) -> io::Result<Zeroizing<Vec<u8>>> {
         if self.key.len() != self.cipher.key_bytes() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -162,7 +164,7 @@ impl Key<'_> {
             salt,
             &self.sequence.to_be_bytes(),
         ];
-        // As long as it will be, so that no copy is left behind.
+        // Never grows, so no reallocation leaves a copy of the key behind.
         let mut bytes = Zeroizing::new(Vec::with_capacity(64));
         for part in parts {
             bytes.extend_from_slice(part);
@@ -171,32 +173,32 @@ impl Key<'_> {
     }
 }
 
-/// Makes a connected TCP socket one that takes keys (`TCP_ULP`). Until it has some, nothing about
-/// it changes.
+/// Enables kernel TLS on a connected TCP socket (`TCP_ULP`). Until a key is installed, the socket
+/// behaves as before.
 ///
 /// # Errors
-/// `NotFound` where the kernel has no module for it, `NotConnected` where the socket is not
-/// connected any more or yet, and what else setsockopt(2) says.
+/// `NotFound` if the kernel has no TLS module, `NotConnected` if the socket is not connected;
+/// otherwise the error of setsockopt(2).
 pub fn attach(socket: impl AsFd) -> io::Result<()> {
     option::set(socket, libc::IPPROTO_TCP, libc::TCP_ULP, b"tls")
 }
 
-/// Gives the kernel the key of one direction, or the next where it has one and can change it
-/// (Linux 6.14 in TLS 1.3).
+/// Installs the key of one direction. If the direction has a key, replaces it, which the kernel
+/// supports for TLS 1.3 since Linux 6.14.
 ///
 /// # Errors
-/// `InvalidInput` for a key that has not its cipher's length; what else setsockopt(2) says, `EBUSY`
-/// where there is a key that cannot be changed.
+/// `InvalidInput` if the key does not have its cipher's length; otherwise the error of
+/// setsockopt(2), such as `EBUSY` if the direction has a key and the kernel cannot replace it.
 pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Result<()> {
     option::set(socket, libc::SOL_TLS, direction.option(), &key.to_bytes()?)
 }
 
-/// What key the kernel has for a direction, by its own word; `None` if it has none.
+/// The version and cipher of a direction's key, as the kernel reports them; `None` without a key.
 ///
 /// # Errors
-/// What getsockopt(2) says.
+/// The error of getsockopt(2).
 pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<Installed>> {
-    // Asked for no more than its head, the kernel keeps the key to itself.
+    // Reads the head of the structure only, without the key.
     match option::get(socket, libc::SOL_TLS, direction.option()) {
         Ok((head, _)) => {
             let [a, b, c, d] = head;
@@ -204,34 +206,33 @@ pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<I
             Ok(Some(Installed { version, cipher }))
         }
         Err(error) => match error.raw_os_error() {
-            // Attached and without a key; not attached.
+            // EBUSY: attached without a key. The others: not attached.
             Some(libc::EBUSY | libc::ENOPROTOOPT | libc::EOPNOTSUPP) => Ok(None),
             _ => Err(error),
         },
     }
 }
 
-/// Promises that the peer pads no record of TLS 1.3, with which the kernel opens them where the
-/// reader wants them (`TLS_RX_EXPECT_NO_PAD`, Linux 6.0). A record that is padded all the same is
-/// opened twice, and counted.
+/// Tells the kernel that the peer does not pad TLS 1.3 records, so that it can decrypt directly
+/// into the reader's buffer (`TLS_RX_EXPECT_NO_PAD`, Linux 6.0). If a record is padded anyway, the
+/// kernel decrypts it a second time and counts it (`TlsRxNoPadViolation`).
 ///
 /// # Errors
-/// What setsockopt(2) says.
+/// The error of setsockopt(2).
 pub fn expect_no_padding(socket: impl AsFd) -> io::Result<()> {
     option::set_int(socket, libc::SOL_TLS, libc::TLS_RX_EXPECT_NO_PAD, 1)
 }
 
-/// Reads what has been opened, of one or more records of one type, and tells the type.
+/// Reads the content of one or more records of one content type.
 ///
 /// # Errors
-/// What recvmsg(2) says: `EBADMSG` for a record that does not open, `EKEYEXPIRED` behind a key
-/// update of the peer's until there is a new key.
+/// The error of recvmsg(2): `EBADMSG` for a record that fails authentication, `EKEYEXPIRED` after
+/// the peer's KeyUpdate until a new key is installed.
 pub fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<Received> {
     receive_into(socket, &[VolatileSlice::from(into)])
 }
 
-/// The same, into several pieces of memory one after the other, of which at most 128
-/// are used.
+/// Like [`receive`], but fills several pieces of memory in order. Uses at most the first 128.
 ///
 /// # Errors
 /// As [`receive`].
@@ -240,10 +241,10 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
     let count = fill(&mut pieces, into);
     let mut control = Control::new();
     let mut message = message(&mut pieces[..count], Some(&mut control));
-    // SAFETY: `message` names `count` pieces, each of which is mapped and writable for as long as
-    // its `VolatileSlice` in `into` lives, so through the call, and a control buffer with its true
-    // length. The kernel writes to nothing else. Bytes of a guest may be written to by others
-    // meanwhile, which is why nothing in Rust refers to them.
+    // SAFETY: `message` names `count` pieces, each of which is mapped and writable while its
+    // `VolatileSlice` in `into` lives, which includes the call, and a control buffer with its
+    // actual length. The kernel writes to nothing else. The guest may write to its memory during
+    // the call; no Rust reference to that memory exists.
     let status = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, 0) };
     let bytes = usize::try_from(status).map_err(|_| io::Error::last_os_error())?;
     let content_type = control.content_type(message.msg_controllen);
@@ -253,8 +254,8 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
     })
 }
 
-/// Writes what lies in several pieces of memory, at most 128 of them; returns how many
-/// bytes were taken. The last of them end a record.
+/// Sends several pieces of memory, at most the first 128, as application data. Returns the bytes
+/// that the kernel accepted; the last one ends a record.
 ///
 /// # Errors
 /// The error of sendmsg(2).
@@ -262,7 +263,7 @@ pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<us
     send(socket, from, None)
 }
 
-/// Sends a record of its own that is not data: an alert, a handshake message.
+/// Sends one record that is not application data: an alert or a handshake message.
 ///
 /// # Errors
 /// The error of sendmsg(2).
@@ -284,10 +285,10 @@ fn send(
     let mut pieces = [EMPTY; PIECES_LIMIT];
     let count = fill(&mut pieces, from);
     let message = message(&mut pieces[..count], control);
-    // SAFETY: `message` names `count` pieces, each of which is mapped and readable for as long as
-    // its `VolatileSlice` in `from` lives, so through the call, which only reads them, and a control
-    // buffer, if any, with its true length. The pieces may change meanwhile: the kernel seals what
-    // it reads once.
+    // SAFETY: `message` names `count` pieces, each of which is mapped and readable while its
+    // `VolatileSlice` in `from` lives, which includes the call, and the control buffer, if any,
+    // with its actual length. The call only reads them. The guest may change the pieces during the
+    // call: the kernel reads each byte once and seals what it read.
     let status = unsafe {
         libc::sendmsg(
             socket.as_fd().as_raw_fd(),
@@ -307,7 +308,7 @@ fn fill(pieces: &mut [libc::iovec; PIECES_LIMIT], slices: &[VolatileSlice<'_>]) 
     for (piece, slice) in pieces.iter_mut().zip(slices) {
         let guard = slice.ptr_guard_mut();
         *piece = libc::iovec {
-            // The guard does nothing on Linux, so the address outlives it.
+            // On Linux the guard does nothing, so the address stays valid after its drop.
             iov_base: guard.as_ptr().cast(),
             iov_len: slice.len(),
         };
@@ -316,7 +317,7 @@ fn fill(pieces: &mut [libc::iovec; PIECES_LIMIT], slices: &[VolatileSlice<'_>]) 
 }
 
 fn message(pieces: &mut [libc::iovec], control: Option<&mut Control>) -> libc::msghdr {
-    // SAFETY: `msghdr` consists of integers and pointers, for all of which zero is valid.
+    // SAFETY: `msghdr` consists of integers and pointers, all of which may be zero.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_mut_ptr();
     message.msg_iovlen = pieces.len() as _;
@@ -327,13 +328,13 @@ fn message(pieces: &mut [libc::iovec], control: Option<&mut Control>) -> libc::m
     message
 }
 
-/// Room for one control message of one byte, as cmsg(3) lays it out.
+/// A buffer for one control message with one byte of data, in the layout of cmsg(3).
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_ROOM]);
 
-// SAFETY: both compute from their argument alone.
+// SAFETY: CMSG_SPACE only computes a length from its argument.
 const CONTROL_ROOM: usize = unsafe { libc::CMSG_SPACE(1) } as usize;
-// SAFETY: as above.
+// SAFETY: CMSG_LEN only computes a length from its argument.
 const CONTROL_BYTES: usize = unsafe { libc::CMSG_LEN(1) } as usize;
 const CONTENT_TYPE_AT: usize = CONTROL_BYTES - 1;
 const _: () = assert!(size_of::<libc::cmsghdr>() <= CONTENT_TYPE_AT);
@@ -363,7 +364,7 @@ impl Control {
         Self(bytes)
     }
 
-    /// The type that the kernel has written, if `written` bytes hold it.
+    /// The content type that the kernel has written, if the first `written` bytes hold one.
     fn content_type(&self, written: usize) -> Option<u8> {
         let number = |at: usize| {
             let bytes = self.0.get(at..at + 4)?;
@@ -384,7 +385,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_laid_out_as_the_kernel_has_it() {
+    fn a_key_has_the_layout_of_the_kernels_structure() {
         let key = [9; 16];
         let bytes = Key {
             version: Version::V1_2,
@@ -435,10 +436,10 @@ mod tests {
     }
 
     #[test]
-    fn a_control_message_says_its_type_again() {
+    fn a_control_message_encodes_and_decodes_its_content_type() {
         let mut control = Control::of(21);
         assert_eq!(control.content_type(CONTROL_BYTES), None);
-        // What the kernel answers with differs in one number.
+        // The kernel's own message differs in its type only.
         let at = offset_of!(libc::cmsghdr, cmsg_type);
         control.0[at..at + 4].copy_from_slice(&libc::TLS_GET_RECORD_TYPE.to_ne_bytes());
         assert_eq!(control.content_type(CONTROL_BYTES), Some(21));
@@ -446,14 +447,14 @@ mod tests {
     }
 
     #[test]
-    fn k01_what_cannot_be_attached_is_an_error_and_changes_nothing() {
+    fn k01_a_failed_attach_is_an_error_and_changes_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        // Neither connected nor, on some kernels, known of at all.
+        // The socket is not connected; some kernels also lack kernel TLS.
         assert!(attach(&listener).is_err());
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert_eq!(installed(&near, Direction::Sending).unwrap(), None);
         assert_eq!(installed(&near, Direction::Receiving).unwrap(), None);
-        // Without the kernel's help the socket is as before; with it, too.
+        // Whether or not the kernel supports TLS, a socket without a key behaves as before.
         let _ = attach(&near);
         let (far, _) = listener.accept().unwrap();
         let sent = send_from(&near, &[VolatileSlice::from(&mut b"abc".to_owned()[..])]);

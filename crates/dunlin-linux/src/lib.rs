@@ -1,5 +1,5 @@
-//! The kernel interfaces that Dunlin touches, one file each. Nothing of KVM or netlink,
-//! and nothing for tests alone.
+//! Safe wrappers of the Linux interfaces that Dunlin uses, one module for each. KVM, netlink and
+//! interfaces that only tests use are elsewhere.
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;

@@ -1,11 +1,11 @@
-//! Guest memory: how it is backed, where it lies in the guest, and the log of the VMM's own writes.
+//! Guest memory: its backing, its guest-physical layout, and the log of the VMM's own writes.
 //!
-//! Every region carries an [`AtomicBitmap`] with one bit for each 4 KiB page. vm-memory sets a bit
-//! whenever the VMM writes through it; what the guest writes by itself is in KVM's log
+//! Every region has an [`AtomicBitmap`] with one bit for each 4 KiB page. vm-memory sets a bit
+//! whenever the VMM writes through it; the guest's own writes are in KVM's dirty log
 //! (`dunlin-microvm`).
 //!
-//! Every region begins at a multiple of 2 MiB, in the guest and in this process, so that huge pages
-//! fit; [`advise_huge_pages`] asks for them.
+//! Every region begins at a multiple of 2 MiB, both in the guest and in this process, so that huge
+//! pages fit; [`advise_huge_pages`] requests them.
 
 use std::fs::File;
 use std::io;
@@ -28,49 +28,49 @@ pub const PAGE_BYTES: u64 = 4096;
 /// Bytes of a huge page.
 pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// Where the low region must end: above it a PC has its devices.
+/// The upper limit of the low region: the devices of a PC are above it.
 pub const HOLE_START: u64 = 3 << 30;
 
-/// Where memory goes on after the hole.
+/// The start of the high region, above the devices.
 pub const HOLE_END: u64 = 4 << 30;
 
-/// What stands behind guest memory.
+/// The backing of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// Anonymous and private to the process.
     Private,
-    /// A memfd per region, mapped shared; the region's `file_offset` holds it, so that holes can be
-    /// found with SEEK_DATA.
+    /// A memfd per region, mapped shared. The region's `file_offset` holds the file, in which
+    /// SEEK_DATA finds the holes.
     Memfd,
-    /// A memfd per region of 2 MiB huge pages, which must have been reserved.
+    /// A memfd per region with 2 MiB huge pages, which the host must have reserved.
     Huge,
 }
 
 /// Why guest memory could not be allocated.
 #[derive(Debug, Error)]
 pub enum MappingError {
-    /// The size is zero, or no multiple of 2 MiB.
-    #[error("guest memory must be a multiple of 2 MiB and not zero, not {0} bytes")]
+    /// The size is zero or not a multiple of 2 MiB.
+    #[error("guest memory size of {0} bytes is not a positive multiple of 2 MiB")]
     Size(u64),
     /// The kernel refused the memfd.
     #[error("cannot create a memfd of {bytes} bytes for guest memory")]
     Memfd {
         /// Length of the region.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
     /// Fewer huge pages are free than the guest needs.
     #[error(
-        "not enough free huge pages for {bytes} bytes of guest memory: reserve {} of 2 MiB with \
-         `sysctl vm.nr_hugepages=N`, or choose another backing",
+        "too few free huge pages for {bytes} bytes of guest memory: needs {} of 2 MiB \
+         (`sysctl vm.nr_hugepages=N` reserves them), or another backing",
         bytes / HUGE_PAGE_BYTES
     )]
     HugePages {
         /// Length of the region.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: MmapRegionError,
     },
@@ -79,14 +79,14 @@ pub enum MappingError {
     Map {
         /// Length of the region.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: MmapRegionError,
     },
 }
 
-/// The regions of a guest with `memory_bytes` of memory, as (guest-physical address, bytes): one
-/// below the hole, and the rest from 4 GiB on.
+/// The regions of a guest with `memory_bytes` of memory, as (guest-physical address, bytes): the
+/// first below [`HOLE_START`], the rest from [`HOLE_END`].
 pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
     let low = memory_bytes.min(HOLE_START);
     let mut regions = vec![(0, low)];
@@ -98,8 +98,8 @@ pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
 
 /// Maps `memory_bytes` (a multiple of 2 MiB) of zero pages for a guest, as [`layout`] places them.
 ///
-/// Nothing is populated. Private and memfd mappings reserve no swap; huge pages are reserved here,
-/// since a fault on one that is missing would kill the process later.
+/// Populates nothing. Private and memfd mappings reserve no swap. Huge pages are reserved by the
+/// mapping, because a later fault without a free one would kill the process (SIGBUS).
 ///
 /// # Errors
 /// See [`MappingError`].
@@ -158,16 +158,16 @@ fn region(
     Ok(GuestRegionMmap::new(mapped, GuestAddress(start)).expect("no region reaches 2^64"))
 }
 
-/// Advises transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory behind a
-/// memfd is left alone: whether shared memory gets such pages is the host's
-/// `/sys/kernel/mm/transparent_hugepage/shmem_enabled`, and huge pages of [`Backing::Huge`] are huge
-/// already.
+/// Requests transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory of a
+/// memfd is skipped: for shared memory the host decides
+/// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), and [`Backing::Huge`] already has huge
+/// pages.
 ///
-/// Call it before the first page is touched: pages that are there stay small until khugepaged
-/// merges them.
+/// Call it before the first page is touched: populated pages stay small until khugepaged merges
+/// them.
 ///
-/// Best effort, so that no guest fails for it: a kernel without transparent huge pages answers
-/// `EINVAL`, and the memory stays as it was; under the policy `never` the advice has no effect.
+/// Best effort, so it cannot make a guest fail: a kernel without transparent huge pages returns
+/// `EINVAL` and leaves the memory unchanged; under the policy `never` the advice has no effect.
 ///
 /// Drawback: the first touch of any page populates the 2 MiB around it.
 pub fn advise_huge_pages(memory: &TrackedMemory) {
@@ -177,22 +177,23 @@ pub fn advise_huge_pages(memory: &TrackedMemory) {
             continue;
         }
         // SAFETY: the range is one whole mapping, which `memory` owns and keeps mapped.
-        // MADV_HUGEPAGE changes by what pages the kernel backs it, not what it holds or whether it
-        // may be accessed.
+        // MADV_HUGEPAGE only affects the size of the pages that back it, not its content or its
+        // access rights.
         unsafe { libc::madvise(mapped.as_ptr().cast(), mapped.size(), libc::MADV_HUGEPAGE) };
     }
 }
 
-/// How often [`aligned`] maps again. One is enough unless other threads map memory meanwhile.
+/// How often [`aligned`] maps again. Once is enough unless other threads map memory concurrently.
 const ALIGN_ATTEMPTS: usize = 4;
 
-/// What `map` maps, at a multiple of 2 MiB if at all possible: a huge page needs 2 MiB that are
-/// aligned here, and KVM's second-level tables need them aligned alike here and in the guest.
+/// Calls `map` until its mapping begins at a multiple of 2 MiB, or the attempts are used up: a huge
+/// page needs an aligned 2 MiB block in this process, and KVM's second-level tables need the same
+/// alignment here and in the guest.
 ///
-/// Linux places private memory so by itself from 6.7 on; older kernels and memfds take the highest
-/// gap that fits, down to the byte. With the end of that gap taken up to the next multiple, the
-/// second mapping ends there. vm-memory takes no address and adopts no mapping, so a placeholder
-/// takes that end.
+/// Since 6.7 Linux aligns private memory by itself. Older kernels, and all kernels for memfds, use
+/// the end of the highest gap that fits, without alignment. A placeholder then occupies the end of
+/// that gap down to a multiple of 2 MiB, and the next mapping ends there. (vm-memory neither
+/// accepts an address nor adopts an existing mapping.)
 fn aligned(
     map: impl Fn() -> Result<MmapRegion<AtomicBitmap>, MmapRegionError>,
 ) -> Result<MmapRegion<AtomicBitmap>, MmapRegionError> {
@@ -208,7 +209,7 @@ fn aligned(
         let taken = Placeholder::new(end - excess, excess);
         mapped = match map() {
             Ok(mapped) => mapped,
-            // A limit of address space may have room for one of the two.
+            // A limit on address space may allow only one of the two.
             Err(_) => {
                 drop(taken);
                 return map();
@@ -218,21 +219,21 @@ fn aligned(
     Ok(mapped)
 }
 
-/// Addresses that nothing else is mapped to; given back when dropped.
+/// An address range that no other mapping can use; dropping it unmaps it.
 struct Placeholder {
     start: *mut libc::c_void,
     bytes: usize,
 }
 
 impl Placeholder {
-    /// None where something is mapped there already.
+    /// Returns `None` if the range is already mapped.
     fn new(start: usize, bytes: usize) -> Option<Self> {
         let flags = libc::MAP_PRIVATE
             | libc::MAP_ANONYMOUS
             | libc::MAP_NORESERVE
             | libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: MAP_FIXED_NOREPLACE replaces no mapping (kernels before 4.17 take `start` for a
-        // hint, which replaces none either), and what is mapped cannot be accessed.
+        // SAFETY: MAP_FIXED_NOREPLACE replaces no mapping; kernels before 4.17 use `start` as a
+        // hint, which replaces none either. The new mapping cannot be accessed (PROT_NONE).
         let start = unsafe { libc::mmap(start as *mut _, bytes, libc::PROT_NONE, flags, -1, 0) };
         (start != libc::MAP_FAILED).then_some(Self { start, bytes })
     }
@@ -240,7 +241,7 @@ impl Placeholder {
 
 impl Drop for Placeholder {
     fn drop(&mut self) {
-        // SAFETY: `new` has made this mapping, it is unmapped once, and nothing refers to it.
+        // SAFETY: `new` created this mapping, only this call unmaps it, and nothing refers to it.
         unsafe { libc::munmap(self.start, self.bytes) };
     }
 }
@@ -259,7 +260,7 @@ mod tests {
     use vm_memory::{Bytes, GuestMemoryRegion};
 
     #[test]
-    fn memory_above_three_gibibytes_goes_on_at_four() {
+    fn memory_above_three_gibibytes_continues_at_four() {
         assert_eq!(layout(1 << 30), [(0, 1 << 30)]);
         assert_eq!(layout(HOLE_START), [(0, HOLE_START)]);
         assert_eq!(layout(5 << 30), [(0, 3 << 30), (4 << 30, 2 << 30)]);
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn an_odd_size_is_refused() {
+    fn a_size_that_is_not_a_multiple_of_2_mib_is_rejected() {
         assert!(matches!(
             allocate(4096, Backing::Private),
             Err(MappingError::Size(4096))
@@ -286,16 +287,16 @@ mod tests {
     }
 
     #[test]
-    fn too_few_huge_pages_are_named_with_the_way_out() {
+    fn too_few_huge_pages_are_an_error_of_their_own() {
         let error = allocate(1 << 40, Backing::Huge).unwrap_err();
-        assert!(error.to_string().contains("vm.nr_hugepages"), "{error}");
+        assert!(matches!(error, MappingError::HugePages { .. }), "{error}");
     }
 
-    /// The kernel of the test may align private memory by itself; memfds it does not.
+    /// The kernel may align private memory by itself, but not memfds.
     #[test]
-    fn every_region_begins_at_a_huge_pages_border() {
+    fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {
-            // Kept, so that each finds other gaps.
+            // All mappings are kept, so that each uses another gap.
             let all: Vec<_> = (1..40)
                 .map(|blocks| allocate(blocks * HUGE_PAGE_BYTES, backing).unwrap())
                 .chain([allocate(HOLE_START + HUGE_PAGE_BYTES, backing).unwrap()])
@@ -320,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_above_the_hole_is_advised_too() {
+    fn the_high_region_gets_huge_pages_too() {
         if huge_pages::transparent().is_none() {
             return;
         }
@@ -329,7 +330,7 @@ mod tests {
         for (region, start) in memory.iter().zip([0, HOLE_END]) {
             let page = GuestAddress(start + HUGE_PAGE_BYTES + 5 * PAGE_BYTES);
             memory.write_slice(&[1], page).unwrap();
-            // By its page table: the kernel may have made one mapping of both regions.
+            // Read from the page table: the kernel may have merged the regions into one mapping.
             let first = vm_memory::MemoryRegionAddress(0);
             let slice = region.get_slice(first, region.len() as usize).unwrap();
             let huge_kib = crate::pagemap::huge_kib(&crate::memory::untracked(&slice)).unwrap();
@@ -338,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn private_memory_alone_is_advised() {
+    fn only_private_memory_is_advised() {
         let Some(policy) = huge_pages::transparent() else {
             return;
         };

@@ -1,47 +1,44 @@
-//! Looking at guest memory: slices without a bitmap of their own, and the
-//! test for pages that are all zero.
+//! Views of guest memory: slices without a dirty bitmap, and the test for pages that are all zero.
 //!
-//! Guest memory changes under our hands while the guest runs, so it is only
-//! ever copied out of or into by `vm_memory::VolatileSlice`, or handed to
-//! aws-lc by address (`aead`). The zero test looks at a copy. A page that
-//! changes right after it was tested is in the dirty log, and goes again.
+//! Guest memory changes while the guest runs. It is therefore only copied through
+//! `vm_memory::VolatileSlice`, or passed to aws-lc by address (`aead`). The zero test examines a
+//! copy. If a page changes right after the test, it is in the dirty log and is sent again.
 
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
-/// The same memory without its bitmap: what the engine writes at the
-/// destination is not a write of the VMM's own, and marks nothing dirty.
+/// The same memory without its bitmap. The engine writes through it at the destination, because
+/// these writes are not the VMM's own and must not mark pages dirty.
 #[must_use]
 pub fn untracked<'a, B: BitmapSlice>(slice: &VolatileSlice<'a, B>) -> VolatileSlice<'a> {
     let guard = slice.ptr_guard_mut();
-    // SAFETY: `slice` proves that `len` bytes from this address are mapped and
-    // stay so for 'a. Volatile slices may overlap each other: nothing is
-    // assumed about the bytes behind them. The guard does nothing on Linux
-    // (it maps pages on Xen), so the address outlives it.
+    // SAFETY: `slice` proves that `len` bytes from this address are mapped for 'a. Volatile slices
+    // may overlap each other, because they assume nothing about the bytes. On Linux the guard does
+    // nothing (on Xen it maps pages), so the address stays valid after its drop.
     unsafe { VolatileSlice::new(guard.as_ptr(), slice.len()) }
 }
 
-/// Whether writes to memory that was mapped with these flags of mmap(2) stay
-/// with this mapping.
+/// Whether a mapping with these flags of mmap(2) is private, so that no other mapping of the file
+/// sees its writes.
 #[must_use]
 pub const fn is_private(flags: i32) -> bool {
     flags & libc::MAP_TYPE == libc::MAP_PRIVATE
 }
 
-/// Whether all bytes are zero, by the widest registers that this CPU has.
+/// Whether all bytes are zero. Uses the widest vector registers of this CPU.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // Most pages that are not zero show it early; this keeps them cheap.
+    // Most non-zero pages have a non-zero byte near the start, where this test is cheap.
     let (head, rest) = bytes.split_at(bytes.len().min(32));
     is_zero_scalar(head) && is_zero_wide(rest)
 }
 
-/// Whether a page of guest memory, at most [`TESTED_BYTES`] long, was all zero
-/// while it was read. A longer one never is.
+/// Whether a page of guest memory, at most [`TESTED_BYTES`] long, was all zero when it was read.
+/// `false` for a longer page.
 #[must_use]
 pub fn is_zero_page(page: &VolatileSlice<'_>) -> bool {
-    // Most pages that are not zero show it in their first line, and then
-    // nothing else of them is read here.
+    // Most non-zero pages have a non-zero byte in the first cache line; only that line is then
+    // read.
     let mut head = [0_u8; 64];
     let head_bytes = page.copy_to(&mut head);
     if !is_zero(&head[..head_bytes]) || page.len() > TESTED_BYTES {
@@ -52,11 +49,11 @@ pub fn is_zero_page(page: &VolatileSlice<'_>) -> bool {
     is_zero(&copy[..bytes])
 }
 
-/// The longest page that [`is_zero_page`] takes.
+/// The longest page that [`is_zero_page`] tests.
 pub const TESTED_BYTES: usize = 4096;
 
-/// The scalar twin of [`is_zero`], for CPUs without wide registers and as its
-/// reference in tests.
+/// The scalar version of [`is_zero`], for CPUs without vector registers and as the reference in
+/// tests.
 #[must_use]
 pub fn is_zero_scalar(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();
@@ -90,7 +87,7 @@ mod x86 {
 
     use super::is_zero_scalar;
 
-    /// Bytes looked at between two tests: four of the registers in use.
+    /// Bytes loaded between two tests: four registers.
     const STRIDE_AVX2: usize = 128;
     const STRIDE_AVX512: usize = 256;
 
@@ -99,8 +96,8 @@ mod x86 {
         let (strides, rest) = bytes.as_chunks::<STRIDE_AVX2>();
         for stride in strides {
             let at = stride.as_ptr().cast::<__m256i>();
-            // SAFETY: the four loads of 32 bytes lie within the 128 bytes of
-            // `stride`, and loadu asks for no alignment.
+            // SAFETY: the four loads of 32 bytes are within the 128 bytes of `stride`, and loadu
+            // requires no alignment.
             let [a, b, c, d] = unsafe {
                 [
                     _mm256_loadu_si256(at),
@@ -122,8 +119,8 @@ mod x86 {
         let (strides, rest) = bytes.as_chunks::<STRIDE_AVX512>();
         for stride in strides {
             let at = stride.as_ptr().cast::<__m512i>();
-            // SAFETY: the four loads of 64 bytes lie within the 256 bytes of
-            // `stride`, and loadu asks for no alignment.
+            // SAFETY: the four loads of 64 bytes are within the 256 bytes of `stride`, and loadu
+            // requires no alignment.
             let [a, b, c, d] = unsafe {
                 [
                     _mm512_loadu_si512(at),
@@ -166,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn i3_every_single_bit_of_a_page_is_seen() {
+    fn i3_the_zero_test_detects_every_byte_of_a_page() {
         let mut page = vec![0_u8; 4096];
         for (name, test) in tests() {
             assert!(test(&page), "{name}");
@@ -179,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn i3_every_single_byte_of_a_guest_page_is_seen() {
+    fn i3_the_zero_test_detects_every_byte_of_a_guest_page() {
         let mut page = vec![0_u8; TESTED_BYTES];
         assert!(is_zero_page(&VolatileSlice::from(&mut page[..])));
         for index in 0..page.len() {
@@ -195,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn every_length_and_alignment_is_tested_to_its_end() {
+    fn the_zero_test_covers_exactly_its_bytes_at_every_length_and_alignment() {
         let mut bytes = vec![0_u8; 1100];
         for (name, test) in tests() {
             for start in [0, 1, 7, 33] {

@@ -1,10 +1,8 @@
-//! Which bytes of this process's memory may hold anything, by what the kernel
-//! says about their addresses.
+//! Finds the bytes of this process's memory that may hold data, from the kernel's tables.
 //!
-//! [`crate::pagemap`] finds what a source sends. This is the second opinion
-//! that `--verify` needs: digests that took holes from the same scan would
-//! agree with its mistakes. The two modules share no code, and where possible no
-//! interface of the kernel:
+//! [`crate::pagemap`] finds the pages that a source sends. `--verify` needs an independent method:
+//! digests that took their holes from the same scan would repeat its mistakes. The two modules
+//! share no code and, where possible, no kernel interface:
 //!
 //! | memory | a hole is |
 //! | --- | --- |
@@ -13,12 +11,11 @@
 //! | any other | unknown: everything may hold data |
 //!
 //! Reading the entries of 1 GiB takes 2 MiB of reads and populates nothing
-//! (Documentation/admin-guide/mm/pagemap.rst). A shared mapping's page table does
-//! not tell holes from pages that another process wrote, or that are swapped out;
-//! nor does mincore(2). So its file has to be asked, which is looked for among
-//! this process's descriptors by its device and inode. The caller's own idea of
-//! file and offset is not used. Files of huge pages have no holes as lseek(2) sees
-//! them: all of such memory may hold data.
+//! (Documentation/admin-guide/mm/pagemap.rst). Neither the page table of a shared mapping nor
+//! mincore(2) distinguishes holes from pages that another process wrote or that are swapped out.
+//! lseek(2) on the file does, so this module finds the file among this process's descriptors by
+//! device and inode. It does not use the caller's file and offset, which could be wrong. lseek(2)
+//! reports no holes in files of huge pages: all of such memory may hold data.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -29,51 +26,50 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use vm_memory::VolatileSlice;
 
-/// Bytes of an entry of /proc/self/pagemap.
+/// Size of an entry of /proc/self/pagemap, in bytes.
 const ENTRY_BYTES: usize = 8;
 /// The page is in memory.
 const PRESENT: u64 = 1 << 63;
-/// The page is in swap, or about to be somewhere else.
+/// The page is swapped out, or is being migrated.
 const SWAPPED: u64 = 1 << 62;
-/// Entries that are read at once: 64 KiB, for 32 MiB of memory.
+/// Entries read at once: 64 KiB, for 32 MiB of memory.
 const ENTRIES_AT_ONCE: usize = 8192;
-/// What ranges are rounded to, outwards.
+/// Ranges are rounded outwards to multiples of this.
 const PAGE_BYTES: u64 = 4096;
-/// The name of private huge pages without a file of their own. Such a mapping has
-/// an inode nonetheless.
+/// The name of a private mapping of huge pages that was made without a file. It still has an inode.
 const ANONYMOUS_HUGE: &str = "/anon_hugepage (deleted)";
 
-/// What is known about the holes of some memory.
+/// How to find the holes of some memory.
 #[derive(Debug)]
 pub struct Occupancy {
-    /// Where the memory begins.
+    /// The first address of the memory.
     base: u64,
     areas: Vec<Area>,
 }
 
-/// Addresses whose holes are found in one way.
+/// Addresses with one method of finding holes.
 #[derive(Debug)]
 struct Area {
     addresses: Range<u64>,
-    known_by: KnownBy,
+    method: Method,
 }
 
 #[derive(Debug)]
-enum KnownBy {
+enum Method {
     /// The entries of the page table.
     Entries { pagemap: File, page_bytes: u64 },
-    /// The file behind a shared mapping; `offset` is that of the first address.
+    /// The file of a shared mapping; `offset` is the file offset of the first address.
     File { file: File, offset: u64 },
-    /// Nothing.
-    Nothing,
+    /// None: everything may hold data.
+    None,
 }
 
 impl Occupancy {
-    /// Looks at how `memory` is mapped. It must stay so until the last call of
+    /// Reads how `memory` is mapped. The mapping must not change until the last call of
     /// [`Occupancy::within`].
     ///
     /// # Errors
-    /// /proc/self/maps cannot be read or understood.
+    /// /proc/self/maps cannot be read or parsed.
     pub fn of(memory: &VolatileSlice<'_>) -> io::Result<Self> {
         let base = memory.ptr_guard().as_ptr() as u64;
         let end = base + memory.len() as u64;
@@ -83,27 +79,22 @@ impl Occupancy {
         let mut areas = Vec::new();
         for line in maps.lines() {
             let mapping = Mapping::parse(line).ok_or_else(|| {
-                let what = format!("/proc/self/maps has the line {line:?}");
+                let what = format!("malformed line in /proc/self/maps: {line:?}");
                 io::Error::new(io::ErrorKind::InvalidData, what)
             })?;
             let addresses = mapping.addresses.start.max(base)..mapping.addresses.end.min(end);
             if addresses.is_empty() {
                 continue;
             }
-            let known_by = mapping
-                .known_by(addresses.start)
-                .unwrap_or(KnownBy::Nothing);
-            areas.push(Area {
-                addresses,
-                known_by,
-            });
+            let method = mapping.method(addresses.start).unwrap_or(Method::None);
+            areas.push(Area { addresses, method });
         }
         Ok(Self { base, areas })
     }
 
-    /// The bytes in `within`, relative to the memory's start, that may hold
-    /// anything but zeros: ascending ranges of whole pages of 4 KiB, apart from
-    /// each other. `within` begins and ends with such a page.
+    /// The bytes in `within`, relative to the memory's start, that may be non-zero: ascending,
+    /// disjoint, non-adjacent ranges of whole 4 KiB pages. `within` must begin and end at a page
+    /// boundary.
     #[must_use]
     pub fn within(&self, within: Range<u64>) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
@@ -124,7 +115,7 @@ impl Occupancy {
                 continue;
             }
             if at < here.start {
-                // The list had a gap: nothing is known.
+                // A gap in /proc/self/maps.
                 found(at..here.start);
             }
             at = here.end;
@@ -143,21 +134,21 @@ impl Area {
     /// Calls `found` with the addresses in `within` that may hold data, in order.
     ///
     /// # Errors
-    /// It cannot be found out; what was not reported before may hold data.
+    /// A read or seek fails; all addresses not yet reported may hold data.
     fn find(&self, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
-        match &self.known_by {
-            KnownBy::Entries {
+        match &self.method {
+            Method::Entries {
                 pagemap,
                 page_bytes,
             } => by_entries(pagemap, *page_bytes, within, found),
-            KnownBy::File { file, offset } => {
+            Method::File { file, offset } => {
                 let shift = self.addresses.start;
                 let bytes = within.start - shift + offset..within.end - shift + offset;
                 by_file(file, bytes, &mut |data| {
                     found(data.start - offset + shift..data.end - offset + shift);
                 })
             }
-            KnownBy::Nothing => {
+            Method::None => {
                 found(within);
                 Ok(())
             }
@@ -188,9 +179,8 @@ fn by_entries(
     Ok(())
 }
 
-/// Whether private memory with this entry may hold anything. The other bits say
-/// what is said of holes, too: that they may have been written to (55), or are
-/// watched (57).
+/// Whether private memory with this entry may hold data. The other bits are also set for holes:
+/// soft-dirty (55) and write-protected by userfaultfd (57).
 const fn holds_data(entry: u64) -> bool {
     entry & (PRESENT | SWAPPED) != 0
 }
@@ -199,7 +189,7 @@ fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -
     let mut hole = within.start;
     loop {
         let data = match seek(file, SeekFrom::Data(hole)) {
-            // Nothing but a hole follows.
+            // Only a hole follows.
             Err(Errno::NXIO) => return Ok(()),
             data => data?,
         };
@@ -226,7 +216,7 @@ fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -
 struct Mapping<'a> {
     addresses: Range<u64>,
     shared: bool,
-    /// Of the first address, in the file.
+    /// The file offset of the first address.
     offset: u64,
     /// Major and minor number.
     device: (u32, u32),
@@ -259,41 +249,41 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// How the holes from `first` on, an address of this mapping, are found.
-    fn known_by(&self, first: u64) -> io::Result<KnownBy> {
+    /// How to find the holes from `first` on, which is an address of this mapping.
+    fn method(&self, first: u64) -> io::Result<Method> {
         if self.shared {
             let offset = first - self.addresses.start + self.offset;
             let file = self.open()?;
-            return Ok(KnownBy::File { file, offset });
+            return Ok(Method::File { file, offset });
         }
-        // What a private mapping of a file has not written to is the file's.
+        // The unwritten pages of a private file mapping are the file's pages.
         if self.inode != 0 && self.name != ANONYMOUS_HUGE {
-            return Ok(KnownBy::Nothing);
+            return Ok(Method::None);
         }
-        Ok(KnownBy::Entries {
+        Ok(Method::Entries {
             pagemap: File::open("/proc/self/pagemap")?,
             page_bytes: rustix::param::page_size() as u64,
         })
     }
 
-    /// Opens the file behind the mapping anew: seeking in a shared descriptor would
-    /// move the position that its owner relies on.
+    /// Opens the file of the mapping again: seeking in the existing descriptor, or a duplicate,
+    /// would move its owner's file position.
     fn open(&self) -> io::Result<File> {
-        let is_it = |metadata: &fs::Metadata| {
+        let is_mapped = |metadata: &fs::Metadata| {
             let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
             (device, metadata.ino()) == (self.device, self.inode)
         };
         for descriptor in fs::read_dir("/proc/self/fd")? {
             let path = descriptor?.path();
-            // Another thread may have closed it, or use its number for another file.
-            if !fs::metadata(&path).is_ok_and(|metadata| is_it(&metadata)) {
+            // Another thread may have closed the descriptor or reused its number.
+            if !fs::metadata(&path).is_ok_and(|metadata| is_mapped(&metadata)) {
                 continue;
             }
             let file = OpenOptions::new()
                 .read(true)
                 .custom_flags(libc::O_NONBLOCK)
                 .open(&path)?;
-            if is_it(&file.metadata()?) {
+            if is_mapped(&file.metadata()?) {
                 return Ok(file);
             }
         }
@@ -319,11 +309,10 @@ mod tests {
         crate::memory::untracked(&all.unwrap())
     }
 
-    /// Advises the kernel about some memory.
     fn advise(slice: &VolatileSlice<'_>, advice: libc::c_int) {
         let start = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: `slice` is mapped, and neither advice that is given here changes
-        // what it holds.
+        // SAFETY: `slice` is mapped, and the advice that the tests pass (MADV_NOHUGEPAGE,
+        // MADV_DONTDUMP) does not change its content.
         let result = unsafe { libc::madvise(start.cast(), slice.len(), advice) };
         assert_eq!(result, 0);
     }
@@ -339,19 +328,18 @@ mod tests {
         Occupancy::of(slice).unwrap().within(0..slice.len() as u64)
     }
 
-    /// How many pages are in memory.
     fn resident_pages(slice: &VolatileSlice<'_>) -> usize {
         let mut pages = vec![0_u8; slice.len() / 4096];
         let start = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: `slice` is mapped, and `pages` has a byte for each of its pages,
-        // which is all that the call writes to.
+        // SAFETY: `slice` is mapped, and `pages` has one byte for each of its pages. The call
+        // writes to nothing else.
         let result = unsafe { libc::mincore(start.cast(), slice.len(), pages.as_mut_ptr()) };
         assert_eq!(result, 0);
         pages.iter().filter(|&&page| page & 1 == 1).count()
     }
 
     #[test]
-    fn what_was_written_is_found_and_holes_stay_holes() {
+    fn written_pages_are_found_and_holes_stay_holes() {
         for backing in [Backing::Private, Backing::Memfd] {
             let memory = allocate(64 * MIB, backing).unwrap();
             let slice = slice(&memory);
@@ -376,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_that_begins_within_its_file_is_looked_for_there() {
+    fn a_mapping_that_begins_within_its_file_uses_the_files_offset() {
         let whole = allocate(16 * MIB, Backing::Memfd).unwrap();
         let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
         let file = region.file_offset().unwrap().file();
@@ -395,9 +383,9 @@ mod tests {
         }
     }
 
-    /// As two regions of one file that lie side by side, of which the kernel makes one mapping.
+    /// The kernel merges two adjacent regions of one file into one mapping.
     #[test]
-    fn a_slice_that_begins_within_a_mapping_of_a_file_is_looked_for_there() {
+    fn a_slice_that_begins_within_a_mapping_uses_the_files_offset() {
         let whole = allocate(16 * MIB, Backing::Memfd).unwrap();
         let slice = slice(&whole);
         for offset in [0, 5 * MIB, 11 * MIB, 15 * MIB] {
@@ -437,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_mapping_of_the_file_wrote_is_found() {
+    fn writes_through_the_file_are_found() {
         let whole = allocate(4 * MIB, Backing::Memfd).unwrap();
         let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
         let file = region.file_offset().unwrap().file();
@@ -448,12 +436,12 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_which_nothing_is_known_may_hold_data_everywhere() {
+    fn memory_without_a_method_may_hold_data_everywhere() {
         let whole = allocate(2 * MIB, Backing::Memfd).unwrap();
         let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
         let file = region.file_offset().unwrap().file().try_clone().unwrap();
         file.write_all_at(&[1], 0).unwrap();
-        // Private over a file: its holes are the file's pages, which hold data.
+        // A private mapping of a file: its unwritten pages are the file's, which hold data.
         let private: MmapRegion = MmapRegion::build(
             Some(FileOffset::new(file, 0)),
             MIB as usize,
@@ -464,7 +452,7 @@ mod tests {
         let everything = 0..MIB;
         let all = std::slice::from_ref(&everything);
         assert_eq!(occupied(&private.as_volatile_slice()), all);
-        // Shared, and its file is no descriptor of this process.
+        // A shared mapping without a descriptor of its file in this process.
         let shared: MmapRegion = MmapRegion::build(
             None,
             MIB as usize,
@@ -475,10 +463,9 @@ mod tests {
         assert_eq!(occupied(&shared.as_volatile_slice()), all);
     }
 
-    /// Two mappings side by side, as memory that was mapped in two steps, or of
-    /// which a part was advised.
+    /// Advice for a part of the memory splits the mapping, like mapping it in several steps.
     #[test]
-    fn memory_of_several_mappings_is_found_in_all_of_them() {
+    fn data_is_found_in_memory_of_several_mappings() {
         let memory = allocate(16 * MIB, Backing::Private).unwrap();
         let slice = slice(&memory);
         let middle = slice.subslice(4 * MIB as usize, 4 * MIB as usize).unwrap();
@@ -497,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_in_swap_holds_data_and_one_that_is_only_watched_does_not() {
+    fn a_swapped_page_holds_data_and_a_hole_that_is_only_watched_does_not() {
         for (bits, holds) in [
             (vec![], false),
             (vec![55], false),
@@ -513,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_the_list_of_mappings_are_read() {
+    fn lines_of_proc_self_maps_are_parsed() {
         let line = "7f2e5c000000-7f2e5c100000 rw-s 00300000 00:01 1042                       \
                     /memfd:dunlin guest (deleted)";
         let mapping = Mapping {

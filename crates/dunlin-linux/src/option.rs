@@ -1,6 +1,7 @@
 //! Socket options that `rustix` does not offer (setsockopt(2), getsockopt(2)).
 //!
-//! For this crate alone: the functions are safe because no option that it uses holds an address.
+//! Private to this crate: the functions are safe only because none of the options that the crate
+//! uses contains an address.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -15,8 +16,9 @@ pub(crate) fn set(
     name: libc::c_int,
     value: &[u8],
 ) -> io::Result<()> {
-    // SAFETY: `value` is initialised, lives through the call, and its length is passed with it; the
-    // kernel only reads it. The descriptor is borrowed, hence open.
+    // SAFETY: `value` is initialised, lives through the call, and is passed with its length; the
+    // kernel only reads it. It contains no address (see above). The descriptor is borrowed, hence
+    // open.
     let status = unsafe {
         libc::setsockopt(
             socket.as_fd().as_raw_fd(),
@@ -32,8 +34,8 @@ pub(crate) fn set(
     }
 }
 
-/// Reads an option in the kernel's layout, `BYTES` of it at most; returns how many bytes the kernel
-/// has written. The others are zero.
+/// Reads at most `BYTES` bytes of an option, in the kernel's layout. Returns them and how many the
+/// kernel has written; the others are zero.
 ///
 /// # Errors
 /// The error of getsockopt(2).
@@ -45,8 +47,8 @@ pub(crate) fn get<const BYTES: usize>(
     let mut value = [0; BYTES];
     let mut length = BYTES as libc::socklen_t;
     // SAFETY: `value` and `length` are initialised, live through the call and are borrowed
-    // exclusively; `length` states the room at `value`, beyond which the kernel does not write. The
-    // descriptor is borrowed, hence open.
+    // exclusively; `length` is the size of `value`, and the kernel writes no more. The descriptor
+    // is borrowed, hence open.
     let status = unsafe {
         libc::getsockopt(
             socket.as_fd().as_raw_fd(),
@@ -62,7 +64,7 @@ pub(crate) fn get<const BYTES: usize>(
     }
 }
 
-/// Sets an option that is an `int`.
+/// Sets an option of type `int`.
 ///
 /// # Errors
 /// The error of setsockopt(2).
@@ -75,8 +77,8 @@ pub(crate) fn set_int(
     set(socket, level, name, &value.to_ne_bytes())
 }
 
-/// The 32-bit number at an offset of an option. Panics if the option ends before.
+/// The 32-bit number at offset `at` of an option. Panics if the option is too short.
 pub(crate) fn number(option: &[u8], at: usize) -> u32 {
     let bytes = option[at..].first_chunk();
-    u32::from_ne_bytes(*bytes.expect("the offset is one of the option's own fields"))
+    u32::from_ne_bytes(*bytes.expect("the offset is that of a field of the option"))
 }

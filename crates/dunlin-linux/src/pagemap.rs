@@ -1,12 +1,10 @@
-//! Which pages of a mapping hold anything or were written, without reading
-//! them.
+//! Finds the pages of a mapping that hold data or were written, without reading them.
 //!
-//! Reading an untouched page costs time, and on shared memory it allocates
-//! the page. Two interfaces tell instead: `SEEK_DATA`/`SEEK_HOLE` of the file
-//! behind a shared mapping (lseek(2)), and the PAGEMAP_SCAN ioctl for private
-//! memory (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst). The same
-//! ioctl reports and clears what was written to memory that [`crate::uffd`]
-//! watches.
+//! Reading an untouched page costs time and, in shared memory, allocates the page. Instead this
+//! module uses `SEEK_DATA`/`SEEK_HOLE` on the file of a shared mapping (lseek(2)), and the
+//! PAGEMAP_SCAN ioctl for private memory (Linux 6.7,
+//! Documentation/admin-guide/mm/pagemap.rst). The same ioctl reports, and resets, which pages of
+//! memory watched by [`crate::uffd`] were written.
 
 use std::fs::File;
 use std::io;
@@ -48,9 +46,9 @@ const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 const PAGE_IS_PFNZERO: u64 = 1 << 5;
-/// Protect what is reported against writing, in the same step.
+/// Write-protect the reported pages in the same step.
 const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
-/// Fail with `EPERM` on memory whose writes nobody watches.
+/// Fail with `EPERM` on memory that is not registered for asynchronous write-protection.
 const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = (3 << 30)
@@ -58,17 +56,17 @@ const PAGEMAP_SCAN: libc::c_ulong = (3 << 30)
     | ((b'f' as libc::c_ulong) << 8)
     | 16;
 
-/// Results fetched with one call: 12 KiB, enough that a 1 TiB mapping of
-/// scattered pages costs few calls for each gibibyte.
+/// The most results of one call: 12 KiB, so that scattered pages in a 1 TiB mapping cost few calls
+/// for each gibibyte.
 const BATCH: usize = 512;
 
-/// Calls `found` with each range of bytes of `memory`, relative to its start
-/// and in order, that has been populated: present or swapped out, and not the
-/// kernel's shared zero page.
+/// Calls `found` with each populated range of bytes of `memory`, relative to its start and in
+/// order. A page is populated if it is present or swapped out, and not the kernel's shared zero
+/// page.
 ///
 /// # Errors
-/// `ENOTTY` or `EINVAL` where the kernel has no PAGEMAP_SCAN (before 6.7);
-/// the caller must then take everything for populated.
+/// `ENOTTY` or `EINVAL` if the kernel lacks PAGEMAP_SCAN (before 6.7); the caller must then treat
+/// all of `memory` as populated.
 pub fn populated(memory: &VolatileSlice<'_>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let filter = ScanArgument {
         category_inverted: PAGE_IS_PFNZERO,
@@ -80,8 +78,8 @@ pub fn populated(memory: &VolatileSlice<'_>, found: impl FnMut(Range<u64>)) -> i
     scan(&open()?, memory, filter, found)
 }
 
-/// KiB of `memory` that lie on huge pages. `AnonHugePages` of /proc/self/smaps is not that: the
-/// kernel may have made one area of this mapping and its neighbour.
+/// KiB of `memory` on huge pages. `AnonHugePages` of /proc/self/smaps can differ, because the
+/// kernel may have merged the mapping with an adjacent one.
 #[cfg(test)]
 pub(crate) fn huge_kib(memory: &VolatileSlice<'_>) -> io::Result<u64> {
     const PAGE_IS_HUGE: u64 = 1 << 6;
@@ -97,34 +95,32 @@ pub(crate) fn huge_kib(memory: &VolatileSlice<'_>) -> io::Result<u64> {
     Ok(bytes >> 10)
 }
 
-/// What a page table that holds nothing about a page means to
-/// [`take_written`].
+/// How [`take_written`] treats a page without an entry in the page table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Absent {
     /// The page was never written.
     Clean,
-    /// The page may have been written before the kernel dropped its entry. Only
-    /// right where unwritten pages have been marked as such.
+    /// The page may have been written before the kernel dropped its entry. Use it only if all
+    /// unwritten pages have been marked as write-protected.
     Written,
 }
 
-/// Calls `found` with each range of bytes of `memory`, relative to its start
-/// and in order, that was written since it was last reported, and write-protects
-/// it again: for each page both happen as one.
+/// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that was
+/// written since it was last reported, and write-protects it again. For each page the two steps are
+/// atomic.
 ///
 /// # Errors
-/// `EPERM` where `memory` is not registered for asynchronous write-protection.
-/// What had been reported until then is not reported again.
+/// `EPERM` if `memory` is not registered for asynchronous write-protection. Ranges reported before
+/// the error are not reported again.
 pub(crate) fn take_written(
     pagemap: &File,
     memory: &VolatileSlice<'_>,
     absent: Absent,
     found: impl FnMut(Range<u64>),
 ) -> io::Result<()> {
-    // Asked for this category alone, the kernel reports every entry without the
-    // write-protection, empty ones included (pagemap_scan_pmd_entry of
-    // fs/proc/task_mmu.c). With any other condition an empty entry has no
-    // categories at all.
+    // If PAGE_IS_WRITTEN is the only condition, the kernel reports every entry without
+    // write-protection, empty ones included (pagemap_scan_pmd_entry, fs/proc/task_mmu.c). With any
+    // other condition an empty entry has no categories.
     let category_anyof_mask = match absent {
         Absent::Clean => PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         Absent::Written => 0,
@@ -139,13 +135,13 @@ pub(crate) fn take_written(
     scan(pagemap, memory, filter, found)
 }
 
-/// The page tables of this process, as [`take_written`] takes them.
+/// Opens the page tables of this process for [`take_written`].
 pub(crate) fn open() -> io::Result<File> {
     File::open("/proc/self/pagemap")
 }
 
-/// Calls `found` with each range of bytes of `memory`, relative to its start
-/// and in order, that the filter lets through.
+/// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that
+/// matches the filter.
 fn scan(
     pagemap: &File,
     memory: &VolatileSlice<'_>,
@@ -165,12 +161,11 @@ fn scan(
             regions_len: BATCH as u64,
             ..filter
         };
-        // SAFETY: the descriptor is open; the argument is the struct that this
-        // request is defined over and outlives the call; its `regions` points
-        // to `regions_len` writable elements of `results`, which nothing else
-        // refers to during the call. The scan reads page tables, and at most
-        // sets write-protection that the kernel itself lifts at the next write;
-        // the memory behind `memory` stays mapped and unchanged.
+        // SAFETY: the descriptor is open. The argument is the structure of this request and
+        // outlives the call. Its `regions` points to `regions_len` writable elements of `results`,
+        // which nothing else refers to during the call. The scan reads page tables and at most sets
+        // write-protection, which the kernel itself removes at the next write; the content of
+        // `memory` does not change, and it stays mapped.
         let count = unsafe {
             libc::ioctl(
                 pagemap.as_raw_fd(),
@@ -190,17 +185,16 @@ fn scan(
     Ok(())
 }
 
-/// Calls `found` with each range of bytes of `file` within `within` that holds
-/// data, in order. The file's position is moved, and means nothing for
-/// mapped memory.
+/// Calls `found` with each range of bytes of `file` in `within` that holds data, in order. Moves
+/// the file's position, which mapped memory does not use.
 ///
 /// # Errors
-/// `EINVAL` where the file system does not report holes, or another error of lseek(2).
+/// The error of lseek(2), such as `EINVAL` if the file system does not report holes.
 pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let mut at = within.start;
     while at < within.end {
         let start = match seek(file, SeekFrom::Data(at)) {
-            // Nothing but a hole follows.
+            // Only a hole follows.
             Err(Errno::NXIO) => break,
             start => start?,
         };
@@ -208,11 +202,11 @@ pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) 
             break;
         }
         let end = match seek(file, SeekFrom::Hole(start)) {
-            // The file was cut short meanwhile.
+            // The file was truncated in between.
             Err(Errno::NXIO) => within.end,
             end => end?,
         };
-        // A device such as devdax answers with the position that it has.
+        // A device such as devdax returns its current position.
         if start < at || end <= start {
             return Err(io::Error::other(
                 "the file system reports holes out of order",
@@ -238,7 +232,7 @@ mod tests {
     const PAGE: u64 = 4096;
 
     #[test]
-    fn scan_finds_what_was_written_and_not_what_was_read() {
+    fn scan_finds_written_pages_but_not_pages_that_were_only_read() {
         let region: MmapRegion = MmapRegion::new(64 * PAGE as usize).unwrap();
         let slice = region.as_volatile_slice();
         for page in [3, 4, 40] {
@@ -258,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_page_counts_as_a_whole_and_nothing_is_left_out() {
+    fn a_huge_page_is_reported_whole() {
         if dunlin_test_base::huge_pages::transparent().is_none() {
             return;
         }
@@ -271,10 +265,10 @@ mod tests {
                 .unwrap()
                 .copy_from(&[1_u8]);
         }
-        // Half of a huge page is given back, as a balloon does it: that splits it.
+        // Releases half of a huge page, as a balloon does, which splits it.
         let start = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: the range is mapped and private; its pages read as zeros from now on, and nothing
-        // refers to what they held.
+        // SAFETY: the range is mapped and private. Its pages read as zeros afterwards, and no
+        // reference to their content exists.
         let result = unsafe {
             let half = start.add(1024 * PAGE as usize);
             libc::madvise(half.cast(), 256 * PAGE as usize, libc::MADV_DONTNEED)
@@ -289,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn scan_goes_on_beyond_one_batch() {
+    fn scan_continues_beyond_one_batch() {
         let pages = 4 * BATCH as u64;
         let region: MmapRegion = MmapRegion::new((pages * PAGE) as usize).unwrap();
         let slice = region.as_volatile_slice();

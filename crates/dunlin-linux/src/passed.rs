@@ -1,32 +1,32 @@
-//! Sockets that a service manager has opened and passed to this process
-//! (sd_listen_fds(3)): descriptors from 3 on, counted and named by the environment.
+//! Sockets that a service manager has opened and passed to this process (sd_listen_fds(3)):
+//! descriptors from 3 on, with their count and names in the environment.
 
 use std::env;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::fdpass::keep_from_programs;
+use crate::fdpass::set_close_on_exec;
 
-/// The first descriptor behind standard error.
+/// The first passed descriptor (`SD_LISTEN_FDS_START`).
 const FIRST: RawFd = 3;
-/// More are not passed by anybody who means it.
+/// The most sockets accepted; a larger count is treated as an error in the environment.
 const MOST: usize = 256;
 
 /// A socket that was passed.
 #[derive(Debug)]
 pub struct Passed {
-    /// Its name (`FileDescriptorName=` of its unit); "unknown" where it has none.
+    /// The name (`FileDescriptorName=` of its unit); "unknown" if it has none.
     pub name: String,
-    /// The socket. Programs that this process starts do not get it.
+    /// The socket, with close-on-exec set.
     pub socket: OwnedFd,
 }
 
-/// Takes what was passed to this process, once; a second call finds nothing. Call it
-/// before the process opens anything.
+/// Takes ownership of the sockets that were passed to this process. A second call returns none.
+/// Call it before the process opens any descriptor.
 ///
 /// # Errors
-/// `InvalidData`: the environment and the descriptors do not fit together.
+/// `InvalidData` if the environment contradicts itself or the open descriptors.
 pub fn take() -> io::Result<Vec<Passed>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::SeqCst) {
@@ -44,15 +44,15 @@ pub fn take() -> io::Result<Vec<Passed>> {
         own(descriptor)
             .map(|socket| Passed { name, socket })
             .map_err(|error| {
-                wrong(format!(
-                    "descriptor {descriptor} was said to be passed: {error}"
+                invalid(format!(
+                    "LISTEN_FDS names descriptor {descriptor}, which is unusable: {error}"
                 ))
             })
     });
     taken.collect()
 }
 
-/// The names of the descriptors that are this process's.
+/// The names of the descriptors that were passed to the process with ID `own`, this process.
 fn names(
     own: u32,
     pid: Option<&str>,
@@ -62,15 +62,15 @@ fn names(
     let (Some(pid), Some(count)) = (pid, count) else {
         return Ok(Vec::new());
     };
-    // They were passed to a parent, which has left its environment behind.
+    // They were passed to a parent process, and the environment was inherited.
     if pid.parse() != Ok(own) {
         return Ok(Vec::new());
     }
     let count = match count.parse::<usize>() {
         Ok(count) if count <= MOST => count,
         _ => {
-            return Err(wrong(format!(
-                "LISTEN_FDS={count:?} is no number of sockets"
+            return Err(invalid(format!(
+                "LISTEN_FDS={count:?} is not a number from 0 to {MOST}"
             )));
         }
     };
@@ -80,21 +80,21 @@ fn names(
     let names: Vec<String> = names.split(':').map(str::to_owned).collect();
     if names.len() != count {
         let text = format!("{count} sockets were passed, with {} names", names.len());
-        return Err(wrong(text));
+        return Err(invalid(text));
     }
     Ok(names)
 }
 
-fn wrong(text: String) -> io::Error {
+fn invalid(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
 
-/// Makes a descriptor this process's own, and no child's.
+/// Takes ownership of a passed descriptor and sets close-on-exec.
 fn own(descriptor: RawFd) -> io::Result<OwnedFd> {
-    keep_from_programs(descriptor)?;
-    // SAFETY: it is open, as the call above has shown. It was open when this process
-    // began, so that nothing that the process has opened can have its number, and
-    // whoever passed it has given it to us alone; `take` does this once.
+    set_close_on_exec(descriptor)?;
+    // SAFETY: the call above has shown that the descriptor is open. It was open when this process
+    // started, so no descriptor opened by this process has its number, and the service manager
+    // passed it to this process only. `take` takes ownership of each number once.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_passed_to_another_process_is_left_alone() {
+    fn sockets_passed_to_another_process_are_not_taken() {
         let none = Vec::<String>::new();
         assert_eq!(names(7, None, Some("1"), None).unwrap(), none);
         assert_eq!(names(7, Some("8"), Some("1"), None).unwrap(), none);
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_an_environment_that_contradicts_itself_is_an_error() {
+    fn i7_a_contradictory_environment_is_an_error() {
         let ours = Some("7");
         assert_eq!(names(7, ours, Some("2"), Some("a:b")).unwrap(), ["a", "b"]);
         assert_eq!(names(7, ours, Some("1"), None).unwrap(), ["unknown"]);

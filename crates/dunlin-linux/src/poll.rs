@@ -1,4 +1,4 @@
-//! Waits for several descriptors at once (poll(2)), and wakes a thread that waits.
+//! Waits for several descriptors at once (poll(2)), and wakes a waiting thread.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -8,20 +8,19 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-/// What to wait for on one descriptor. An end or an error of the descriptor
-/// counts as ready.
+/// The events to wait for on one descriptor. It is also ready after a hang-up or an error.
 #[derive(Clone, Copy, Debug)]
 pub struct Interest<'a> {
     /// The descriptor.
     pub fd: BorrowedFd<'a>,
-    /// Wait until it can be read.
+    /// Wait until it is readable.
     pub read: bool,
-    /// Wait until it can be written.
+    /// Wait until it is writable.
     pub write: bool,
 }
 
 impl<'a> Interest<'a> {
-    /// Waits until `descriptor` can be read.
+    /// Waits until `descriptor` is readable.
     pub fn read(descriptor: &'a impl AsFd) -> Self {
         Self {
             fd: descriptor.as_fd(),
@@ -30,7 +29,7 @@ impl<'a> Interest<'a> {
         }
     }
 
-    /// Waits for an end or an error alone.
+    /// Waits for a hang-up or an error only.
     pub fn failure(descriptor: &'a impl AsFd) -> Self {
         Self {
             read: false,
@@ -39,11 +38,11 @@ impl<'a> Interest<'a> {
     }
 }
 
-/// Waits until one of `interests` is ready or `timeout` has passed; returns
-/// for each whether it is ready.
+/// Waits until one of `interests` is ready or `timeout` has passed. Returns for each whether it is
+/// ready; after an interruption by a signal none is.
 ///
 /// # Errors
-/// The error of poll(2); an interruption by a signal counts as nothing ready.
+/// The error of poll(2), except `EINTR`.
 pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut entries: Vec<PollFd<'_>> = interests
         .iter()
@@ -55,7 +54,7 @@ pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result
         })
         .collect();
     match rustix::event::poll(&mut entries, timeout.map(timespec).as_ref()) {
-        // Its entries say nothing.
+        // `revents` is undefined.
         Err(Errno::INTR) => return Ok(vec![false; entries.len()]),
         ready => ready?,
     };
@@ -65,7 +64,7 @@ pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result
         .collect())
 }
 
-/// A time-out as the kernel takes it; one beyond its range is the longest.
+/// A timeout in the kernel's format; one out of its range becomes the longest.
 pub(crate) fn timespec(timeout: Duration) -> Timespec {
     Timespec::try_from(timeout).unwrap_or(Timespec {
         tv_sec: i64::MAX,
@@ -73,18 +72,18 @@ pub(crate) fn timespec(timeout: Duration) -> Timespec {
     })
 }
 
-/// Wakes a thread that waits in [`poll`]; the other end of a [`Wakeup`].
+/// Wakes a thread that waits in [`poll`] for the [`Wakeup`] of the same pair.
 #[derive(Debug)]
 pub struct Waker(UnixStream);
 
-/// A descriptor that becomes readable when its [`Waker`] is used.
+/// A descriptor that becomes readable when its [`Waker`] wakes it.
 #[derive(Debug)]
 pub struct Wakeup(UnixStream);
 
-/// A pair of the two.
+/// Returns a connected [`Waker`] and [`Wakeup`].
 ///
 /// # Errors
-/// No descriptors are left.
+/// The error of socketpair(2), such as `EMFILE`.
 pub fn waker() -> io::Result<(Waker, Wakeup)> {
     let (near, far) = UnixStream::pair()?;
     near.set_nonblocking(true)?;
@@ -95,14 +94,14 @@ pub fn waker() -> io::Result<(Waker, Wakeup)> {
 impl Waker {
     /// Wakes the waiting thread, now or when it next waits.
     pub fn wake(&self) {
-        // A full buffer means that a wake-up is pending already; any other
-        // failure means that nobody waits any more.
+        // A full buffer means that a wake-up is already pending; any other error means that the
+        // `Wakeup` was dropped.
         let _ = (&self.0).write(&[1]);
     }
 }
 
 impl Wakeup {
-    /// Takes all wake-ups so far; the descriptor is no longer readable then.
+    /// Consumes all pending wake-ups, so that the descriptor is no longer readable.
     pub fn clear(&self) {
         let mut scrap = [0; 64];
         while matches!((&self.0).read(&mut scrap), Ok(count) if count > 0) {}
@@ -122,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wake_up_is_seen_once_and_a_timeout_as_nothing() {
+    fn several_wake_ups_are_cleared_together_and_a_timeout_reports_nothing() {
         let (waker, wakeup) = waker().unwrap();
         let interest = Interest {
             fd: wakeup.as_fd(),

@@ -1,8 +1,8 @@
-//! Giving up privileges for good: capabilities (capabilities(7)) and those that a program brings
-//! with it (Documentation/userspace-api/no_new_privs.rst).
+//! Drops privileges permanently: capabilities (capabilities(7)), and those that executing a program
+//! would grant (Documentation/userspace-api/no_new_privs.rst).
 //!
-//! Both belong to a thread and to those that it starts: whoever means the process calls them before
-//! it has a second thread.
+//! Both functions affect the calling thread and the threads and processes that it creates later. To
+//! affect the whole process, call them before it has a second thread.
 
 use std::io;
 
@@ -20,24 +20,25 @@ pub enum Capability {
     OthersFiles = 1,
     /// `CAP_NET_BIND_SERVICE`: ports below 1024.
     LowPorts = 10,
-    /// `CAP_NET_ADMIN`: the kernel's IPsec, and all else of the network namespace.
+    /// `CAP_NET_ADMIN`: IPsec and all other configuration of the network namespace.
     Network = 12,
 }
 
-/// From now on no program that this thread or its descendants execute has more privileges than
-/// they: no set-user-ID, no capabilities of files.
+/// Disables privilege gain through execve(2) for this thread and its descendants: set-user-ID,
+/// set-group-ID and file capabilities have no effect (`PR_SET_NO_NEW_PRIVS`, Linux 3.5).
 ///
 /// # Errors
-/// The error of prctl(2); kernels since 3.5 have it.
+/// The error of prctl(2).
 pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
 }
 
-/// Takes all capabilities but those that are named: what the thread has of them stays in the
-/// permitted and effective sets, and in the bounding set.
+/// Drops all capabilities except `kept`. Those of `kept` that the thread has stay in its permitted,
+/// effective and bounding sets; the inheritable and ambient sets become empty.
 ///
 /// # Errors
-/// The error of prctl(2), capget(2) or capset(2); what was taken before stays so.
+/// The error of prctl(2), capget(2) or capset(2). Capabilities dropped before the error stay
+/// dropped.
 pub fn keep_capabilities(kept: &[Capability]) -> io::Result<()> {
     let kept = kept.iter().map(|one| 1 << *one as u32);
     let kept = CapabilitySet::from_bits_retain(kept.fold(0, |set, one| set | one));
@@ -47,7 +48,7 @@ pub fn keep_capabilities(kept: &[Capability]) -> io::Result<()> {
         if kept.contains(capability) {
             continue;
         }
-        // What the kernel does not know is not an error: there are no more.
+        // The kernel has no capability with this number, nor with a higher one.
         let Ok(is_bounding) = capability_is_in_bounding_set(capability) else {
             break;
         };
@@ -72,15 +73,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_gave_up_its_privileges_has_none_in_any_set() {
+    fn a_thread_that_dropped_its_privileges_has_none_in_any_set() {
         let field = |name: &str| {
             let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
             let line = status.lines().find(|line| line.starts_with(name)).unwrap();
             line.split_whitespace().nth(1).unwrap().to_owned()
         };
-        // Threads of their own: the tests beside this one keep what they have.
+        // A thread of its own, so that other tests keep their capabilities.
         std::thread::spawn(move || {
-            // CAP_SETPCAP, without which the bounding set stays as it is.
+            // CAP_SETPCAP, without which the bounding set does not change.
             let effective = u64::from_str_radix(&field("CapEff:"), 16).unwrap();
             let privileged = effective & 1 << 8 != 0;
             gain_none().unwrap();
@@ -92,7 +93,7 @@ mod tests {
             if privileged {
                 assert_eq!(field("CapBnd:"), "0000000000000000");
             }
-            // A second time nothing is left to do.
+            // A second call changes nothing.
             keep_capabilities(&[]).unwrap();
         })
         .join()
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_keeps_what_is_named_of_what_it_has() {
+    fn a_thread_keeps_the_named_capabilities_that_it_has() {
         let effective = || {
             let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
             let line = status.lines().find(|line| line.starts_with("CapEff:"));
@@ -114,7 +115,7 @@ mod tests {
             assert_eq!(effective(), before & named);
             keep_capabilities(&[Capability::LowPorts]).unwrap();
             assert_eq!(effective(), before & 1 << Capability::LowPorts as u64);
-            // What was given up does not come back.
+            // A dropped capability does not return.
             keep_capabilities(&[Capability::OthersFiles]).unwrap();
             assert_eq!(effective(), 0);
         })

@@ -31,7 +31,7 @@ mod tests {
         fill(&mut one).unwrap();
         fill(&mut other).unwrap();
         assert_ne!(one, other);
-        // 64 zero bytes in a row at a given position have the probability 2^-512.
+        // The probability that 64 given bytes are all zero is 2^-512.
         assert!(
             one.chunks(64)
                 .all(|part| part.iter().any(|&byte| byte != 0))

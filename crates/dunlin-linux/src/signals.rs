@@ -1,5 +1,5 @@
-//! Signals that ask a process to end, taken by a thread that waits for them
-//! (sigwait(3)) instead of by a handler, which could do next to nothing.
+//! Termination and hang-up signals. A thread waits for them (sigwait(3)); a signal handler could
+//! call few functions safely (signal-safety(7)).
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -7,22 +7,22 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::ptr;
 
-/// SIGINT and SIGTERM, blocked for the thread that made this and for all that
-/// it starts later, programs included: see [`unblock_in`].
+/// SIGINT and SIGTERM, blocked in the thread that created this value and in the threads and
+/// programs that it starts later; see [`unblock_in`].
 #[derive(Debug)]
 pub struct EndSignals(libc::sigset_t);
 
-/// A signal that came.
+/// A signal that was received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EndSignal {
-    /// SIGINT: somebody pressed Ctrl-C.
+    /// SIGINT: Ctrl-C in a terminal.
     Interrupt,
-    /// SIGTERM: a supervisor, or `kill`.
+    /// SIGTERM: from a supervisor or kill(1).
     Terminate,
 }
 
 impl EndSignal {
-    /// Its number, to which shells add 128 for an exit code.
+    /// Its number; the shell's exit code for it is 128 plus this number.
     pub fn number(self) -> i32 {
         match self {
             Self::Interrupt => libc::SIGINT,
@@ -39,43 +39,42 @@ impl EndSignal {
     }
 }
 
-/// SIGHUP, blocked in the same way: whoever waits for it reads its files again.
+/// SIGHUP, blocked like [`EndSignals`]: the request to reload the configuration.
 #[derive(Debug)]
 pub struct HangUps(libc::sigset_t);
 
 impl HangUps {
-    /// Blocks it. Call it before the process has a second thread.
+    /// Blocks SIGHUP. Call it before the process has a second thread.
     ///
     /// # Errors
-    /// What pthread_sigmask(3) says.
+    /// The error of pthread_sigmask(3).
     pub fn block() -> io::Result<Self> {
         block(&[libc::SIGHUP]).map(Self)
     }
 
-    /// Waits for the next one.
+    /// Waits for the next SIGHUP.
     ///
     /// # Errors
-    /// What sigwait(3) says.
+    /// The error of sigwait(3).
     pub fn wait(&self) -> io::Result<()> {
         wait(&self.0).map(|_| ())
     }
 }
 
 impl EndSignals {
-    /// Blocks them. Call it before the process has a second thread: a thread
-    /// in which they are not blocked would be ended by them, and all others
-    /// with it.
+    /// Blocks both signals. Call it before the process has a second thread: if one thread does not
+    /// block them, the kernel delivers them there, and they terminate the process.
     ///
     /// # Errors
-    /// What pthread_sigmask(3) says.
+    /// The error of pthread_sigmask(3).
     pub fn block() -> io::Result<Self> {
         block(&[EndSignal::Interrupt, EndSignal::Terminate].map(EndSignal::number)).map(Self)
     }
 
-    /// Waits for the next one.
+    /// Waits for the next signal.
     ///
     /// # Errors
-    /// What sigwait(3) says.
+    /// The error of sigwait(3).
     pub fn wait(&self) -> io::Result<EndSignal> {
         Ok(if wait(&self.0)? == libc::SIGINT {
             EndSignal::Interrupt
@@ -85,12 +84,12 @@ impl EndSignals {
     }
 }
 
-/// Has a program start with no signal blocked, whatever the thread blocks that starts it: one
-/// that inherits the mask cannot be asked to end.
+/// Makes `command` start its program with no signal blocked. Otherwise the program inherits the
+/// calling thread's mask, and SIGTERM and SIGINT do not terminate it.
 pub fn unblock_in(command: &mut Command) {
     let unblock = || mask(libc::SIG_SETMASK, &set_of(&[]));
-    // SAFETY: between fork and exec only sigemptyset(3) and pthread_sigmask(3) run, which are safe
-    // there (signal-safety(7)); nothing is allocated, and no lock is taken.
+    // SAFETY: between fork and exec, `unblock` calls only sigemptyset(3) and pthread_sigmask(3),
+    // which are async-signal-safe (signal-safety(7)). It allocates nothing and takes no lock.
     unsafe { command.pre_exec(unblock) };
 }
 
@@ -108,7 +107,7 @@ fn set_of(signals: &[i32]) -> libc::sigset_t {
         set.assume_init()
     };
     for &signal in signals {
-        // SAFETY: `set` is a live, initialised set, and the number is a signal's.
+        // SAFETY: `set` is live and initialised, and `signal` is a signal number.
         unsafe { libc::sigaddset(&mut set, signal) };
     }
     set
@@ -116,17 +115,17 @@ fn set_of(signals: &[i32]) -> libc::sigset_t {
 
 /// Changes the calling thread's mask as pthread_sigmask(3) does.
 fn mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
-    // SAFETY: `set` is live and initialised, and the old mask is not asked for.
+    // SAFETY: `set` is live and initialised; a null pointer for the old mask is allowed.
     match unsafe { libc::pthread_sigmask(how, set, ptr::null_mut()) } {
         0 => Ok(()),
         code => Err(io::Error::from_raw_os_error(code)),
     }
 }
 
-/// The number of the next one.
+/// Waits for a signal of `set` and returns its number.
 fn wait(set: &libc::sigset_t) -> io::Result<i32> {
     let mut number = 0;
-    // SAFETY: the set is live and initialised, and `number` is valid for writes.
+    // SAFETY: `set` is live and initialised, and `number` is valid for writes.
     let code = unsafe { libc::sigwait(set, &mut number) };
     if code != 0 {
         return Err(io::Error::from_raw_os_error(code));
@@ -140,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_can_be_asked_to_end_although_its_parent_blocks_that() {
+    fn a_program_can_be_terminated_although_its_parent_blocks_the_signal() {
         use std::os::unix::process::ExitStatusExt;
         let _signals = EndSignals::block().unwrap();
         let mut command = Command::new("sh");
@@ -151,11 +150,11 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_waits_until_somebody_takes_it() {
+    fn a_blocked_signal_stays_pending_until_wait() {
         let signals = EndSignals::block().unwrap();
         for signal in [EndSignal::Terminate, EndSignal::Interrupt] {
-            // SAFETY: it touches no memory; the signal is blocked in this thread, to which alone
-            // it goes.
+            // SAFETY: pthread_self is a live thread, and pthread_kill accesses no memory of this
+            // program. It sends the signal to this thread only, which blocks it.
             let code = unsafe { libc::pthread_kill(libc::pthread_self(), signal.number()) };
             assert_eq!(code, 0);
             assert_eq!(signals.wait().unwrap(), signal);

@@ -1,8 +1,8 @@
-//! TCP and unix sockets as lanes need them: connections with a deadline, waits with a deadline, and
-//! the options that the standard library leaves out.
+//! TCP and unix sockets for lanes: connecting and waiting with a deadline, and socket options that
+//! the standard library lacks.
 //!
-//! Options are set through [`std::os::fd::AsFd`], so they serve a stream, a listener or a socket
-//! that was handed over. Every function returns the kernel's own error.
+//! The functions take [`std::os::fd::AsFd`], so they accept a stream, a listener or a passed
+//! socket. They return the kernel's errors.
 
 use std::io;
 use std::mem::offset_of;
@@ -20,26 +20,26 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use crate::option;
 use crate::poll::{Interest, Wakeup, poll, timespec};
 
-/// How a connection finds out that its peer has gone.
+/// How the kernel detects that a connection's peer has failed.
 ///
-/// `keepalive_idle` of silence starts probes every `keepalive_interval`; `keepalive_probes`
-/// unanswered ones end the connection. `user_timeout` ends it when sent data stays unacknowledged
-/// for that long, which keep-alive alone does not notice (tcp(7), RFC 5482).
+/// After `keepalive_idle` without traffic the kernel sends a probe every `keepalive_interval`;
+/// `keepalive_probes` unanswered probes end the connection. Keep-alive does not apply while data is
+/// unacknowledged; `user_timeout` ends the connection then (tcp(7), RFC 5482).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Liveness {
     /// Silence before the first probe; whole seconds, at least one.
     pub keepalive_idle: Duration,
     /// Time between probes; whole seconds, at least one.
     pub keepalive_interval: Duration,
-    /// Unanswered probes before the connection is given up.
+    /// Unanswered probes that end the connection.
     pub keepalive_probes: u8,
-    /// Longest time that sent data may stay unacknowledged, or that the peer may take nothing;
-    /// milliseconds. Zero leaves it to the system.
+    /// The longest time that sent data may stay unacknowledged, or that the peer's window may stay
+    /// closed; whole milliseconds. Zero is the system's default.
     pub user_timeout: Duration,
 }
 
 impl Default for Liveness {
-    /// A peer that vanished is noticed within 15 seconds, idle or not.
+    /// Detects a failed peer within 15 seconds, on idle and on busy connections.
     fn default() -> Self {
         Self {
             keepalive_idle: Duration::from_secs(5),
@@ -50,11 +50,11 @@ impl Default for Liveness {
     }
 }
 
-/// Connects to `address` before `deadline`, unless `stop` is woken before.
+/// Connects to `address`; gives up at `deadline` or when `stop` is woken.
 ///
 /// # Errors
-/// `TimedOut` when the deadline passes, `ConnectionAborted` when `stop` was woken, otherwise what
-/// socket(2) or connect(2) says.
+/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken; otherwise the error of
+/// socket(2) or connect(2).
 pub fn connect_unless(
     address: SocketAddr,
     deadline: Instant,
@@ -63,11 +63,11 @@ pub fn connect_unless(
     finish_connect(begin_connect(None, address)?, deadline, stop)
 }
 
-/// The same from a local address and port. Whatever is bound to a port is so for good, connected
-/// or not, as long as the socket is open.
+/// Like [`connect_unless`], from a given local address and port. The socket stays bound to the port
+/// until it is closed, connected or not.
 ///
 /// # Errors
-/// As [`connect_unless`]; `AddrInUse` where the local port is another socket's.
+/// As [`connect_unless`]; `AddrInUse` if another socket uses the local port.
 pub fn connect_from_unless(
     local: SocketAddr,
     address: SocketAddr,
@@ -101,7 +101,7 @@ fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Re
     Ok(stream)
 }
 
-/// A socket in non-blocking mode that is connecting, from an address and port if one is given.
+/// Starts a connection, from a local address and port if given. The socket is in non-blocking mode.
 fn begin_connect(local: Option<SocketAddr>, address: SocketAddr) -> io::Result<TcpStream> {
     let stream = TcpStream::from(stream_socket(match address {
         SocketAddr::V4(_) => AddressFamily::INET,
@@ -111,7 +111,7 @@ fn begin_connect(local: Option<SocketAddr>, address: SocketAddr) -> io::Result<T
         rustix::net::bind(&stream, &local)?;
     }
     match rustix::net::connect(&stream, &address) {
-        // It goes on in the kernel, also after a signal (connect(2)).
+        // The kernel continues to connect, also after a signal (connect(2)).
         Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(stream),
         Err(error) => Err(error.into()),
     }
@@ -124,14 +124,15 @@ fn stream_socket(family: AddressFamily) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// How often a listener whose backlog is full is tried again.
+/// The interval between attempts to connect to a listener with a full backlog.
 const BACKLOG_STEP: Duration = Duration::from_millis(10);
 
-/// Connects to the unix socket at `path` before `deadline`, also where the listener's backlog is
-/// full, which a plain connect waits for without end (unix(7)). The stream is in non-blocking mode.
+/// Connects to the unix socket at `path` before `deadline`. While the listener's backlog is full,
+/// it tries again; a blocking connect(2) would wait without a limit (unix(7)). The stream is in
+/// non-blocking mode.
 ///
 /// # Errors
-/// `TimedOut` when the backlog stays full, otherwise what socket(2) or connect(2) says.
+/// `TimedOut` if the backlog stays full; otherwise the error of socket(2) or connect(2).
 pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     connect_unix_or(path, || {
         thread::sleep(BACKLOG_STEP.min(remaining(deadline)?));
@@ -139,10 +140,10 @@ pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     })
 }
 
-/// The same, unless `stop` is woken before.
+/// Like [`connect_unix`], but also gives up when `stop` is woken.
 ///
 /// # Errors
-/// As [`connect_unix`], and `ConnectionAborted` when `stop` was woken.
+/// As [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
 pub fn connect_unix_unless(
     path: &Path,
     deadline: Instant,
@@ -157,7 +158,7 @@ pub fn connect_unix_unless(
     })
 }
 
-/// Connects, and calls `wait` before each time that it tries again.
+/// Connects, and calls `wait` before each further attempt.
 fn connect_unix_or(
     path: &Path,
     mut wait: impl FnMut() -> io::Result<()>,
@@ -174,7 +175,7 @@ fn connect_unix_or(
     }
 }
 
-/// How many bytes can be read from `socket` now (`FIONREAD`, tcp(7) and unix(7)).
+/// The number of bytes that can be read from `socket` now (`FIONREAD`, tcp(7) and unix(7)).
 ///
 /// # Errors
 /// The error of ioctl(2).
@@ -185,7 +186,7 @@ pub fn unread_bytes(socket: impl AsFd) -> io::Result<u64> {
 /// The time left until `deadline`.
 ///
 /// # Errors
-/// `TimedOut` when nothing is left, since a zero time-out means "wait for ever" to a socket.
+/// `TimedOut` if no time is left, because a socket treats a timeout of zero as unlimited.
 pub fn remaining(deadline: Instant) -> io::Result<Duration> {
     deadline
         .checked_duration_since(Instant::now())
@@ -193,8 +194,8 @@ pub fn remaining(deadline: Instant) -> io::Result<Duration> {
         .ok_or_else(|| io::Error::from(io::ErrorKind::TimedOut))
 }
 
-/// Waits until `socket` has bytes to read, has reached its end or has failed; `false` when
-/// `deadline` came first. A socket that another thread shuts down counts as readable.
+/// Waits until `socket` is readable, at its end or failed; returns `false` after `deadline`. A
+/// socket that another thread shuts down is readable.
 ///
 /// # Errors
 /// The error of poll(2).
@@ -202,7 +203,7 @@ pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
     wait(socket, PollFlags::IN, deadline)
 }
 
-/// The same, until `socket` takes bytes again.
+/// Waits until `socket` is writable or failed; returns `false` after `deadline`.
 ///
 /// # Errors
 /// The error of poll(2).
@@ -223,10 +224,10 @@ fn wait(socket: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<b
     }
 }
 
-/// Makes the kernel notice a dead peer; see [`Liveness`].
+/// Makes the kernel detect a failed peer; see [`Liveness`].
 ///
 /// # Errors
-/// The error of setsockopt(2); the options set before the one that failed stay set.
+/// The error of setsockopt(2); options set before the error stay set.
 pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     let second = Duration::from_secs(1);
     let timeout = u32::try_from(liveness.user_timeout.as_millis()).unwrap_or(u32::MAX);
@@ -234,25 +235,25 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     sockopt::set_tcp_keepidle(&socket, liveness.keepalive_idle.max(second))?;
     sockopt::set_tcp_keepintvl(&socket, liveness.keepalive_interval.max(second))?;
     sockopt::set_tcp_keepcnt(&socket, liveness.keepalive_probes.into())?;
-    // The kernel's number is signed.
+    // The kernel's value is signed.
     sockopt::set_tcp_user_timeout(&socket, timeout.min(i32::MAX.unsigned_abs()))?;
     Ok(())
 }
 
-/// Caps what the kernel sends on this connection, in bytes per second; `None` lifts the cap
-/// (`SO_MAX_PACING_RATE`, socket(7)).
+/// Limits the rate at which the kernel sends on this connection, in bytes per second; `None`
+/// removes the limit (`SO_MAX_PACING_RATE`, socket(7)).
 ///
 /// # Errors
 /// The error of setsockopt(2).
 pub fn set_pacing_rate(socket: impl AsFd, bytes_per_second: Option<u64>) -> io::Result<()> {
-    // The kernel keeps an unsigned long and reads all ones as "no limit" (net/core/sock.c).
+    // The kernel stores an unsigned long, of which all ones mean "no limit" (net/core/sock.c).
     let rate = bytes_per_second.unwrap_or(u64::MAX).to_ne_bytes();
     option::set(socket, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, &rate)
 }
 
-/// Asks for socket buffers of the given sizes in bytes. A direction left `None` keeps the
-/// kernel's own tuning, which a fixed size switches off; the system's limits
-/// (`net.core.wmem_max`, `rmem_max`) cut what is asked for without an error.
+/// Sets the sizes of the socket's buffers in bytes. A fixed size disables the kernel's auto-tuning
+/// for that direction; `None` keeps it. The kernel reduces a size to the system's limit
+/// (`net.core.wmem_max`, `rmem_max`) without an error.
 ///
 /// # Errors
 /// The error of setsockopt(2).
@@ -261,7 +262,7 @@ pub fn set_buffers(
     send_bytes: Option<u32>,
     receive_bytes: Option<u32>,
 ) -> io::Result<()> {
-    // The kernel's number is signed.
+    // The kernel's value is signed.
     let size = |bytes: u32| bytes.min(i32::MAX.unsigned_abs()) as usize;
     if let Some(bytes) = send_bytes {
         sockopt::set_socket_send_buffer_size(&socket, size(bytes))?;
@@ -272,10 +273,10 @@ pub fn set_buffers(
     Ok(())
 }
 
-/// Counts a socket as readable only when it has so many bytes, its end or an error
-/// (`SO_RCVLOWAT`, socket(7)): a reader that left the first bytes in place is not woken for them
-/// again. The kernel may report earlier where its buffers are short; it makes room for the bytes up
-/// to its own limit. One, the value of a new socket, is any byte.
+/// Reports a socket as readable only when it has at least `bytes` bytes, its end or an error
+/// (`SO_RCVLOWAT`, socket(7)), so that a reader that leaves the first bytes unread is not woken for
+/// them again. The kernel enlarges the receive buffer for them up to its limit; it may report
+/// earlier when buffer memory is short. A new socket has the value 1.
 ///
 /// # Errors
 /// The error of setsockopt(2).
@@ -284,8 +285,8 @@ pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
     option::set_int(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
-/// Lets the connection end with a reset when its last descriptor is closed: what has not been
-/// sent is dropped, and the peer reads an error and no end (`SO_LINGER` of zero seconds,
+/// Makes the connection end with a reset when its last descriptor is closed: unsent data is
+/// dropped, and the peer reads an error instead of the end (`SO_LINGER` of zero seconds,
 /// socket(7)).
 ///
 /// # Errors
@@ -294,11 +295,12 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_socket_linger(socket, Some(Duration::ZERO))?)
 }
 
-/// Whether a process has the unix socket at `path`, of whatever kind. That process does not hear
-/// of it: a datagram socket is connected, which one for streams refuses unseen (unix(7)).
+/// Whether a process has the unix socket at `path` open, of any type. That process does not notice:
+/// the function connects a datagram socket, which a stream socket rejects without a connection
+/// (unix(7)).
 ///
 /// # Errors
-/// `NotFound`, and what else connect(2) says of a path.
+/// The error of connect(2), such as `NotFound`.
 pub fn is_held(path: &Path) -> io::Result<bool> {
     match UnixDatagram::unbound()?.connect(path) {
         Ok(()) => Ok(true),
@@ -308,20 +310,20 @@ pub fn is_held(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// The user of the process at the other end of a unix socket, as which it connected or listened
+/// The user ID of the peer process of a unix socket, at the time it called connect(2) or listen(2)
 /// (`SO_PEERCRED`, unix(7)).
 ///
 /// # Errors
 /// The error of getsockopt(2).
 pub fn peer_user(stream: &UnixStream) -> io::Result<u32> {
-    // Not by `rustix`, whose process id is never zero: the kernel's is where the peer's process is
-    // outside this one's process namespace.
+    // `rustix` requires a non-zero process ID, but the kernel returns zero if the peer is outside
+    // this process's PID namespace.
     let (credentials, _) =
         option::get::<{ size_of::<libc::ucred>() }>(stream, libc::SOL_SOCKET, libc::SO_PEERCRED)?;
     Ok(option::number(&credentials, offset_of!(libc::ucred, uid)))
 }
 
-/// The user as which this process acts.
+/// The effective user ID of this process.
 pub fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
@@ -329,7 +331,7 @@ pub fn own_user() -> u32 {
 /// Whether `socket` listens for connections (`SO_ACCEPTCONN`, socket(7)).
 ///
 /// # Errors
-/// `ENOTSOCK` where it is not a socket.
+/// `ENOTSOCK` if it is not a socket.
 pub fn is_listening(socket: impl AsFd) -> io::Result<bool> {
     Ok(sockopt::socket_acceptconn(socket)?)
 }
@@ -351,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_is_told_from_a_connection() {
+    fn is_listening_distinguishes_a_listener_from_a_connection() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(is_listening(&listener).unwrap());
         let (near, _far) = pair();
@@ -360,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_a_unix_socket_is_found_out_unseen() {
+    fn is_held_finds_the_owner_of_a_unix_socket_without_connecting() {
         let folder = Scratch::new();
         let path = folder.join("socket");
         assert_eq!(is_held(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
@@ -375,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unix_listener_with_a_full_backlog_is_waited_for_until_the_deadline() {
+    fn connect_unix_waits_for_a_full_backlog_until_the_deadline() {
         let scratch = Scratch::new();
         let path = scratch.join("socket");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -398,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_is_no_socket_s_is_refused_at_once() {
+    fn a_path_without_a_socket_fails_at_once() {
         let scratch = Scratch::new();
         let soon = || Instant::now() + Duration::from_secs(5);
         let kind = |path: &Path| connect_unix(path, soon()).unwrap_err().kind();
@@ -408,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn unread_bytes_are_counted_on_both_kinds_of_stream() {
+    fn unread_bytes_are_counted_on_tcp_and_unix_streams() {
         let (near, mut far) = UnixStream::pair().unwrap();
         assert_eq!(unread_bytes(&near).unwrap(), 0);
         for part in [&b"abc"[..], b"de"] {
@@ -422,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_socket_takes_bytes_again_when_some_were_read() {
+    fn a_full_socket_becomes_writable_when_the_peer_reads() {
         let (near, mut far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         let brief = || Instant::now() + Duration::from_millis(20);
@@ -439,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_at_its_deadline_at_a_byte_and_at_a_shutdown() {
+    fn a_wait_ends_at_the_deadline_a_byte_or_a_shutdown() {
         let (near, mut far) = pair();
         let begin = Instant::now();
         assert!(!wait_readable(&near, begin + Duration::from_millis(30)).unwrap());
@@ -457,12 +459,12 @@ mod tests {
     }
 
     #[test]
-    fn connecting_ends_when_it_is_stopped_and_tells_a_refusal_from_a_connection() {
+    fn connecting_reports_a_stop_and_a_refused_connection() {
         use std::io::Read;
 
         let soon = || Instant::now() + Duration::from_secs(5);
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            // A machine without IPv6 has nothing to listen on.
+            // Fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(address) else {
                 continue;
             };
@@ -471,7 +473,7 @@ mod tests {
             let mut near = connect_unless(to, soon(), &stop).unwrap();
             let mut far = listener.accept().unwrap().0;
             far.write_all(b"x").unwrap();
-            // It blocks again.
+            // The stream is in blocking mode.
             near.read_exact(&mut [0]).unwrap();
             waker.wake();
             let error = connect_unless(to, soon(), &stop).unwrap_err();
@@ -488,7 +490,7 @@ mod tests {
         let (near, _far) = pair();
         set_liveness(&near, &Liveness::default()).unwrap();
         set_buffers(&near, Some(64 << 10), Some(32 << 10)).unwrap();
-        // The kernel accounts for twice as much (socket(7)).
+        // The kernel doubles the value (socket(7)).
         assert_eq!(sockopt::socket_send_buffer_size(&near).unwrap(), 128 << 10);
         assert_eq!(sockopt::socket_recv_buffer_size(&near).unwrap(), 64 << 10);
         set_pacing_rate(&near, Some(1 << 20)).unwrap();
@@ -496,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_counts_as_readable_when_it_has_what_was_asked_for() {
+    fn a_socket_is_readable_from_the_given_number_of_bytes() {
         let (near, mut far) = pair();
         let brief = || Instant::now() + Duration::from_millis(30);
         set_readable_from(&near, 5).unwrap();
@@ -508,15 +510,15 @@ mod tests {
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
         set_readable_from(&near, 6).unwrap();
         assert!(!wait_readable(&near, brief()).unwrap());
-        // An end is one however little there is.
+        // The end is reported with fewer bytes, too.
         drop(far);
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
     }
 
     #[test]
-    fn a_connection_comes_from_the_port_that_it_was_given_which_then_is_taken() {
+    fn a_connection_uses_the_given_local_port_which_is_then_in_use() {
         for any in ["127.0.0.1:0", "[::1]:0"] {
-            // A machine without IPv6 has nothing to listen on.
+            // Fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(any) else {
                 continue;
             };
@@ -535,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_is_reset_ends_with_an_error_and_without_what_was_under_way() {
+    fn a_reset_on_close_is_an_error_for_the_peer() {
         let (near, mut far) = pair();
         set_reset_on_close(&near).unwrap();
         drop(near);
@@ -544,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_that_has_passed_is_an_error_and_not_an_endless_wait() {
+    fn a_deadline_that_has_passed_is_an_error() {
         let error = remaining(Instant::now()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }

@@ -1,5 +1,5 @@
-//! Bytes moved from one descriptor to another by the kernel, without entering the process
-//! (splice(2)): into a pipe and out of it.
+//! Moves bytes from one descriptor to another through a pipe in the kernel, without copying them to
+//! the process (splice(2)).
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsFd;
@@ -7,18 +7,18 @@ use std::os::fd::AsFd;
 use rustix::io::retry_on_intr;
 use rustix::pipe::SpliceFlags;
 
-/// What a pipe holds, unless the user has too many of them: sixteen pieces of a page.
+/// The capacity of a pipe: sixteen pieces of one page. A user with too many pipes gets smaller
+/// ones.
 ///
-/// Formula: what every pipe begins with.
-/// Drawback: a larger one takes fewer calls.
-/// Alternative: 256 KiB. From Linux 6.5 to the end of 2025 a socket with TLS in the kernel sends
-/// memory that nobody has written to where more than seventeen pieces come for one record ("tls:
-/// trim encrypted message to match the plaintext on short splice"); from a pipe of sixteen none
-/// such can come. And a user without privileges may have a quarter as many.
+/// Formula: the kernel's default for a new pipe.
+/// Drawback: a larger pipe needs fewer calls.
+/// Alternative: 256 KiB. From Linux 6.5 to the end of 2025 a kernel TLS socket sends uninitialised
+/// memory if more than seventeen pieces arrive for one record ("tls: trim encrypted message to
+/// match the plaintext on short splice"); a pipe of sixteen pieces cannot cause that. And an
+/// unprivileged user could have only a quarter as many pipes.
 const PIPE_BYTES: usize = 64 << 10;
 
-/// A pipe between two descriptors. Nothing is lost between calls: what was taken in stays until
-/// it is given on.
+/// A pipe between two descriptors. Bytes that were taken stay in it until they are given.
 #[derive(Debug)]
 pub struct Conduit {
     reader: PipeReader,
@@ -27,10 +27,10 @@ pub struct Conduit {
 }
 
 impl Conduit {
-    /// An empty one.
+    /// Creates an empty pipe.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// The error of pipe2(2), such as `EMFILE`.
     pub fn new() -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
         Ok(Self {
@@ -40,29 +40,28 @@ impl Conduit {
         })
     }
 
-    /// Bytes that were taken and not given on.
+    /// The bytes in the pipe: taken and not yet given.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// Takes what `from` has, and returns how much that was; zero is its end. To be called when
-    /// nothing is held.
+    /// Moves the bytes that `from` has into the pipe and returns how many; zero is the end. Call it
+    /// only when the pipe is empty.
     ///
     /// # Errors
-    /// `WouldBlock` where `from` is in non-blocking mode and has nothing now; otherwise what
-    /// splice(2) says. A socket with TLS in the kernel says `EINVAL` at a record that is no data,
-    /// which stays where it is.
+    /// `WouldBlock` if `from` is in non-blocking mode and has no bytes; otherwise the error of
+    /// splice(2). A kernel TLS socket returns `EINVAL` at a record that is not application data and
+    /// leaves it in the socket.
     pub fn take(&mut self, from: impl AsFd) -> io::Result<usize> {
         let count = splice(&from, &self.writer, PIPE_BYTES)?;
         self.held += count;
         Ok(count)
     }
 
-    /// Gives on what is held, as much as `to` takes now; returns how much is left.
+    /// Moves as many bytes from the pipe as `to` accepts, and returns how many remain.
     ///
     /// # Errors
-    /// `WouldBlock` where `to` is in non-blocking mode and takes nothing now; otherwise what
-    /// splice(2) says.
+    /// `WouldBlock` if `to` is in non-blocking mode and full; otherwise the error of splice(2).
     pub fn give(&mut self, to: impl AsFd) -> io::Result<usize> {
         if self.held > 0 {
             let count = splice(&self.reader, &to, self.held)?;
@@ -73,8 +72,8 @@ impl Conduit {
 }
 
 fn splice(from: impl AsFd, to: impl AsFd, most: usize) -> io::Result<usize> {
-    // A pipe that is full, or empty, does not wait; TLS in the kernel reads the flag as the socket's
-    // own mode.
+    // SPLICE_F_NONBLOCK: the call does not wait for a full or empty pipe. Kernel TLS also treats it
+    // as the socket's non-blocking mode.
     let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
     let count = retry_on_intr(|| rustix::pipe::splice(&from, None, &to, None, most, flags))?;
     Ok(count)
@@ -102,26 +101,26 @@ mod tests {
     }
 
     #[test]
-    fn bytes_come_through_in_order_and_an_end_is_told_from_nothing() {
+    fn bytes_arrive_in_order_and_the_end_differs_from_would_block() {
         let (mut near, from) = pair();
         let (to, mut far) = UnixStream::pair().unwrap();
         let mut conduit = Conduit::new().unwrap();
         assert_eq!(kind(conduit.take(&from)), io::ErrorKind::WouldBlock);
         assert_eq!(conduit.give(&to).unwrap(), 0);
         near.write_all(b"one and two").unwrap();
-        let mut come = [0; 11];
+        let mut arrived = [0; 11];
         let mut at = 0;
-        while at < come.len() {
+        while at < arrived.len() {
             match conduit.take(&from) {
                 Ok(count) => assert_eq!(conduit.held(), count),
                 Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
             }
             let held = conduit.held();
             assert_eq!(conduit.give(&to).unwrap(), 0);
-            far.read_exact(&mut come[at..at + held]).unwrap();
+            far.read_exact(&mut arrived[at..at + held]).unwrap();
             at += held;
         }
-        assert_eq!(&come, b"one and two");
+        assert_eq!(&arrived, b"one and two");
         near.shutdown(Shutdown::Write).unwrap();
         let end = loop {
             match conduit.take(&from) {
@@ -133,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_full_socket_does_not_take_is_held() {
+    fn bytes_that_a_full_socket_does_not_accept_stay_in_the_pipe() {
         let (mut near, from) = pair();
         let (to, mut far) = UnixStream::pair().unwrap();
         to.set_nonblocking(true).unwrap();

@@ -1,17 +1,16 @@
-//! A process's standard output, whose reader waits for its end.
+//! Ending a process's standard output, for a reader that waits for the end.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 
-/// Ends standard output: its reader sees the end while this process goes on. What
-/// is written later is dropped; the descriptor's number is never free for another
-/// file.
+/// Ends standard output: its reader sees the end while this process continues. Replaces it with
+/// /dev/null, so later output is discarded and no other file can get its descriptor number.
 ///
 /// # Errors
-/// The error of flushing what was written before, of open(2) or of dup2(2).
+/// The error of flushing earlier output, of open(2) or of dup2(2).
 pub fn end_output() -> io::Result<()> {
     let mut output = io::stdout().lock();
     output.flush()?;
-    let nowhere = OpenOptions::new().write(true).open("/dev/null")?;
-    Ok(rustix::stdio::dup2_stdout(&nowhere)?)
+    let null = OpenOptions::new().write(true).open("/dev/null")?;
+    Ok(rustix::stdio::dup2_stdout(&null)?)
 }

@@ -1,4 +1,5 @@
-//! The state of a TCP connection in the kernel, and a new lookup of its route (tcp(7)).
+//! The kernel's state of a TCP connection, and how to make the kernel look up its route again
+//! (tcp(7)).
 
 use std::io;
 use std::mem::offset_of;
@@ -9,44 +10,44 @@ use rustix::net::{AddressFamily, sockopt};
 
 use crate::option;
 
-/// How long nothing has come from the far end, and whether something is due.
+/// How long the peer has sent nothing, and whether it must answer something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Silence {
-    /// Since the last acknowledgement of anything, probes included, or the last data: a kernel
-    /// that receives bulk may look at nothing else.
+    /// Time since the last acknowledgement (also of a probe) or the last data, whichever is later.
+    /// During bulk reception the kernel may update only the time of the data.
     pub since_heard: Duration,
-    /// Since the last segment with data was sent, or sent again.
+    /// Time since the last data segment was sent or retransmitted.
     pub since_sent: Duration,
     /// Segments that were sent and not acknowledged.
     pub unacknowledged: u32,
-    /// Probes of a closed window that were not answered.
+    /// Zero-window probes that were not answered.
     pub unanswered_probes: u8,
 }
 
 impl Silence {
-    /// Whether the far end owes an answer and has sent nothing for `limit`.
+    /// Whether the peer must answer and has sent nothing for `limit`.
     ///
-    /// Unacknowledged data alone proves nothing: a far end with a full buffer may drop data and
-    /// acknowledge that, and the kernel doubles the time until it sends the data again. The far end
-    /// owes an answer only to what was sent since it was last heard.
+    /// Unacknowledged data alone is not sufficient: a peer with a full buffer may drop data and
+    /// answer with an acknowledgement of earlier data, and the kernel doubles the time until the
+    /// next retransmission. The peer must answer only what was sent after it last sent something.
     ///
-    /// Drawback: a far end that vanishes while its window is closed is noticed after the next
+    /// Drawback: if the peer fails while its window is closed, this is detected after the next
     /// retransmission or the third probe, which may be two minutes apart (RFC 9293, 3.8.6.1).
     #[must_use]
     pub fn is_overdue(&self, limit: Duration) -> bool {
         let owes_acknowledgement = self.unacknowledged > 0 && self.since_sent < self.since_heard;
-        // A far end limits how often it answers probes (net.ipv4.tcp_invalid_ratelimit).
+        // A peer limits the rate of its answers to probes (net.ipv4.tcp_invalid_ratelimit).
         let owes_window = self.unanswered_probes > 2;
         (owes_acknowledgement || owes_window) && self.since_heard >= limit
     }
 }
 
-/// Asks how silent the far end of a TCP connection is (`TCP_INFO`).
+/// Reads how long the peer of a TCP connection has sent nothing (`TCP_INFO`).
 ///
 /// # Errors
 /// The error of getsockopt(2).
 pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
-    // A kernel that has fewer fields leaves the others zero.
+    // Fields that an older kernel lacks stay zero.
     let (info, _) = info(socket)?;
     let milliseconds = |at| Duration::from_millis(option::number(&info, at).into());
     let since_ack = milliseconds(offset_of!(libc::tcp_info, tcpi_last_ack_recv));
@@ -59,14 +60,14 @@ pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
     })
 }
 
-/// Bytes that were written and not acknowledged, sent or not (`SIOCOUTQ`, tcp(7)).
+/// Bytes that were written and not acknowledged, whether sent or not (`SIOCOUTQ`, tcp(7)).
 ///
 /// # Errors
-/// What ioctl(2) says.
+/// The error of ioctl(2).
 pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: SIOCOUTQ, which is TIOCOUTQ, writes one int, for which `bytes` is valid; the
-    // descriptor is borrowed.
+    // SAFETY: SIOCOUTQ, which has the number of TIOCOUTQ, writes one int, and `bytes` is a valid
+    // int. The descriptor is borrowed, hence open.
     let status = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if status < 0 {
         return Err(io::Error::last_os_error());
@@ -74,27 +75,27 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     Ok(u64::try_from(bytes).unwrap_or(0))
 }
 
-/// The CPU that has taken in the connection's last packet (`SO_INCOMING_CPU`, socket(7)); what the
-/// connection then sends in answer leaves from there, by the SA that the connection has.
+/// The CPU that received the connection's last packet (`SO_INCOMING_CPU`, socket(7)). Answers to
+/// that packet are sent from this CPU, through the connection's cached SA.
 ///
 /// # Errors
 /// The error of getsockopt(2).
 pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
-    // Not by `rustix`, which reads the -1 of a connection without a packet as a CPU.
+    // `rustix` would return the -1 of a connection without packets as a CPU number.
     let (cpu, _) = option::get(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)?;
     Ok(u32::try_from(i32::from_ne_bytes(cpu)).unwrap_or(0))
 }
 
-/// Where `tcpi_bytes_sent` lies in `struct tcp_info` of include/uapi/linux/tcp.h, which only grows
-/// at its end.
+/// Offset of `tcpi_bytes_sent` in `struct tcp_info` (include/uapi/linux/tcp.h). The kernel extends
+/// the structure only at its end.
 const BYTES_SENT_AT: usize = 200;
 const INFO_BYTES: usize = BYTES_SENT_AT + 8;
 
-/// Bytes of data that the connection has handed to the network, sent again included
-/// (`tcpi_bytes_sent` of `TCP_INFO`, Linux 4.19).
+/// Bytes of data that the connection has sent, retransmissions included (`tcpi_bytes_sent` of
+/// `TCP_INFO`, Linux 4.19).
 ///
 /// # Errors
-/// The error of getsockopt(2); `Unsupported` from a kernel that does not tell.
+/// The error of getsockopt(2); `Unsupported` if the kernel lacks the field.
 pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
     let (info, length) = info(socket)?;
     match info.last_chunk() {
@@ -103,44 +104,43 @@ pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
     }
 }
 
-/// The beginning of `struct tcp_info`, and how many bytes of it the kernel has.
+/// The start of `struct tcp_info`, and how many bytes of it the kernel has written.
 fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
     option::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO)
 }
 
-/// Gives a connection's packets a traffic class: the upper six bits are the DSCP, the lower two are
-/// TCP's own and stay (`IP_TOS`, `IPV6_TCLASS`).
+/// Sets the traffic class of a connection's packets: the upper six bits are the DSCP; TCP keeps the
+/// lower two (`IP_TOS`, `IPV6_TCLASS`).
 ///
-/// A class other than before makes the kernel look for the connection's route anew, and with it for
-/// the SA by which it goes, when it next sends, on whichever CPU that happens: with IPsec the way
-/// to take a connection to the SA of the CPU that sends next.
+/// If the class changes, the kernel looks up the connection's route, and with it the SA, again at
+/// the next send, on the CPU of that send. With IPsec this moves a connection to the SA of the CPU
+/// that sends next.
 ///
 /// # Errors
 /// The error of getsockopt(2) or setsockopt(2).
 pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
-    // A socket of IPv6 may carry a connection of IPv4, and takes both.
+    // An IPv6 socket may carry an IPv4 connection; it accepts both options.
     if sockopt::socket_domain(&socket)? == AddressFamily::INET6 {
         sockopt::set_ipv6_tclass(&socket, class.into())?;
     }
     Ok(sockopt::set_ip_tos(&socket, class)?)
 }
 
-/// Has a connection send its window to its peer at once, from the CPU of the calling thread: an
-/// empty segment, which the peer answers. Where the connection's route is to be looked up anew
-/// ([`set_traffic_class`]), it is looked up here.
+/// Makes a connection send a window probe at once, from the CPU of the calling thread: an empty
+/// segment, which the peer answers. A pending route lookup ([`set_traffic_class`]) happens here.
 ///
-/// It is what the end of a repair does (`TCP_REPAIR_OFF`), also where there was none: the one call
-/// after which the kernel sends although there is nothing to send. A connection that is being
-/// closed sends nothing.
+/// The kernel sends the probe at the end of a repair (`TCP_REPAIR_OFF`), even if the connection was
+/// not in repair mode; no other call makes it send without data. A connection that is being closed
+/// sends nothing.
 ///
 /// # Errors
 /// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and the error of getsockopt(2) or
 /// setsockopt(2).
 pub fn send_window(socket: impl AsFd) -> io::Result<()> {
-    // The end of a repair also takes away that a listener may be bound beside the connection.
-    let beside = sockopt::socket_reuseaddr(&socket)?;
+    // TCP_REPAIR_OFF also clears SO_REUSEADDR, without which no new listener could use the port.
+    let reuse = sockopt::socket_reuseaddr(&socket)?;
     option::set_int(&socket, libc::IPPROTO_TCP, libc::TCP_REPAIR, 0)?;
-    Ok(sockopt::set_socket_reuseaddr(&socket, beside)?)
+    Ok(sockopt::set_socket_reuseaddr(&socket, reuse)?)
 }
 
 #[cfg(test)]
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn a_connection_has_a_cpu_and_a_traffic_class_in_both_families() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            // A machine without IPv6 has nothing to listen on.
+            // Fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(address) else {
                 continue;
             };
@@ -171,43 +171,43 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_sent_at_once_and_changes_nothing_else() {
+    fn send_window_sends_at_once_and_changes_nothing_else() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut far, _) = listener.accept().unwrap();
-        let heard = || silence(&far).unwrap().since_heard;
+        let since_heard = || silence(&far).unwrap().since_heard;
         let before = loop {
-            // The kernel counts in milliseconds, and some kernels in steps of ten.
-            match heard() {
+            // The kernel counts in milliseconds, some kernels in steps of ten.
+            match since_heard() {
                 silent if silent >= Duration::from_millis(100) => break silent,
                 _ => std::thread::sleep(Duration::from_millis(1)),
             }
         };
         match send_window(&far) {
             Err(error) => assert_eq!(error.kind(), ErrorKind::PermissionDenied),
-            // It is answered.
-            Ok(()) => assert!(heard() < before),
+            // The peer has answered.
+            Ok(()) => assert!(since_heard() < before),
         }
         far.write_all(b"x").unwrap();
         near.write_all(b"y").unwrap();
         near.read_exact(&mut [0]).unwrap();
         far.read_exact(&mut [0]).unwrap();
-        // As whoever starts again does, with connections still open.
+        // A restarted server binds the port while connections are still open.
         let at = listener.local_addr().unwrap();
         drop(listener);
         TcpListener::bind(at).unwrap();
     }
 
     #[test]
-    fn a_far_end_is_overdue_only_where_something_was_sent_since_it_was_heard() {
+    fn a_peer_is_overdue_only_if_data_was_sent_after_it_last_answered() {
         let limit = Duration::from_secs(30);
-        let silence = |heard, sent, unacknowledged, unanswered_probes| Silence {
-            since_heard: Duration::from_secs(heard),
+        let silence = |received, sent, unacknowledged, unanswered_probes| Silence {
+            since_heard: Duration::from_secs(received),
             since_sent: Duration::from_secs(sent),
             unacknowledged,
             unanswered_probes,
         };
-        // (since heard, since sent, unacknowledged segments, unanswered probes), overdue
+        // (since_heard, since_sent, unacknowledged segments, unanswered probes), overdue
         for (silence, overdue) in [
             (silence(30, 12, 1, 0), true),
             (silence(29, 12, 1, 0), false),
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_far_end_that_answers_is_not_silent_even_where_it_reads_nothing() {
+    fn a_peer_that_answers_is_not_silent_although_it_reads_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut far, _) = listener.accept().unwrap();
@@ -237,7 +237,7 @@ mod tests {
         while near.write(&[0; 65536]).is_ok() {}
         // The first probe of a closed window is sent after 200 ms (TCP_RTO_MIN).
         std::thread::sleep(Duration::from_millis(300));
-        // The window is closed: nothing is under way but probes, which are answered.
+        // The window is closed: only probes are sent, and the peer answers them.
         let Silence {
             unacknowledged,
             unanswered_probes,

@@ -1,4 +1,4 @@
-//! ESP within UDP at its receiver (RFC 3948; udp(7), `UDP_ENCAP`).
+//! Reception of ESP in UDP (RFC 3948; udp(7), `UDP_ENCAP`).
 
 use std::io;
 use std::net::UdpSocket;
@@ -9,13 +9,13 @@ use crate::option;
 const UDP_ENCAPSULATION: libc::c_int = 100;
 const ESP_IN_UDP: libc::c_int = 2;
 
-/// Gives ESP that comes to this socket to the SA of its SPI, as if it had come without UDP, as long
-/// as the socket is open. A packet that is not ESP (its first four bytes are zero) is left for the
-/// socket to read. To send ESP within UDP no socket is needed, but one at the same port keeps others
-/// off.
+/// While the socket is open, passes the ESP packets that it receives to the SA of their SPI, as if
+/// they had arrived without UDP. The socket can still read packets that are not ESP (their first
+/// four bytes are zero). Sending ESP in UDP needs no socket, but a socket bound to the source port
+/// keeps other programs from using it.
 ///
 /// # Errors
-/// The error of setsockopt(2): `ENOPROTOOPT` is a kernel without ESP within UDP.
+/// The error of setsockopt(2): `ENOPROTOOPT` if the kernel lacks ESP in UDP.
 pub fn receive_encapsulated(socket: &UdpSocket) -> io::Result<()> {
     option::set_int(socket, libc::IPPROTO_UDP, UDP_ENCAPSULATION, ESP_IN_UDP)
 }

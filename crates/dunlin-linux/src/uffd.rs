@@ -1,23 +1,21 @@
-//! Watching which pages of a mapping are written: userfaultfd's asynchronous
-//! write-protection (Linux 6.7, Documentation/admin-guide/mm/userfaultfd.rst).
+//! Records which pages of a mapping are written, with userfaultfd's asynchronous write-protection
+//! (Linux 6.7, Documentation/admin-guide/mm/userfaultfd.rst).
 //!
-//! The kernel lifts a page's protection by itself at the first write and lets
-//! the writer go on; nobody handles faults. What is no longer protected has
-//! been written, and PAGEMAP_SCAN ([`crate::pagemap`]) reports it and protects
-//! it again. It sees writes through this process's mapping, by its threads, by
-//! the kernel for them (read(2)) and by KVM; not those of another process that
-//! maps the same file, nor of a device that writes to pinned pages.
+//! At the first write to a page the kernel removes its write-protection and lets the writer
+//! continue; no fault reaches user space. A page without protection has been written; PAGEMAP_SCAN
+//! ([`crate::pagemap`]) reports it and protects it again. This covers writes through this process's
+//! mapping: by its threads, by the kernel on their behalf (read(2)) and by KVM. It does not cover
+//! writes by another process that maps the same file, or by a device to pinned pages.
 //!
-//! Transparent huge pages stay as they are until they are written: the first
-//! write splits one, and it is 4 KiB that are reported from then on. Only memory
-//! that is touched for the first time while it is watched comes in blocks, once
-//! each, whose other pages are zero and go out as ranges. Keeping the kernel from making
-//! huge pages meanwhile (MADV_NOHUGEPAGE) would save that, at the price of the
-//! guest's huge pages for good: what was there before cannot be restored, since
-//! the advice replaces what the VMM's owner had asked for.
+//! Transparent huge pages stay huge until they are written: the first write splits one, after which
+//! single 4 KiB pages are reported. Memory touched for the first time while it is watched is
+//! reported in whole blocks, once for each block; the other pages of the block are zero and are
+//! sent as ranges. Disabling huge pages during the watch (MADV_NOHUGEPAGE) would avoid this, but
+//! the guest would lose its huge pages permanently: the advice replaces the VMM's own advice, which
+//! cannot be restored.
 //!
-//! It takes no privilege: faults are never handed to us, so that the descriptor
-//! may be one for faults of user mode only.
+//! No privilege is needed: user space handles no faults, so a descriptor for user-mode faults only
+//! is sufficient.
 
 use std::fs::File;
 use std::io;
@@ -69,9 +67,9 @@ const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
-/// A request of userfaultfd over the structure that it is implemented for. Private:
-/// `WriteWatch::control` relies on each number being that of the structure's own request, and on
-/// that no request changes what memory holds or whether it is mapped.
+/// A userfaultfd request, implemented for its argument structure. The trait is private because
+/// `WriteWatch::control` relies on two facts: each number is that of the request with this
+/// structure, and no request changes the content of memory or whether it is mapped.
 trait Request: Sized {
     const NUMBER: libc::c_ulong;
 }
@@ -80,44 +78,42 @@ impl Request for Api {
     const NUMBER: libc::c_ulong = request::<Self>(3, 0x3f);
 }
 
-/// `UFFDIO_REGISTER`: a range registered for asynchronous write-protection alone is read and written
-/// as before.
+/// `UFFDIO_REGISTER`: a range registered for asynchronous write-protection only can be read and
+/// written as before.
 impl Request for Register {
     const NUMBER: libc::c_ulong = request::<Self>(3, 0x00);
 }
 
-/// `UFFDIO_UNREGISTER`, which lifts this userfaultfd's own write-protection.
+/// `UFFDIO_UNREGISTER`: removes this userfaultfd's write-protection.
 impl Request for Span {
     const NUMBER: libc::c_ulong = request::<Self>(2, 0x01);
 }
 
-/// `UFFDIO_WRITEPROTECT`: the kernel lifts the protection itself at each page's next write.
+/// `UFFDIO_WRITEPROTECT`: the kernel itself removes the protection at the next write to each page.
 impl Request for WriteProtect {
     const NUMBER: libc::c_ulong = request::<Self>(3, 0x06);
 }
 
-/// The number of a request over a structure `T`; `direction` is 2 to read, 3 to read and write.
+/// The number of a request with structure `T`; `direction` is 2 for `_IOR`, 3 for `_IOWR`.
 const fn request<T>(direction: libc::c_ulong, number: libc::c_ulong) -> libc::c_ulong {
     direction << 30 | (size_of::<T>() as libc::c_ulong) << 16 | 0xaa << 8 | number
 }
 
-/// What stands behind the memory that is watched.
+/// The backing of the watched memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behind {
-    /// Nothing but the process: a private mapping without a file. Costs nothing for pages that
-    /// were never touched.
+    /// None: a private mapping without a file. Untouched pages cost nothing.
     Anonymous,
-    /// A file: a memfd, huge pages, and whatever is mapped shared, which the kernel keeps in a
-    /// file of its own. The kernel may drop the mapping of a page and keep the page, so that
-    /// every page has to be marked beforehand: page tables for all of it are allocated, 1/512 of
-    /// its size.
+    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
+    /// of its own. The kernel may unmap a page and keep it in the file, so every page must be
+    /// marked at registration. That allocates page tables for all of the memory, 1/512 of its size.
     File,
 }
 
-/// Watches the writes to some mappings of this process. Dropping it ends that.
+/// Watches writes to mappings of this process, until it is dropped.
 ///
-/// First [`WriteWatch::register`] each mapping, then [`WriteWatch::take`] what
-/// was written, any number of times.
+/// First [`WriteWatch::register`] each mapping, then [`WriteWatch::take`] the written pages any
+/// number of times.
 #[derive(Debug)]
 pub struct WriteWatch {
     descriptor: OwnedFd,
@@ -125,16 +121,16 @@ pub struct WriteWatch {
 }
 
 impl WriteWatch {
-    /// Watches nothing yet.
+    /// Creates a watch without mappings.
     ///
     /// # Errors
-    /// `ENOSYS` or `EINVAL` where the kernel has no asynchronous
-    /// write-protection (before 6.7, or built without userfaultfd), `EPERM`
-    /// where a filter of system calls forbids it.
+    /// `ENOSYS` or `EINVAL` if the kernel lacks asynchronous write-protection (before 6.7, or built
+    /// without userfaultfd), `EPERM` if a seccomp filter forbids userfaultfd(2).
     pub fn new() -> io::Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK | USER_MODE_ONLY;
-        // SAFETY: a userfaultfd changes nothing until memory is registered, and `control` registers
-        // it for asynchronous write-protection alone.
+        // SAFETY: a userfaultfd has no effect until memory is registered, and `control` registers
+        // memory for asynchronous write-protection only, under which it is read and written as
+        // before.
         let descriptor = unsafe { userfaultfd(flags)? };
         let watch = Self {
             descriptor,
@@ -152,12 +148,12 @@ impl WriteWatch {
         Ok(watch)
     }
 
-    /// Begins to watch `memory`, which must begin and end at a page's border;
-    /// nothing of it counts as written at first.
+    /// Starts to watch `memory`, which must begin and end at a page boundary. At first no page
+    /// counts as written.
     ///
     /// # Errors
-    /// `EBUSY` where another userfaultfd has it, `EINVAL` where it is no memory
-    /// that can be watched, `ENOMEM`.
+    /// `EBUSY` if another userfaultfd watches it, `EINVAL` if this kind of memory cannot be
+    /// watched, `ENOMEM`.
     pub fn register(&self, memory: &VolatileSlice<'_>, behind: Behind) -> io::Result<()> {
         let mut register = Register {
             range: span(memory),
@@ -177,13 +173,12 @@ impl WriteWatch {
         }
     }
 
-    /// Calls `found` with each range of bytes of `memory`, relative to its start
-    /// and in order, that was written since it was registered or last taken: in
-    /// pages, or in huge pages where it is made of them. It may hold more,
-    /// such as a page that was read for the first time.
+    /// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that
+    /// was written since it was registered or last taken, in whole pages (huge pages if the memory
+    /// consists of them). May report more, such as a page that was read for the first time.
     ///
     /// # Errors
-    /// `EPERM` where `memory` is not registered. The log is lost then.
+    /// `EPERM` if `memory` is not registered. The log is then lost.
     pub fn take(
         &self,
         memory: &VolatileSlice<'_>,
@@ -197,18 +192,19 @@ impl WriteWatch {
         pagemap::take_written(&self.pagemap, memory, absent, found)
     }
 
-    /// Ends the watch of `memory`.
+    /// Stops watching `memory`.
     ///
     /// # Errors
-    /// The error of ioctl(2); dropping the watch ends it all the same.
+    /// The error of ioctl(2); dropping the watch stops it in any case.
     pub fn unregister(&self, memory: &VolatileSlice<'_>) -> io::Result<()> {
         self.control(&mut span(memory))
     }
 
     /// ioctl(2) on the userfaultfd.
     fn control<T: Request>(&self, argument: &mut T) -> io::Result<()> {
-        // SAFETY: the descriptor is open; the argument outlives the call and is of the type that
-        // the request is defined over, and no request changes memory: see [`Request`].
+        // SAFETY: the descriptor is open. The argument outlives the call and has the type of the
+        // request, and no request changes the content of memory or whether it is mapped: see
+        // [`Request`].
         let result = unsafe {
             libc::ioctl(
                 self.descriptor.as_raw_fd(),
@@ -277,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_taken_once_populated_or_not() {
+    fn written_pages_are_taken_once_populated_or_not() {
         for backing in [Backing::Private, Backing::Memfd] {
             let memory = allocate(BYTES, backing).unwrap();
             let (slice, behind) = (slice(&memory), behind(backing));
@@ -287,8 +283,7 @@ mod tests {
             let watch = WriteWatch::new().unwrap();
             watch.register(&slice, behind).unwrap();
             assert_eq!(taken(&watch, &slice, behind), [], "{backing:?}");
-            // One that was there, one that was not, one in a page table that was
-            // not, and the last.
+            // A populated page, an unpopulated one, one without a page table, and the last one.
             for page in [5, 9, 1000, 2047] {
                 write(&slice, page);
             }
@@ -304,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_writes_for_us_is_taken_too() {
+    fn pages_written_by_the_kernel_for_the_process_are_taken_too() {
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
         write(&slice, 3);
@@ -319,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_does_not_make_holes_look_populated() {
+    fn a_watch_does_not_make_holes_appear_populated() {
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
         write(&slice, 3);
@@ -347,11 +342,11 @@ mod tests {
             }
             assert_eq!(taken(&watch, &slice, Behind::File), [4..5, 7..8]);
             write(&slice, 4);
-            // As reclaim does it: the page stays in the file, its entry goes. A
-            // protected page's mark stays.
+            // Like reclaim: the page stays in the file, and its page table entry is dropped. The
+            // mark of a protected page stays.
             let start = slice.ptr_guard_mut().as_ptr();
-            // SAFETY: the range is mapped and shared: MADV_DONTNEED drops page table
-            // entries, and the file keeps the content.
+            // SAFETY: the range is mapped and shared: MADV_DONTNEED drops page table entries, and
+            // the file keeps the content.
             let result =
                 unsafe { libc::madvise(start.cast(), 16 * PAGE as usize, libc::MADV_DONTNEED) };
             assert_eq!(result, 0);
@@ -403,7 +398,7 @@ mod tests {
         let reported = taken(&watch, &slice, Behind::Anonymous);
         let expected: Vec<_> = (0..1024).step_by(64).map(|page| page..page + 1).collect();
         assert_eq!(reported, expected);
-        // A block that nobody had touched: whole, once.
+        // A block touched for the first time is reported whole, once.
         write(&slice, 1700);
         let block = taken(&watch, &slice, Behind::Anonymous);
         write(&slice, 1701);
@@ -415,12 +410,12 @@ mod tests {
              them ({writing:?}); a first touch reports {pages} pages",
             pagemap::huge_kib(&slice).unwrap()
         );
-        // Those that are only read stay.
+        // Registering the memory split no huge page.
         assert_eq!(untouched, before);
     }
 
     #[test]
-    fn nothing_of_a_transparent_huge_page_is_lost() {
+    fn no_write_to_a_transparent_huge_page_is_lost() {
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
         advise_huge_pages(&memory);
@@ -446,15 +441,15 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), [1601..1602]);
     }
 
-    /// What khugepaged does at some time, done at once.
+    /// MADV_COLLAPSE does at once what khugepaged does at some time.
     #[test]
-    fn nothing_of_pages_that_are_merged_while_they_are_watched_is_lost() {
+    fn no_write_is_lost_when_watched_pages_are_merged() {
         if huge_pages::transparent().is_none() {
             return;
         }
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
-        // The second block is made of small pages, the third was never touched.
+        // The second block consists of small pages; the third one was never touched.
         for page in 512..1024 {
             write(&slice, page);
         }
@@ -467,8 +462,8 @@ mod tests {
             write(&slice, page);
         }
         let start = slice.ptr_guard_mut().as_ptr();
-        // SAFETY: the range is mapped; MADV_COLLAPSE changes by what pages it is backed, not what
-        // it holds. It fails where the kernel merges nothing that is watched.
+        // SAFETY: the range is mapped. MADV_COLLAPSE changes the size of the pages that back it,
+        // not their content. It fails if the kernel does not merge watched pages.
         unsafe { libc::madvise(start.cast(), slice.len(), libc::MADV_COLLAPSE) };
         let taken = taken(&watch, &slice, Behind::Anonymous);
         for page in (512..1024).chain([1100]) {
@@ -480,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_watched_no_longer_cannot_be_taken_and_can_be_watched_anew() {
+    fn unregistered_memory_cannot_be_taken_and_can_be_registered_again() {
         let memory = allocate(BYTES, Backing::Private).unwrap();
         let slice = slice(&memory);
         write(&slice, 0);

@@ -132,7 +132,7 @@ fn nanoseconds(name: &str, program: &[u8]) -> f64 {
         fs::set_permissions(&path, mode).expect("/tmp can be written");
     }
     let begun = Instant::now();
-    let status = Command::new(&path).status().expect("it starts");
+    let status = Command::new(&path).status().expect("the program starts");
     let spent = begun.elapsed().as_nanos() as f64;
     assert!(status.success(), "{status}");
     spent
@@ -150,16 +150,16 @@ fn trace(work: &mut impl FnMut()) -> BTreeMap<u32, u64> {
     let traced = Traced;
     work();
     drop(traced);
-    for cpu in fs::read_dir(tracing("per_cpu")).expect("ftrace is there") {
-        let stats = cpu.expect("ftrace is there").path().join("stats");
-        let text = fs::read_to_string(&stats).expect("ftrace is there");
+    for cpu in fs::read_dir(tracing("per_cpu")).expect("the kernel has ftrace") {
+        let stats = cpu.expect("the kernel has ftrace").path().join("stats");
+        let text = fs::read_to_string(&stats).expect("the kernel has ftrace");
         assert!(
             text.lines().any(|line| line == "overrun: 0"),
-            "more system calls than there was room for:\n{text}"
+            "the trace buffer overflowed:\n{text}"
         );
     }
     let mut calls = BTreeMap::new();
-    let text = fs::read_to_string(tracing("trace")).expect("ftrace is there");
+    let text = fs::read_to_string(tracing("trace")).expect("the kernel has ftrace");
     for line in text.lines() {
         // "NAME-PID [CPU] FLAGS TIME: sys_enter: NR 1 (…)"
         let number = line

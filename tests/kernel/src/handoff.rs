@@ -67,7 +67,7 @@ pub fn certificate(guest: &Guest, name: &str) {
 #[must_use]
 pub fn stunnel(guest: &Guest, port: u16, more: &str) -> Stunnel {
     let target = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
-    let to = target.local_addr().expect("it is bound");
+    let to = target.local_addr().expect("the listener is bound");
     Stunnel {
         port,
         target,
@@ -90,7 +90,7 @@ pub fn stunnel_to(guest: &Guest, port: u16, to: SocketAddr, more: &str) -> Backg
         log = log.display(),
     );
     let file = format!("stunnel-{port}.conf");
-    fs::write(&file, text).expect("the folder is ours");
+    fs::write(&file, text).expect("the folder is writable");
     let process = Command::new("stunnel4")
         .arg(&file)
         .stdin(Stdio::null())
@@ -109,7 +109,7 @@ pub fn wait_for_listener(port: u16) {
     let until = Instant::now() + Duration::from_secs(30);
     let words = format!(":{port:04X} 00000000:0000 0A");
     while !fs::read_to_string("/proc/net/tcp").is_ok_and(|table| table.contains(&words)) {
-        assert!(Instant::now() < until, "nobody listens on {port}");
+        assert!(Instant::now() < until, "no listener on port {port}");
         thread::sleep(Duration::from_millis(50));
     }
 }
@@ -153,7 +153,7 @@ pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
 pub fn call(command: Command) -> Called {
     let (ours, theirs) = UnixStream::pair().expect("a socket pair");
     let mut called = call_for(theirs, command);
-    let received = fdpass::receive(&ours, &mut [0; 16]).expect("the desk stands");
+    let received = fdpass::receive(&ours, &mut [0; 16]).expect("the socket pair is open");
     called.sockets = received.descriptors;
     called
 }
@@ -163,7 +163,7 @@ pub fn call(command: Command) -> Called {
 /// # Panics
 /// It does not start.
 #[must_use]
-pub fn connect_for_nobody(port: u16, more: &[&str]) -> Called {
+pub fn connect_without_receiver(port: u16, more: &[&str]) -> Called {
     let (_, theirs) = UnixStream::pair().expect("a socket pair");
     call_for(theirs, connect_command(0, port, more))
 }
@@ -179,8 +179,10 @@ fn connect_command(user: u32, port: u16, more: &[&str]) -> Command {
     command
 }
 
-fn call_for(desk: UnixStream, mut command: Command) -> Called {
-    command.args(["--send-fd", "0"]).stdin(OwnedFd::from(desk));
+fn call_for(socket: UnixStream, mut command: Command) -> Called {
+    command
+        .args(["--send-fd", "0"])
+        .stdin(OwnedFd::from(socket));
     let done = command.output().expect("dunlin is in the path");
     Called {
         code: done.status.code(),
@@ -199,14 +201,14 @@ pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     let mut called = connect(stunnel.port, more);
     assert_eq!(called.code, Some(0), "{called:?}");
     assert_eq!(called.err, "", "{called:?}");
-    let socket = called.sockets.pop().expect("one came");
+    let socket = called.sockets.pop().expect("one socket arrived");
     assert!(called.sockets.is_empty());
     let (far, _) = stunnel.target.accept().expect("stunnel connects");
     (socket.into(), far)
 }
 
-/// A `dunlin handoff accept` for the name "own". It passes its sockets to the unix socket `taker`
-/// in the test's folder and logs to `accept.log` there.
+/// A `dunlin handoff accept` for the name "own". It passes its sockets to the unix socket
+/// `consumer` in the test's folder and logs to `accept.log` there.
 #[derive(Debug)]
 pub struct Accept {
     /// The port on which it listens.
@@ -243,13 +245,13 @@ impl Accept {
     /// It does not start.
     #[must_use]
     pub fn begin(mut command: Command) -> Self {
-        let log = File::create("accept.log").expect("the folder is ours");
+        let log = File::create("accept.log").expect("the folder is writable");
         let process = command.stdout(Stdio::piped()).stderr(log).spawn();
         let mut process = Background(process.expect("dunlin is in the path"));
-        let out = process.0.stdout.take().expect("it was asked for");
+        let out = process.0.stdout.take().expect("the stream is piped");
         let mut line = String::new();
         let read = BufReader::new(out).read_line(&mut line);
-        read.expect("it says where it listens");
+        read.expect("the command prints its address");
         let port = line
             .trim()
             .rsplit(':')
@@ -270,7 +272,7 @@ impl Accept {
     /// The same command with another version of the program.
     #[must_use]
     pub fn command_of(dunlin: &str, guest: &Guest, more: &[&str]) -> Command {
-        let to = format!("unix:{}", guest.folder().join("taker").display());
+        let to = format!("unix:{}", guest.folder().join("consumer").display());
         let mut command = Command::new(dunlin);
         command
             .args(["handoff", "accept", "--listen", "127.0.0.1:0"])
@@ -288,7 +290,7 @@ impl Accept {
     pub fn held(&self) -> [usize; 2] {
         ["fd", "task"].map(|what| {
             let path = format!("/proc/{}/{what}", self.process.0.id());
-            fs::read_dir(path).expect("it runs").count()
+            fs::read_dir(path).expect("the process runs").count()
         })
     }
 
@@ -300,7 +302,10 @@ impl Accept {
         let until = Instant::now() + TIMEOUT;
         while self.held() != before {
             let held = self.held();
-            assert!(Instant::now() < until, "{held:?} are held, not {before:?}");
+            assert!(
+                Instant::now() < until,
+                "{held:?} descriptors and threads, expected {before:?}"
+            );
             thread::sleep(Duration::from_millis(50));
         }
     }
@@ -313,7 +318,7 @@ impl Accept {
     pub fn says(&self, words: &str) -> String {
         let until = Instant::now() + TIMEOUT;
         loop {
-            let log = fs::read_to_string("accept.log").expect("it was made");
+            let log = fs::read_to_string("accept.log").expect("the log exists");
             if let Some(line) = log.lines().find(|line| line.contains(words)) {
                 return line.to_owned();
             }
@@ -328,20 +333,20 @@ impl Accept {
 /// # Panics
 /// None arrives.
 #[must_use]
-pub fn take(taker: &UnixListener) -> (TcpStream, Value) {
-    let from = taker.accept().expect("it listens").0;
+pub fn take(consumer: &UnixListener) -> (TcpStream, Value) {
+    let from = consumer.accept().expect("the listener is open").0;
     let mut line = Vec::new();
     let mut sockets: Vec<OwnedFd> = Vec::new();
     loop {
         let mut part = [0; 4096];
-        let came = fdpass::receive(&from, &mut part).expect("it stands");
-        sockets.extend(came.descriptors);
-        line.extend_from_slice(&part[..came.bytes]);
-        if came.bytes == 0 {
+        let received = fdpass::receive(&from, &mut part).expect("the connection is open");
+        sockets.extend(received.descriptors);
+        line.extend_from_slice(&part[..received.bytes]);
+        if received.bytes == 0 {
             break;
         }
     }
-    let socket = sockets.pop().expect("a socket came with the line");
+    let socket = sockets.pop().expect("a socket arrives with the line");
     let line = serde_json::from_slice(&line).expect("the line is JSON");
     println!("{line}");
     (socket.into(), line)
@@ -383,36 +388,40 @@ pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
 #[must_use]
 pub fn end_with_handshake(from: Side, to: u16) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
-    let port = listener.local_addr().expect("it is bound").port();
+    let port = listener.local_addr().expect("the listener is bound").port();
     thread::spawn(move || {
-        let (client, _) = listener.accept().expect("it listens");
+        let (client, _) = listener.accept().expect("the listener is open");
         drop(listener);
-        let server = TcpStream::connect(("127.0.0.1", to)).expect("somebody listens");
-        let (mut speaks, mut hears) = match from {
+        let server = TcpStream::connect(("127.0.0.1", to)).expect("the listener is open");
+        let (mut sender, mut receiver) = match from {
             Side::Client => (client, server),
             Side::Server => (server, client),
         };
         let mut back = (
-            hears.try_clone().expect("descriptors are left"),
-            speaks.try_clone().expect("descriptors are left"),
+            receiver.try_clone().expect("descriptors are left"),
+            sender.try_clone().expect("descriptors are left"),
         );
         // A peer that has reported the failure may have closed its connection.
         thread::spawn(move || io::copy(&mut back.0, &mut back.1));
         let mut last = Vec::new();
         while !last.starts_with(&[CHANGE_CIPHER_SPEC]) {
-            last = record(&mut speaks);
+            last = record(&mut sender);
             if !last.starts_with(&[CHANGE_CIPHER_SPEC]) {
-                hears.write_all(&last).expect("it is there");
+                receiver
+                    .write_all(&last)
+                    .expect("the receiver is connected");
             }
         }
-        last.extend(record(&mut speaks));
+        last.extend(record(&mut sender));
         // MSG_MORE delays the segment until more follows, which is the end of the stream.
         let more = MsgFlags::from_bits_retain(MSG_MORE);
-        let sent = send(hears.as_raw_fd(), &last, more);
+        let sent = send(receiver.as_raw_fd(), &last, more);
         assert_eq!(sent, Ok(last.len()));
-        hears.shutdown(Shutdown::Write).expect("it is there");
+        receiver
+            .shutdown(Shutdown::Write)
+            .expect("the receiver is connected");
         // Wait until the other side has ended too.
-        let _ = io::copy(&mut speaks, &mut io::sink());
+        let _ = io::copy(&mut sender, &mut io::sink());
     });
     port
 }
@@ -436,10 +445,12 @@ const CHANGE_CIPHER_SPEC: u8 = 20;
 #[must_use]
 pub fn record(from: &mut TcpStream) -> Vec<u8> {
     let mut record = vec![0; 5];
-    from.read_exact(&mut record).expect("it says more");
+    from.read_exact(&mut record)
+        .expect("another record arrives");
     let length = u16::from_be_bytes([record[3], record[4]]);
     record.resize(5 + usize::from(length), 0);
-    from.read_exact(&mut record[5..]).expect("it says more");
+    from.read_exact(&mut record[5..])
+        .expect("another record arrives");
     record
 }
 
@@ -450,20 +461,21 @@ pub fn record(from: &mut TcpStream) -> Vec<u8> {
 pub fn exchange(near: &TcpStream, far: &TcpStream, there: &[u8], back: &[u8]) {
     for end in [near, far] {
         // Without a timeout a failing side would leave the other waiting.
-        end.set_read_timeout(Some(TIMEOUT)).expect("it is a socket");
+        end.set_read_timeout(Some(TIMEOUT))
+            .expect("the descriptor is a socket");
     }
     thread::scope(|scope| {
         scope.spawn(|| {
             let mut near = near;
-            near.write_all(there).expect("it is sent");
-            let mut came = vec![0; back.len()];
-            near.read_exact(&mut came).expect("it is answered");
-            assert!(came == back, "the answer differs");
+            near.write_all(there).expect("the data is sent");
+            let mut received = vec![0; back.len()];
+            near.read_exact(&mut received).expect("the peer answers");
+            assert!(received == back, "the answer differs");
         });
         let mut far = far;
-        let mut came = vec![0; there.len()];
-        far.read_exact(&mut came).expect("it arrives");
-        assert!(came == there, "what arrives differs");
-        far.write_all(back).expect("it is answered");
+        let mut received = vec![0; there.len()];
+        far.read_exact(&mut received).expect("the data arrives");
+        assert!(received == there, "the received data differs");
+        far.write_all(back).expect("the peer answers");
     });
 }

@@ -57,8 +57,8 @@ pub struct Needs {
     pub packages: &'static [&'static str],
     /// Whether the `dunlin` command is in the path.
     pub dunlin: bool,
-    /// Whether the command of an earlier commit, which `DUNLIN_PREVIOUS` names, is in the path too; see
-    /// [`Guest::versions`].
+    /// Whether the command of an earlier commit, which `DUNLIN_PREVIOUS` names, is in the path too;
+    /// see [`Guest::versions`].
     pub previous: bool,
     /// Test programs of the library that are in the path; see [`Guest::library_tests`].
     pub library_tests: &'static [&'static str],
@@ -139,7 +139,7 @@ impl Guest {
     /// directory.
     #[must_use]
     pub fn folder(&self) -> PathBuf {
-        env::current_dir().expect("the runner has made it")
+        env::current_dir().expect("the runner created the folder")
     }
 
     /// Ends the test as skipped because this kernel lacks a feature. Skipped tests are counted and

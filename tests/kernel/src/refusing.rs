@@ -43,7 +43,7 @@ fn refuse(direction: Direction, descriptor: Option<RawFd>) {
     };
     let mut conditions = vec![equal(1, libc::SOL_TLS), equal(2, option)];
     conditions.extend(descriptor.map(|number| equal(0, number)));
-    let rule = SeccompRule::new(conditions).expect("it has conditions");
+    let rule = SeccompRule::new(conditions).expect("the rule has conditions");
     let filter: BpfProgram = SeccompFilter::new(
         BTreeMap::from([(libc::SYS_setsockopt, vec![rule])]),
         SeccompAction::Allow,
@@ -51,6 +51,6 @@ fn refuse(direction: Direction, descriptor: Option<RawFd>) {
         TargetArch::x86_64,
     )
     .and_then(TryInto::try_into)
-    .expect("it is a program");
+    .expect("the filter is a valid program");
     apply_filter(&filter).expect("the kernel has seccomp");
 }

@@ -27,7 +27,7 @@ impl Said {
     /// Another thread has panicked.
     #[must_use]
     pub fn has(&self, words: &str) -> bool {
-        let said = self.0.lock().expect("nobody panics");
+        let said = self.0.lock().expect("no thread panicked");
         said.iter().any(|line| line.contains(words))
     }
 }
@@ -55,10 +55,10 @@ pub fn ipsec_lanes_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (I
     let (heard, at) = (said.clone(), host.to_owned());
     let observer: Observer = Arc::new(move |event| {
         println!("{at}: {event}");
-        let mut said = heard.0.lock().expect("nobody panics");
+        let mut said = heard.0.lock().expect("no thread panicked");
         said.push(event.to_string());
     });
-    let sealed = inside(host, || IpsecLanes::new(options, observer)).expect("IPsec is there");
+    let sealed = inside(host, || IpsecLanes::new(options, observer)).expect("the kernel has IPsec");
     (sealed, said)
 }
 
@@ -74,7 +74,7 @@ pub fn carried(session: &Status) -> BTreeMap<Sender, u64> {
         .filter(|one| one.association.direction == Direction::Out);
     outbound
         .map(|one| {
-            let counters = one.counters.as_ref().expect("it stands");
+            let counters = one.counters.as_ref().expect("the SA exists");
             (one.association.slot.sender, counters.bytes)
         })
         .collect()
@@ -108,7 +108,7 @@ pub fn cut(guest: &Guest, host: &str, filter: &str) {
 #[must_use]
 pub fn no_records(host: &str) -> bool {
     let folder = Path::new(&format!("state-{host}")).join("ipsec");
-    let files = fs::read_dir(folder).expect("it was made");
+    let files = fs::read_dir(folder).expect("the folder exists");
     files
         .filter_map(Result::ok)
         .all(|file| file.path().extension().is_none_or(|kind| kind != "ipsec"))

@@ -46,7 +46,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
                 // `read_exact` continues after an interrupted call.
                 far.read_exact(&mut bytes)?;
                 assert!(bytes.iter().all(|byte| *byte == 7));
-                written.join().expect("it does not panic")
+                written.join().expect("the thread does not panic")
             })
         };
         let threads: Vec<_> = connections
@@ -54,7 +54,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
             .map(|connection| scope.spawn(move || one(connection)))
             .collect();
         let join = |thread: thread::ScopedJoinHandle<'_, io::Result<()>>| {
-            thread.join().expect("it does not panic")
+            thread.join().expect("the thread does not panic")
         };
         threads.into_iter().map(join).collect()
     });
@@ -71,7 +71,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
         let counters = netns(host, &["cat", "/proc/net/xfrm_stat"]);
         println!("{host}: {}", guest.output("ip", &counters));
     }
-    panic!("not everything came through: {carried:?}");
+    panic!("not all data arrived: {carried:?}");
 }
 
 /// Connects to an address.
@@ -115,7 +115,7 @@ pub fn nothing_left(guest: &Guest) {
                 for table in ["state", "policy"] {
                     println!("{}", guest.output("ip", &["-n", host, "xfrm", table]));
                 }
-                panic!("not everything is taken back at {host}");
+                panic!("{host} still has SAs or policies");
             }
             thread::sleep(Duration::from_millis(100));
         }
@@ -139,8 +139,8 @@ pub fn until(what: &str, mut come: impl FnMut() -> bool) {
 
 /// Runs `task` in a host's namespace.
 pub fn inside<T: Send>(host: &str, task: impl FnOnce() -> T + Send) -> T {
-    let namespace = File::open(Path::new("/run/netns").join(host)).expect("it was made");
-    run_inside(&namespace, task).expect("it is a namespace")
+    let namespace = File::open(Path::new("/run/netns").join(host)).expect("the namespace exists");
+    run_inside(&namespace, task).expect("the file is a namespace")
 }
 
 /// The arguments with which `ip` runs a command on a host.
@@ -210,7 +210,7 @@ impl Process {
     #[must_use]
     pub fn begin(mut command: Command, first: &str) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("ip starts");
-        let said = child.stdout.take().expect("it was asked for");
+        let said = child.stdout.take().expect("the stream is piped");
         let line = BufReader::new(said).lines().next();
         let line = line.and_then(Result::ok).unwrap_or_default();
         assert!(line.starts_with(first), "{line:?}");
@@ -233,7 +233,7 @@ impl Process {
     pub fn end_with(mut self, guest: &Guest) -> Option<i32> {
         // `ip netns exec` replaces itself with the program that it starts.
         guest.command("kill", &["-TERM", &self.0.id().to_string()]);
-        self.0.wait().expect("it ends").code()
+        self.0.wait().expect("the process ends").code()
     }
 }
 
@@ -270,8 +270,8 @@ pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     command
 }
 
-/// The flag that limits how long a peer may take to answer. The earlier command has another name for
-/// it.
+/// The flag that limits how long a peer may take to answer. The earlier command has another name
+/// for it.
 fn timeout_flag(dunlin: &str) -> &'static str {
     if dunlin == PREVIOUS {
         "--patience"
@@ -351,7 +351,7 @@ impl Capture {
             .stderr(Stdio::piped())
             .spawn()
             .expect("ip starts");
-        let said = child.stderr.take().expect("it was asked for");
+        let said = child.stderr.take().expect("the stream is piped");
         let mut lines = BufReader::new(said).lines();
         let listens = lines
             .by_ref()
@@ -368,7 +368,7 @@ impl Capture {
     pub fn end(mut self, guest: &Guest) {
         // On SIGINT tcpdump writes out its buffer.
         guest.command("kill", &["-INT", &self.0.id().to_string()]);
-        self.0.wait().expect("it ends");
+        self.0.wait().expect("the process ends");
     }
 }
 

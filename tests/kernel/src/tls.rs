@@ -82,9 +82,9 @@ impl Keys {
 #[must_use]
 pub fn connected() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
-    let address = listener.local_addr().expect("it is bound");
-    let near = TcpStream::connect(address).expect("somebody listens");
-    let (far, _) = listener.accept().expect("somebody has connected");
+    let address = listener.local_addr().expect("the listener is bound");
+    let near = TcpStream::connect(address).expect("the listener is open");
+    let (far, _) = listener.accept().expect("a connection is pending");
     (near, far)
 }
 
@@ -116,8 +116,8 @@ pub fn kernels() -> (TcpStream, TcpStream) {
 /// The kernel refuses them.
 pub fn install(socket: &TcpStream, seals: &Keys, opens: &Keys) {
     ktls::attach(socket).expect("the kernel has TLS");
-    set(socket, Direction::Sending, seals).expect("it seals");
-    set(socket, Direction::Receiving, opens).expect("it opens");
+    set(socket, Direction::Sending, seals).expect("the kernel accepts the sending key");
+    set(socket, Direction::Receiving, opens).expect("the kernel accepts the receiving key");
 }
 
 /// Installs the keys of one direction.
@@ -150,7 +150,11 @@ pub fn receive(socket: &TcpStream, buffer: &mut [u8]) -> Result<(u8, usize), Err
 /// The error is not from a system call.
 #[must_use]
 pub fn errno(error: io::Error) -> Errno {
-    Errno::from_raw(error.raw_os_error().expect("it is from a system call"))
+    Errno::from_raw(
+        error
+            .raw_os_error()
+            .expect("the error is from a system call"),
+    )
 }
 
 /// Whether poll(2) reports the socket as readable.
@@ -164,7 +168,7 @@ pub fn readable(socket: &TcpStream) -> bool {
         read: true,
         write: false,
     };
-    poll(&[interest], Some(Duration::ZERO)).expect("it can be polled")[0]
+    poll(&[interest], Some(Duration::ZERO)).expect("the socket can be polled")[0]
 }
 
 /// Waits until the socket's queue holds this many bytes, counted as on the wire.
@@ -173,8 +177,8 @@ pub fn readable(socket: &TcpStream) -> bool {
 /// They do not arrive within the limit.
 pub fn await_bytes(socket: &TcpStream, bytes: usize) {
     let begun = Instant::now();
-    while unread_bytes(socket).expect("it is a socket") < bytes as u64 {
-        assert!(begun.elapsed() < TIMEOUT, "{bytes} bytes do not come");
+    while unread_bytes(socket).expect("the descriptor is a socket") < bytes as u64 {
+        assert!(begun.elapsed() < TIMEOUT, "{bytes} bytes did not arrive");
         std::thread::yield_now();
     }
 }
@@ -215,7 +219,7 @@ impl Peer {
     pub fn send(&mut self, kind: u8, content: &[u8]) {
         use std::io::Write;
         let record = self.seals.seal(kind, content);
-        self.socket.write_all(&record).expect("it is sent");
+        self.socket.write_all(&record).expect("the data is sent");
     }
 
     /// Receives the next record. Returns `None` at the end of the stream.
@@ -224,9 +228,9 @@ impl Peer {
     /// The connection is broken, or the record is not sealed with the expected keys and sequence
     /// number.
     pub fn receive(&mut self) -> Option<(u8, Vec<u8>)> {
-        let record = read_record(&mut self.socket).expect("the connection holds")?;
+        let record = read_record(&mut self.socket).expect("the connection is open")?;
         let opened = self.opens.open(&record);
-        Some(opened.expect("it is sealed as was agreed"))
+        Some(opened.expect("the record has the expected keys and number"))
     }
 
     /// Receives all data until the end. Returns it with the content length of each record.
@@ -265,7 +269,7 @@ pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
 pub fn explicit_nonce(record: &[u8]) -> [u8; 8] {
     record[HEADER..HEADER + 8]
         .try_into()
-        .expect("it has eight bytes")
+        .expect("the nonce has eight bytes")
 }
 
 /// Seals or opens the records of one direction.
@@ -282,7 +286,7 @@ impl Half {
     /// Never: a key of 32 bytes is valid.
     #[must_use]
     pub fn new(keys: &Keys) -> Self {
-        let key = UnboundKey::new(&AES_256_GCM, &[keys.number; 32]).expect("it has 32 bytes");
+        let key = UnboundKey::new(&AES_256_GCM, &[keys.number; 32]).expect("the key has 32 bytes");
         Self {
             key: LessSafeKey::new(key),
             keys: *keys,
@@ -306,7 +310,7 @@ impl Half {
         let nonce = self.nonce(&shown);
         self.key
             .seal_in_place_append_tag(nonce, Aad::from(aad), &mut sealed)
-            .expect("it is short enough");
+            .expect("the content is short enough");
         self.keys.sequence = self.keys.sequence.wrapping_add(1);
         let body = shown.len() + sealed.len();
         let mut record = vec![outer, 3, 3, (body >> 8) as u8, body as u8];
@@ -330,7 +334,7 @@ impl Half {
         let sealed = self
             .key
             .seal_in_place_separate_tag(self.nonce(&[]), Aad::from(aad), content)
-            .expect("it is short enough");
+            .expect("the content is short enough");
         tag.copy_from_slice(sealed.as_ref());
         self.keys.sequence = self.keys.sequence.wrapping_add(1);
     }
@@ -407,9 +411,9 @@ pub fn file(content: &[u8]) -> fs::File {
         .truncate(true)
         .open(&path)
         .expect("/dev/shm can be written");
-    fs::remove_file(&path).expect("it was made");
+    fs::remove_file(&path).expect("the file exists");
     file.write_all(content).expect("there is room");
-    file.rewind().expect("it is a file");
+    file.rewind().expect("the descriptor is a file");
     file
 }
 
@@ -420,7 +424,7 @@ pub fn file(content: &[u8]) -> fs::File {
 #[must_use]
 pub fn pipe() -> (OwnedFd, OwnedFd) {
     use nix::fcntl::{FcntlArg, fcntl};
-    let (from, to) = io::pipe().expect("there are descriptors");
+    let (from, to) = io::pipe().expect("descriptors are left");
     fcntl(&to, FcntlArg::F_SETPIPE_SZ(1 << 20)).expect("a pipe may hold a mebibyte");
     (from.into(), to.into())
 }

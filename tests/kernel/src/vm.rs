@@ -30,8 +30,8 @@ impl Vm {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("it is in the path");
-        let out = process.stdout.take().expect("it was asked for");
+            .expect("dunlin is in the path");
+        let out = process.stdout.take().expect("the stream is piped");
         Self {
             lines: Box::new(BufReader::new(out).lines().map_while(Result::ok)),
             _process: Background(process),
@@ -45,7 +45,7 @@ impl Vm {
     /// It does not start.
     #[must_use]
     pub fn start_at(host: &str, dunlin: &str, line: &str) -> Self {
-        let here = env::current_dir().expect("the runner has made it");
+        let here = env::current_dir().expect("the runner created the folder");
         let words: Vec<&str> = line.split_whitespace().collect();
         let mut command = Command::new("ip");
         command
@@ -72,11 +72,11 @@ impl Vm {
                 is_confined = true;
             }
             if said["event"] == name {
-                assert!(is_confined, "{name} comes behind it");
+                assert!(is_confined, "{name} before the event \"confined\"");
                 return (self, said);
             }
         }
-        panic!("it has ended before {name}");
+        panic!("the process ended before {name}");
     }
 }
 
@@ -93,7 +93,7 @@ pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
         .expect("ip starts");
     let said = String::from_utf8(said.stdout).expect("JSON");
     println!("{said}");
-    let last = said.lines().last().expect("it says something");
+    let last = said.lines().last().expect("the command prints an event");
     serde_json::from_str(last).expect("a JSON object")
 }
 
@@ -111,7 +111,7 @@ pub fn slowly(options: OptionsBuilder) -> Options {
         .control_limit(Duration::from_secs(40))
         .downtime_limit(Duration::from_secs(20))
         .build()
-        .expect("they fit together")
+        .expect("the limits are consistent")
 }
 
 /// Options of a destination with limits for an emulated machine.
@@ -124,5 +124,5 @@ pub fn unhurried() -> destination::Options {
         .silence_limit(Duration::from_secs(20))
         .control_limit(Duration::from_secs(40))
         .build()
-        .expect("they fit together")
+        .expect("the limits are consistent")
 }

@@ -40,7 +40,7 @@ fn lane_by(crypto: Crypto) -> (Arc<ControlStream>, Arc<ControlStream>) {
 }
 
 #[test]
-fn both_ends_export_the_same_key_and_another_lane_another() {
+fn both_ends_export_the_same_key_and_each_lane_a_different_one() {
     for &provider in Provider::built_in() {
         let (near, far) = lane_by(Crypto::with(provider));
         let export = |end: &ControlStream, context: &[u8]| {
@@ -60,7 +60,7 @@ fn both_ends_export_the_same_key_and_another_lane_another() {
 }
 
 #[test]
-fn long_messages_cross_each_other_and_many_senders_do_not_mix() {
+fn long_messages_cross_and_those_of_several_senders_do_not_interleave() {
     const PARTS: usize = 40;
     const PART_BYTES: usize = 100_000;
     let (near, far) = lane();
@@ -86,7 +86,7 @@ fn long_messages_cross_each_other_and_many_senders_do_not_mix() {
 }
 
 #[test]
-fn a_deadline_loses_nothing() {
+fn a_receive_that_times_out_loses_nothing() {
     let (near, far) = lane();
     let begin = Instant::now();
     let limit = Duration::from_millis(60);
@@ -97,19 +97,19 @@ fn a_deadline_loses_nothing() {
     let mut got = [0; 4];
     far.receive_exact(&mut got, soon()).unwrap();
     assert_eq!(&got, b"late");
-    // A deadline that has passed still hands out what is there.
+    // A receive after its deadline still returns bytes that have arrived.
     near.send(b"more").unwrap();
     let limit = soon();
     while let Err(error) = far.receive_exact(&mut got, Instant::now()) {
         assert!(matches!(error, ControlError::Deadline), "{error}");
-        assert!(Instant::now() < limit, "what is there is not handed out");
+        assert!(Instant::now() < limit, "received bytes are not returned");
         thread::yield_now();
     }
     assert_eq!(&got, b"more");
 }
 
 #[test]
-fn shutdown_wakes_the_receiver_while_others_send() {
+fn shutdown_wakes_the_receiver_while_another_thread_sends() {
     let (near, far) = lane();
     let waiting = thread::spawn({
         let far = far.clone();
@@ -122,7 +122,7 @@ fn shutdown_wakes_the_receiver_while_others_send() {
     // The receiver holds no lock that a sender needs.
     far.send(b"sent while the other waits").unwrap();
     far.shutdown();
-    // And not at its deadline.
+    // The receive ends before its deadline.
     let error = waiting.join().unwrap();
     assert!(matches!(error, ControlError::Cancelled), "{error}");
     assert!(matches!(far.send(b"x"), Err(ControlError::Cancelled)));
@@ -135,7 +135,7 @@ fn shutdown_wakes_the_receiver_while_others_send() {
 }
 
 #[test]
-fn i7_a_close_a_close_inside_a_message_and_a_cut_are_three_things() {
+fn i7_a_close_a_close_inside_a_message_and_a_lost_connection_differ() {
     let (near, far) = lane();
     near.send(b"last").unwrap();
     near.close().unwrap();
@@ -164,7 +164,7 @@ fn i7_a_close_a_close_inside_a_message_and_a_cut_are_three_things() {
 }
 
 #[test]
-fn i7_bytes_that_someone_slips_into_the_connection_end_the_lane_on_both_sides() {
+fn i7_injected_bytes_end_the_lane_on_both_sides() {
     let (near, far) = lane();
     let mut socket = near.socket();
     socket
@@ -205,9 +205,10 @@ fn a_refused_certificate_reaches_the_source_at_its_first_receive() {
     accept.join().unwrap();
 }
 
-/// Nothing may follow a record that was cut, and closing does not wait once more for a peer that takes nothing.
+/// Nothing may follow a partially written record, and close does not wait again for a peer that
+/// does not read.
 #[test]
-fn after_a_write_that_stalled_nothing_is_sent_and_what_comes_is_read() {
+fn after_a_stalled_write_nothing_is_sent_and_receiving_still_works() {
     const STALL: Duration = Duration::from_millis(300);
     let (near, far) = lane();
     near.socket().set_write_timeout(Some(STALL)).unwrap();

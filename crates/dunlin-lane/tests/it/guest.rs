@@ -1,4 +1,4 @@
-//! Pages that go from one guest's memory to another's over a lane, by the paths that copy and by
+//! Pages sent from one guest's memory to another's over a lane, by the paths that copy and by
 //! those that do not.
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -33,7 +33,7 @@ fn bytes_of(slice: &VolatileSlice<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A source whose every page is different, and a destination that shows where it was written.
+/// A source in which all pages differ, and a destination filled with [`UNTOUCHED`].
 fn guests() -> (GuestMemoryMmap, GuestMemoryMmap) {
     let (source, target) = (memory(), memory());
     slice(&source, 0, GUEST_PAGES).copy_from(&pattern(GUEST_PAGES * PAGE_BYTES, 5));
@@ -41,7 +41,7 @@ fn guests() -> (GuestMemoryMmap, GuestMemoryMmap) {
     (source, target)
 }
 
-/// Every suite of every library, and a lane in the clear.
+/// Lanes with every suite of every crypto library, and a plain lane.
 fn every_lane() -> Vec<(String, DataSender, DataReceiver)> {
     let mut all: Vec<_> = combinations()
         .map(|(provider, suite)| {
@@ -68,16 +68,16 @@ const SHAPES: [&[(usize, usize)]; 6] = [
     // A full frame without gaps, and one that ends inside a record.
     &[(0, 64)],
     &[(3, 57)],
-    // One page; pages out of order; runs that records' boundaries cut.
+    // One page; pages out of order; runs that record boundaries split.
     &[(9, 1)],
     &[(9, 1), (7, 1), (8, 1), (20, 1), (1, 1)],
     &[(0, 3), (10, 7), (30, 2), (40, 13), (100, 1), (102, 6)],
-    // No payload at all.
+    // No payload.
     &[],
 ];
 
 #[test]
-fn i3_pages_arrive_where_they_belong_and_nowhere_else() {
+fn i3_pages_arrive_at_their_addresses_and_change_no_other_page() {
     for (name, mut sender, mut receiver) in every_lane() {
         for runs in SHAPES {
             let (source, target) = guests();
@@ -126,7 +126,7 @@ fn i3_zero_pages_are_found_and_copied_pages_and_bytes_mix_with_guest_pages() {
     for (name, mut sender, mut receiver) in every_lane() {
         let (source, target) = guests();
         slice(&source, 1, 1).copy_from(&[0_u8; PAGE_BYTES]);
-        // Zero but for its last byte.
+        // Zero except for the last byte.
         slice(&source, 2, 1).copy_from(&[0_u8; PAGE_BYTES]);
         slice(&source, 2, 1)
             .offset(PAGE_BYTES - 1)
@@ -171,7 +171,7 @@ fn i3_zero_pages_are_found_and_copied_pages_and_bytes_mix_with_guest_pages() {
 }
 
 #[test]
-fn i3_targets_cut_anywhere_take_what_a_sender_of_another_make_cuts_anywhere() {
+fn i3_targets_and_frames_may_be_split_at_any_byte() {
     for (name, mut sender, mut receiver) in every_lane() {
         let (source, target) = guests();
         let content = bytes_of(&slice(&source, 0, 40));
@@ -200,7 +200,7 @@ fn i3_targets_cut_anywhere_take_what_a_sender_of_another_make_cuts_anywhere() {
     }
 }
 
-/// A lane whose wire the test holds in its hands.
+/// A lane in which the test reads the sender's bytes and writes the receiver's.
 fn intercepted(
     provider: dunlin_lane::provider::Provider,
     suite: dunlin_lane::provider::CipherSuite,
@@ -222,7 +222,7 @@ fn intercepted(
 }
 
 #[test]
-fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_taken() {
+fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_received() {
     for (provider, suite) in combinations() {
         for at in [0, PAGE_BYTES, 4 * PAGE_BYTES - 1, 4 * PAGE_BYTES + 3] {
             let (source, target) = guests();
@@ -235,7 +235,7 @@ fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_taken() {
             sender.finish().unwrap();
             let mut wire = Vec::new();
             tap.read_to_end(&mut wire).unwrap();
-            // Behind the header's record, in the second of the two payload records.
+            // After the header's record, in the second of the two payload records.
             let second = 4 + OVERHEAD_BYTES + RECORD_BYTES + HEADER_BYTES;
             wire[second + at] ^= 1;
             onward.write_all(&wire).unwrap();
@@ -251,7 +251,7 @@ fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_taken() {
                 receiver.next(&mut [0; 4], None),
                 Err(ReceiveError::Spent)
             ));
-            // The pages outside the frame are as before, whatever the bad record left inside.
+            // The pages outside the frame are unchanged; those inside may have changed.
             assert!(
                 bytes_of(&slice(&target, 8, GUEST_PAGES - 8))
                     .iter()
@@ -262,7 +262,7 @@ fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_taken() {
 }
 
 #[test]
-fn i7_a_close_in_the_middle_of_a_payload_is_no_end() {
+fn i7_a_close_inside_a_payload_is_an_error() {
     for (provider, suite) in combinations() {
         let (source, target) = guests();
         let (near, far) = secured(&crypto(provider, suite));
@@ -281,12 +281,12 @@ fn i7_a_close_in_the_middle_of_a_payload_is_no_end() {
 }
 
 #[test]
-fn records_sealed_from_guest_memory_are_the_ones_sealed_in_place() {
+fn records_sealed_from_guest_memory_equal_records_sealed_in_place() {
     let (source, target) = guests();
     for (provider, suite) in combinations() {
         let key = vec![9; suite.key_bytes()];
         let half = || SealHalf::new(provider, suite, &key, [1; 12], 77).unwrap();
-        let (mut straight, mut in_place) = (half(), half());
+        let (mut from_guest, mut in_place) = (half(), half());
         let mut open = OpenHalf::new(provider, suite, &key, [1; 12], 77).unwrap();
         for numbers in [&[0, 1, 2, 3][..], &[9, 4, 5, 30], &[200], &[]] {
             let pages: Vec<_> = numbers
@@ -295,7 +295,7 @@ fn records_sealed_from_guest_memory_are_the_ones_sealed_in_place() {
                 .collect();
             let bytes = OVERHEAD_BYTES + pages.len() * PAGE_BYTES;
             let mut one = vec![0; bytes];
-            straight.seal_guest(&pages, &mut one).unwrap();
+            from_guest.seal_guest(&pages, &mut one).unwrap();
             let mut other = vec![0; bytes];
             for (page, slot) in pages
                 .iter()
@@ -320,21 +320,21 @@ fn records_sealed_from_guest_memory_are_the_ones_sealed_in_place() {
                 assert!(bytes_of(from) == bytes_of(to), "{provider} {suite}");
             }
         }
-        assert_eq!(straight.sequence(), in_place.sequence());
+        assert_eq!(from_guest.sequence(), in_place.sequence());
         assert!(matches!(
-            straight.seal_guest(&[slice(&source, 0, 1)], &mut [0; 100]),
+            from_guest.seal_guest(&[slice(&source, 0, 1)], &mut [0; 100]),
             Err(SealError::Length { .. })
         ));
     }
 }
 
 #[test]
-fn padding_and_alerts_as_long_as_pages_come_out_as_what_they_are() {
+fn padding_and_alerts_as_long_as_pages_are_recognised() {
     let (_, target) = guests();
     for (provider, suite) in combinations() {
         let key = vec![9; suite.key_bytes()];
-        // The content type and what stands before it, padded with zeros to one page and one byte:
-        // what a peer seals is for it to choose.
+        // Content and content type, padded with zeros to one page and one byte: the peer chooses
+        // the padding.
         let mut padded = vec![0_u8; PAGE_BYTES + 1];
         padded[..5].copy_from_slice(b"data\x17");
         let mut alert = vec![0_u8; PAGE_BYTES + 1];
@@ -358,7 +358,7 @@ fn padding_and_alerts_as_long_as_pages_come_out_as_what_they_are() {
     }
 }
 
-/// A record with any inner plaintext, by whichever library is there.
+/// A record with any inner plaintext, sealed with the crypto library that is built in.
 fn seal_raw(suite: dunlin_lane::provider::CipherSuite, key: &[u8], inner: &[u8]) -> Vec<u8> {
     #[cfg(not(feature = "ring"))]
     use aws_lc_rs::aead;

@@ -1,5 +1,5 @@
-//! Handshakes that must fail, how they fail, and what the peer has seen by then; identities that
-//! must not load.
+//! Handshakes that must fail, their errors on both sides, and what the peer has received by then;
+//! identities that must not load.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::fs;
@@ -17,10 +17,11 @@ use dunlin_lane::dial::{
 use dunlin_lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
 use dunlin_lane::identity::{Identity, IdentityError, LoadOptions, Warning};
 use dunlin_lane::names::PeerName;
-use dunlin_lane::peers::{AuthorisedBy, Peer, Peers, Principal};
+use dunlin_lane::peers::{AuthorisedBy, Peer, PeerRefused, Peers, Principal};
 use dunlin_lane::policy::ALPN;
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::Crypto;
+use dunlin_lane::record::Alert;
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::poll::{Interest, poll};
 use dunlin_proto::fault::FaultCode;
@@ -50,37 +51,47 @@ fn both_control(near: &ClientTls, far: &ServerTls) -> Outcome<control::ControlSt
     })
 }
 
-/// Asserts that a data lane and a control lane both fail on one side with the text given.
-fn refused_by_client(near: &ClientTls, far: &ServerTls, why: &str, told: &str) {
+/// Asserts that the client refuses a data lane and a control lane for this reason, and that the
+/// server gets this alert.
+fn assert_client_refuses(
+    near: &ClientTls,
+    far: &ServerTls,
+    is_reason: impl Fn(&HandshakeError) -> bool,
+    alert: Alert,
+) {
     for (near, far) in [
         errors(both_ends(near, far)),
         errors(both_control(near, far)),
     ] {
-        assert!(near.contains(why), "{near}");
-        assert!(far.contains(told), "{far}");
+        let (near, far) = (near.unwrap(), far.unwrap());
+        assert!(is_reason(&near), "{near:?}");
+        assert!(
+            matches!(far, HandshakeError::PeerAlert(sent) if sent == alert),
+            "{far:?}"
+        );
     }
 }
 
-fn errors<T>((near, far): Outcome<T>) -> (String, String) {
-    let text = |result: Result<T, HandshakeError>| {
-        result
-            .err()
-            .map_or("no error".to_owned(), |error| error.to_string())
-    };
-    (text(near), text(far))
+fn errors<T>((near, far): Outcome<T>) -> (Option<HandshakeError>, Option<HandshakeError>) {
+    (near.err(), far.err())
 }
 
-fn refused_by_server(near: &ClientTls, far: &ServerTls, why: &str) {
+fn assert_server_refuses(
+    near: &ClientTls,
+    far: &ServerTls,
+    is_reason: impl Fn(&HandshakeError) -> bool,
+) {
     for far in [
         errors(both_ends(near, far)).1,
         errors(both_control(near, far)).1,
     ] {
-        assert!(far.contains(why), "{far}");
+        let far = far.unwrap();
+        assert!(is_reason(&far), "{far:?}");
     }
 }
 
 #[test]
-fn each_side_learns_who_the_other_is_and_why_it_was_let_in() {
+fn each_side_gets_the_peers_names_and_the_reason_it_was_authorised() {
     let authority = Authority::new();
     let source = authority.identity(&[SOURCE, "10.1.2.3", "spiffe://site/host/7"]);
     let destination = authority.identity(&[DESTINATION]);
@@ -109,9 +120,9 @@ fn each_side_learns_who_the_other_is_and_why_it_was_let_in() {
     }
 }
 
-/// Who is the same peer as another, by how the first was let in.
+/// Which certificates count as the same peer depends on how the first one was authorised.
 #[test]
-fn i6_a_peer_is_known_by_its_pin_or_by_its_name_and_authority_through_renewals() {
+fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewals() {
     const NAME: &str = "source.hosts.test";
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
     let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
@@ -148,67 +159,67 @@ fn i6_a_peer_is_known_by_its_pin_or_by_its_name_and_authority_through_renewals()
         &nameless,
         &nameless_too,
     ];
-    // As the list of peers has them, whom it lets in all the same.
-    let met = |identity: &Identity, peers: Peers| {
-        let met = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
-        met.unwrap().peer().clone()
+    // The peer as the far side identifies it when `peers` are allowed.
+    let identify = |identity: &Identity, peers: Peers| {
+        let accepted = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        accepted.unwrap().peer().clone()
     };
     for (allowed, same) in [
-        // The very certificate.
+        // The certificate itself.
         (Some(vec![&*pin]), vec![0]),
-        // The key, under whatever name.
+        // The key, with any name.
         (Some(vec![&*key_pin]), vec![0, 3]),
-        // The name, from that authority; a wildcard in a certificate stands for it.
+        // The name, from that authority; a wildcard in a certificate matches it.
         (Some(vec![NAME]), vec![0, 1, 2, 6]),
-        // All its names: others under the wildcard may share one of them.
+        // All its names: other hosts under the wildcard may share one of them.
         (Some(vec!["*.hosts.test"]), vec![0, 2]),
         (None, vec![0, 2]),
     ] {
         let peers = allowed.map_or(names(&[]), |allowed| names(&allowed));
-        let principal = met(&host, peers).principal();
+        let principal = identify(&host, peers).principal();
         for (number, identity) in hosts.iter().enumerate() {
-            let met = met(identity, names(&[]));
+            let peer = identify(identity, names(&[]));
             let expected = same.contains(&number);
-            assert_eq!(met.is(&principal), expected, "{number} as {principal:?}");
+            assert_eq!(peer.is(&principal), expected, "{number} as {principal:?}");
         }
     }
-    // A certificate for a wildcard is no single host under it.
-    let principal = met(&wild, names(&["*.hosts.test"])).principal();
+    // A wildcard certificate does not identify a single host under it.
+    let principal = identify(&wild, names(&["*.hosts.test"])).principal();
     for (number, identity) in hosts.iter().enumerate() {
-        assert_eq!(met(identity, names(&[])).is(&principal), number == 6);
+        assert_eq!(identify(identity, names(&[])).is(&principal), number == 6);
     }
-    // One without a name is its key.
-    let principal = met(&nameless, names(&[])).principal();
+    // A certificate without a name is identified by its key.
+    let principal = identify(&nameless, names(&[])).principal();
     for (number, identity) in hosts.iter().enumerate() {
-        assert_eq!(met(identity, names(&[])).is(&principal), number == 7);
+        assert_eq!(identify(identity, names(&[])).is(&principal), number == 7);
     }
-    // Names in a certificate that its pin alone lets in are its own invention.
+    // If only the pin authorises a certificate, no trusted authority confirms its names.
     let third = Authority::named("three");
     let stranger = load(&third.host_trusting(&[NAME], &[&ours]));
     let pin = stranger.summary().unwrap().pin.to_string();
-    let stranger = met(&stranger, names(&[&pin]));
+    let stranger = identify(&stranger, names(&[&pin]));
     assert_eq!(stranger.authority, None);
     for allowed in [names(&[NAME]), names(&[])] {
-        assert!(!stranger.is(&met(&host, allowed).principal()));
+        assert!(!stranger.is(&identify(&host, allowed).principal()));
     }
     assert!(stranger.is(&stranger.principal()));
-    // Nor do they let it in where names alone are allowed (the second use of the rule).
+    // Its names do not authorise it where only names are allowed (the second use of the rule).
     assert!(names(&[NAME]).authorise_further(&stranger).is_err());
     assert!(names(&[]).authorise_further(&stranger).is_err());
     assert!(names(&[&pin]).authorise_further(&stranger).is_ok());
-    let vouched = met(&host, names(&["other.test"]));
-    assert!(names(&[NAME]).authorise_further(&vouched).is_ok());
-    assert!(names(&["third.test"]).authorise_further(&vouched).is_err());
+    let issued = identify(&host, names(&["other.test"]));
+    assert!(names(&[NAME]).authorise_further(&issued).is_ok());
+    assert!(names(&["third.test"]).authorise_further(&issued).is_err());
 }
 
-/// The same for what is no host's name, and for a name that no record has room for.
+/// Names that are not host names, and a name that is too long for a journal record.
 #[test]
-fn i6_a_peer_is_known_by_its_address_or_uri_through_renewals_and_by_its_certificate_without() {
+fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
     let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
-    let met = |identity: &Identity, peers: Peers| {
-        let met = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
-        met.unwrap().peer().clone()
+    let identify = |identity: &Identity, peers: Peers| {
+        let accepted = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        accepted.unwrap().peer().clone()
     };
     let uri = |bytes: usize| format!("spiffe://site/{}", "h".repeat(bytes - 14));
     let (longest, longer) = (
@@ -226,7 +237,7 @@ fn i6_a_peer_is_known_by_its_address_or_uri_through_renewals_and_by_its_certific
         let twin = load(&theirs.host_trusting(&[name], &[&ours]));
         let others = [ours.identity(&[name]), ours.identity(&[another]), twin];
         for allowed in [names(&[name]), names(&[])] {
-            let peer = met(&host, allowed.clone());
+            let peer = identify(&host, allowed.clone());
             let principal = peer.principal();
             let recorded = principal.encode([7; 16]).unwrap();
             let recorded = RecordedPeer::decode(&recorded, [7; 16]);
@@ -238,10 +249,10 @@ fn i6_a_peer_is_known_by_its_address_or_uri_through_renewals_and_by_its_certific
                 let is_itself = principal == Principal::Certificate(peer.fingerprint);
                 assert_eq!(is_itself, !renewed, "{principal:?}");
             }
-            let known = others
+            let recognised = others
                 .each_ref()
-                .map(|one| met(one, names(&[])).is(&principal));
-            assert_eq!(known, [renewed, false, false], "{principal:?}");
+                .map(|one| identify(one, names(&[])).is(&principal));
+            assert_eq!(recognised, [renewed, false, false], "{principal:?}");
         }
     }
 }
@@ -251,22 +262,19 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
     let ours = Authority::named("one");
     let destination = server(&ours.identity(&[DESTINATION]), names(&[]));
     let source = client(&ours.identity(&[SOURCE]), names(&[DESTINATION]));
-    for (name, why, told) in [
-        (
-            "two",
-            "unknown authority",
-            "does not trust the authority of this host's certificate",
-        ),
-        (
-            "one",
-            "but another key",
-            "cannot verify a signature from this host",
-        ),
+    let is_unknown: fn(&HandshakeError) -> bool =
+        |error| matches!(error, HandshakeError::UnknownAuthority(_));
+    let is_bad_signature: fn(&HandshakeError) -> bool =
+        |error| matches!(error, HandshakeError::BadSignature);
+    let (unknown_ca, decrypt_error) = (Alert(48), Alert(51));
+    for (name, is_reason, alert) in [
+        ("two", is_unknown, unknown_ca),
+        ("one", is_bad_signature, decrypt_error),
     ] {
         let theirs = Authority::named(name);
         let stranger = server(&theirs.identity(&[DESTINATION]), names(&[]));
-        refused_by_client(&source, &stranger, why, told);
-        // A stranger that trusts our authority and was not issued by it.
+        assert_client_refuses(&source, &stranger, is_reason, alert);
+        // A stranger that trusts our authority but has no certificate of it.
         let directory = theirs.host(&[SOURCE]);
         fs::copy(
             ours.host(&[SOURCE]).join("ca-cert.pem"),
@@ -274,25 +282,36 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
         )
         .unwrap();
         let stranger = client(&load(&directory), names(&[DESTINATION]));
-        refused_by_server(&stranger, &destination, why);
+        assert_server_refuses(&stranger, &destination, is_reason);
     }
 }
 
 #[test]
-fn i6_a_wrong_name_is_refused_on_either_side_and_both_names_are_told() {
+fn i6_a_wrong_name_is_refused_on_either_side_and_the_error_has_both_names() {
     let authority = Authority::new();
     let source = authority.identity(&[SOURCE]);
     let destination = authority.identity(&[DESTINATION, "192.0.2.9"]);
-    refused_by_client(
+    let is_reason = |error: &HandshakeError, in_certificate: &[&str], expected: &[&str]| match error
+    {
+        HandshakeError::Peer(PeerRefused::Name { presented, allowed }) => {
+            let in_certificate = in_certificate.iter().map(|name| name.parse().unwrap());
+            presented.iter().cloned().eq(in_certificate)
+                && names(expected) == Peers::OneOf(allowed.clone())
+        }
+        _ => false,
+    };
+    let certificate_unknown = Alert(46);
+    assert_client_refuses(
         &client(&source, names(&["elsewhere.test"])),
         &server(&destination, names(&[])),
-        "it has DNS destination.test, IP 192.0.2.9, allowed is DNS elsewhere.test",
-        "compare this host's certificate (names and pin) with the peers that it allows",
+        |error| is_reason(error, &[DESTINATION, "192.0.2.9"], &["elsewhere.test"]),
+        certificate_unknown,
     );
-    refused_by_server(
+    let allowed = ["elsewhere.test", "spiffe://a/b"];
+    assert_server_refuses(
         &client(&source, names(&["192.0.2.9"])),
-        &server(&destination, names(&["elsewhere.test", "spiffe://a/b"])),
-        "it has DNS source.test, allowed are DNS elsewhere.test, URI spiffe://a/b",
+        &server(&destination, names(&allowed)),
+        |error| is_reason(error, &[SOURCE], &allowed),
     );
 }
 
@@ -306,7 +325,7 @@ fn i6_an_expired_certificate_does_not_load_and_is_refused_from_a_peer() {
         "{error}"
     );
 
-    // A peer that does not look at its own dates.
+    // A peer that does not check the dates of its certificate.
     let mut config = rustls::ServerConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
@@ -377,7 +396,7 @@ fn any_server() -> ServerTls {
 }
 
 #[test]
-fn i6_a_peer_without_tls_is_named_and_never_gets_more_than_a_hello() {
+fn i6_a_peer_without_tls_is_an_error_and_gets_only_a_client_hello() {
     let (near, mut far) = pair();
     let peer = thread::spawn(move || {
         let mut got = vec![0; 4096];
@@ -393,7 +412,7 @@ fn i6_a_peer_without_tls_is_named_and_never_gets_more_than_a_hello() {
         "{error}"
     );
     let got = peer.join().unwrap();
-    // One record of type handshake with a ClientHello in it, and nothing behind it.
+    // Exactly one handshake record, with a ClientHello.
     assert_eq!((got[0], got[5]), (22, 1));
     assert_eq!(
         got.len(),
@@ -410,7 +429,7 @@ fn i6_a_peer_without_tls_is_named_and_never_gets_more_than_a_hello() {
 }
 
 #[test]
-fn i7_a_peer_that_stalls_costs_no_more_than_the_deadline() {
+fn i7_a_handshake_with_a_stalled_peer_ends_at_the_deadline() {
     const LIMIT: Duration = Duration::from_millis(300);
     let stalls: [fn(&mut TcpStream); 3] = [
         |_| (),
@@ -436,7 +455,7 @@ fn i7_a_peer_that_stalls_costs_no_more_than_the_deadline() {
 }
 
 #[test]
-fn i7_a_peer_that_drips_bytes_is_cut_off_at_the_deadline_too() {
+fn i7_a_handshake_with_a_peer_that_sends_slowly_ends_at_the_deadline() {
     let (near, mut far) = pair();
     let drip = thread::spawn(move || {
         let mut count = 0;
@@ -459,7 +478,7 @@ fn i7_a_peer_that_drips_bytes_is_cut_off_at_the_deadline_too() {
 }
 
 #[test]
-fn i7_a_flight_without_end_is_refused_at_its_limit() {
+fn i7_an_endless_flight_is_refused_at_the_limit() {
     for over_control in [false, true] {
         let (near, mut far) = pair();
         let peer = thread::spawn(move || {
@@ -481,7 +500,7 @@ fn i7_a_flight_without_end_is_refused_at_its_limit() {
         } else {
             handshake::client(near, &any_client(), soon()).unwrap_err()
         };
-        // rustls may find the message senseless first; either way it ends at once.
+        // rustls may reject the message first; either way the handshake ends at once.
         let text = error.to_string();
         assert!(
             matches!(error, HandshakeError::TooLong | HandshakeError::Protocol(_)),
@@ -496,7 +515,7 @@ fn i7_a_flight_without_end_is_refused_at_its_limit() {
 }
 
 #[test]
-fn a_peer_that_hangs_up_is_named() {
+fn a_peer_that_closes_the_connection_is_an_error_of_its_own() {
     let (near, far) = pair();
     far.shutdown(Shutdown::Both).unwrap();
     let error = handshake::client(near, &any_client(), soon()).unwrap_err();
@@ -508,7 +527,7 @@ fn load_error(directory: &Path) -> IdentityError {
 }
 
 #[test]
-fn an_identity_that_cannot_be_used_is_an_error_with_the_file() {
+fn errors_of_unusable_identities_name_the_file_and_the_remedy() {
     let authority = Authority::new();
     let fresh = || authority.host(&[SOURCE]);
     let written = |file: &str, text: &str| {
@@ -582,7 +601,7 @@ fn an_identity_that_cannot_be_used_is_an_error_with_the_file() {
 }
 
 #[test]
-fn a_key_that_others_can_read_is_refused_and_one_that_the_group_can_read_is_reported() {
+fn a_key_open_to_all_is_refused_and_one_open_to_the_group_is_a_warning() {
     let authority = Authority::new();
     let directory = authority.host(&[SOURCE]);
     let key = directory.join("key.pem");
@@ -619,7 +638,7 @@ fn a_key_that_others_can_read_is_refused_and_one_that_the_group_can_read_is_repo
 }
 
 #[test]
-fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
+fn wildcards_match_one_label_and_the_common_name_is_ignored() {
     let authority = Authority::new();
     let source = authority.identity(&[SOURCE]);
     let destination = server(&authority.identity(&["*.hosts.test"]), names(&[]));
@@ -648,7 +667,7 @@ fn wildcards_stand_for_one_label_and_the_common_name_for_nothing() {
     );
 }
 
-/// Dials a TLS lane to `to`, and returns why that failed.
+/// Dials a TLS lane to `to`, which must fail, and returns the error.
 fn dial_error(
     connector: &Arc<dyn Connector>,
     to: &str,
@@ -665,12 +684,12 @@ fn dial_error(
         connector,
     };
     match TlsDialer.dial(&request) {
-        Ok(_) => panic!("there is a lane"),
+        Ok(_) => panic!("the dial succeeded"),
         Err(error) => error,
     }
 }
 
-/// A connector whose peer never answers: it waits for `stop` or the deadline.
+/// A connector to a peer that never answers: it waits for `stop` or the deadline.
 struct NeverConnects;
 
 impl Connector for NeverConnects {
@@ -722,7 +741,7 @@ fn a_dial_is_cancelled_while_it_connects_and_while_the_peer_is_silent() {
     let own = cancel.clone();
     let silent = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        // Its first words have come, and get no answer.
+        // The handshake has begun and gets no answer.
         stream.read_exact(&mut [0]).unwrap();
         own.cancel();
         stream

@@ -1,5 +1,5 @@
-//! A revocation holds whatever the peer sends along, and a denied key whatever certificate it
-//! comes in: for control lanes and data lanes, in either role.
+//! A revocation applies with and without the intermediate from the peer, and a denied key in every
+//! certificate: for control lanes and data lanes, in either role.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -14,8 +14,8 @@ use dunlin_test_support::identity::{Ca, Host, Issued, chain, denies, key_pin, se
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, pair, set_mode, soon};
 use rcgen::CrlScope;
 
-/// How `judge` ends the handshakes of all four kinds with `peer`; both are one identity for both
-/// roles. `None` where it lets the peer in.
+/// The results of `judge` in all four kinds of handshake with `peer`: an error, or `None` if it
+/// accepts the peer. Each of the two has one identity for both roles.
 fn verdicts(judge: &Host, allowed: &Peers, peer: &Host) -> Vec<Option<HandshakeError>> {
     let crypto = Crypto::auto();
     let (ours, theirs) = (judge.load(), peer.load());
@@ -79,7 +79,7 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
     let below = root.under("rack 9");
     let (bad, good) = (below.issue(&wish(&[SOURCE])), below.issue(&wish(&[SOURCE])));
     let own = root.issue(&wish(&[DESTINATION]));
-    // Of the intermediate, of the root with the same serial number, and one that is out of date.
+    // Lists of the intermediate, of the root for another serial number, and an outdated one.
     let lists = below.revoke(&[bad.serial], 2096) + &root.revoke(&[good.serial], 2096);
     let outdated = below.revoke(&[bad.serial], 2025);
     let trusting = root.pem.clone();
@@ -99,7 +99,7 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
             }
         }
     }
-    // A newer list of the same name may be that of another key: an authority that was renewed.
+    // A newer list with the same issuer name may belong to another key: a renewed authority.
     let renewed = Ca::root("rack 9");
     let lists = below.revoke_in(2023, &[bad.serial], 2096) + &renewed.revoke_in(2024, &[], 2096);
     let judge = Host::new(&own, "", &(trusting.clone() + &renewed.pem), &lists);
@@ -109,7 +109,7 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
             assert_all(&verdicts(&judge, &allowed, &peer), "renewed", is_revoked);
         }
     }
-    // A list of an authority that is no authority here counts for a pin as well.
+    // For a pinned certificate, the list of an authority that is not trusted here applies too.
     let stranger = Ca::root("stranger");
     let bad = stranger.issue(&wish(&[SOURCE]));
     let judge = Host::new(&own, "", &trusting, &stranger.revoke(&[bad.serial], 2096));
@@ -123,7 +123,7 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
     }
 }
 
-/// Authorities divide their lists: by the kind of certificate, and by where they are had.
+/// Authorities divide their lists by the kind of certificate and by distribution point.
 #[test]
 fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
     use CrlScope::{CaCertsOnly, UserCertsOnly};
@@ -140,7 +140,7 @@ fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
             list(2024, &[], here, CaCertsOnly) + &below.revoke_in(2023, &[bad.serial], 2096),
         ),
         (
-            "a newer one of another place",
+            "a newer one of another distribution point",
             list(2023, &[bad.serial], here, UserCertsOnly) + &list(2024, &[], there, UserCertsOnly),
         ),
         (
@@ -165,7 +165,7 @@ fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
         }
         let dates = judge.load().dates().to_vec();
         let is_list = |date: &&Dated| date.item == Item::RevocationList;
-        // Each that counts may expire; one that is replaced is not missed.
+        // Each list that applies has an expiry date; a replaced one is not reported.
         let dated = dates.iter().filter(is_list).count();
         assert_eq!(
             dated,
@@ -183,21 +183,26 @@ fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
     let stolen = root.issue(&wish(&[SOURCE]));
     let judge = Host::new(&own, "", &root.pem, "");
     let denied = key_pin(&stolen.certificate);
-    // What a thief signs for the key himself; no list of revocations can name it.
+    // A thief signs a new certificate with the stolen key; no revocation list can contain it.
     let fresh = resigned(&stolen);
     let by_name = Host::new(&stolen, "", &root.pem, "");
     let by_pin = Host::new(&fresh, "", &root.pem, "");
-    let beneath = Host::new(&below.issue(&wish(&[SOURCE])), &below.pem, &root.pem, "");
+    let issued_below = Host::new(&below.issue(&wish(&[SOURCE])), &below.pem, &root.pem, "");
     let [_, key] = pins(&by_pin);
     let cases = [
         ("by name", names(&[SOURCE]), &by_name, false),
         ("by the authority", names(&[]), &by_name, false),
         ("by its pinned key", key, &by_pin, false),
-        ("under an intermediate", names(&[SOURCE]), &beneath, true),
+        (
+            "under an intermediate",
+            names(&[SOURCE]),
+            &issued_below,
+            true,
+        ),
         (
             "pinned, under an intermediate",
-            pins(&beneath)[0].clone(),
-            &beneath,
+            pins(&issued_below)[0].clone(),
+            &issued_below,
             true,
         ),
     ];
@@ -217,7 +222,7 @@ fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
             )
         });
     }
-    // An authority whose certificate the peer does not send.
+    // The peer does not send this authority's certificate.
     denies(&judge, &[key_pin(&root.pem)]);
     let verdicts_of_named = verdicts(&judge, &names(&[SOURCE]), &by_name);
     assert_all(&verdicts_of_named, "a denied root", |verdict| {
@@ -229,14 +234,14 @@ fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
             }))
         )
     });
-    // What is loaded again holds from then on, the other way too.
+    // After a reload without denied keys, all peers are accepted again.
     denies(&judge, &[]);
     for (what, allowed, peer, _) in &cases {
         assert_all(&verdicts(&judge, allowed, peer), what, Option::is_none);
     }
 }
 
-/// A certificate that its own key signs, with another name.
+/// A self-signed certificate for the same key, with another name.
 fn resigned(stolen: &Issued) -> Issued {
     let key = rcgen::KeyPair::from_pem(&stolen.key).unwrap();
     let mut params = rcgen::CertificateParams::new(vec!["fresh.test".into()]).unwrap();
@@ -249,7 +254,7 @@ fn resigned(stolen: &Issued) -> Issued {
 }
 
 #[test]
-fn i6_a_list_of_denied_keys_that_cannot_be_read_is_no_empty_list() {
+fn i6_an_unreadable_list_of_denied_keys_is_an_error() {
     let root = Ca::root("root");
     let host = Host::new(&root.issue(&wish(&[SOURCE])), "", &root.pem, "");
     let load = || Identity::load(host.directory(), LoadOptions::default());
@@ -266,7 +271,7 @@ fn i6_a_list_of_denied_keys_that_cannot_be_read_is_no_empty_list() {
     ));
     fs::remove_file(host.path(DENIED_FILE)).unwrap();
     assert_eq!(load().unwrap().0.summary().unwrap().denied_keys, 0);
-    // In any layout.
+    // The same in every layout of the directory.
     let own = self_signed(&wish(&[SOURCE]));
     for (certificate, key) in [
         ("server-cert.pem", "server-key.pem"),

@@ -1,4 +1,4 @@
-//! Lanes against OpenSSL's own client and server, with certificates on both sides.
+//! Lanes with OpenSSL's s_client and s_server as the peer, with certificates on both sides.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -100,7 +100,7 @@ fn openssl_reads_what_a_lane_sends() {
         let secured = handshake::client(stream, &tls, soon()).unwrap();
         assert_eq!(secured.parameters.suite, suite);
 
-        // Text, between marks: s_server prints its own lines around it.
+        // Text between markers, because s_server prints its own lines around it.
         let content: String = pattern(BYTES / 2, 8)
             .iter()
             .map(|byte| format!("{byte:02x}"))
@@ -162,7 +162,8 @@ fn a_lane_reads_what_openssl_sends() {
             .payload(BYTES as u64, |part| digest.update(part))
             .unwrap();
         assert_eq!(digest.finalize(), expected, "{provider} {suite}");
-        // Only now may s_client see the end of its input: -quiet keeps it open until we close.
+        // Only now may s_client get the end of its input: with -quiet it runs until the peer
+        // closes.
         let input = feeding.join().unwrap();
         receiver.close().unwrap();
         let mut rest = Vec::new();
@@ -176,17 +177,17 @@ fn a_lane_reads_what_openssl_sends() {
         drop(input);
         assert!(
             peer.0.wait().unwrap().success(),
-            "s_client took our close_notify for an error"
+            "s_client treated close_notify as an error"
         );
     }
 }
 
-/// accept with a deadline: a peer that cannot start must not hang the test.
+/// Accepts a connection within 10 s, so that a peer that fails to start does not block the test.
 fn accept(listener: &TcpListener) -> TcpStream {
     let deadline = Instant::now() + Duration::from_secs(10);
     assert!(
         dunlin_linux::socket::wait_readable(listener, deadline).unwrap(),
-        "nobody connected"
+        "no connection within 10 s"
     );
     listener.accept().unwrap().0
 }

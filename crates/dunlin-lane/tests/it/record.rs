@@ -1,5 +1,4 @@
-//! Records against RFC 8448's trace, against rustls on the other end of a socket, and against
-//! every way to damage them.
+//! Records: the trace of RFC 8448, rustls as the peer, and damaged records.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -14,7 +13,7 @@ use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use rustls::{ClientConnection, ConnectionCommon, ServerConnection, SideData};
 
-/// Around every boundary of AES blocks, pages and records.
+/// Sizes around the boundaries of AES blocks, pages and records.
 const SIZES: [usize; 12] = [
     1,
     0,
@@ -54,7 +53,7 @@ fn sealed(seal: &mut SealHalf, content: &[u8]) -> Vec<u8> {
     record
 }
 
-/// A record of any type and padding, made with the crypto library alone.
+/// A record with any content type and padding, sealed with the crypto library directly.
 #[cfg(feature = "ring")]
 fn handmade(content_type: u8, content: &[u8], padding: usize, sequence: u64) -> Vec<u8> {
     use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
@@ -111,7 +110,7 @@ fn the_trace_of_rfc_8448_is_sealed_and_opened_bit_for_bit() {
 }
 
 #[test]
-fn rustls_opens_what_we_seal_and_we_open_what_it_seals() {
+fn rustls_opens_our_records_and_we_open_its_records() {
     for (provider, suite) in combinations() {
         for we_connect in [true, false] {
             let authority = Authority::new();
@@ -148,7 +147,7 @@ fn rustls_opens_what_we_seal_and_we_open_what_it_seals() {
 
 fn converse(ours: Secured) {
     let Records::Process { mut seal, mut open } = ours.records else {
-        panic!("the process was asked for");
+        panic!("the kernel has the keys");
     };
     let mut stream = ours.stream;
     for (position, size) in SIZES.into_iter().enumerate() {
@@ -180,7 +179,7 @@ where
 {
     let mut stream = rustls::Stream::new(&mut connection, &mut socket);
     let mut got = Vec::new();
-    // Answers an error unless a close_notify came.
+    // Fails without a close_notify.
     stream.read_to_end(&mut got).unwrap();
     assert_eq!(got, expected());
     for (position, size) in SIZES.into_iter().enumerate() {
@@ -214,7 +213,7 @@ fn i7_a_changed_byte_anywhere_in_a_record_is_refused() {
             if position >= HEADER_BYTES {
                 assert_eq!(error, OpenError::Authentication);
             }
-            // Nothing behind a bad record is looked at, however sound.
+            // No record after a bad one is opened, even if it is valid.
             assert_eq!(open.open(&mut record.clone()), Err(OpenError::Spent));
         }
     }
@@ -253,7 +252,7 @@ fn i7_reordered_repeated_dropped_and_shortened_records_are_refused() {
 }
 
 #[test]
-fn i7_a_length_is_judged_before_the_record_is_read() {
+fn i7_a_length_is_checked_before_the_record_is_read() {
     let header = |length: u16| {
         let [high, low] = length.to_be_bytes();
         [23, 3, 3, high, low]
@@ -285,7 +284,7 @@ fn i7_a_length_is_judged_before_the_record_is_read() {
 
 #[cfg(feature = "ring")]
 #[test]
-fn padding_is_taken_off_and_content_alone_counts() {
+fn padding_is_removed_and_only_content_counts() {
     let records = [handmade(23, b"abc\0\0", 200, 0), handmade(23, b"", 50, 1)];
     assert_eq!(
         open_handmade(&records),
@@ -295,7 +294,7 @@ fn padding_is_taken_off_and_content_alone_counts() {
         open_handmade(&[handmade(0, b"", 9, 0)]),
         [Err(OpenError::NoContentType)]
     );
-    // Within the limit on the wire, and yet longer than an inner plaintext may be.
+    // Within the limit for a record, but longer than the limit for an inner plaintext.
     let long = handmade(23, &[1; CONTENT_BYTES], 1, 0);
     assert!(matches!(
         open_handmade(&[long])[..],
@@ -305,7 +304,7 @@ fn padding_is_taken_off_and_content_alone_counts() {
 
 #[cfg(feature = "ring")]
 #[test]
-fn alerts_and_late_handshake_messages_are_named() {
+fn alerts_and_late_handshake_messages_are_reported() {
     let one = |content_type, content: &[u8]| {
         open_handmade(&[handmade(content_type, content, 0, 0)]).remove(0)
     };
@@ -358,7 +357,7 @@ fn i7_empty_records_are_bounded() {
 }
 
 #[test]
-fn a_key_is_never_used_beyond_its_limit_and_a_full_lane_can_still_close() {
+fn a_key_is_not_used_beyond_its_limit_but_can_still_seal_a_close_notify() {
     for (provider, suite) in combinations() {
         let (mut seal, mut open) = halves(provider, suite, RECORD_LIMIT - 1);
         assert_eq!(seal.records_left(), 1);
@@ -375,14 +374,14 @@ fn a_key_is_never_used_beyond_its_limit_and_a_full_lane_can_still_close() {
 
 #[cfg(feature = "ring")]
 #[test]
-fn i7_data_beyond_the_limit_is_refused_when_a_peer_sends_it() {
+fn i7_records_from_a_peer_beyond_the_key_limit_are_refused() {
     let (_, mut open) = halves(Provider::Ring, CipherSuite::Aes256Gcm, RECORD_LIMIT);
     let mut record = handmade(23, b"more", 0, RECORD_LIMIT);
     assert_eq!(open.open(&mut record), Err(OpenError::Limit));
 }
 
 #[test]
-fn a_record_longer_or_shorter_than_any_is_not_sealed() {
+fn a_record_of_invalid_length_is_not_sealed() {
     let (mut seal, _) = halves(Provider::built_in()[0], CipherSuite::Aes256Gcm, 0);
     for bytes in [0, OVERHEAD_BYTES - 1, RECORD_BYTES + 1] {
         assert_eq!(

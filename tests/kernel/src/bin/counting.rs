@@ -44,9 +44,9 @@ fn main() -> ExitCode {
 
 /// Reads a byte `times` times.
 fn read(times: usize) {
-    let mut zeros = fs::File::open("/dev/zero").expect("it is there");
+    let mut zeros = fs::File::open("/dev/zero").expect("the device exists");
     let mut byte = [0];
     for _ in 0..times {
-        zeros.read_exact(&mut byte).expect("it has no end");
+        zeros.read_exact(&mut byte).expect("/dev/zero has no end");
     }
 }

@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         protect(guest, b, at_b, at_a);
 
         let capture = Capture::begin("b", "esp.pcap");
-        assert!(ping(a, at_b, 5), "it goes through");
+        assert!(ping(a, at_b, 5), "the packets pass");
         capture.end(guest);
 
         for (host, _) in HOSTS {
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
 
         // A host without policies sends in the clear, and its peer drops the packets.
         guest.command("ip", &["-n", a, "xfrm", "policy", "flush"]);
-        assert!(!ping(a, at_b, 2), "it is dropped");
+        assert!(!ping(a, at_b, 2), "the packets are dropped");
         assert_eq!(packets(guest, b, at_a, at_b, "0x100"), 5);
     })
 }
@@ -156,7 +156,7 @@ impl Capture {
             .stderr(Stdio::piped())
             .spawn()
             .expect("ip starts");
-        let said = child.stderr.take().expect("it was asked for");
+        let said = child.stderr.take().expect("the stream is piped");
         let mut lines = BufReader::new(said).lines();
         let listens = lines
             .by_ref()
@@ -169,7 +169,7 @@ impl Capture {
     fn end(mut self, guest: &Guest) {
         // On SIGINT tcpdump writes out its buffer.
         guest.command("kill", &["-INT", &self.0.id().to_string()]);
-        self.0.wait().expect("it ends");
+        self.0.wait().expect("the process ends");
     }
 }
 

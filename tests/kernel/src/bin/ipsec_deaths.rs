@@ -80,14 +80,14 @@ fn main() -> ExitCode {
         }
         // Listeners on the ports: a connection fails only if the ports are blocked.
         let listeners = [("a", PORT_A), ("b", PORT_B)]
-            .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("it is free"));
+            .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("the port is free"));
         println!("i6_p13_the_client_dies");
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "a");
         println!("i6_p13_the_server_dies");
         i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest, "b");
         drop(listeners);
-        println!("i6_p13_an_heir_opens_no_port");
-        i6_p13_an_heir_opens_no_port(guest);
+        println!("i6_p13_a_replacement_process_opens_no_port");
+        i6_p13_a_replacement_process_opens_no_port(guest);
         println!("p13_an_spi_in_use_stays_with_its_owner");
         p13_an_spi_in_use_stays_with_its_owner(guest);
         println!("a_peers_end_is_handled_after_a_send_error");
@@ -115,7 +115,7 @@ fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &
         let action = |host| if host == dies { DIES } else { LIVES };
         let serve = begin("b", action("b"), step, LIMIT);
         let asks = begin("a", action("a"), step, LIMIT);
-        let [asks, serves] = [asks, serve].map(|mut one| one.wait().expect("it ends"));
+        let [asks, serves] = [asks, serve].map(|mut one| one.wait().expect("the process ends"));
         let died = if dies == "a" { asks } else { serves };
         for (host, to) in [("a", PORT_B), ("b", PORT_A)] {
             blocked_while_installed(guest, host, to, step);
@@ -210,17 +210,17 @@ fn only_foreign(guest: &Guest, host: &str, step: usize) {
 
 /// Both processes are killed while the session is up, and start again: each tries to send before
 /// every change until its ports are protected again.
-fn i6_p13_an_heir_opens_no_port(guest: &Guest) {
+fn i6_p13_a_replacement_process_opens_no_port(guest: &Guest) {
     for host in ["a", "b"] {
         let _ = fs::remove_file(meeting(host));
     }
     let dead = [begin("b", DIES_UP, 0, LIMIT), begin("a", DIES_UP, 0, LIMIT)];
     for mut one in dead {
-        assert!(!one.wait().expect("it ends").success());
+        assert!(!one.wait().expect("the process ends").success());
     }
-    let heirs = [begin("b", TRIES, 0, LIMIT), begin("a", TRIES, 0, LIMIT)];
-    for mut one in heirs {
-        assert!(one.wait().expect("it ends").success());
+    let replacements = [begin("b", TRIES, 0, LIMIT), begin("a", TRIES, 0, LIMIT)];
+    for mut one in replacements {
+        assert!(one.wait().expect("the process ends").success());
     }
     for host in ["a", "b"] {
         let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
@@ -236,7 +236,7 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
         begin("a", COLLIDES, 0, LIMIT),
     ];
     for mut one in parties {
-        assert!(one.wait().expect("it ends").success());
+        assert!(one.wait().expect("the process ends").success());
     }
     for host in ["a", "b"] {
         let left = guest.output("ip", &["-n", host, "xfrm", "state"]);
@@ -287,14 +287,14 @@ fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
         };
         let began = Instant::now();
         assert!(
-            !other.wait().expect("it ends").success(),
+            !other.wait().expect("the process ends").success(),
             "{stops} before {step}"
         );
         assert!(
             began.elapsed() < LIMIT,
             "the timeout of the other process applies"
         );
-        stopped.kill().expect("it is there");
+        stopped.kill().expect("the process runs");
         let _ = stopped.wait();
         for (host, to) in [("a", PORT_B), ("b", PORT_A)] {
             blocked_while_installed(guest, host, to, step);
@@ -308,14 +308,14 @@ fn begin(host: &str, action: &str, step: usize, timeout: Duration) -> Child {
     let role = if host == "a" { "asks" } else { "serves" };
     let party = Command::new("ip")
         .args(["netns", "exec", host])
-        .arg(env::current_exe().expect("it runs"))
+        .arg(env::current_exe().expect("proc is mounted"))
         .args([PARTY, role, action, &step.to_string()])
         .arg(timeout.as_secs().to_string())
         .spawn()
         .expect("ip starts");
     if host == "b" {
         let at: SocketAddr = SERVER.parse().expect("an address");
-        until("it listens", || {
+        until("the server listens", || {
             inside("a", || TcpStream::connect_timeout(&at, LIMIT)).is_ok()
         });
     }
@@ -330,7 +330,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         ("host-b", "b")
     };
     let load = Identity::load(Path::new(own), LoadOptions::default());
-    let (identity, _) = load.expect("it was made");
+    let (identity, _) = load.expect("`dunlin pki` created it");
     let ports: PortRange = "4444".parse().expect("a port");
     let folder = format!("left-{host}");
     let mut options = Options::new(Mode::Connection, ports, Path::new(&folder).join("ipsec"));
@@ -386,9 +386,9 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         let _ = sender.send(event.clone());
     });
     let listener = TcpListener::bind(SERVER).expect("the address is free");
-    let server = Server::start(listener, tls, options, observer).expect("it starts");
+    let server = Server::start(listener, tls, options, observer).expect("the program starts");
     loop {
-        match events.recv().expect("the server is there") {
+        match events.recv().expect("the server runs") {
             Event::Up(_) if dies_up => {
                 met(host);
                 std::process::abort();

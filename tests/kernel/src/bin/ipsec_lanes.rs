@@ -83,7 +83,9 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
     let lanes: Vec<Lane> = (0..count).map(|_| near.lane()).collect();
     let mut each = BTreeMap::new();
     for lane in &lanes {
-        *each.entry(lane.cpu.expect("it has one")).or_insert(0) += BYTES as u64;
+        *each
+            .entry(lane.cpu.expect("the lane has a CPU"))
+            .or_insert(0) += BYTES as u64;
     }
     assert!(each.keys().eq(cpus), "{each:?}");
     assert!(
@@ -97,7 +99,7 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
     };
     let mut rounds = 0;
     // Answers use the fallback at first; each lane switches when the SA of its CPU is installed.
-    until("answers go by SAs of their own", || {
+    until("answers use SAs of their own", || {
         let before = answers();
         lanes.iter().for_each(Lane::send);
         lanes.iter().for_each(Lane::has_sent);
@@ -156,7 +158,7 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     assert_eq!((lane.cpu, other.cpu), (Some(1), Some(3)));
     let mut astray = lane.stream.try_clone().expect("a descriptor");
     inside("a", || {
-        pin_to(3).expect("the machine has it");
+        pin_to(3).expect("the CPU exists");
         set_traffic_class(&astray, 0x40).expect("a socket");
         astray.write_all(&[7; 1000]).expect("the far end reads");
     });
@@ -223,7 +225,7 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     until("the lane is checked", || near.far.results() == [true]);
     // Like an attacker who saw the first message of a lane.
     let mut plain = inside("a", || TcpStream::connect(AT)).expect("b listens");
-    plain.write_all(&lane_open()).expect("it is read");
+    plain.write_all(&lane_open()).expect("the data is read");
     until("the lane is checked", || near.far.results().len() == 2);
     assert_eq!(near.far.results(), [true, false]);
     // A lane that uses an SA, but belongs to a session with another peer.
@@ -252,7 +254,10 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: 
     let near = Near::with_ports(tls, Mode::Cpu, &[0], "28416-28671");
     let ports = || {
         let sessions = near.sealed.sessions().expect("the kernel answers");
-        let up = sessions.iter().find(|one| one.up).expect("one is up");
+        let up = sessions
+            .iter()
+            .find(|one| one.up)
+            .expect("one session is up");
         up.parameters.ports
     };
     let mut lanes = vec![near.lane()];
@@ -355,7 +360,7 @@ impl Near {
         drop(self.far);
         // What a lost session left is freed when its connections have ended.
         for host in ["a", "b"] {
-            until("what was left is free", || {
+            until("the remains are removed", || {
                 drop(ipsec_lanes(host, Mode::Connection, &[]));
                 no_records(host)
             });
@@ -399,11 +404,11 @@ impl Lane {
             let lane = dial(&dialer, &tls, &peer).expect("the lane opens");
             let (mut stream, hold) = (lane.stream, lane.hold);
             stream.set_nodelay(true).expect("a socket");
-            stream.write_all(&lane_open()).expect("it is read");
+            stream.write_all(&lane_open()).expect("the data is read");
             let same = stream.try_clone().expect("a descriptor");
             send_stream
                 .send((same, hold.cpu()))
-                .expect("it is waited for");
+                .expect("the process can be waited for");
             // In pieces, like the frames of a lane.
             let mut send = || {
                 let mut pieces = vec![7; BYTES];
@@ -425,7 +430,7 @@ impl Lane {
         let (stream, cpu) = opened.recv_timeout(LIMIT).expect("a lane");
         Self {
             cpu,
-            port: stream.local_addr().expect("it is connected").port(),
+            port: stream.local_addr().expect("the socket is connected").port(),
             stream,
             orders: Some(orders),
             done,
@@ -434,13 +439,13 @@ impl Lane {
     }
 
     fn send(&self) {
-        let orders = self.orders.as_ref().expect("it lives");
-        orders.send(()).expect("its thread lives");
+        let orders = self.orders.as_ref().expect("the thread is alive");
+        orders.send(()).expect("its thread is alive");
     }
 
     fn has_sent(&self) {
         let sent = self.done.recv_timeout(LIMIT).expect("the far end reads");
-        sent.expect("it is open");
+        sent.expect("the socket is open");
     }
 
     fn fails(&self) {
@@ -454,7 +459,7 @@ impl Drop for Lane {
     fn drop(&mut self) {
         self.orders = None;
         if let Some(thread) = self.thread.take() {
-            thread.join().expect("it does not panic");
+            thread.join().expect("the thread does not panic");
         }
     }
 }
@@ -495,7 +500,7 @@ impl Far {
                         ..
                     }) => {
                         let known = known.lock().expect("no thread panicked");
-                        let peer = known.as_ref().expect("it came first");
+                        let peer = known.as_ref().expect("the control lane arrived first");
                         let covered = own.covers(&peer.principal(), &stream).is_ok();
                         checked.lock().expect("no thread panicked").push(covered);
                         if covered {
@@ -540,18 +545,18 @@ impl Far {
     /// Returns the identity of a peer of another authority.
     fn identify(tls: &Tls) -> (ControlStream, PeerIdentity) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let at = listener.local_addr().expect("it is bound");
+        let at = listener.local_addr().expect("the listener is bound");
         let client = tls.client.clone();
         let near = thread::spawn(move || {
-            let stream = TcpStream::connect(at).expect("it listens");
+            let stream = TcpStream::connect(at).expect("the listener is open");
             control::client(stream, &client, Instant::now() + LIMIT)
                 .expect("the handshake succeeds")
         });
-        let (stream, _) = listener.accept().expect("it connects");
+        let (stream, _) = listener.accept().expect("the peer connects");
         let far = control::server(stream, &tls.server, Instant::now() + LIMIT);
         let far = far.expect("the handshake succeeds");
         let identity = far.peer().clone();
-        (near.join().expect("it does not panic"), identity)
+        (near.join().expect("the thread does not panic"), identity)
     }
 }
 
@@ -559,7 +564,7 @@ impl Drop for Far {
     fn drop(&mut self) {
         self.stop.wake();
         if let Some(thread) = self.thread.take() {
-            thread.join().expect("it does not panic");
+            thread.join().expect("the thread does not panic");
         }
     }
 }
@@ -598,7 +603,7 @@ fn offer() -> Vec<u8> {
         epoch: 1,
     };
     let mut bytes = Vec::new();
-    offer.encode(&mut bytes).expect("it is short");
+    offer.encode(&mut bytes).expect("the message is short");
     bytes
 }
 
@@ -611,6 +616,6 @@ fn lane_open() -> Vec<u8> {
         mac: [0; 32],
     };
     let mut bytes = Vec::new();
-    open.encode(&mut bytes).expect("it is short");
+    open.encode(&mut bytes).expect("the message is short");
     bytes
 }

@@ -77,14 +77,14 @@ fn main() -> ExitCode {
         }
         for case in cases {
             println!("{case:?}");
-            each_goes_by_its_own(guest, case);
+            each_connection_uses_the_sa_of_its_cpu(guest, case);
         }
-        p14_a_peer_of_one_sa_has_all_by_the_fallback(guest);
+        p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest);
     })
 }
 
 /// Also after a lost SYN and after a cut, with the repair of decision 13.
-fn each_goes_by_its_own(guest: &Guest, case: Case) {
+fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     let lists = case.cpus.map(|count| format!("0-{}", count - 1));
     let serve = Process::serve_with(&["--cpus", &lists[1]]);
     let (server, at) = if case.over_ipv6 {
@@ -129,7 +129,7 @@ fn each_goes_by_its_own(guest: &Guest, case: Case) {
 /// Opens a connection from one CPU.
 fn lane(listener: &TcpListener, at: &str, cpu: u32) -> Lane {
     let near = inside("a", || {
-        pin_to(cpu as usize).expect("the machine has four");
+        pin_to(cpu as usize).expect("the machine has four CPUs");
         connect_to(at)
     });
     let near = near.expect("a connects");
@@ -139,8 +139,8 @@ fn lane(listener: &TcpListener, at: &str, cpu: u32) -> Lane {
 
 fn as_lane(near: TcpStream, far: TcpStream) -> Lane {
     for end in [&near, &far] {
-        end.set_nodelay(true).expect("it is a connection");
-        set_reset_on_close(end).expect("it is a connection");
+        end.set_nodelay(true).expect("the socket is connected");
+        set_reset_on_close(end).expect("the socket is connected");
     }
     Lane { near, far }
 }
@@ -236,7 +236,8 @@ impl Scene<'_> {
         let mut sent = vec![0; self.case.cpus[side] as usize];
         for (number, lane) in self.lanes.iter().enumerate() {
             let end = [&lane.near, &lane.far][side];
-            sent[self.cpus(number)[side] as usize] += sent_bytes(end).expect("it is a connection");
+            sent[self.cpus(number)[side] as usize] +=
+                sent_bytes(end).expect("the socket is connected");
         }
         sent
     }
@@ -286,7 +287,7 @@ impl Scene<'_> {
             let cut = Cut::begin(self.guest);
             let connecting = scope.spawn(|| {
                 inside("a", || {
-                    pin_to(cpu as usize).expect("the machine has four");
+                    pin_to(cpu as usize).expect("the machine has four CPUs");
                     connect_to(at)
                 })
             });
@@ -296,7 +297,7 @@ impl Scene<'_> {
                 sent.iter().any(|times| *times > 0)
             });
             drop(cut);
-            let near = connecting.join().expect("it does not panic");
+            let near = connecting.join().expect("the thread does not panic");
             (
                 near.expect("a connects"),
                 listener.accept().expect("b accepts").0,
@@ -308,7 +309,10 @@ impl Scene<'_> {
         let [one] = &used[..] else {
             panic!("by one SA: {used:?}");
         };
-        assert!(one.bytes >= BYTES as u64, "status says by which: {used:?}");
+        assert!(
+            one.bytes >= BYTES as u64,
+            "status shows the SA in use: {used:?}"
+        );
         self.repair_one(&lane, [cpu, far]);
         lane
     }
@@ -425,7 +429,7 @@ fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
 }
 
 /// Four senders on four CPUs, and a peer that accepts one SA: it carries everything.
-fn p14_a_peer_of_one_sa_has_all_by_the_fallback(guest: &Guest) {
+fn p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest: &Guest) {
     let serve = Process::serve_with(&["--sas", "1"]);
     let session = Process::up("cpu");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");

@@ -137,7 +137,9 @@ fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
         assert_eq!(session["process"], std::process::id(), "{said}");
         assert!(session["up"] == true && session["kept"] == true, "{said}");
         assert!(!said.contains("key"), "{said}");
-        let sas = session["associations"].as_array().expect("it has some");
+        let sas = session["associations"]
+            .as_array()
+            .expect("the session has SAs");
         for (sender, bytes) in carried {
             let cpu = match sender {
                 Sender::Cpu(cpu) => Value::from(*cpu),
@@ -191,7 +193,7 @@ fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
     peer.send(&describe());
     let Some(Message::Accept(accept)) = peer.receive() else {
-        panic!("it is not accepted");
+        panic!("the session is not accepted");
     };
     let open = lane_open(SESSION, &accept.secret, 1);
     let lane = inside("a", || open_lane(receiving.address, None, &open));
@@ -230,7 +232,7 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
             .ipsec(Some(Arc::new(near))),
     );
     let (result, _) = inside("a", || send(&vm, AT, &tls.0, &options, &Cancel::new()));
-    let error = result.expect_err("it is refused");
+    let error = result.expect_err("the migration is refused");
     assert_eq!(error.fault, FaultCode::SecurityNotAgreed);
     assert!(error.to_string().contains("IPsec"), "{error}");
     assert!(receiving.finish(true).0.is_err());
@@ -261,8 +263,9 @@ fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls
             let session = if answers {
                 Peer::destination(&listener, &tls.1, None).stream
             } else {
-                let (stream, _) = listener.accept().expect("it connects");
-                control::server(stream, &tls.1, Instant::now() + LIMIT).expect("it is known")
+                let (stream, _) = listener.accept().expect("the peer connects");
+                control::server(stream, &tls.1, Instant::now() + LIMIT)
+                    .expect("the peer is authorised")
             };
             let mut first = [0; 1];
             let received = session.receive_exact(&mut first, Instant::now() + LIMIT);
@@ -276,15 +279,15 @@ fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls
             {}
         });
         let migrating = scope.spawn(|| inside("a", || send(&vm, AT, &tls.0, &options, &cancel).0));
-        is_asked.recv().expect("a session is asked for");
+        is_asked.recv().expect("the source requests a session");
         let began = Instant::now();
         cancel.cancel();
         (
-            migrating.join().expect("it does not panic"),
+            migrating.join().expect("the thread does not panic"),
             began.elapsed(),
         )
     });
-    let error = result.expect_err("it is cancelled");
+    let error = result.expect_err("the migration is cancelled");
     println!("cancelled after {took:?}: {error}");
     assert_eq!(
         (error.fault, error.vm),
@@ -404,15 +407,15 @@ fn moves(
             near.rekey();
             until("new keys again", || epochs(&near) == 3);
         }
-        moving.join().expect("it does not panic")
+        moving.join().expect("the thread does not panic")
     });
     let report = result.unwrap_or_else(|error| panic!("{error}: {events:?}"));
     assert_eq!(report.digests_equal, Some(true));
     assert_eq!(report.security, LaneSecurity::Ipsec);
     assert_eq!(events.iter().any(is_lost), strikes, "{events:?}");
     let (received, builder, _) = receiving.finish(false);
-    assert!(received.expect("it arrived").runs);
-    let there = builder.built.expect("it was built");
+    assert!(received.expect("the VM arrived").runs);
+    let there = builder.built.expect("the program was built");
     assert!(pages(&vm.memory) == pages(&there.memory));
     let warned = events
         .iter()

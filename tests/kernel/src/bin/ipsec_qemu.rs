@@ -65,7 +65,7 @@ fn main() -> ExitCode {
             None,
             "the first address that differs"
         );
-        destination.resume().expect("it goes on");
+        destination.resume().expect("the guest continues");
         let pages = destination.check_pages().expect("every page is right");
         assert_eq!(pages, WORKLOAD.pages);
         drop((source, destination));
@@ -97,16 +97,16 @@ fn migration(bandwidth: u64) -> Migration {
 /// continues to run.
 fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     let mut destination = destination(setup);
-    begin(source, &mut destination, &migration(SLOW)).expect("it begins");
+    begin(source, &mut destination, &migration(SLOW)).expect("the migration begins");
     until("each connection has its SA", || {
         own(guest, "a").len() == CHANNELS + 1
     });
-    cancel(source).expect("it is not over yet");
+    cancel(source).expect("the migration is in progress");
     drop(destination);
     until("SAs are removed with their connections", || {
         own(guest, "a").is_empty() && own(guest, "b").is_empty()
     });
-    source.next_beat().expect("the guest runs on");
+    source.next_beat().expect("the guest continues");
 }
 
 /// Migrates, with new keys in the middle. Reads the counters of each SA before the last pages are
@@ -118,7 +118,7 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
         done.unwrap_or_else(|error| panic!("{command}: {error}"))
     };
     qmp(source, "migrate-set-capabilities", wait);
-    begin(source, destination, &migration(SLOW)).expect("it begins");
+    begin(source, destination, &migration(SLOW)).expect("the migration begins");
     for host in ["a", "b"] {
         until("each connection has its SA", || {
             own(guest, host).len() == CHANNELS + 1
@@ -142,7 +142,7 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
     let event = source.qmp().wait_event(TIMEOUT, |name, data| {
         name == "MIGRATION" && data["status"] == "pre-switchover"
     });
-    event.expect("the guest moves");
+    event.expect("the migration proceeds");
     let used = own(guest, "a");
     let late = fallback(guest);
     let bytes = |one: &Value| one["bytes"].as_u64().expect("the SA has counters");
@@ -165,8 +165,8 @@ fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: 
         "migrate-continue",
         json!({"state": "pre-switchover"}),
     );
-    finish(source, "source").expect("it completes");
-    finish(destination, "destination").expect("it completes");
+    finish(source, "source").expect("the migration completes");
+    finish(destination, "destination").expect("the migration completes");
     until("SAs are removed with their connections", || {
         own(guest, "a").is_empty() && own(guest, "b").is_empty()
     });

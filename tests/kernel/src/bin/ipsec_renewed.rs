@@ -52,9 +52,9 @@ fn main() -> ExitCode {
         credentials(guest);
         let tap = Tap::begin();
         let serve = Process::serve_with(&["--quiet-wait", "1s"]);
-        i6_nothing_is_in_the_clear_and_nothing_breaks(guest, "connection");
+        i6_nothing_is_in_the_clear_and_no_connection_breaks(guest, "connection");
         if guest.is_soak() {
-            i6_nothing_is_in_the_clear_and_nothing_breaks(guest, "cpu");
+            i6_nothing_is_in_the_clear_and_no_connection_breaks(guest, "cpu");
         }
         serve.end(guest);
         let left = tap.end();
@@ -63,13 +63,13 @@ fn main() -> ExitCode {
     })
 }
 
-fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
+fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str) {
     let mut session = Slow::begin(mode);
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
     let connections: Vec<_> = (0..CONNECTIONS)
         .map(|cpu| {
             let near = inside("a", || {
-                pin_to(cpu).expect("the machine has four");
+                pin_to(cpu).expect("the machine has four CPUs");
                 connect_to(AT)
             });
             (
@@ -82,8 +82,8 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
     thread::scope(|scope| {
         for (near, far) in &connections {
             // Otherwise unsent bytes would keep the ports blocked for minutes.
-            set_reset_on_close(near).expect("it is a connection");
-            set_reset_on_close(far).expect("it is a connection");
+            set_reset_on_close(near).expect("the socket is connected");
+            set_reset_on_close(far).expect("the socket is connected");
             scope.spawn(|| load.write(near));
             scope.spawn(|| load.read(far));
         }
@@ -102,7 +102,7 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
         }
         // From the first change on the ports are blocked; connections stall and wait.
         session.command("end");
-        until("nothing gets through", || {
+        until("no data arrives", || {
             let before = load.read.load(Ordering::SeqCst);
             // The wait is the assertion: nothing arrives while ten changes are made.
             thread::sleep(Duration::from_millis(500));
@@ -116,7 +116,11 @@ fn i6_nothing_is_in_the_clear_and_nothing_breaks(guest: &Guest, mode: &str) {
         load.continues();
         session.command("end");
         session.await_line("ended");
-        assert_eq!(load.broken.load(Ordering::SeqCst), 0, "they wait");
+        assert_eq!(
+            load.broken.load(Ordering::SeqCst),
+            0,
+            "connections wait and do not break"
+        );
         session.over();
     });
     println!("{} pieces", load.read.load(Ordering::SeqCst));
@@ -160,7 +164,7 @@ impl Load {
                 self.ended(&error.to_string());
                 return;
             }
-            assert!(piece == [number as u8; PIECE], "it is what was sent");
+            assert!(piece == [number as u8; PIECE], "the received data differs");
             self.read.fetch_add(1, Ordering::SeqCst);
         }
     }
@@ -207,14 +211,14 @@ impl Slow {
     fn begin(mode: &str) -> Self {
         let mut child = Command::new("ip")
             .args(netns("a", &[]))
-            .arg(std::env::current_exe().expect("it runs"))
+            .arg(std::env::current_exe().expect("proc is mounted"))
             .args([SLOWLY, mode])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .expect("ip starts");
-        let commands = child.stdin.take().expect("it is piped");
-        let output = BufReader::new(child.stdout.take().expect("it is piped"));
+        let commands = child.stdin.take().expect("the stream is piped");
+        let output = BufReader::new(child.stdout.take().expect("the stream is piped"));
         let mut slow = Self {
             child,
             commands,
@@ -226,15 +230,18 @@ impl Slow {
     }
 
     fn command(&mut self, what: &str) {
-        writeln!(self.commands, "{what}").expect("it reads");
+        writeln!(self.commands, "{what}").expect("the reader does not panic");
     }
 
     /// Reads up to this line; every other line is a change of the kernel's tables.
     fn await_line(&mut self, words: &str) {
         loop {
             let mut line = String::new();
-            let read = self.output.read_line(&mut line).expect("it is text");
-            assert!(read > 0, "it ended before the line {words:?}");
+            let read = self
+                .output
+                .read_line(&mut line)
+                .expect("the output is text");
+            assert!(read > 0, "the process ended before the line {words:?}");
             if line.trim_end() == words {
                 return;
             }
@@ -244,7 +251,7 @@ impl Slow {
 
     fn over(mut self) {
         drop(self.commands);
-        assert!(self.child.wait().expect("it ends").success());
+        assert!(self.child.wait().expect("the process ends").success());
     }
 }
 
@@ -252,7 +259,7 @@ impl Slow {
 /// commands.
 fn slowly(mode: &str) -> ExitCode {
     let load = Identity::load(Path::new("host-a"), LoadOptions::default());
-    let (identity, _) = load.expect("it was made");
+    let (identity, _) = load.expect("`dunlin pki` created it");
     let peers = [NAME.parse::<Peer>().expect("a name")]
         .into_iter()
         .collect();
@@ -273,10 +280,10 @@ fn slowly(mode: &str) -> ExitCode {
         thread::sleep(STEP);
     }));
     let observer: Observer = Arc::new(|event| eprintln!("{event}"));
-    let session: Session = up(SERVER, &tls, &options, &observer).expect("it comes up");
+    let session: Session = up(SERVER, &tls, &options, &observer).expect("the session comes up");
     println!("up");
     for line in std::io::stdin().lines() {
-        match line.expect("it is text").as_str() {
+        match line.expect("the output is text").as_str() {
             "rekey" => session.rekey(),
             "end" => {
                 session.end();
@@ -285,7 +292,7 @@ fn slowly(mode: &str) -> ExitCode {
             other => panic!("unknown command {other:?}"),
         }
     }
-    session.wait().expect("it ends");
+    session.wait().expect("the process ends");
     println!("ended");
     ExitCode::SUCCESS
 }

@@ -33,29 +33,29 @@ fn main() -> ExitCode {
         credentials(guest);
         let capture = Capture::begin("b", "sessions.pcap");
         let serve = Process::serve();
-        println!("i6_four_connections_have_an_sa_each_and_new_keys");
-        i6_four_connections_have_an_sa_each_and_new_keys(guest);
+        println!("i6_each_of_four_connections_has_an_sa_and_new_keys");
+        i6_each_of_four_connections_has_an_sa_and_new_keys(guest);
         println!("each_cpu_has_an_sa");
         each_cpu_has_an_sa(guest);
-        println!("esp_goes_in_udp_over_ipv6");
-        esp_goes_in_udp_over_ipv6(guest);
-        println!("what_is_in_the_way_is_named");
-        what_is_in_the_way_is_named(guest);
-        println!("policies_that_somebody_removes_are_missed");
-        policies_that_somebody_removes_are_missed(guest);
-        println!("a_device_that_passes_ipsec_by_is_refused");
-        a_device_that_passes_ipsec_by_is_refused(guest);
-        println!("without_the_capability_nothing_begins");
-        without_the_capability_nothing_begins(guest);
-        println!("up_that_is_told_to_end_does_not_wait");
-        up_that_is_told_to_end_does_not_wait(guest);
+        println!("esp_in_udp_works_over_ipv6");
+        esp_in_udp_works_over_ipv6(guest);
+        println!("conflicting_policies_are_reported");
+        conflicting_policies_are_reported(guest);
+        println!("removed_policies_and_sas_end_the_session");
+        removed_policies_and_sas_end_the_session(guest);
+        println!("a_device_that_bypasses_ipsec_is_refused");
+        a_device_that_bypasses_ipsec_is_refused(guest);
+        println!("without_the_capability_no_session_starts");
+        without_the_capability_no_session_starts(guest);
+        println!("up_ends_on_sigterm_without_waiting");
+        up_ends_on_sigterm_without_waiting(guest);
         println!("a_peer_is_bound_to_its_addresses");
         a_peer_is_bound_to_its_addresses(guest);
-        println!("ports_of_anothers_control_connection_are_refused");
-        ports_of_anothers_control_connection_are_refused(guest);
+        println!("ports_of_another_control_connection_are_refused");
+        ports_of_another_control_connection_are_refused(guest);
         println!("i6_ports_in_use_stay_blocked_until_their_connections_end");
         i6_ports_in_use_stay_blocked_until_their_connections_end(guest);
-        let serve = p13_a_server_that_was_killed_takes_its_own_back(guest, serve);
+        let serve = p13_a_restarted_server_removes_what_the_killed_one_left(guest, serve);
         serve.end(guest);
         capture.end(guest);
         // All other packets are ESP. (A host does not answer packets of a peer with blocked ports.)
@@ -72,7 +72,7 @@ fn main() -> ExitCode {
 }
 
 /// `ipsec up --mode connection` as a hypervisor with several connections uses it.
-fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
+fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");
     let connections: Vec<(TcpStream, TcpStream)> = (0..4)
@@ -111,7 +111,7 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
     });
     let before = seen.len();
     seen.extend(keys(guest, "a"));
-    assert!(seen.len() >= before + 10, "none keeps its number: {seen:?}");
+    assert!(seen.len() >= before + 10, "every SPI is new: {seen:?}");
     // With one key for two SAs, which both count from 0, GCM would lose its secrecy.
     let different: BTreeSet<&String> = seen.values().collect();
     assert_eq!(different.len(), seen.len(), "a key serves twice: {seen:?}");
@@ -124,7 +124,7 @@ fn i6_four_connections_have_an_sa_each_and_new_keys(guest: &Guest) {
     // One connection ends: its SA is removed, the others stay.
     let mut connections = connections;
     connections.pop();
-    until("an SA goes with its connection", || {
+    until("the SA is removed with its connection", || {
         own(&associations(guest, "a")).len() == 3
     });
     carry(guest, &connections);
@@ -141,7 +141,7 @@ fn each_cpu_has_an_sa(guest: &Guest) {
     let connections: Vec<(TcpStream, TcpStream)> = (0..4)
         .map(|cpu| {
             let connect = || {
-                pin_to(cpu).expect("the machine has four");
+                pin_to(cpu).expect("the machine has four CPUs");
                 connect_to(AT)
             };
             let near = inside("a", connect).expect("a connects");
@@ -156,7 +156,7 @@ fn each_cpu_has_an_sa(guest: &Guest) {
             .iter()
             .find(own)
             .unwrap_or_else(|| panic!("{lines:?}"));
-        let bytes = one["bytes"].as_u64().expect("it stands") as usize;
+        let bytes = one["bytes"].as_u64().expect("the SA exists") as usize;
         assert!((BYTES..2 * BYTES).contains(&bytes), "CPU {cpu}: {lines:?}");
     }
     drop(connections);
@@ -165,7 +165,7 @@ fn each_cpu_has_an_sa(guest: &Guest) {
 }
 
 /// ESP in UDP arrives from several UDP source ports, which a network card can hash.
-fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
+fn esp_in_udp_works_over_ipv6(guest: &Guest) {
     let session = Process::begin(
         up_with(SERVER_6, &["--mode", "connection", "--udp", "4500"]),
         "up",
@@ -182,7 +182,7 @@ fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
     let own = lines
         .iter()
         .find(|one| of_connection(one))
-        .expect("it was there");
+        .expect("the SA exists");
     assert!(own["bytes"].as_u64() >= Some(BYTES as u64), "{lines:?}");
     drop(connection);
     session.end(guest);
@@ -191,7 +191,7 @@ fn esp_goes_in_udp_over_ipv6(guest: &Guest) {
 
 /// A policy of another program and another session of this host block the session; both stay
 /// unchanged.
-fn what_is_in_the_way_is_named(guest: &Guest) {
+fn conflicting_policies_are_reported(guest: &Guest) {
     let policy = "src 10.0.0.0/24 dst 10.0.0.0/24 proto 6 dport 4446 dir out";
     let ip = |line: String| guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
     ip(format!(
@@ -210,7 +210,7 @@ fn what_is_in_the_way_is_named(guest: &Guest) {
     assert_eq!(
         associations(guest, "a").len(),
         2,
-        "the first session's stand"
+        "the first session's SAs exist"
     );
     assert_eq!(associations(guest, "b").len(), 2);
     // The control connection must not be among the ports, of its own session or of another one.
@@ -239,10 +239,10 @@ fn refused(why: &str) {
 }
 
 /// A removed policy ends the session with an error, and its ports stay blocked.
-fn policies_that_somebody_removes_are_missed(guest: &Guest) {
+fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "policy", "flush"]);
-    assert!(!session.0.wait().expect("it ends").success());
+    assert!(!session.0.wait().expect("the process ends").success());
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");
     assert_eq!(sealed(guest, "a"), 0);
@@ -252,7 +252,7 @@ fn policies_that_somebody_removes_are_missed(guest: &Guest) {
     // Removed SAs do the same, and nothing is sent.
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
-    assert!(!session.0.wait().expect("it ends").success());
+    assert!(!session.0.wait().expect("the process ends").success());
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");
     until("the peer's session is over", || has_none(guest, "b"));
@@ -261,7 +261,7 @@ fn policies_that_somebody_removes_are_missed(guest: &Guest) {
 }
 
 /// The setting of a device, or of all devices, would let the ports' packets bypass IPsec.
-fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
+fn a_device_that_bypasses_ipsec_is_refused(guest: &Guest) {
     let set = |of: &str, name: &str, value: u8| {
         let file = format!("/proc/sys/net/ipv4/conf/{of}/{name}");
         let line = format!("echo {value} > {file}");
@@ -275,21 +275,21 @@ fn a_device_that_passes_ipsec_by_is_refused(guest: &Guest) {
     }
     let mut session = Process::up("connection");
     set("link-a", "disable_policy", 1);
-    assert!(!session.0.wait().expect("it ends").success());
+    assert!(!session.0.wait().expect("the process ends").success());
     set("link-a", "disable_policy", 0);
     Process::up("connection").end(guest);
     nothing_left(guest);
 }
 
 /// The command fails on either side and names the missing capability.
-fn without_the_capability_nothing_begins(guest: &Guest) {
-    const NOBODY: u32 = 65_534;
-    let own = format!("{NOBODY}:{NOBODY}");
+fn without_the_capability_no_session_starts(guest: &Guest) {
+    const UNPRIVILEGED: u32 = 65_534;
+    let own = format!("{UNPRIVILEGED}:{UNPRIVILEGED}");
     for host in ["a", "b"] {
-        let identity = format!("nobody-{host}");
+        let identity = format!("unprivileged-{host}");
         guest.command("cp", &["-r", &format!("host-{host}"), &identity]);
-        guest.command("mkdir", &[&format!("state-of-nobody-{host}")]);
-        let state = format!("state-of-nobody-{host}");
+        guest.command("mkdir", &[&format!("state-unprivileged-{host}")]);
+        let state = format!("state-unprivileged-{host}");
         guest.command("chown", &["-R", &own, &identity, &state]);
         let mut command = Command::new("dunlin");
         command.args(["ipsec", if host == "a" { "up" } else { "serve" }]);
@@ -307,8 +307,8 @@ fn without_the_capability_nothing_begins(guest: &Guest) {
         } else {
             ["--peer", "host-a.example", "--listen", "[::]:7303"]
         });
-        command.uid(NOBODY).gid(NOBODY);
-        let refused = inside(host, || command.output()).expect("it starts");
+        command.uid(UNPRIVILEGED).gid(UNPRIVILEGED);
+        let refused = inside(host, || command.output()).expect("the program starts");
         let said = String::from_utf8_lossy(&refused.stderr);
         assert!(!refused.status.success());
         assert!(said.contains("lacks CAP_NET_ADMIN"), "{host}: {said}");
@@ -317,20 +317,24 @@ fn without_the_capability_nothing_begins(guest: &Guest) {
 }
 
 /// The peer accepts the connection and sends nothing.
-fn up_that_is_told_to_end_does_not_wait(guest: &Guest) {
+fn up_ends_on_sigterm_without_waiting(guest: &Guest) {
     let silent = inside("b", || TcpListener::bind("10.0.0.2:7303")).expect("b listens");
     let mut command = up_with("10.0.0.2:7303", &["--control", "run-2"]);
     let child = command.spawn().expect("ip starts");
-    let _taken = silent.accept().expect("it connects");
+    let _taken = silent.accept().expect("the peer connects");
     let began = Instant::now();
-    assert_eq!(Process(child).end_with(guest), Some(4), "it was cancelled");
+    assert_eq!(
+        Process(child).end_with(guest),
+        Some(4),
+        "the exit code of a cancelled command"
+    );
     assert!(began.elapsed() < LIMIT / 2, "its timeout is {LIMIT:?}");
     nothing_left(guest);
 }
 
 /// The host with the other session in its records refuses, before anything is installed. Remains of
 /// a killed process are listed as such.
-fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
+fn ports_of_another_control_connection_are_refused(guest: &Guest) {
     let mut session = Process::up("connection");
     let policies = || {
         let of = |host| guest.output("ip", &["-n", host, "xfrm", "policy"]);
@@ -356,7 +360,7 @@ fn ports_of_anothers_control_connection_are_refused(guest: &Guest) {
             .args(["--name", NAME, "--ports", "7302", "--identity", "host-a"])
             .args(["--state-dir", state_a, "--control", "run-2"])
             .args(["--mode", "connection"]);
-        let refused = command.output().expect("it starts");
+        let refused = command.output().expect("the program starts");
         let said = String::from_utf8_lossy(&refused.stderr);
         assert!(!refused.status.success());
         let why = "port 7302 is that of the control connection of another session";
@@ -429,7 +433,7 @@ fn up_at(server: &str, ports: &str) -> Command {
 
 /// The command fails, with this reason.
 fn says(mut command: Command, why: &str) {
-    let refused = command.output().expect("it starts");
+    let refused = command.output().expect("the program starts");
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success());
     assert!(said.contains(why), "{said}");
@@ -480,7 +484,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
     assert!(
         policies.contains("action block"),
-        "it is not over yet: {policies}"
+        "the ports are still in use: {policies}"
     );
     // As if the owner had died: the kernel discards the unsent data.
     for end in [&near, &far] {
@@ -494,14 +498,17 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
 }
 
 /// The next server removes them before it accepts a peer; the peer's session has ended by itself.
-fn p13_a_server_that_was_killed_takes_its_own_back(guest: &Guest, serve: Process) -> Process {
+fn p13_a_restarted_server_removes_what_the_killed_one_left(
+    guest: &Guest,
+    serve: Process,
+) -> Process {
     let mut session = Process::up("connection");
     guest.command("kill", &["-KILL", &serve.0.id().to_string()]);
     let mut serve = serve;
     let _ = serve.0.wait();
     assert!(
-        !session.0.wait().expect("it ends").success(),
-        "its peer has gone"
+        !session.0.wait().expect("the process ends").success(),
+        "the session ends with its peer"
     );
     // Killing the server or cutting the control connection does not open a port.
     assert_eq!(sealed(guest, "a"), 0);

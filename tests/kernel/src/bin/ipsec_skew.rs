@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         for pair in versions {
             for mode in ["connection", "cpu"] {
                 println!("{pair:?} have a session, an SA for each {mode}");
-                i6_connections_go_by_esp_and_keys_are_renewed(guest, pair, mode);
+                i6_connections_use_esp_and_keys_are_renewed(guest, pair, mode);
             }
             println!("a VM moves between {pair:?}");
             i6_a_vm_moves_over_ipsec(guest, pair);
@@ -48,11 +48,7 @@ fn main() -> ExitCode {
     })
 }
 
-fn i6_connections_go_by_esp_and_keys_are_renewed(
-    guest: &Guest,
-    [near, far]: [&str; 2],
-    mode: &str,
-) {
+fn i6_connections_use_esp_and_keys_are_renewed(guest: &Guest, [near, far]: [&str; 2], mode: &str) {
     let serve = Process::serve_of(far, &[]);
     let session = Process::begin(up_of(near, SERVER, &["--mode", mode]), "up");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");

@@ -86,22 +86,25 @@ fn main() -> ExitCode {
 
 /// A channel is refused with the reason if the peer does not accept its lanes.
 fn a_peer_without_ipsec_refuses_the_channel() {
-    let input = File::open("/dev/null").expect("it is there");
+    let input = File::open("/dev/null").expect("the device exists");
     let done = stdio("unprepared", input).output().expect("ip starts");
     assert_eq!(done.status.code(), Some(1));
-    let said = fs::read_to_string("near.log").expect("it has one");
+    let said = fs::read_to_string("near.log").expect("the log exists");
     assert!(said.contains("not prepared for them"), "{said}");
 }
 
 /// Both sides open lanes, each for the data that it sends.
 fn bytes_pass_in_both_directions() {
-    fs::write("content", pattern(BYTES, 7)).expect("the folder is ours");
-    let input = File::open("content").expect("it was written");
+    fs::write("content", pattern(BYTES, 7)).expect("the folder is writable");
+    let input = File::open("content").expect("the file exists");
     let done = stdio("echo", input).output().expect("ip starts");
     let log = || fs::read_to_string("near.log").unwrap_or_default();
     assert!(done.status.success(), "{done:?}\n{}", log());
-    assert!(done.stdout == pattern(BYTES, 7), "it is what was sent");
-    fs::remove_file("content").expect("it is not in use");
+    assert!(
+        done.stdout == pattern(BYTES, 7),
+        "the received data differs"
+    );
+    fs::remove_file("content").expect("the file is not in use");
 }
 
 fn stdio(route: &str, input: File) -> Command {
@@ -130,7 +133,7 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
     let mut migration = Migration::through(&unix("ram.sock"), &unix("in.sock"));
     migration.multifd = Some(2);
     migration.bandwidth = Some(SLOW);
-    begin(&mut source, &mut destination, &migration).expect("it begins");
+    begin(&mut source, &mut destination, &migration).expect("the migration begins");
     until("all lanes are open", || lanes(guest).len() == LANES);
     let killed = lanes(guest).remove(0);
     let filter = ["sport", "=", &format!(":{killed}")];
@@ -140,7 +143,7 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
         let lanes = lanes(guest);
         lanes.len() == LANES && !lanes.contains(&killed)
     });
-    let said = fs::read_to_string("near.log").expect("it has one");
+    let said = fs::read_to_string("near.log").expect("the log exists");
     assert!(said.contains("is lost"), "{said}");
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));
@@ -154,12 +157,12 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
     source
         .qmp()
         .execute("migrate-set-parameters", json!({"max-bandwidth": 0}))
-        .expect("it takes parameters while it moves");
-    finish(&mut source, "source").expect("it completes");
-    finish(&mut destination, "destination").expect("it completes");
+        .expect("QEMU accepts parameters during the migration");
+    finish(&mut source, "source").expect("the migration completes");
+    finish(&mut destination, "destination").expect("the migration completes");
     let difference = source.first_difference(&mut destination);
     assert_eq!(difference.expect("both are paused"), None);
-    destination.resume().expect("it goes on");
+    destination.resume().expect("the guest continues");
     let pages = destination.check_pages().expect("every page is right");
     assert_eq!(pages, WORKLOAD.pages);
 }
@@ -257,9 +260,9 @@ allow = ["host-a.example"]
 /// Starts a tunnel on a host; its log goes to a file.
 fn tunnel(host: &str, name: &str, config: &str) -> Process {
     let file = format!("{name}.toml");
-    fs::write(&file, config).expect("the folder is ours");
+    fs::write(&file, config).expect("the folder is writable");
     let path = format!("{name}.log");
-    let log = File::create(Path::new(&path)).expect("the folder is ours");
+    let log = File::create(Path::new(&path)).expect("the folder is writable");
     let same = log.try_clone().expect("a descriptor");
     let (control, state) = (format!("run-{name}"), format!("state-{name}"));
     let run = ["dunlin", "tunnel", "run", "--config", &file];

@@ -37,7 +37,7 @@ fn main() -> ExitCode {
         let (unprepared, _) = Vm::start_at("a", "dunlin", GUEST).until("started");
         let said = migrate_from_a("dunlin", MIGRATE);
         assert_eq!(said["event"], "failed", "{said}");
-        let text = said["text"].as_str().expect("it says why");
+        let text = said["text"].as_str().expect("the event has a text");
         assert!(text.contains("start it with --ipsec"), "{text}");
         drop(unprepared);
 
@@ -77,11 +77,11 @@ fn lanes_are_measured_between_two_hosts(guest: &Guest) {
         .stderr(Stdio::piped())
         .spawn()
         .expect("ip starts");
-    let said = listening.stderr.take().expect("it was asked for");
+    let said = listening.stderr.take().expect("the stream is piped");
     let mut lines = BufReader::new(said).lines().map_while(Result::ok);
     assert!(
         lines.any(|line| line.contains("accepting lanes")),
-        "it listens"
+        "the bench does not listen"
     );
     let listening = Background(listening);
     let measured = at("a", "--to 10.0.0.2:7401 --peer host-b.example")

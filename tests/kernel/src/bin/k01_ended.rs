@@ -25,7 +25,7 @@ fn main() -> ExitCode {
         certificate(guest, "other");
         guest.command("modprobe", &["tls"]);
         connect_fails_in_one_line(guest);
-        accept_says_so_to_the_client_and_to_the_log(guest);
+        accept_sends_an_alert_and_logs_the_reason(guest);
     })
 }
 
@@ -37,34 +37,36 @@ fn connect_fails_in_one_line(guest: &Guest) {
     assert_eq!(called.code, Some(1), "{called:?}");
     assert_eq!(called.err, format!("dunlin: {GONE}\n"));
     assert_eq!((called.out.as_str(), called.sockets.len()), ("", 0));
-    assert_eq!(stat(guest, "TlsTxSw"), 0, "no keys were the kernel's");
+    assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel had no keys");
 }
 
 /// The client shuts down its sending direction and keeps reading.
-fn accept_says_so_to_the_client_and_to_the_log(guest: &Guest) {
-    let taker = UnixListener::bind("taker").expect("the folder is ours");
+fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
+    let consumer = UnixListener::bind("consumer").expect("the folder is writable");
     let accept = Accept::start(guest, "1.2", &[]);
     let between = end_with_handshake(Side::Client, accept.port);
     let mut ended = client(between, "own", "-tls1_2");
     let mut said = String::new();
-    let errors = ended.0.stderr.as_mut().expect("it was asked for");
-    errors.read_to_string(&mut said).expect("it is text");
+    let errors = ended.0.stderr.as_mut().expect("the stream is piped");
+    errors
+        .read_to_string(&mut said)
+        .expect("the output is text");
     assert!(said.contains("alert internal error"), "{said}");
     let line = accept.says("is refused");
     assert!(line.contains("for own is refused"), "{line}");
     assert!(line.ends_with(GONE), "{line}");
     // The consumer of its sockets was connected to and received nothing.
     let mut line = Vec::new();
-    let mut asked = taker.accept().expect("it listens").0;
-    asked.read_to_end(&mut line).expect("it ends");
+    let mut asked = consumer.accept().expect("the listener is open").0;
+    asked.read_to_end(&mut line).expect("the stream ends");
     assert_eq!(line, b"");
 
     // The next client is served as usual.
     let mut next = client(accept.port, "own", "-tls1_2");
-    let (socket, _) = take(&taker);
-    (&socket).write_all(b"hello\n").expect("it is sent");
-    let mut came = [0; 6];
-    let out = next.0.stdout.as_mut().expect("it was asked for");
-    out.read_exact(&mut came).expect("it comes");
-    assert_eq!(&came, b"hello\n");
+    let (socket, _) = take(&consumer);
+    (&socket).write_all(b"hello\n").expect("the data is sent");
+    let mut received = [0; 6];
+    let out = next.0.stdout.as_mut().expect("the stream is piped");
+    out.read_exact(&mut received).expect("the data arrives");
+    assert_eq!(&received, b"hello\n");
 }

@@ -35,20 +35,20 @@ fn main() -> ExitCode {
             assert_eq!(format!("{outcome:?}"), expected);
             return;
         }
-        only_while_connected();
+        attach_needs_a_connected_socket();
         once();
-        keys_come_after_it();
-        a_module_that_is_not_loaded(guest);
+        keys_need_an_attached_socket();
+        an_unloaded_module_disables_kernel_tls(guest);
     })
 }
 
-fn only_while_connected() {
+fn attach_needs_a_connected_socket() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     assert_eq!(attach(&listener).map_err(errno), Err(Errno::ENOTCONN));
 
     // Nor after the peer's end of stream, although the socket could still send.
     let (near, far) = connected();
-    far.shutdown(Shutdown::Write).expect("it is open");
+    far.shutdown(Shutdown::Write).expect("the socket is open");
     assert_eq!(receive(&near, &mut [0; 8]), Ok((23, 0)));
     assert_eq!(attach(&near).map_err(errno), Err(Errno::ENOTCONN));
 }
@@ -58,41 +58,44 @@ fn once() {
     assert_eq!(attach(&near).map_err(errno), Err(Errno::EEXIST));
     assert!(
         installed(&near, Direction::Sending)
-            .expect("known")
+            .expect("the socket is open")
             .is_some()
     );
 }
 
-fn keys_come_after_it() {
+fn keys_need_an_attached_socket() {
     let (near, _far) = connected();
     let early = set(&near, Direction::Sending, &Keys::new(1));
     assert_eq!(early, Err(Errno::ENOPROTOOPT));
     attach(&near).expect("the kernel has TLS");
     for direction in [Direction::Sending, Direction::Receiving] {
-        assert_eq!(installed(&near, direction).expect("known"), None);
+        assert_eq!(
+            installed(&near, direction).expect("the socket is open"),
+            None
+        );
     }
 }
 
 /// As in a container: the module exists, but no process inside may load it.
-fn a_module_that_is_not_loaded(guest: &Guest) {
+fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
     let _unloaded = guest.without_module("tls");
     unprivileged("Err(ENOENT)");
     let unasked = guest.without_loader();
     let (near, _far) = connected();
     assert_eq!(attach(&near).map_err(errno), Err(Errno::ENOENT));
-    lanes_and_the_hand_off_go_on_without(guest);
+    lanes_fall_back_and_the_hand_off_fails(guest);
     drop(unasked);
     assert_eq!(
         attach(&near).map_err(errno),
         Ok(()),
-        "nothing is left of the attempt"
+        "the failed attempt left nothing behind"
     );
     // Once loaded, it is available to every process.
     unprivileged("Ok(())");
 }
 
 /// The command prints one line with advice, after a complete handshake.
-fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
+fn lanes_fall_back_and_the_hand_off_fails(guest: &Guest) {
     for suite in CipherSuite::ALL {
         assert_eq!(choose(Offload::Kernel, suite).err(), Some(Refused::Absent));
         let auto = choose(Offload::Auto, suite).expect("auto always chooses");
@@ -110,7 +113,7 @@ fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
     assert!(called.err.contains("modprobe tls"), "{called:?}");
     // stunnel opens one connection for each complete handshake.
     let _ = stunnel.target.accept().expect("stunnel connects");
-    accept_forwards_and_hands_nothing_over(guest, &stunnel);
+    accept_forwards_and_passes_no_socket(guest, &stunnel);
     let certificate = ["--cert", "other.pem", "--key", "other.key"];
     let done = Accept::command(guest, &certificate).output();
     let done = done.expect("dunlin is in the path");
@@ -120,8 +123,8 @@ fn lanes_and_the_hand_off_go_on_without(guest: &Guest) {
     assert!(said.contains("modprobe tls"), "{said}");
 }
 
-fn accept_forwards_and_hands_nothing_over(guest: &Guest, stunnel: &Stunnel) {
-    let taker = UnixListener::bind("taker").expect("the folder is ours");
+fn accept_forwards_and_passes_no_socket(guest: &Guest, stunnel: &Stunnel) {
+    let consumer = UnixListener::bind("consumer").expect("the folder is writable");
     let accept = Accept::start(guest, "1.2", &[]);
     let warning = accept.says("are refused, all others are forwarded");
     assert!(warning.contains("modprobe tls"), "{warning}");
@@ -130,21 +133,23 @@ fn accept_forwards_and_hands_nothing_over(guest: &Guest, stunnel: &Stunnel) {
     assert!(line.contains("for own is refused"), "{line}");
     assert!(line.contains("modprobe tls"), "{line}");
     let mut said = String::new();
-    let errors = own.0.stderr.as_mut().expect("it was asked for");
-    errors.read_to_string(&mut said).expect("it is text");
+    let errors = own.0.stderr.as_mut().expect("the stream is piped");
+    errors
+        .read_to_string(&mut said)
+        .expect("the output is text");
     assert!(said.contains("alert internal error"), "{said}");
     let mut passed = Vec::new();
-    let mut asked = taker.accept().expect("it listens").0;
-    asked.read_to_end(&mut passed).expect("it ends");
+    let mut asked = consumer.accept().expect("the listener is open").0;
+    asked.read_to_end(&mut passed).expect("the stream ends");
     assert_eq!(passed, b"");
 
     let mut other = client(accept.port, "pool", "-tls1_2");
     let (mut served, _) = stunnel.target.accept().expect("stunnel connects");
-    served.write_all(b"hello\n").expect("it is sent");
-    let mut came = [0; 6];
-    let out = other.0.stdout.as_mut().expect("it was asked for");
-    out.read_exact(&mut came).expect("it comes");
-    assert_eq!(&came, b"hello\n");
+    served.write_all(b"hello\n").expect("the data is sent");
+    let mut received = [0; 6];
+    let out = other.0.stdout.as_mut().expect("the stream is piped");
+    out.read_exact(&mut received).expect("the data arrives");
+    assert_eq!(&received, b"hello\n");
 }
 
 /// Runs this test as an unprivileged user and expects `expected` from the attempt.
@@ -154,6 +159,6 @@ fn unprivileged(expected: &str) {
         .uid(65534)
         .gid(65534)
         .status()
-        .expect("it starts");
-    assert!(status.success(), "as nobody: not {expected}");
+        .expect("the program starts");
+    assert!(status.success(), "unprivileged: expected {expected}");
 }

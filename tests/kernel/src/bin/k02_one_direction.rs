@@ -13,8 +13,8 @@ use nix::errno::Errno;
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |guest| {
-        what_is_sent_leaves_in_the_clear(guest);
-        what_comes_is_believed(guest);
+        without_a_sending_key_data_leaves_in_the_clear(guest);
+        without_a_receiving_key_data_is_not_authenticated(guest);
     })
 }
 
@@ -40,7 +40,7 @@ fn without(direction: Direction, socket: TcpStream) -> TcpStream {
     .expect("one direction is refused")
 }
 
-fn what_is_sent_leaves_in_the_clear(guest: &Guest) {
+fn without_a_sending_key_data_leaves_in_the_clear(guest: &Guest) {
     let (near, mut far) = connected();
     let mut near = without(Direction::Sending, near);
     assert_eq!(stat(guest, "TlsCurrTxSw"), 0);
@@ -48,37 +48,39 @@ fn what_is_sent_leaves_in_the_clear(guest: &Guest) {
     // The socket opens records, so a test that only receives would not detect the fault.
     let mut seals = Half::new(&Keys::new(2));
     far.write_all(&seals.seal(DATA, b"sealed"))
-        .expect("it is sent");
+        .expect("the data is sent");
     let mut got = [0; 6];
-    near.read_exact(&mut got).expect("it is opened");
+    near.read_exact(&mut got).expect("the record is authentic");
     assert_eq!(&got, b"sealed");
 
     near.write_all(b"a guest's memory")
-        .expect("nothing refuses it");
+        .expect("the kernel accepts it in the clear");
     let mut seen = [0; 16];
-    far.read_exact(&mut seen).expect("it arrives");
+    far.read_exact(&mut seen).expect("the data arrives");
     assert_eq!(
         &seen, b"a guest's memory",
-        "it was in the clear on the wire"
+        "the data was in the clear on the wire"
     );
 }
 
-fn what_comes_is_believed(guest: &Guest) {
+fn without_a_receiving_key_data_is_not_authenticated(guest: &Guest) {
     let (near, mut far) = connected();
     let mut near = without(Direction::Receiving, near);
     assert_eq!(stat(guest, "TlsCurrTxSw"), 1);
-    near.write_all(b"sealed").expect("it is sent");
-    let record = tls::read_record(&mut far).expect("it arrives");
-    let record = record.expect("it is not the end");
+    near.write_all(b"sealed").expect("the data is sent");
+    let record = tls::read_record(&mut far).expect("the data arrives");
+    let record = record.expect("the stream has not ended");
     let opened = Half::new(&Keys::new(1)).open(&record);
     assert_eq!(opened, Some((DATA, b"sealed".to_vec())));
 
-    far.write_all(b"forged by anybody").expect("it is sent");
+    far.write_all(b"forged by a thief")
+        .expect("the data is sent");
     let mut got = [0; 17];
-    near.read_exact(&mut got).expect("nothing refuses it");
+    near.read_exact(&mut got)
+        .expect("the kernel accepts it in the clear");
     assert_eq!(
-        &got, b"forged by anybody",
-        "it was taken as if it were authentic"
+        &got, b"forged by a thief",
+        "the kernel accepted unauthenticated data"
     );
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }

@@ -43,7 +43,7 @@ fn main() -> ExitCode {
                     lanes_choose_the_process(direction, suite);
                     a_hand_off_fails_in_one_line(guest, &stunnel);
                 });
-                refused.join().expect("nothing goes through the kernel");
+                refused.join().expect("the thread does not panic");
             });
         }
         a_connection_with_one_key_of_two_is_not_passed(&stunnel);
@@ -61,11 +61,11 @@ fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
                 forbid_for(descriptor, Direction::Sending);
                 connect(stunnel.port, &["--no-verify"])
             });
-            called.join().expect("it does not panic")
+            called.join().expect("the thread does not panic")
         });
         let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
         if called.code == Some(0) {
-            let near: TcpStream = called.sockets.pop().expect("one came").into();
+            let near: TcpStream = called.sockets.pop().expect("one socket arrived").into();
             exchange(&near, &far, &pattern(BYTES, 3), &pattern(BYTES, 4));
             continue;
         }
@@ -82,10 +82,10 @@ fn a_connection_with_one_key_of_two_is_not_passed(stunnel: &Stunnel) {
 }
 
 fn lanes_choose_the_process(refused: Direction, suite: CipherSuite) {
-    let error = choose(Offload::Kernel, suite).expect_err("it had to be the kernel");
+    let error = choose(Offload::Kernel, suite).expect_err("the process may not seal");
     match &error {
         Refused::Direction { direction, .. } => assert_eq!(*direction, refused, "{error}"),
-        _ => panic!("the direction is not told: {error:?}"),
+        _ => panic!("no direction in {error:?}"),
     }
     let choice = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!choice.is_kernel, "{}", choice.reason);
@@ -105,11 +105,11 @@ fn a_hand_off_fails_in_one_line(guest: &Guest, stunnel: &Stunnel) {
         ("", 0),
         "{called:?}"
     );
-    assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "nobody holds the socket");
+    assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "the socket is closed");
     // The handshake was complete, so stunnel has connected; no data was sent.
     let deadline = Instant::now() + Duration::from_secs(30);
-    assert!(wait_readable(&stunnel.target, deadline).expect("it listens"));
-    let (mut far, _) = stunnel.target.accept().expect("somebody connects");
+    assert!(wait_readable(&stunnel.target, deadline).expect("the socket can be polled"));
+    let (mut far, _) = stunnel.target.accept().expect("a connection is pending");
     let mut said = Vec::new();
     // The connection may end with a reset.
     let _ = far.read_to_end(&mut said);

@@ -23,13 +23,13 @@ fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         certificate(guest, "pool");
         certificate(guest, "other");
-        tickets_are_gone(guest);
-        a_key_update_ends_it();
+        session_tickets_are_consumed(guest);
+        a_key_update_ends_the_connection();
     })
 }
 
 /// stunnel sends two tickets; a plain read that finds one would fail with EIO.
-fn tickets_are_gone(guest: &Guest) {
+fn session_tickets_are_consumed(guest: &Guest) {
     let flags: Vec<_> = FLAGS.split_whitespace().collect();
     let stunnel = stunnel(guest, 4443, "sslVersion = TLSv1.3");
     for _ in 0..3 {
@@ -39,7 +39,7 @@ fn tickets_are_gone(guest: &Guest) {
     }
 }
 
-fn a_key_update_ends_it() {
+fn a_key_update_ends_the_connection() {
     let flags: Vec<_> = FLAGS.split_whitespace().collect();
     let line = "s_server -accept 127.0.0.1:4444 -tls1_3 -cert pool.pem -key pool.key";
     let server = Command::new("openssl")
@@ -53,18 +53,18 @@ fn a_key_update_ends_it() {
     wait_for_listener(4444);
     let mut called = connect(4444, &flags);
     assert_eq!(called.out, "kTLS active: TLSv1.3 TLS_AES_256_GCM_SHA384\n");
-    let mut socket: TcpStream = called.sockets.pop().expect("it is passed").into();
-    let stdin = server.0.stdin.as_mut().expect("it is a pipe");
-    stdin.write_all(b"before\n").expect("it is written");
+    let mut socket: TcpStream = called.sockets.pop().expect("the socket is passed").into();
+    let stdin = server.0.stdin.as_mut().expect("the descriptor is a pipe");
+    stdin.write_all(b"before\n").expect("the data is written");
     let mut before = [0; 7];
-    socket.read_exact(&mut before).expect("it arrives");
+    socket.read_exact(&mut before).expect("the data arrives");
     assert_eq!(&before, b"before\n");
     // The command of s_server that updates its sending key.
-    stdin.write_all(b"k\n").expect("it is written");
-    stdin.write_all(b"after\n").expect("it is written");
+    stdin.write_all(b"k\n").expect("the data is written");
+    stdin.write_all(b"after\n").expect("the data is written");
     let error = socket
         .read(&mut [0; 16])
-        .expect_err("nobody can change the socket's key");
+        .expect_err("no process can change the socket's key");
     println!("the owner's read: {error}");
     assert_eq!(error.raw_os_error(), Some(nix::libc::EIO), "{error}");
 }

@@ -15,11 +15,11 @@ fn main() -> ExitCode {
     run(&Needs::NOTHING, |guest| {
         a_plain_read_fails();
         if renews_keys(guest) {
-            nothing_comes_before_the_new_key(guest);
-            both_directions_go_on_under_new_keys(guest);
+            nothing_is_read_before_the_new_key(guest);
+            both_directions_continue_with_new_keys(guest);
         } else {
             the_next_record_does_not_open(guest);
-            no_new_key_is_taken();
+            no_new_key_is_accepted();
         }
     })
 }
@@ -31,8 +31,13 @@ fn a_plain_read_fails() {
     peer.send(HANDSHAKE, &KEY_UPDATE);
     let mut buffer = [0; 64];
     // A read stops at a record of another type, so the data before it is not lost.
-    assert_eq!(kernel.read(&mut buffer).expect("it opens"), 6);
-    let error = kernel.read(&mut buffer).expect_err("it is no data");
+    assert_eq!(
+        kernel.read(&mut buffer).expect("the record is authentic"),
+        6
+    );
+    let error = kernel
+        .read(&mut buffer)
+        .expect_err("the record is not data");
     assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
 }
 
@@ -48,7 +53,7 @@ fn the_next_record_does_not_open(guest: &Guest) {
     assert_eq!(stat(guest, "TlsDecryptError"), 1);
 }
 
-fn no_new_key_is_taken() {
+fn no_new_key_is_accepted() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(HANDSHAKE, &KEY_UPDATE);
     assert_eq!(receive(&kernel, &mut [0; 64]), Ok((HANDSHAKE, 5)));
@@ -62,7 +67,7 @@ fn no_new_key_is_taken() {
     );
 }
 
-fn nothing_comes_before_the_new_key(guest: &Guest) {
+fn nothing_is_read_before_the_new_key(guest: &Guest) {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(HANDSHAKE, &KEY_UPDATE);
     peer.seals = Half::new(&Keys::new(3));
@@ -71,35 +76,39 @@ fn nothing_comes_before_the_new_key(guest: &Guest) {
     peer.send(DATA, b"under the new key");
     await_bytes(&kernel, 5 + 17 + 1 + 16);
     // A thread in poll() waits for ever; a thread in read() gets the error.
-    assert!(!readable(&kernel), "poll says nothing of it");
+    assert!(!readable(&kernel), "poll does not report it");
     assert_eq!(receive(&kernel, &mut buffer), Err(Errno::EKEYEXPIRED));
     let error = kernel.read(&mut buffer).expect_err("there is no key");
     assert_eq!(error.raw_os_error(), Some(Errno::EKEYEXPIRED as i32));
     // Sending is not affected.
-    kernel.write_all(b"still").expect("it is sent");
+    kernel.write_all(b"still").expect("the data is sent");
     assert_eq!(peer.receive(), Some((DATA, b"still".to_vec())));
 
-    set(&kernel, Direction::Receiving, &Keys::new(3)).expect("it takes the new key");
-    assert!(readable(&kernel), "what waited can be read");
+    set(&kernel, Direction::Receiving, &Keys::new(3)).expect("the kernel accepts the new key");
+    assert!(readable(&kernel), "the queued record can be read");
     assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 17)));
     assert_eq!(&buffer[..17], b"under the new key");
-    assert_eq!(stat(guest, "TlsRxRekeyReceived"), 2, "the plain read's too");
+    assert_eq!(
+        stat(guest, "TlsRxRekeyReceived"),
+        2,
+        "the plain read counts too"
+    );
     assert_eq!(stat(guest, "TlsRxRekeyOk"), 1);
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
-fn both_directions_go_on_under_new_keys(guest: &Guest) {
+fn both_directions_continue_with_new_keys(guest: &Guest) {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-    kernel.write_all(b"old").expect("it is sent");
+    kernel.write_all(b"old").expect("the data is sent");
     // A new key must have the same version and cipher; another version is refused without effect.
     let other = Keys {
         version: Version::V1_2,
         ..Keys::new(4)
     };
     assert_eq!(set(&kernel, Direction::Sending, &other), Err(Errno::EINVAL));
-    send_record(&kernel, HANDSHAKE, &KEY_UPDATE).expect("it is sent");
-    set(&kernel, Direction::Sending, &Keys::new(4)).expect("it takes the new key");
-    kernel.write_all(b"new").expect("it is sent");
+    send_record(&kernel, HANDSHAKE, &KEY_UPDATE).expect("the data is sent");
+    set(&kernel, Direction::Sending, &Keys::new(4)).expect("the kernel accepts the new key");
+    kernel.write_all(b"new").expect("the data is sent");
     assert_eq!(peer.receive(), Some((DATA, b"old".to_vec())));
     assert_eq!(peer.receive(), Some((HANDSHAKE, KEY_UPDATE.to_vec())));
     peer.opens = Half::new(&Keys::new(4));
@@ -107,7 +116,7 @@ fn both_directions_go_on_under_new_keys(guest: &Guest) {
     // The kernel does not require the peer's KeyUpdate: a key that is set too early breaks the
     // lane.
     peer.send(DATA, b"old");
-    set(&kernel, Direction::Receiving, &Keys::new(3)).expect("it takes the new key");
+    set(&kernel, Direction::Receiving, &Keys::new(3)).expect("the kernel accepts the new key");
     assert_eq!(receive(&kernel, &mut [0; 64]), Err(Errno::EBADMSG));
     assert_eq!(stat(guest, "TlsTxRekeyOk"), 1);
     assert_eq!(stat(guest, "TlsTxRekeyError"), 1);

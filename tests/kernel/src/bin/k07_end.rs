@@ -13,22 +13,24 @@ use nix::fcntl::{SpliceFFlags, splice};
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |guest| {
-        whoever_cuts_the_connection_looks_like_an_end(guest);
-        a_close_notify_is_told_from_it();
+        a_cut_connection_reads_as_an_end(guest);
+        a_close_notify_differs_from_an_end();
         a_plain_reader_fails_at_a_close_notify();
     })
 }
 
 /// Therefore the protocol inside must mark its own end.
-fn whoever_cuts_the_connection_looks_like_an_end(guest: &Guest) {
+fn a_cut_connection_reads_as_an_end(guest: &Guest) {
     for of_record in [0, 4, 20] {
         let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
         peer.send(DATA, b"all of it?");
         let cut = peer.seals.seal(DATA, b"no, this too");
         peer.socket
             .write_all(&cut[..of_record])
-            .expect("it is sent");
-        peer.socket.shutdown(Shutdown::Write).expect("it is open");
+            .expect("the data is sent");
+        peer.socket
+            .shutdown(Shutdown::Write)
+            .expect("the socket is open");
         let mut got = Vec::new();
         kernel.read_to_end(&mut got).expect("no error");
         assert_eq!(got, b"all of it?", "cut after {of_record} bytes");
@@ -36,11 +38,13 @@ fn whoever_cuts_the_connection_looks_like_an_end(guest: &Guest) {
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
-fn a_close_notify_is_told_from_it() {
+fn a_close_notify_differs_from_an_end() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(DATA, b"all of it");
     peer.send(ALERT, &CLOSE_NOTIFY);
-    peer.socket.shutdown(Shutdown::Write).expect("it is open");
+    peer.socket
+        .shutdown(Shutdown::Write)
+        .expect("the socket is open");
     let mut buffer = [0; 64];
     assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 9)));
     assert_eq!(receive(&kernel, &mut buffer), Ok((ALERT, 2)));
@@ -58,6 +62,8 @@ fn a_plain_reader_fails_at_a_close_notify() {
     assert_eq!(receive(&kernel, &mut [0; 64]), Ok((ALERT, 2)));
 
     peer.send(ALERT, &CLOSE_NOTIFY);
-    let error = kernel.read(&mut [0; 64]).expect_err("it is no data");
+    let error = kernel
+        .read(&mut [0; 64])
+        .expect_err("the record is not data");
     assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32), "{error}");
 }

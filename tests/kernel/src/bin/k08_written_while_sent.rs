@@ -32,19 +32,19 @@ fn memory() {
     let send = |socket: &mut TcpStream| {
         let whole = memory
             .get_slice(GuestAddress(0), BYTES)
-            .expect("it is one region");
+            .expect("the memory is one region");
         let mut rest = untracked(&whole);
         while !rest.is_empty() {
-            let sent = socket.write_volatile(&rest).expect("it is sent");
-            rest = rest.offset(sent).expect("so much was there");
+            let sent = socket.write_volatile(&rest).expect("the data is sent");
+            rest = rest.offset(sent).expect("the range is inside the memory");
         }
     };
     let scribble = |page: usize, byte: u8| {
         memory
             .write_slice(&[byte; PAGE], GuestAddress((page * PAGE) as u64))
-            .expect("it is inside");
+            .expect("the range is inside the memory");
     };
-    arrives_although_written(send, scribble);
+    arrives_authentic_although_written(send, scribble);
 }
 
 /// Pages of a file, which sendfile(2) sends by reference.
@@ -54,17 +54,17 @@ fn file_pages() {
         let mut at = 0;
         while at < BYTES as i64 {
             let rest = BYTES - at as usize;
-            sendfile(&*socket, &file, Some(&mut at), rest).expect("it is sent");
+            sendfile(&*socket, &file, Some(&mut at), rest).expect("the data is sent");
         }
     };
     let scribble = |page: usize, byte: u8| {
         file.write_all_at(&[byte; PAGE], (page * PAGE) as u64)
-            .expect("it is inside");
+            .expect("the range is inside the memory");
     };
-    arrives_although_written(send, scribble);
+    arrives_authentic_although_written(send, scribble);
 }
 
-fn arrives_although_written(
+fn arrives_authentic_although_written(
     send: impl FnOnce(&mut TcpStream) + Send,
     scribble: impl Fn(usize, u8) + Sync,
 ) {
@@ -95,13 +95,13 @@ fn arrives_although_written(
         send(&mut kernel);
         let during = rounds.load(Ordering::Relaxed) - before;
         done.store(true, Ordering::Relaxed);
-        kernel.flush().expect("it is sent");
+        kernel.flush().expect("the data is sent");
         kernel
             .shutdown(std::net::Shutdown::Write)
-            .expect("it is open");
+            .expect("the socket is open");
         let received = receiver.join().expect("every record was authentic");
         println!("written to {during} times over while it was sent");
-        assert!(during > 0, "nothing was written meanwhile");
+        assert!(during > 0, "no page was written during the send");
         received
     });
     assert_eq!(received.len(), BYTES);

@@ -39,7 +39,10 @@ fn main() -> ExitCode {
         }
         let gathered = records(|socket, data| {
             let parts: Vec<IoSlice<'_>> = data.chunks(4096).map(IoSlice::new).collect();
-            assert_eq!(socket.write_vectored(&parts).expect("it is sent"), BYTES);
+            assert_eq!(
+                socket.write_vectored(&parts).expect("the data is sent"),
+                BYTES
+            );
         });
         assert_eq!(gathered, 64, "parts of one call are one send");
         let count = records(by_sendfile);
@@ -50,8 +53,8 @@ fn main() -> ExitCode {
             println!("count of records a MiB, splices of {pipe_bytes}: {count}");
             assert_eq!(count, (BYTES / pipe_bytes).max(64));
         }
-        what_is_held_back_goes_with_the_next_send();
-        a_close_loses_what_is_held_back();
+        held_data_is_sent_with_the_next_send();
+        a_close_loses_held_data();
     })
 }
 
@@ -62,10 +65,12 @@ fn records(send: impl FnOnce(&mut TcpStream, &[u8]) + Send) -> usize {
     let (received, sizes) = thread::scope(|scope| {
         let receiver = scope.spawn(|| Peer::receive_all(&mut peer));
         send(&mut kernel, &data);
-        kernel.shutdown(Shutdown::Write).expect("it is open");
+        kernel
+            .shutdown(Shutdown::Write)
+            .expect("the socket is open");
         receiver.join().expect("all of it is authentic")
     });
-    assert!(received == data, "it arrives as it was");
+    assert!(received == data, "the received data differs");
     sizes.len()
 }
 
@@ -78,7 +83,7 @@ fn pieces(socket: &TcpStream, data: &[u8], bytes: usize, flags: MsgFlags) {
         } else {
             MsgFlags::empty()
         };
-        let sent = send(socket.as_raw_fd(), piece, flags).expect("it is sent");
+        let sent = send(socket.as_raw_fd(), piece, flags).expect("the data is sent");
         assert_eq!(sent, piece.len());
     }
 }
@@ -88,7 +93,7 @@ fn by_sendfile(socket: &mut TcpStream, data: &[u8]) {
     let mut at = 0;
     while at < BYTES as i64 {
         let rest = BYTES - at as usize;
-        sendfile(&*socket, &file, Some(&mut at), rest).expect("it is sent");
+        sendfile(&*socket, &file, Some(&mut at), rest).expect("the data is sent");
     }
 }
 
@@ -101,30 +106,34 @@ fn by_splice(socket: &mut TcpStream, data: &[u8], bytes: usize) {
         while held < bytes {
             let rest = bytes - held;
             let flags = SpliceFFlags::empty();
-            held += splice(&file, Some(&mut offset), &to, None, rest, flags).expect("it is read");
+            held +=
+                splice(&file, Some(&mut offset), &to, None, rest, flags).expect("the data is read");
         }
         while held > 0 {
             let flags = SpliceFFlags::empty();
-            held -= splice(&from, None, &*socket, None, held, flags).expect("it is sent");
+            held -= splice(&from, None, &*socket, None, held, flags).expect("the data is sent");
         }
     }
 }
 
-fn what_is_held_back_goes_with_the_next_send() {
+fn held_data_is_sent_with_the_next_send() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-    send(kernel.as_raw_fd(), b"first, ", MORE).expect("it is taken");
-    assert_eq!(unread_bytes(&peer.socket).expect("it is a socket"), 0);
-    kernel.write_all(b"second").expect("it is sent");
+    send(kernel.as_raw_fd(), b"first, ", MORE).expect("the data is accepted");
+    assert_eq!(
+        unread_bytes(&peer.socket).expect("the descriptor is a socket"),
+        0
+    );
+    kernel.write_all(b"second").expect("the data is sent");
     await_bytes(&peer.socket, OVERHEAD + 13);
     assert_eq!(peer.receive(), Some((23, b"first, second".to_vec())));
 }
 
-fn a_close_loses_what_is_held_back() {
+fn a_close_loses_held_data() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-    kernel.write_all(b"sent").expect("it is sent");
-    send(kernel.as_raw_fd(), b"lost", MORE).expect("it is taken");
+    kernel.write_all(b"sent").expect("the data is sent");
+    send(kernel.as_raw_fd(), b"lost", MORE).expect("the data is accepted");
     drop(kernel);
     let mut rest = Vec::new();
-    peer.socket.read_to_end(&mut rest).expect("it ends");
-    assert_eq!(rest.len(), OVERHEAD + 4, "one of the two records came");
+    peer.socket.read_to_end(&mut rest).expect("the stream ends");
+    assert_eq!(rest.len(), OVERHEAD + 4, "one of the two records arrived");
 }

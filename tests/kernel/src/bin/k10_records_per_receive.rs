@@ -17,28 +17,28 @@ const BYTES: usize = 1 << 20;
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |_| {
-        takes_what_is_there();
-        waits_for_all_when_told_so();
+        receives_all_queued_records();
+        waitall_waits_for_all_bytes();
         odd_sizes();
-        a_control_record_stands_alone();
-        looking_takes_nothing();
+        a_control_record_is_received_alone();
+        peek_consumes_nothing();
     })
 }
 
 /// One receive takes eight queued records.
-fn takes_what_is_there() {
+fn receives_all_queued_records() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let data = pattern(8 * 4000, 1);
     let on_the_wire = queue(&mut peer.socket, &mut peer.seals, &data, 4000);
     await_bytes(&kernel, on_the_wire);
     let mut buffer = vec![0; BYTES];
-    let received = receive(&kernel, &mut buffer).expect("it opens");
+    let received = receive(&kernel, &mut buffer).expect("the record is authentic");
     println!("count of records a receive: {}", received.1 / 4000);
     assert_eq!(received, (DATA, data.len()));
     assert!(buffer[..data.len()] == data);
 }
 
-fn waits_for_all_when_told_so() {
+fn waitall_waits_for_all_bytes() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let data = pattern(BYTES, 1);
     let sender = thread::spawn({
@@ -49,7 +49,7 @@ fn waits_for_all_when_told_so() {
     let got = recv(kernel.as_raw_fd(), &mut buffer, MsgFlags::MSG_WAITALL);
     assert_eq!(got, Ok(BYTES));
     assert!(buffer == data);
-    sender.join().expect("it has been sent");
+    sender.join().expect("the sender does not panic");
 }
 
 fn odd_sizes() {
@@ -69,16 +69,16 @@ fn odd_sizes() {
         let mut got: Vec<u8> = Vec::new();
         let mut buffer = vec![0; read];
         while got.len() < data.len() {
-            let taken = kernel.read(&mut buffer).expect("it opens");
+            let taken = kernel.read(&mut buffer).expect("the record is authentic");
             assert_ne!(taken, 0);
             got.extend(&buffer[..taken]);
         }
         assert!(got == data, "records of {record}, reads of {read}");
-        sender.join().expect("it has been sent");
+        sender.join().expect("the sender does not panic");
     }
 }
 
-fn a_control_record_stands_alone() {
+fn a_control_record_is_received_alone() {
     let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     let mut wire = Vec::new();
     for (kind, content) in [
@@ -90,7 +90,7 @@ fn a_control_record_stands_alone() {
     ] {
         wire.extend(peer.seals.seal(kind, content));
     }
-    peer.socket.write_all(&wire).expect("it is sent");
+    peer.socket.write_all(&wire).expect("the data is sent");
     await_bytes(&kernel, wire.len());
     let mut buffer = [0; 64];
     assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 7)));
@@ -101,15 +101,20 @@ fn a_control_record_stands_alone() {
     assert_eq!(receive(&kernel, &mut buffer), Ok((DATA, 5)));
 }
 
-fn looking_takes_nothing() {
+fn peek_consumes_nothing() {
     let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
     peer.send(DATA, b"there");
     let mut buffer = [0; 5];
     for _ in 0..2 {
-        assert_eq!(kernel.peek(&mut buffer).expect("it opens"), 5);
+        assert_eq!(
+            kernel.peek(&mut buffer).expect("the record is authentic"),
+            5
+        );
         assert_eq!(&buffer, b"there");
     }
-    kernel.read_exact(&mut buffer).expect("it is still there");
+    kernel
+        .read_exact(&mut buffer)
+        .expect("the data is still queued");
     assert_eq!(&buffer, b"there");
 }
 
@@ -119,6 +124,6 @@ fn queue(socket: &mut TcpStream, seals: &mut Half, data: &[u8], record: usize) -
         .chunks(record)
         .flat_map(|content| seals.seal(DATA, content))
         .collect();
-    socket.write_all(&wire).expect("it is sent");
+    socket.write_all(&wire).expect("the data is sent");
     wire.len()
 }

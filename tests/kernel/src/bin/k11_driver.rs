@@ -43,7 +43,7 @@ fn main() -> ExitCode {
             attach(&near).expect("the kernel has TLS");
             let refused = set(&near, Direction::Sending, &Keys::new(1));
             assert_eq!(refused, Err(Errno::ENOENT));
-            a_cipher_that_is_missing_is_told_from_a_kernel_without_tls();
+            a_missing_cipher_differs_from_a_kernel_without_tls();
             for module in PARTS {
                 let _ = Command::new("modprobe").args(["-q", module]).status();
             }
@@ -61,9 +61,9 @@ fn main() -> ExitCode {
     })
 }
 
-fn a_cipher_that_is_missing_is_told_from_a_kernel_without_tls() {
+fn a_missing_cipher_differs_from_a_kernel_without_tls() {
     let suite = CipherSuite::Aes256Gcm;
-    let refused = choose(Offload::Kernel, suite).expect_err("it had to be the kernel");
+    let refused = choose(Offload::Kernel, suite).expect_err("the process may not seal");
     assert!(matches!(refused, Refused::Cipher { .. }), "{refused:?}");
     let auto = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!auto.is_kernel);
@@ -97,9 +97,9 @@ impl Driver {
 fn chosen() -> Driver {
     let before = drivers();
     let (mut near, mut far) = kernels();
-    near.write_all(b"sealed").expect("it is sent");
+    near.write_all(b"sealed").expect("the data is sent");
     let mut got = [0; 6];
-    far.read_exact(&mut got).expect("it opens");
+    far.read_exact(&mut got).expect("the record is authentic");
     assert_eq!(&got, b"sealed");
     let known = drivers();
     println!("{known:#?}");
@@ -110,7 +110,11 @@ fn chosen() -> Driver {
     let used: Vec<&Driver> = known.iter().filter(|driver| users(driver) >= 4).collect();
     assert_eq!(used.len(), 1, "both directions of both sockets: {used:?}");
     let best = known.iter().map(|driver| driver.priority).max();
-    assert_eq!(Some(used[0].priority), best, "the highest is taken");
+    assert_eq!(
+        Some(used[0].priority),
+        best,
+        "the driver with the highest priority is used"
+    );
     used[0].clone()
 }
 
@@ -129,8 +133,8 @@ fn drivers() -> Vec<Driver> {
             Driver {
                 driver: field("driver"),
                 module: field("module"),
-                priority: field("priority").parse().expect("it is a number"),
-                users: field("refcnt").parse().expect("it is a number"),
+                priority: field("priority").parse().expect("the text is a number"),
+                users: field("refcnt").parse().expect("the text is a number"),
             }
         })
         .collect()

@@ -23,21 +23,22 @@ fn main() -> ExitCode {
         certificate(guest, "pool");
         certificate(guest, "other");
         let stunnel = stunnel(guest, 4443, "");
-        without_waiting(&stunnel);
+        non_blocking_writes(&stunnel);
         two_writers(&stunnel);
     })
 }
 
 /// A non-blocking writer sends more than all buffers hold.
-fn without_waiting(stunnel: &Stunnel) {
+fn non_blocking_writes(stunnel: &Stunnel) {
     let (near, far) = connected(stunnel, &TRUSTED);
-    near.set_nonblocking(true).expect("it is a socket");
+    near.set_nonblocking(true)
+        .expect("the descriptor is a socket");
     let bytes = pattern(24 << 20, 11);
     let (mut early, mut partial) = (0, 0);
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut all = Vec::new();
-            (&far).read_to_end(&mut all).expect("it arrives");
+            (&far).read_to_end(&mut all).expect("the data arrives");
             all
         });
         let mut rest = &bytes[..];
@@ -51,16 +52,19 @@ fn without_waiting(stunnel: &Stunnel) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     early += 1;
                     let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
-                    assert!(wait_writable(&near, until).expect("it can be polled"));
+                    assert!(wait_writable(&near, until).expect("the socket can be polled"));
                 }
                 Err(error) => panic!("{error}"),
             }
         }
-        near.shutdown(Shutdown::Write).expect("it is open");
-        assert!(reader.join().expect("it has its assertions") == bytes);
+        near.shutdown(Shutdown::Write).expect("the socket is open");
+        assert!(reader.join().expect("the thread does not panic") == bytes);
     });
     println!("{early} writes would have waited, {partial} were partial");
-    assert!(early > 0, "the buffers held all of it: this tested nothing");
+    assert!(
+        early > 0,
+        "the buffers held everything, so no write blocked"
+    );
 }
 
 /// Each write shorter than a record stays contiguous, even beside another writer.
@@ -75,20 +79,20 @@ fn two_writers(stunnel: &Stunnel) {
                 scope.spawn(move || {
                     let mut near = near;
                     for _ in 0..BLOCKS {
-                        near.write_all(&[mark; BLOCK]).expect("it is sent");
+                        near.write_all(&[mark; BLOCK]).expect("the data is sent");
                     }
                 })
             })
             .into();
         let ender = scope.spawn(|| {
             for writer in writers {
-                writer.join().expect("it has its assertions");
+                writer.join().expect("the thread does not panic");
             }
-            near.shutdown(Shutdown::Write).expect("it is open");
+            near.shutdown(Shutdown::Write).expect("the socket is open");
         });
         let mut all = Vec::new();
-        (&far).read_to_end(&mut all).expect("it arrives");
-        ender.join().expect("it has its assertions");
+        (&far).read_to_end(&mut all).expect("the data arrives");
+        ender.join().expect("the thread does not panic");
         all
     });
     assert_eq!(received.len(), 2 * BLOCKS * BLOCK);

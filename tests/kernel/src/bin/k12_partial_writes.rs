@@ -18,20 +18,20 @@ const BYTES: usize = 4 << 20;
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |_| {
-        a_full_socket_takes_a_part();
-        an_interrupted_send_says_what_it_took();
+        a_full_socket_accepts_a_part();
+        an_interrupted_send_reports_the_accepted_bytes();
         an_interrupted_receive_loses_nothing();
         two_writers();
     })
 }
 
-fn a_full_socket_takes_a_part() {
+fn a_full_socket_accepts_a_part() {
     let (mut near, far) = kernels();
     near.set_nonblocking(true).expect("it can be set");
     let data = pattern(BYTES, 1);
     // The peer does not read, so the buffers fill up.
-    let mut sent = near.write(&data).expect("some fits");
-    assert!(sent < BYTES, "all of it fitted");
+    let mut sent = near.write(&data).expect("the buffers are empty");
+    assert!(sent < BYTES, "the buffers held everything");
     while let Ok(more) = near.write(&data[sent..]) {
         sent += more;
     }
@@ -45,18 +45,18 @@ fn a_full_socket_takes_a_part() {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let deadline = Instant::now() + Duration::from_secs(30);
-                assert!(wait_writable(&near, deadline).expect("it is a socket"));
+                assert!(wait_writable(&near, deadline).expect("the descriptor is a socket"));
             }
             Err(error) => panic!("{error}"),
         }
     }
     // The first part was sent before; the kernel chooses the size of the others.
-    assert!(parts > 0, "it was taken in parts");
-    near.shutdown(Shutdown::Write).expect("it is open");
-    assert!(reader.join().expect("it reads") == data);
+    assert!(parts > 0, "the rest was accepted at once");
+    near.shutdown(Shutdown::Write).expect("the socket is open");
+    assert!(reader.join().expect("the reader does not panic") == data);
 }
 
-fn an_interrupted_send_says_what_it_took() {
+fn an_interrupted_send_reports_the_accepted_bytes() {
     let (mut near, far) = kernels();
     let data = pattern(BYTES, 1);
     let writer = Thread::this().expect("the signal can be taken");
@@ -66,7 +66,7 @@ fn an_interrupted_send_says_what_it_took() {
         scope.spawn(|| {
             started.wait();
             while !done.load(Ordering::Relaxed) {
-                writer.interrupt().expect("it is there");
+                writer.interrupt().expect("the thread exists");
                 thread::sleep(Duration::from_millis(1));
             }
         });
@@ -75,7 +75,7 @@ fn an_interrupted_send_says_what_it_took() {
             let mut far = far;
             let mut got = vec![0; BYTES];
             for part in got.chunks_mut(RECORD * 4) {
-                far.read_exact(part).expect("it opens");
+                far.read_exact(part).expect("the record is authentic");
                 thread::sleep(Duration::from_millis(3));
             }
             got
@@ -93,8 +93,8 @@ fn an_interrupted_send_says_what_it_took() {
         }
         done.store(true, Ordering::Relaxed);
         assert!(
-            reader.join().expect("it reads") == data,
-            "none is lost or doubled"
+            reader.join().expect("the reader does not panic") == data,
+            "bytes were lost or repeated"
         );
     });
     println!("{parts} parts, and {nothing} times nothing");
@@ -106,21 +106,23 @@ fn an_interrupted_receive_loses_nothing() {
     let reader = Thread::this().expect("the signal can be taken");
     let record = peer.seals.seal(DATA, &pattern(RECORD, 1));
     let (half, rest) = record.split_at(RECORD / 2);
-    peer.socket.write_all(half).expect("it is sent");
+    peer.socket.write_all(half).expect("the data is sent");
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
-                reader.interrupt().expect("it is there");
+                reader.interrupt().expect("the thread exists");
                 thread::sleep(Duration::from_millis(1));
             }
         });
         let mut kernel = &kernel;
         let mut got = vec![0; RECORD];
-        let error = kernel.read(&mut got).expect_err("half a record is nothing");
+        let error = kernel
+            .read(&mut got)
+            .expect_err("half a record is not readable");
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);
         done.store(true, Ordering::Relaxed);
-        peer.socket.write_all(rest).expect("it is sent");
+        peer.socket.write_all(rest).expect("the data is sent");
         while let Err(error) = kernel.read_exact(&mut got) {
             assert_eq!(error.kind(), io::ErrorKind::Interrupted);
         }
@@ -134,21 +136,26 @@ fn two_writers() {
         const SENDS: usize = 60;
         let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
         // Smaller than the largest send: a writer waits within it.
-        set_buffers(&kernel, Some(RECORD as u32), None).expect("it can be set");
+        set_buffers(&kernel, Some(RECORD as u32), None).expect("the option can be set");
         let (received, sizes) = thread::scope(|scope| {
             let receiver = scope.spawn(|| peer.receive_all());
             let writers = [1, 2].map(|byte| {
                 let mut socket = &kernel;
                 scope.spawn(move || {
                     for _ in 0..SENDS {
-                        assert_eq!(socket.write(&vec![byte; bytes]).expect("sent"), bytes);
+                        assert_eq!(
+                            socket.write(&vec![byte; bytes]).expect("the data is sent"),
+                            bytes
+                        );
                     }
                 })
             });
             for writer in writers {
-                writer.join().expect("it has written");
+                writer.join().expect("the writer does not panic");
             }
-            kernel.shutdown(Shutdown::Write).expect("it is open");
+            kernel
+                .shutdown(Shutdown::Write)
+                .expect("the socket is open");
             receiver.join().expect("every record is authentic")
         });
         assert_eq!(received.len(), 2 * SENDS * bytes);
@@ -172,6 +179,8 @@ fn two_writers() {
 
 fn read_all(mut socket: TcpStream) -> Vec<u8> {
     let mut got = Vec::new();
-    socket.read_to_end(&mut got).expect("it opens");
+    socket
+        .read_to_end(&mut got)
+        .expect("the record is authentic");
     got
 }

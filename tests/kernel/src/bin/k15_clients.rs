@@ -31,10 +31,11 @@ fn main() -> ExitCode {
         certificate(guest, "pool");
         certificate(guest, "other");
         let dunlin = guest.output("which", &["dunlin"]);
-        symlink(dunlin.trim(), "ktls-helper").expect("the folder is ours");
-        fs::write("ktls_client.py", PYTHON).expect("the folder is ours");
-        fs::write("ktls_copy", C).expect("the folder is ours");
-        fs::set_permissions("ktls_copy", fs::Permissions::from_mode(0o755)).expect("it is ours");
+        symlink(dunlin.trim(), "ktls-helper").expect("the folder is writable");
+        fs::write("ktls_client.py", PYTHON).expect("the folder is writable");
+        fs::write("ktls_copy", C).expect("the folder is writable");
+        fs::set_permissions("ktls_copy", fs::Permissions::from_mode(0o755))
+            .expect("the file is ours");
         let helper = guest.folder().join("ktls-helper");
         let stunnel = stunnel(guest, 4443, "");
         let blocks = BLOCKS[usize::from(guest.is_soak())];
@@ -47,7 +48,7 @@ fn main() -> ExitCode {
                 .args(&client[1..])
                 .arg(&helper)
                 .args(["127.0.0.1", "4443", "pool.pem"]);
-            goes_on_to_the_end(&stunnel, command, blocks);
+            all_data_arrives_in_both_directions(&stunnel, command, blocks);
             assert_eq!(
                 guest.counter("/proc/net/tls_stat", "TlsTxSw"),
                 number as u64 + 1
@@ -57,7 +58,7 @@ fn main() -> ExitCode {
     })
 }
 
-fn goes_on_to_the_end(stunnel: &Stunnel, mut client: Command, blocks: usize) {
+fn all_data_arrives_in_both_directions(stunnel: &Stunnel, mut client: Command, blocks: usize) {
     let answer = pattern(ANSWER, 9);
     let content = pattern(BLOCK, 7);
     // Each block begins with its number.
@@ -71,32 +72,38 @@ fn goes_on_to_the_end(stunnel: &Stunnel, mut client: Command, blocks: usize) {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .expect("it starts");
-    let mut input = child.stdin.take().expect("it was asked for");
+        .expect("the program starts");
+    let mut input = child.stdin.take().expect("the stream is piped");
     let done = thread::scope(|scope| {
         scope.spawn(move || {
             for number in 0..blocks {
                 let sent = input.write_all(&block(number));
-                sent.expect("it reads all of it");
+                sent.expect("the client reads its input");
             }
         });
         scope.spawn(|| {
             let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
-            let mut came = vec![0; BLOCK];
+            let mut received = vec![0; BLOCK];
             for number in 0..blocks {
-                far.read_exact(&mut came).expect("it arrives");
-                assert!(came == block(number), "block {number} of {blocks} differs");
+                far.read_exact(&mut received).expect("the data arrives");
+                assert!(
+                    received == block(number),
+                    "block {number} of {blocks} differs"
+                );
             }
-            assert_eq!(far.read(&mut [0]).expect("it is no reset"), 0);
-            far.write_all(&answer).expect("stunnel takes it");
+            assert_eq!(
+                far.read(&mut [0]).expect("the stream ends without a reset"),
+                0
+            );
+            far.write_all(&answer).expect("stunnel accepts the data");
         });
-        child.wait_with_output().expect("it ends")
+        child.wait_with_output().expect("the process ends")
     });
     let said = String::from_utf8_lossy(&done.stderr);
     assert!(done.status.success(), "{client:?}: {}\n{said}", done.status);
-    let came = done.stdout.len();
+    let received = done.stdout.len();
     assert!(
         done.stdout == answer,
-        "{client:?}: {came} bytes of {ANSWER}\n{said}"
+        "{client:?}: {received} bytes of {ANSWER}\n{said}"
     );
 }

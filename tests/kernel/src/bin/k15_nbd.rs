@@ -35,16 +35,17 @@ fn main() -> ExitCode {
         let _stunnel = stunnel_to(guest, 4443, target, "");
         let mut called = connect(4443, &["--cert-bundle-file", "pool.pem"]);
         let socket = called.sockets.pop().unwrap_or_else(|| panic!("{called:?}"));
-        let mut disk = Disk::open(socket.into()).expect("it is negotiated");
+        let mut disk = Disk::open(socket.into()).expect("the parameters are negotiated");
         assert_eq!(disk.bytes, 16 << 20);
         let content = |number: usize| pattern(BLOCK, number as u64 + 1);
         for number in 0..BLOCKS {
             let at = (number * BLOCK) as u64;
-            disk.write(at, &content(number)).expect("it is written");
+            disk.write(at, &content(number))
+                .expect("the data is written");
         }
         for number in (0..BLOCKS).rev() {
             let at = (number * BLOCK) as u64;
-            let read = disk.read(at, BLOCK).expect("it is read");
+            let read = disk.read(at, BLOCK).expect("the data is read");
             assert!(read == content(number), "block {number} differs");
         }
         assert_eq!(guest.counter("/proc/net/tls_stat", "TlsTxSw"), 1);

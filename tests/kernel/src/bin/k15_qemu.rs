@@ -60,17 +60,17 @@ fn main() -> ExitCode {
         let unlimited = json!({"max-bandwidth": 0});
         execute(&mut source, "migrate-set-parameters", unlimited);
         let given = source.qmp().give("handoff", called.sockets[0].as_fd());
-        given.expect("QEMU takes it");
+        given.expect("QEMU accepts the descriptor");
         drop(called);
         execute(&mut source, "migrate", json!({"uri": "fd:handoff"}));
-        finish(&mut source, "source").expect("it completes");
-        finish(&mut destination, "destination").expect("it completes");
+        finish(&mut source, "source").expect("the migration completes");
+        finish(&mut destination, "destination").expect("the migration completes");
         assert_eq!(guest.counter("/proc/net/tls_stat", "TlsTxSw"), 1);
         assert_eq!(guest.counter("/proc/net/tls_stat", "TlsDecryptError"), 0);
 
         let differs = source.first_difference(&mut destination);
         assert_eq!(differs.expect("both are paused"), None);
-        destination.resume().expect("it goes on");
+        destination.resume().expect("the guest continues");
         let pages = destination.check_pages().expect("every page is right");
         assert_eq!(pages, WORKLOAD.pages);
     })
@@ -96,7 +96,7 @@ fn certificates(guest: &dunlin_kernel_tests::Guest) {
             "subjectAltName=DNS:localhost\nkeyUsage=digitalSignature,keyEncipherment\n\
              extendedKeyUsage={usage}\nbasicConstraints=CA:FALSE\n"
         );
-        fs::write("extensions", extensions).expect("the folder is ours");
+        fs::write("extensions", extensions).expect("the folder is writable");
         openssl(&format!(
             "req -new -newkey rsa:2048 -nodes -batch -subj /CN={role} \
              -keyout {role}-key.pem -out {role}.csr"

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use dunlin_kernel_tests::handoff::{
-    CIPHERS, CURVE, Stunnel, certificate, connect, connect_for_nobody, connected, exchange, stunnel,
+    CIPHERS, CURVE, Stunnel, certificate, connect, connect_without_receiver, connected, exchange,
+    stunnel,
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
@@ -51,21 +52,18 @@ fn main() -> ExitCode {
                 Cipher::Aes128Gcm
             };
             for direction in [Direction::Sending, Direction::Receiving] {
-                let installed = ktls::installed(&near, direction).expect("it is a socket");
+                let installed =
+                    ktls::installed(&near, direction).expect("the descriptor is a socket");
                 let installed = installed.expect("the kernel has a key");
                 assert!(installed.is(Version::V1_2, cipher), "{installed:?}");
             }
             exchange(&near, &far, &pattern(BYTES, 3), &pattern(ANSWER, 5));
             assert_eq!(stat(guest, "TlsDecryptError"), 0);
         }
-        assert_eq!(
-            stat(guest, "TlsCurrTxSw"),
-            0,
-            "nobody holds a socket any more"
-        );
+        assert_eq!(stat(guest, "TlsCurrTxSw"), 0, "all sockets are closed");
 
-        says_what_it_is(&stunnel);
-        a_caller_that_has_gone_gets_a_line_and_no_socket(guest, &stunnel);
+        prints_each_connection(&stunnel);
+        a_caller_with_a_closed_socket_gets_one_line(guest, &stunnel);
         the_third_cipher_of_tls_1_2(guest);
     })
 }
@@ -76,7 +74,7 @@ fn the_third_cipher_of_tls_1_2(guest: &Guest) {
     let stunnel = stunnel(guest, 4444, &format!("ciphers = {SUITE}"));
     let (near, far) = connected(&stunnel, &["--no-verify", "--ciphers", SUITE]);
     for direction in [Direction::Sending, Direction::Receiving] {
-        let installed = ktls::installed(&near, direction).expect("it is a socket");
+        let installed = ktls::installed(&near, direction).expect("the descriptor is a socket");
         let installed = installed.expect("the kernel has a key");
         assert!(
             installed.is(Version::V1_2, Cipher::ChaCha20Poly1305),
@@ -87,7 +85,7 @@ fn the_third_cipher_of_tls_1_2(guest: &Guest) {
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
-fn says_what_it_is(stunnel: &Stunnel) {
+fn prints_each_connection(stunnel: &Stunnel) {
     let called = connect(stunnel.port, &["--cert-bundle-file", "pool.pem"]);
     let suite = CIPHERS.split(':').next().expect("there are two");
     assert_eq!(called.out, format!("kTLS active: TLSv1.2 {suite}\n"));
@@ -113,7 +111,9 @@ fn says_what_it_is(stunnel: &Stunnel) {
         assert_eq!(line["record_limit"], 1 << 24, "{line}");
         assert_eq!(line["cipher"], suite, "{line}");
         assert_eq!(line["peer"]["verified"], true, "{line}");
-        let driver = line["driver"]["name"].as_str().expect("the kernel tells");
+        let driver = line["driver"]["name"]
+            .as_str()
+            .expect("the kernel reports it");
         assert!(driver.contains("gcm"), "{line}");
         println!("{line}");
         let (far, _) = stunnel.target.accept().expect("stunnel connects");
@@ -122,8 +122,8 @@ fn says_what_it_is(stunnel: &Stunnel) {
 }
 
 /// The command closes a socket that it cannot pass.
-fn a_caller_that_has_gone_gets_a_line_and_no_socket(guest: &Guest, stunnel: &Stunnel) {
-    let called = connect_for_nobody(stunnel.port, &["--no-verify"]);
+fn a_caller_with_a_closed_socket_gets_one_line(guest: &Guest, stunnel: &Stunnel) {
+    let called = connect_without_receiver(stunnel.port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
     let words = "cannot pass the socket to --send-fd 0";
     assert!(called.err.contains(words), "{called:?}");

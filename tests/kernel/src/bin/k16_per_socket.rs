@@ -23,17 +23,17 @@ const USERS: [u32; 2] = [0, 65_534];
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         guest.command("modprobe", &["tls"]);
-        the_kernel_tells_of_one_socket();
+        the_kernel_reports_each_socket();
         certificate(guest, "pool");
         certificate(guest, "other");
         let stunnel = stunnel(guest, 4443, "");
         for user in USERS {
-            the_hand_off_says_where_and_what_was_counted(guest, &stunnel, user);
+            the_hand_off_reports_driver_device_and_counters(guest, &stunnel, user);
         }
     })
 }
 
-fn the_kernel_tells_of_one_socket() {
+fn the_kernel_reports_each_socket() {
     let of = |socket: &TcpStream| record_engines(socket).expect("this kernel has inet_diag");
     let (near, far) = kernels();
     let both = RecordEngines {
@@ -44,7 +44,7 @@ fn the_kernel_tells_of_one_socket() {
     let (near, far) = connected();
     assert_eq!(of(&near), None);
     attach(&near).expect("the kernel has TLS");
-    set(&near, Direction::Sending, &Keys::new(1)).expect("it seals");
+    set(&near, Direction::Sending, &Keys::new(1)).expect("the kernel accepts the sending key");
     let half = RecordEngines {
         receiving: None,
         ..both
@@ -53,15 +53,15 @@ fn the_kernel_tells_of_one_socket() {
     assert_eq!(of(&far), None);
     // A second connection, over IPv6.
     let listener = TcpListener::bind("[::1]:0").expect("the loopback is up");
-    let address = listener.local_addr().expect("it is bound");
-    let near = TcpStream::connect(address).expect("somebody listens");
+    let address = listener.local_addr().expect("the listener is bound");
+    let near = TcpStream::connect(address).expect("the listener is open");
     assert_eq!(of(&near), None);
     attach(&near).expect("the kernel has TLS");
-    set(&near, Direction::Sending, &Keys::new(1)).expect("it seals");
+    set(&near, Direction::Sending, &Keys::new(1)).expect("the kernel accepts the sending key");
     assert_eq!(of(&near), Some(half));
 }
 
-fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel, user: u32) {
+fn the_hand_off_reports_driver_device_and_counters(guest: &Guest, stunnel: &Stunnel, user: u32) {
     let called = connect_as(user, stunnel.port, &["--no-verify", "--json"]);
     assert_eq!(called.code, Some(0), "{called:?}");
     println!("{user}: {}", called.out);
@@ -75,10 +75,10 @@ fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel
     for flag in ["tls-hw-tx-offload", "tls-hw-rx-offload"] {
         // In ethtool's format; the loopback has "off [fixed]".
         let words = features.lines().find(|line| line.contains(flag));
-        let is_on = words.expect("ethtool knows it").contains(": on");
+        let is_on = words.expect("ethtool lists it").contains(": on");
         assert_eq!(line["device"][flag], is_on, "{line}");
     }
-    let counted = line["tls_stat"].as_object().expect("the kernel tells");
+    let counted = line["tls_stat"].as_object().expect("the kernel reports it");
     for (name, count) in counted {
         assert_eq!(count, stat(guest, name), "{name}");
     }
@@ -87,5 +87,5 @@ fn the_hand_off_says_where_and_what_was_counted(guest: &Guest, stunnel: &Stunnel
     }
     // Counters do not describe single connections.
     assert!(!counted.contains_key("TlsTxSw"), "{line}");
-    assert!(stat(guest, "TlsTxSw") > 1, "others have been here");
+    assert!(stat(guest, "TlsTxSw") > 1, "other connections were counted");
 }

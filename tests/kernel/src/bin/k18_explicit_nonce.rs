@@ -32,8 +32,10 @@ fn counts_from_the_iv(first: u64) {
     install(&kernel, &seals, &opens);
     let mut half = Half::new(&seals);
     for number in 0..4 {
-        kernel.write_all(b"sealed").expect("it is sent");
-        let record = read_record(&mut far).expect("it arrives").expect("no end");
+        kernel.write_all(b"sealed").expect("the data is sent");
+        let record = read_record(&mut far)
+            .expect("the data arrives")
+            .expect("the stream has not ended");
         let nonce = u64::from_be_bytes(explicit_nonce(&record));
         assert_eq!(nonce, first.wrapping_add(number));
         assert_eq!(half.open(&record), Some((DATA, b"sealed".to_vec())));

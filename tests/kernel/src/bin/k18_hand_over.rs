@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         let stunnel = stunnel(guest, 4443, "");
         for suite in CIPHERS.split(':') {
             let path = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
-            let port = path.local_addr().expect("it is bound").port();
+            let port = path.local_addr().expect("the listener is bound").port();
             let recorder = thread::spawn(move || recorded(&path, 4443));
             let called = connect(port, &["--no-verify", "--ciphers", suite]);
             assert_eq!(
@@ -41,22 +41,25 @@ fn main() -> ExitCode {
             for descriptor in called.sockets {
                 let mut near = TcpStream::from(descriptor);
                 for _ in 0..SENDS {
-                    near.write_all(b"sealed").expect("it is sent");
+                    near.write_all(b"sealed").expect("the data is sent");
                 }
                 let mut got = vec![0; 6 * SENDS];
-                far.read_exact(&mut got).expect("stunnel opens it");
-                near.shutdown(Shutdown::Both).expect("it is open");
+                far.read_exact(&mut got).expect("stunnel decrypts the data");
+                near.shutdown(Shutdown::Both).expect("the socket is open");
             }
             drop(far);
-            bears_no_nonce_twice(&recorder.join().expect("it has ended"), suite);
+            assert_no_nonce_repeats(
+                &recorder.join().expect("the recorder does not panic"),
+                suite,
+            );
         }
     })
 }
 
-fn bears_no_nonce_twice(mut sent: &[u8], suite: &str) {
+fn assert_no_nonce_repeats(mut sent: &[u8], suite: &str) {
     let mut sealed = Vec::new();
     let mut is_sealed = false;
-    while let Some(record) = read_record(&mut sent).expect("it ends with a record") {
+    while let Some(record) = read_record(&mut sent).expect("the bytes are whole records") {
         if is_sealed {
             sealed.push((record[0], u64::from_be_bytes(explicit_nonce(&record))));
         }
@@ -68,7 +71,7 @@ fn bears_no_nonce_twice(mut sent: &[u8], suite: &str) {
     assert_eq!(data.len(), SENDS, "{suite}: a record a send");
     assert!(data.iter().all(|(kind, _)| *kind == DATA), "{sealed:?}");
     let nonces: BTreeSet<u64> = sealed.iter().map(|(_, nonce)| *nonce).collect();
-    assert_eq!(nonces.len(), sealed.len(), "{suite}: a nonce came twice");
+    assert_eq!(nonces.len(), sealed.len(), "{suite}: a nonce was repeated");
     // The maximum number of records under one key does not reach that nonce either.
     let first = data[0].1;
     assert!(
@@ -79,7 +82,7 @@ fn bears_no_nonce_twice(mut sent: &[u8], suite: &str) {
 
 /// Forwards one connection to `port`. Returns the bytes sent there.
 fn recorded(listener: &TcpListener, port: u16) -> Vec<u8> {
-    let (near, _) = listener.accept().expect("somebody connects");
+    let (near, _) = listener.accept().expect("a connection is pending");
     let far = TcpStream::connect(("127.0.0.1", port)).expect("stunnel listens");
     let mut sent = Vec::new();
     thread::scope(|scope| {

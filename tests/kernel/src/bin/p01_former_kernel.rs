@@ -75,7 +75,7 @@ fn ignored_attributes_are_found_by_reading_back(guest: &Guest) {
     state.replay_window = 32;
     a.xfrm.add_state(&state).expect("the kernel accepts it");
     let held = a.xfrm.state(&state.id).expect("the kernel answers");
-    let held = held.expect("it is there");
+    let held = held.expect("the SA exists");
     assert_eq!((held.cpu, held.direction), (None, None));
     let verified = a.xfrm.verify(&state);
     let Err(Error::Differs { what: "the CPU" }) = verified else {

@@ -24,22 +24,22 @@ fn main() -> ExitCode {
         // Every kernel with per-CPU SAs also stores directions.
         assert!(a.xfrm.keeps_directions().expect("the kernel answers"));
         println!("per-CPU SAs: {has_per_cpu}");
-        a.xfrm.esp().expect("it has ESP");
+        a.xfrm.esp().expect("the kernel has ESP");
         // What these probes reserved and added is removed.
         assert_eq!(a.xfrm.states().expect("the kernel answers"), []);
         // An SA of another program with the probe's identity stays.
         let mut other = Sa::new(LEAST_SPI).state(a, b, Direction::In);
         other.id.destination = IpAddr::from([192, 0, 2, 2]);
-        a.xfrm.add_state(&other).expect("it is added");
-        a.xfrm.esp().expect("it has ESP");
-        a.xfrm.verify(&other).expect("it is unchanged");
-        a.xfrm.remove_state(&other.id).expect("it is there");
+        a.xfrm.add_state(&other).expect("the kernel adds it");
+        a.xfrm.esp().expect("the kernel has ESP");
+        a.xfrm.verify(&other).expect("the SA is unchanged");
+        a.xfrm.remove_state(&other.id).expect("the kernel answers");
 
         let sa = Sa::new(0x1000).of_cpu(1);
         let state = sa.state(a, b, Direction::Out);
         a.xfrm.add_state(&state).expect("the kernel accepts it");
         let held = a.xfrm.state(&state.id).expect("the kernel answers");
-        let held = held.expect("it is there");
+        let held = held.expect("the SA exists");
         assert_eq!(held.cpu, has_per_cpu.then_some(1));
         // Both kernels store directions (6.10).
         assert_eq!(held.direction, Some(Direction::Out));
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
             keep_capabilities(&[]).expect("a thread may drop capabilities");
             Xfrm::open().map(drop)
         });
-        let refused = refused.expect_err("it has no capabilities");
+        let refused = refused.expect_err("the thread has no capabilities");
         println!("{refused}");
         assert!(matches!(refused, Error::NotPermitted { .. }), "{refused}");
 

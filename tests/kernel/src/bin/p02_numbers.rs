@@ -48,7 +48,10 @@ fn windows(Hosts { a, b, .. }: &Hosts) {
         replay_window: 64,
         ..Sa::new(0x1300).state(a, b, Direction::Out)
     };
-    let refused = a.xfrm.add_state(&outbound).expect_err("it has a window");
+    let refused = a
+        .xfrm
+        .add_state(&outbound)
+        .expect_err("outbound SAs have no window");
     let Error::Refused { text, .. } = &refused else {
         panic!("{refused}");
     };
@@ -61,7 +64,7 @@ fn windows(Hosts { a, b, .. }: &Hosts) {
         };
         a.xfrm
             .add_state(&inbound)
-            .expect_err("it has no such window");
+            .expect_err("the kernel refuses the window");
     }
     assert_eq!(
         a.xfrm.state(&outbound.id).expect("the kernel answers"),
@@ -73,7 +76,7 @@ fn windows(Hosts { a, b, .. }: &Hosts) {
 /// key.
 fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
     let state = Sa::new(0x1500).state(a, b, Direction::Out);
-    a.xfrm.add_state(&state).expect("it is added");
+    a.xfrm.add_state(&state).expect("the kernel adds it");
     let (from, to) = (state.source, state.id.destination);
     let line = format!(
         "-n {} xfrm state update src {from} dst {to} proto esp spi 0x1500 reqid {REQID} \
@@ -82,14 +85,14 @@ fn updated(guest: &Guest, Hosts { a, b, .. }: &Hosts) {
         "77".repeat(36)
     );
     guest.command("ip", &line.split_whitespace().collect::<Vec<_>>());
-    a.xfrm.verify(&state).expect("it has the old key");
+    a.xfrm.verify(&state).expect("the SA has the old key");
 }
 
 /// An SPI identifies one SA.
 fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
     let wanted = Sa::new(0x1400).of(family).state(a, b, Direction::In);
-    b.xfrm.add_state(&wanted).expect("it is added");
-    b.xfrm.verify(&wanted).expect("it matches the request");
+    b.xfrm.add_state(&wanted).expect("the kernel adds it");
+    b.xfrm.verify(&wanted).expect("the SA matches the request");
     let stranger = State {
         reqid: REQID + 1,
         ..wanted.clone()
@@ -124,15 +127,20 @@ fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
         let held = a.xfrm.policy(&selector, Direction::Out);
         held.expect("the kernel answers")
     };
-    a.xfrm.add_policy(&block).expect("it is the first");
-    let refused = a.xfrm.add_policy(&protect).expect_err("there is one");
+    a.xfrm.add_policy(&block).expect("there is no other policy");
+    let refused = a
+        .xfrm
+        .add_policy(&protect)
+        .expect_err("the selector has a policy");
     assert!(
         matches!(refused, Error::Taken { what: "selector" }),
         "{refused}"
     );
     assert!(!a.xfrm.remove_policy(&protect).expect("the kernel answers"));
     assert_eq!(held(), Some(block));
-    a.xfrm.replace_policy(&protect).expect("it is replaced");
+    a.xfrm
+        .replace_policy(&protect)
+        .expect("the kernel replaces it");
     assert_eq!(held(), Some(protect));
     assert_eq!(a.xfrm.policies().expect("the kernel answers"), [protect]);
     assert!(a.xfrm.remove_policy(&protect).expect("the kernel answers"));

@@ -42,7 +42,7 @@ fn stays(scene: &Scene) {
             let mut lane = None;
             let by = scene.there(|| lane = Some(scene.lane(cpu)));
             assert_eq!(by, [Some(cpu)], "the handshake, round {round}");
-            let lane = lane.expect("it was made");
+            let lane = lane.expect("the closure opened it");
             for from in 0..CPUS {
                 let by = scene.there(|| lane.send(from, BYTES));
                 assert_eq!(by, [Some(cpu)], "sent from CPU {from}");
@@ -116,10 +116,10 @@ fn a_lost_syn(scene: &Scene) {
                     thread::sleep(Duration::from_millis(10));
                 }
                 sa.add_in(a, b);
-                lane = Some(connecting.join().expect("it connects"));
+                lane = Some(connecting.join().expect("the peer connects"));
             });
         });
-        let lane = lane.expect("it was made");
+        let lane = lane.expect("the closure opened it");
         let sent_by = scene.there(|| lane.send(2, BYTES));
         println!(
             "{:?} round {round}: SYNs with {by:?}, then with {sent_by:?}",
@@ -185,7 +185,7 @@ fn a_cut(guest: &Guest, scene: &Scene) {
             sa.add_in(&hosts.a, &hosts.b);
         }
         for lane in sending {
-            lane.join().expect("it goes on");
+            lane.join().expect("the thread does not panic");
         }
     });
     let mut strayed = 0;

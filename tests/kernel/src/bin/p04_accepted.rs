@@ -71,7 +71,7 @@ fn moved_under_load(scene: &Scene) {
             let mut part = vec![0; 16 << 10];
             loop {
                 let count = std::io::Read::read(&mut &lane.far, &mut part);
-                let count = count.expect("it is open");
+                let count = count.expect("the socket is open");
                 if count == 0 || part[..count].contains(&255) {
                     break;
                 }

@@ -44,7 +44,7 @@ fn late(guest: &Guest) {
     assert_eq!(
         users(&there, a, b, || lane.send(1, BYTES)),
         [None],
-        "it stays"
+        "the lane stays with the fallback"
     );
     look_again(&lane.near, 1, b"x");
     read_all(&lane.far, &mut [0; 2]);
@@ -128,9 +128,9 @@ fn grown(guest: &Guest, fallback_first: bool) {
 fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     let said = guest.output("ip", &["-n", &host.name, "-s", "xfrm", "state", "count"]);
     let number = |name: &str| -> u32 {
-        let rest = said.split_once(name).expect("it is counted").1;
+        let rest = said.split_once(name).expect("the output has the count").1;
         let word = rest.split_whitespace().next().expect("a number follows");
-        word.parse().expect("it is a number")
+        word.parse().expect("the text is a number")
     };
     (number("SAD count"), number("buckets count"))
 }

@@ -104,13 +104,13 @@ fn under_a_stream(guest: &Guest, family: Family) {
                 }
                 lane.near
                     .shutdown(std::net::Shutdown::Write)
-                    .expect("it is open");
+                    .expect("the socket is open");
             });
         });
         scope.spawn(|| {
             let mut part = vec![0; 64 << 10];
             loop {
-                match std::io::Read::read(&mut &lane.far, &mut part).expect("it is open") {
+                match std::io::Read::read(&mut &lane.far, &mut part).expect("the socket is open") {
                     0 => break,
                     count => received.fetch_add(count as u64, Ordering::Relaxed),
                 };
@@ -197,10 +197,10 @@ fn changed_under(
         ..beside
     };
     for policy in [beside, wider] {
-        a.xfrm.add_policy(&policy).expect("it is added");
+        a.xfrm.add_policy(&policy).expect("the kernel adds it");
         stream.continues("a policy was added");
         assert!(a.xfrm.remove_policy(&policy).expect("the kernel answers"));
-        stream.continues("it was removed again");
+        stream.continues("the policy was removed again");
     }
 }
 
@@ -217,7 +217,7 @@ fn replaced(stream: &Stream<'_>, host: &Host, policy: &Policy) {
     host.xfrm
         .replace_policy(policy)
         .expect("the kernel answers");
-    stream.continues("it protects again");
+    stream.continues("the policy protects again");
 }
 
 /// SAs are removed first, policies last: until then no connection succeeds. Without policies a

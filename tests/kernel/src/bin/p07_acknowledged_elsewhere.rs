@@ -29,7 +29,7 @@ fn main() -> ExitCode {
             let lane = scene.lane(from);
             // The writer waits for buffer space most of the time, and acknowledgements release the
             // rest.
-            set_buffers(&lane.near, Some(16 << 10), None).expect("it is a connection");
+            set_buffers(&lane.near, Some(16 << 10), None).expect("the socket is connected");
             let by = scene.there(|| {
                 thread::scope(|scope| {
                     scope.spawn(|| on_cpu(from, || write_all(&lane.near, &pattern(BYTES, 1))));
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
                     assert!(all == pattern(BYTES, 1));
                 });
             });
-            let acknowledged_on = incoming_cpu(&lane.near).expect("it is a connection");
+            let acknowledged_on = incoming_cpu(&lane.near).expect("the socket is connected");
             println!(
                 "from CPU {from}, read on {to}: acknowledged on {acknowledged_on}, sent with {by:?}"
             );

@@ -42,16 +42,16 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
     let wire = tap(a);
     let socket = |host: &Host, port| {
         let socket = host.run(|| UdpSocket::bind((host.address(family), port)));
-        let socket = socket.expect("it is free");
+        let socket = socket.expect("the port is free");
         socket
             .set_read_timeout(Some(LIMIT))
-            .expect("it is a socket");
+            .expect("the descriptor is a socket");
         socket
     };
     let (near, far) = (socket(a, 0), socket(b, LANES.port));
     let send = |byte: u8| {
         let to = (b.address(family), LANES.port);
-        near.send_to(&[byte], to).expect("it goes");
+        near.send_to(&[byte], to).expect("the packet is sent");
     };
     // The receiver has no SA yet and drops the packet.
     send(1);
@@ -71,10 +71,10 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
         });
         thread::sleep(Duration::from_millis(1));
     }
-    let first = first.expect("it has left");
+    let first = first.expect("the frame was captured");
     let is_dropped = || b.statistics().get("XfrmInNoStates") == 1;
     while !is_dropped() {
-        assert!(Instant::now() < until, "it does not arrive");
+        assert!(Instant::now() < until, "the packet does not arrive");
     }
     sa.add_in(a, b);
     for byte in 2..=101 {
@@ -98,7 +98,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
         ..Counters::default()
     };
     expect(all);
-    wire.send(&first.bytes).expect("it goes");
+    wire.send(&first.bytes).expect("the packet is sent");
     let late = match accepted {
         true => {
             assert_eq!(receive(&far), 1);
@@ -108,7 +108,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
             };
             expect(all);
             // The same packet once more.
-            wire.send(&first.bytes).expect("it goes");
+            wire.send(&first.bytes).expect("the packet is sent");
             Counters { replay: 1, ..all }
         }
         // With extended sequence numbers no packet is too late: the receiver infers the upper half
@@ -125,14 +125,14 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
     // A packet with one wrong bit fails authentication.
     send(102);
     assert_eq!(receive(&far), 102);
-    let next = left(&wire).pop().expect("it has left");
+    let next = left(&wire).pop().expect("the frame was captured");
     let mut wrong = next.bytes;
     let head = wrong.len() - 1;
     wrong[head] ^= 1;
     // Its sequence number claims a packet that has not arrived.
     let sequence = 14 + if family == Family::V4 { 20 } else { 40 } + 4;
     wrong[sequence + 3] += 1;
-    wire.send(&wrong).expect("it goes");
+    wire.send(&wrong).expect("the packet is sent");
     expect(Counters {
         integrity_failed: late.integrity_failed + 1,
         packets: late.packets + 1,

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use dunlin_ipsec::xfrm::{Direction, Protocol};
-use dunlin_kernel_tests::ipsec::acquires::{Acquires, add_policy_that_asks};
+use dunlin_kernel_tests::ipsec::acquires::{Acquires, add_acquiring_policy};
 use dunlin_kernel_tests::ipsec::lanes::{Acceptor, Lane, users};
 use dunlin_kernel_tests::ipsec::{
     CPUS, Family, Hosts, REQID, SaSet, lanes_from, needs_per_cpu, policies,
@@ -35,10 +35,10 @@ fn main() -> ExitCode {
         for (host, policy) in &all {
             match policy.direction {
                 Direction::Out if host.name == a.name => {
-                    let added = host.run(|| add_policy_that_asks(policy));
-                    added.expect("it is added");
+                    let added = host.run(|| add_acquiring_policy(policy));
+                    added.expect("the kernel adds it");
                 }
-                _ => host.xfrm.add_policy(policy).expect("it is added"),
+                _ => host.xfrm.add_policy(policy).expect("the kernel adds it"),
             }
         }
         let listener = Acceptor::open(b, Family::V4, 0);
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
         let before = there.packets(a, b);
         let first = connect(2);
         let after = there.packets(a, b);
-        let requested = acquires.asked().expect("it can be read");
+        let requested = acquires.asked().expect("the socket is readable");
         println!(
             "first: {first:?}, requested for {requested:?}, packets {before:?} then {after:?}"
         );
@@ -96,6 +96,6 @@ fn main() -> ExitCode {
         drop((first, second));
         let lane = Lane::connect(a, 3, &listener);
         assert_eq!(users(&there, a, b, || lane.send(3, 50_000)), [None]);
-        assert_eq!(acquires.asked().expect("it can be read"), []);
+        assert_eq!(acquires.asked().expect("the socket is readable"), []);
     })
 }

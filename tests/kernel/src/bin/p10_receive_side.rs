@@ -84,8 +84,10 @@ fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
         guest.command("ip", &["netns", "exec", &b.name, "sh", "-c", &steer]);
     }
     let address = (b.address(family), ENCAPSULATED);
-    let socket = b.run(|| UdpSocket::bind(address)).expect("it is free");
-    receive_encapsulated(&socket).expect("the kernel has it");
+    let socket = b
+        .run(|| UdpSocket::bind(address))
+        .expect("the port is free");
+    receive_encapsulated(&socket).expect("the kernel has ESP in UDP");
     let mut seen = BTreeSet::new();
     let mut lanes = Vec::new();
     for number in 0..MOST {
@@ -113,12 +115,12 @@ fn spread(guest: &Guest, case: Case) -> BTreeSet<u32> {
         let mut selector = lanes_from(a, b, family, Protocol::TCP);
         selector.destination_ports = PortBlock::only(LANES.port + number);
         for (host, policy) in policies(&selector, a, b, reqid) {
-            host.xfrm.add_policy(&policy).expect("it is added");
+            host.xfrm.add_policy(&policy).expect("the kernel adds it");
         }
         let lane = Lane::connect(a, 1, &Acceptor::open(b, family, number));
         lane.send(1, BYTES);
         assert!(a.carried(&there.id(b)).packets > 0);
-        seen.insert(incoming_cpu(&lane.far).expect("it is a connection"));
+        seen.insert(incoming_cpu(&lane.far).expect("the socket is connected"));
         lanes.push(lane);
         if seen.len() >= 3 || ((!case.each || !case.steered) && number == 7) {
             break;

@@ -81,8 +81,10 @@ fn shorter(guest: &Guest, family: Family) {
         let hosts = Hosts::new(guest);
         let (a, b) = (&hosts.a, &hosts.b);
         let address = (b.address(family), ENCAPSULATED);
-        let socket = b.run(|| UdpSocket::bind(address)).expect("it is free");
-        receive_encapsulated(&socket).expect("the kernel has it");
+        let socket = b
+            .run(|| UdpSocket::bind(address))
+            .expect("the port is free");
+        receive_encapsulated(&socket).expect("the kernel has ESP in UDP");
         let there = Sa {
             encapsulation: within_udp.then_some(Encapsulation {
                 source_port: 50_000,
@@ -101,7 +103,7 @@ fn shorter(guest: &Guest, family: Family) {
         if protected {
             println!("{} bytes by {} packets", held.bytes, held.packets);
         }
-        getsockopt(&lane.near, TcpMaxSeg).expect("it is a connection")
+        getsockopt(&lane.near, TcpMaxSeg).expect("the socket is connected")
     };
     let (plain, esp, within_udp) = (data(false, false), data(true, false), data(true, true));
     println!(

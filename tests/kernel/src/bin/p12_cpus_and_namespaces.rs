@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
         let possible = fs::read_to_string("/sys/devices/system/cpu/possible");
         assert_eq!(
-            possible.expect("it is there").trim_end(),
+            possible.expect("sysfs is mounted").trim_end(),
             format!("0-{LAST}")
         );
         // A second SA of the same CPU takes over the traffic of the first, while that CPU is

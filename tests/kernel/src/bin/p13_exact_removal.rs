@@ -100,7 +100,7 @@ fn left_behind(guest: &Guest, family: Family) {
     let error = connect().expect_err("the port is blocked");
     println!("{error}: {:?}", b.statistics().since(&before));
     let dropped = b.statistics();
-    assert!(!dropped.since(&before).is_empty(), "it is counted");
+    assert!(!dropped.since(&before).is_empty(), "the drop is counted");
     // The second host does not answer in the clear either.
     let answers = wire
         .left()

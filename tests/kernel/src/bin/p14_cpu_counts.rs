@@ -76,11 +76,13 @@ fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
                     write_all(near, &pattern(10_000, 1));
                 }
                 near.shutdown(std::net::Shutdown::Write)
-                    .expect("it is open");
+                    .expect("the socket is open");
             });
         });
         scope.spawn(|| {
-            while std::io::Read::read(&mut &*far, &mut [0; 10_000]).expect("it is open") > 0 {}
+            while std::io::Read::read(&mut &*far, &mut [0; 10_000]).expect("the socket is open") > 0
+            {
+            }
         });
         let _ending = Ending {
             done: &done,

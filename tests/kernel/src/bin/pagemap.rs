@@ -27,10 +27,12 @@ fn main() -> ExitCode {
                 let memory = allocate((PAGES * PAGE) as u64, backing).expect("there is memory");
                 let whole = memory
                     .get_slice(GuestAddress(0), PAGES * PAGE)
-                    .expect("it is one region");
+                    .expect("the memory is one region");
                 let watched = untracked(&whole);
                 let watch = WriteWatch::new().expect("the kernel watches writes");
-                watch.register(&watched, behind).expect("it is watched");
+                watch
+                    .register(&watched, behind)
+                    .expect("the kernel watches the memory");
                 reports_what_was_written(&memory, &watch, &watched, behind, granularity);
                 loses_nothing_to_a_writer(&memory, &watch, &watched, behind);
             }
@@ -75,7 +77,7 @@ fn loses_nothing_to_a_writer(
         for page in of {
             copy[*page] = memory
                 .read_obj(GuestAddress((page * PAGE) as u64))
-                .expect("it is inside");
+                .expect("the range is inside the memory");
         }
     };
     look(&(0..PAGES).collect::<Vec<_>>());
@@ -102,7 +104,7 @@ fn loses_nothing_to_a_writer(
     for (page, copied) in copy.iter().enumerate() {
         let now: u64 = memory
             .read_obj(GuestAddress((page * PAGE) as u64))
-            .expect("it is inside");
+            .expect("the range is inside the memory");
         assert_eq!(*copied, now, "page {page}, {behind:?}");
     }
 }
@@ -110,7 +112,7 @@ fn loses_nothing_to_a_writer(
 fn write(memory: &TrackedMemory, page: usize, number: u64) {
     memory
         .write_obj(number, GuestAddress((page * PAGE) as u64))
-        .expect("it is inside");
+        .expect("the range is inside the memory");
 }
 
 fn taken(watch: &WriteWatch, watched: &VolatileSlice<'_>, behind: Behind) -> Vec<usize> {
@@ -119,6 +121,6 @@ fn taken(watch: &WriteWatch, watched: &VolatileSlice<'_>, behind: Behind) -> Vec
         .take(watched, behind, |range| {
             pages.extend(range.start as usize / PAGE..range.end as usize / PAGE);
         })
-        .expect("it is scanned");
+        .expect("the kernel scans the memory");
     pages
 }

@@ -55,16 +55,16 @@ fn a_page_that_is_swapped_out_is_populated(backing: Backing) {
     }
     swap_out(&memory, &written);
     let mut found = Vec::new();
-    let region = memory.iter().next().expect("it has one");
+    let region = memory.iter().next().expect("the memory has a region");
     match region.file_offset() {
         None => populated(&whole, |range| found.extend(pages_of(&range))),
         Some(file) => data(file.file(), 0..region.len(), |range| {
             found.extend(pages_of(&range));
         }),
     }
-    .expect("it is scanned");
+    .expect("the kernel scans the memory");
     assert_eq!(found, written, "{backing:?}");
-    assert!(are_out(&memory, &written), "looking at it brings none back");
+    assert!(are_out(&memory, &written), "the scan swaps no page in");
 }
 
 fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
@@ -78,11 +78,13 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
         write(&memory, page, 1);
     }
     let watch = WriteWatch::new().expect("the kernel watches writes");
-    watch.register(&whole, behind).expect("it is watched");
+    watch
+        .register(&whole, behind)
+        .expect("the kernel watches the memory");
     let taken = |what: &str, expected: &[usize]| {
         let mut pages = Vec::new();
         let taken = watch.take(&whole, behind, |range| pages.extend(pages_of(&range)));
-        taken.expect("it is scanned");
+        taken.expect("the kernel scans the memory");
         assert_eq!(pages, expected, "{behind:?}: {what}");
     };
     // Pages 5 and 1000 are written to during tracking, the others only before.
@@ -94,7 +96,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
     taken("nothing since", &[]);
     assert!(
         are_out(&memory, &[5, 9, 700, 1000]),
-        "the log brings none back"
+        "the log swaps no page in"
     );
     // A write swaps these pages in.
     for page in [9, 1000] {
@@ -105,7 +107,9 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
     swap_out(&memory, &[9, 1000]);
     taken("and again swapped out", &[9]);
     for page in [5, 9, 700, 1000] {
-        let _: u64 = memory.read_obj(at(page)).expect("it is inside");
+        let _: u64 = memory
+            .read_obj(at(page))
+            .expect("the range is inside the memory");
     }
     taken("swapped in to be read", &[]);
 }
@@ -115,9 +119,9 @@ fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     let source = guest(backing);
     page_out_all(source.vm());
     let before = swapped_kib(source.vm().memory());
-    println!("{before} KiB are out");
+    println!("{before} KiB are swapped out");
     // Half of its memory is populated.
-    assert!(before >= 3 << 10, "only {before} KiB are out");
+    assert!(before >= 3 << 10, "only {before} KiB are swapped out");
     let (there, ..) = relocate(&source, &Tls::new(), &verified(2));
     assert_eq!(different_pages(source.vm(), there.vm()), 0, "{backing:?}");
 }
@@ -136,7 +140,7 @@ fn guest(backing: Backing) -> Arc<Movable> {
 
 fn page_out_all(vm: &Vm) {
     for region in vm.memory().iter() {
-        let whole = region.as_volatile_slice().expect("it is mapped");
+        let whole = region.as_volatile_slice().expect("the memory is mapped");
         page_out(&untracked(&whole)).expect("there is swap");
     }
 }
@@ -147,7 +151,7 @@ fn memory(backing: Backing) -> TrackedMemory {
 
 fn whole(memory: &TrackedMemory) -> VolatileSlice<'_> {
     let whole = memory.get_slice(GuestAddress(0), PAGES * PAGE);
-    untracked(&whole.expect("it is one region"))
+    untracked(&whole.expect("the memory is one region"))
 }
 
 fn at(page: usize) -> GuestAddress {
@@ -155,7 +159,9 @@ fn at(page: usize) -> GuestAddress {
 }
 
 fn write(memory: &TrackedMemory, page: usize, number: u64) {
-    memory.write_obj(number, at(page)).expect("it is inside");
+    memory
+        .write_obj(number, at(page))
+        .expect("the range is inside the memory");
 }
 
 fn pages_of(range: &Range<u64>) -> Range<usize> {
@@ -179,7 +185,7 @@ fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
 
 /// Whether all of these pages, which hold data, are swapped out.
 fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
-    let region = memory.iter().next().expect("it has one");
+    let region = memory.iter().next().expect("the memory has a region");
     if region.file_offset().is_some() {
         // An entry does not show where the page of a file is.
         return swapped_kib(memory) as usize >= (pages.len() * PAGE) >> 10;
@@ -190,7 +196,9 @@ fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     pages.iter().all(|page| {
         let mut entry = [0; 8];
         let at = (start + *page as u64) * 8;
-        entries.read_exact_at(&mut entry, at).expect("it is mapped");
+        entries
+            .read_exact_at(&mut entry, at)
+            .expect("the memory is mapped");
         u64::from_ne_bytes(entry) >> 62 & 1 == 1
     })
 }
@@ -224,8 +232,8 @@ impl Swap {
 
     fn on(guest: &Guest) -> Self {
         guest.command("modprobe", &["zram"]);
-        assert!(Path::new(Self::DEVICE).exists(), "zram has made none");
-        fs::write("/sys/block/zram0/disksize", "64M").expect("it is not in use");
+        assert!(Path::new(Self::DEVICE).exists(), "zram created no device");
+        fs::write("/sys/block/zram0/disksize", "64M").expect("the file is not in use");
         guest.command("mkswap", &[Self::DEVICE]);
         guest.command("swapon", &[Self::DEVICE]);
         Self

@@ -71,7 +71,7 @@ fn i3_a_guest_moves_while_lanes_are_replaced(guest: &Guest, pairing: [Offload; 2
         let records = proxy.progress(connection).records;
         assert!(records <= 512, "{records} records on {connection}");
     }
-    assert!(receiving.finish(false).0.expect("it arrived").runs);
+    assert!(receiving.finish(false).0.expect("the VM arrived").runs);
 }
 
 fn i3_i4_a_lane_that_dies_is_replaced(guest: &Guest, fault: Fault) {
@@ -99,8 +99,8 @@ fn tls([near, far]: [Offload; 2]) -> (ClientTls, ServerTls) {
     let client = source.client(&crypto(near), names(&[DESTINATION]));
     let server = destination.server(&crypto(far), names(&[SOURCE]));
     (
-        client.expect("the settings are whole"),
-        server.expect("the settings are whole"),
+        client.expect("the settings are valid"),
+        server.expect("the settings are valid"),
     )
 }
 

@@ -1,4 +1,4 @@
-//! Kernel TLS 1.3 with installed keys moves 16 MiB between two sockets, and a wrong key opens nothing.
+//! Kernel TLS 1.3 with installed keys moves 16 MiB between sockets; a wrong key opens nothing.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
@@ -25,20 +25,22 @@ fn moves_16_mib(guest: &Guest) {
 
     let sender = thread::spawn(move || {
         for number in 0..BYTES / CHUNK {
-            source.write_all(&chunk(number)).expect("it is sent");
+            source.write_all(&chunk(number)).expect("the data is sent");
         }
         // Once in the other direction: a key for only one direction would show plaintext here.
         let mut answer = [0; 5];
-        source.read_exact(&mut answer).expect("it is answered");
+        source.read_exact(&mut answer).expect("the peer answers");
         assert_eq!(&answer, b"there");
     });
     let mut received = vec![0; CHUNK];
     for number in 0..BYTES / CHUNK {
-        destination.read_exact(&mut received).expect("it arrives");
+        destination
+            .read_exact(&mut received)
+            .expect("the data arrives");
         assert!(received == chunk(number), "chunk {number} differs");
     }
-    destination.write_all(b"there").expect("it is sent");
-    sender.join().expect("the sender has nothing to say");
+    destination.write_all(b"there").expect("the data is sent");
+    sender.join().expect("the sender does not panic");
     assert_eq!(stat(guest, "TlsDecryptError"), 0);
 }
 
@@ -46,7 +48,7 @@ fn a_wrong_key_opens_nothing(guest: &Guest) {
     let (mut source, mut destination) = connected();
     install(&source, &Keys::new(1), &Keys::new(2));
     install(&destination, &Keys::new(2), &Keys::new(3));
-    source.write_all(b"sealed").expect("it is sent");
+    source.write_all(b"sealed").expect("the data is sent");
     let error = destination
         .read(&mut [0; 16])
         .expect_err("nothing is opened");

@@ -52,27 +52,27 @@ fn main() -> ExitCode {
         ] {
             guest.command("dunlin", &[&["pki"], words].concat());
         }
-        k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest);
+        k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest);
         i3_guest_memory_arrives_through_every_pairing(guest);
-        i6_nothing_of_a_guest_goes_in_the_clear();
-        k07_an_end_without_a_close_is_a_cut();
-        k07_a_close_is_one_for_whoever_asks_for_a_byte();
+        i6_no_guest_memory_leaves_in_the_clear();
+        k07_an_end_without_a_close_is_truncation();
+        k07_a_close_ends_a_read_of_one_byte();
         a_peer_that_hangs_inside_a_record_is_stalled_and_not_idle();
-        an_alert_reaches_whoever_sends();
-        k05_a_key_update_ends_a_lane_with_its_name();
-        i7_a_changed_byte_is_no_page();
+        an_alert_reaches_the_sender();
+        k05_a_key_update_ends_a_lane_with_an_error_of_its_own();
+        i7_a_changed_byte_is_not_delivered();
         // This test comes last, because its result is cached.
-        k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the_next();
+        k02_a_key_refused_after_a_good_probe_ends_only_that_connection();
     })
 }
 
-fn k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest: &Guest) {
+fn k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest: &Guest) {
     // The cipher with the processor's instructions is a module, which an installed system loads
     // when it starts and this one has not. Some kernels use a slower implementation instead.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
-    if driver.expect("it was just used").priority < 300 {
+    if driver.expect("the kernel has a driver").priority < 300 {
         assert!(!slow.is_kernel);
         assert!(slow.reason.contains("aesni-intel"), "{}", slow.reason);
     }
@@ -80,7 +80,7 @@ fn k11_the_choice_is_the_kernel_where_it_is_fast_and_says_with_what(guest: &Gues
     for suite in CipherSuite::ALL {
         let choice = choose(Offload::Kernel, suite).expect("this kernel has TLS");
         println!("{suite}: {}", choice.reason);
-        let abilities = abilities(suite).expect("it was just chosen");
+        let abilities = abilities(suite).expect("the kernel has the suite");
         assert!(abilities.opens_in_place, "since Linux 6.0");
         assert_eq!(abilities.renews_keys, renews_keys(guest));
         assert!(abilities.driver.is_some(), "{suite} has a driver");
@@ -112,79 +112,90 @@ fn carry(near: Secured, far: Secured) {
     let mut memory = content(PAGES * PAGE_BYTES);
     let expected = memory.clone();
     let sender = thread::spawn(move || {
-        let mut sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
+        let mut sender =
+            DataSender::tls(near, STALL_LIMIT).expect("the socket accepts its options");
         let whole = VolatileSlice::from(&mut memory[..]);
         let mut page = 0;
         while page < PAGES {
             let mut frame = sender.frame();
             while frame.room() > 0 && page < PAGES {
                 let at = whole.subslice(page * PAGE_BYTES, PAGE_BYTES);
-                let kept = frame.guest_page(&at.expect("it is inside"));
+                let kept = frame.guest_page(&at.expect("the range is inside the memory"));
                 assert_eq!(kept, Ok(true));
                 page += 1;
             }
             let bytes = frame.payload_bytes() as u32;
-            frame.finish(&bytes.to_be_bytes()).expect("it is sent");
+            frame
+                .finish(&bytes.to_be_bytes())
+                .expect("the data is sent");
         }
         for bytes in ODD {
             let mut frame = sender.frame();
             assert_eq!(frame.bytes(&content(bytes)), bytes);
             frame
                 .finish(&(bytes as u32).to_be_bytes())
-                .expect("it is sent");
+                .expect("the data is sent");
         }
-        sender.send(&0_u32.to_be_bytes()).expect("it is sent");
-        sender.finish().expect("it is closed")
+        sender.send(&0_u32.to_be_bytes()).expect("the data is sent");
+        sender.finish().expect("the lane is closed")
     });
-    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("the socket accepts its options");
     let mut header = [0; 4];
     let mut arrived = vec![0; expected.len()];
     let whole = VolatileSlice::from(&mut arrived[..]);
     let mut filled = 0;
     let next = |receiver: &mut DataReceiver, header: &mut [u8; 4]| {
-        assert!(receiver.next(header, None).expect("a frame comes"));
+        assert!(receiver.next(header, None).expect("a frame arrives"));
         u32::from_be_bytes(*header) as usize
     };
     while filled < expected.len() {
         let bytes = next(&mut receiver, &mut header);
         let pages = (filled..filled + bytes).step_by(PAGE_BYTES);
-        let targets = pages.map(|at| whole.subslice(at, PAGE_BYTES).expect("it is inside"));
-        receiver.payload_into(targets).expect("its pages come");
+        let targets = pages.map(|at| {
+            whole
+                .subslice(at, PAGE_BYTES)
+                .expect("the range is inside the memory")
+        });
+        receiver.payload_into(targets).expect("its pages arrive");
         filled += bytes;
     }
     for bytes in ODD {
         assert_eq!(next(&mut receiver, &mut header), bytes);
         let mut odd = Vec::new();
-        let came = receiver.payload(bytes as u64, |part| odd.extend_from_slice(part));
-        came.expect("its bytes come");
+        let received = receiver.payload(bytes as u64, |part| odd.extend_from_slice(part));
+        received.expect("its bytes arrive");
         assert!(odd == content(bytes), "{bytes} bytes differ");
     }
     assert_eq!(next(&mut receiver, &mut header), 0);
-    assert!(!receiver.next(&mut header, None).expect("it was closed"));
+    assert!(
+        !receiver
+            .next(&mut header, None)
+            .expect("the lane was closed")
+    );
     let received = receiver.close().expect("the close is answered");
-    let sent: Counters = sender.join().expect("the sender has nothing to say");
+    let sent: Counters = sender.join().expect("the sender does not panic");
     assert_eq!(sent.content_bytes, received.content_bytes);
     assert!(arrived == expected, "pages differ");
 }
 
 /// A proxy in between records the traffic.
-fn i6_nothing_of_a_guest_goes_in_the_clear() {
+fn i6_no_guest_memory_leaves_in_the_clear() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
     let (near, mut wire_near) = connected();
     let (mut wire_far, far) = connected();
     let mut back = (
-        wire_far.try_clone().expect("it is open"),
-        wire_near.try_clone().expect("it is open"),
+        wire_far.try_clone().expect("the socket is open"),
+        wire_near.try_clone().expect("the socket is open"),
     );
     let there = thread::spawn(move || copy_and_keep(&mut wire_near, &mut wire_far));
     let back = thread::spawn(move || copy_and_keep(&mut back.0, &mut back.1));
     let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
-    let near = handshake::client(near, &client, soon()).expect("they know each other");
-    let far = accepting.join().expect("it does not panic");
-    let far = far.expect("they know each other");
+    let near = handshake::client(near, &client, soon()).expect("the identities match");
+    let far = accepting.join().expect("the thread does not panic");
+    let far = far.expect("the identities match");
     assert!(is_kernel(&near) && is_kernel(&far));
     carry(near, far);
-    let kept = [there.join(), back.join()].map(|kept| kept.expect("it does not panic"));
+    let kept = [there.join(), back.join()].map(|kept| kept.expect("the thread does not panic"));
     assert!(kept[0].len() > PAGES * PAGE_BYTES);
     let memory = content(PAGES * PAGE_BYTES);
     for kept in kept {
@@ -204,51 +215,53 @@ fn i6_nothing_of_a_guest_goes_in_the_clear() {
     }
 }
 
-fn k07_an_end_without_a_close_is_a_cut() {
+fn k07_an_end_without_a_close_is_truncation() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
-    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("the socket accepts its options");
     drop(near.stream);
-    let error = receiver.next(&mut [0; 4], None).expect_err("it was cut");
+    let error = receiver
+        .next(&mut [0; 4], None)
+        .expect_err("the connection was cut");
     assert!(matches!(error, ReceiveError::Truncated), "{error}");
 }
 
 /// An alert has two bytes.
-fn k07_a_close_is_one_for_whoever_asks_for_a_byte() {
+fn k07_a_close_ends_a_read_of_one_byte() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
-    let sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
-    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
-    sender.finish().expect("it is closed");
-    assert!(!receiver.next(&mut [0], None).expect("it was closed"));
+    let sender = DataSender::tls(near, STALL_LIMIT).expect("the socket accepts its options");
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("the socket accepts its options");
+    sender.finish().expect("the lane is closed");
+    assert!(!receiver.next(&mut [0], None).expect("the lane was closed"));
     receiver.close().expect("the close is answered");
 }
 
 fn a_peer_that_hangs_inside_a_record_is_stalled_and_not_idle() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
     let limit = Duration::from_millis(300);
-    let mut receiver = DataReceiver::tls(far, limit).expect("a socket takes its options");
+    let mut receiver = DataReceiver::tls(far, limit).expect("the socket accepts its options");
     let error = receiver
         .next(&mut [0; 4], Some(limit))
-        .expect_err("none comes");
+        .expect_err("no record arrives");
     assert!(matches!(error, ReceiveError::Idle { .. }), "{error}");
     (&near.stream)
         .write_all(&[23, 3, 3, 1, 0, 7])
-        .expect("it is sent");
+        .expect("the data is sent");
     let error = receiver
         .next(&mut [0; 4], None)
-        .expect_err("the rest does not come");
+        .expect_err("the rest does not arrive");
     assert!(matches!(error, ReceiveError::Stalled { .. }), "{error}");
 }
 
-fn an_alert_reaches_whoever_sends() {
+fn an_alert_reaches_the_sender() {
     let (near, far) = pair(CipherSuite::Aes256Gcm, Offload::Kernel, Offload::Kernel);
-    let mut sender = DataSender::tls(near, STALL_LIMIT).expect("a socket takes its options");
+    let mut sender = DataSender::tls(near, STALL_LIMIT).expect("the socket accepts its options");
     ktls::send_record(&far.stream, 21, &[2, 44]).expect("an alert is sent");
     // A reset would discard an alert that has not arrived yet.
-    assert!(wait_readable(sender.socket(), soon()).expect("a socket is waited for"));
+    assert!(wait_readable(sender.socket(), soon()).expect("the socket can be polled"));
     drop(far);
     let until = soon();
     let error = loop {
-        assert!(Instant::now() < until, "the lane takes bytes for ever");
+        assert!(Instant::now() < until, "the lane still accepts bytes");
         match sender.send(&[1; 1000]) {
             Ok(()) => thread::sleep(Duration::from_millis(5)),
             Err(error) => break error,
@@ -257,30 +270,38 @@ fn an_alert_reaches_whoever_sends() {
     assert!(matches!(error, SendError::PeerAlert(Alert(44))), "{error}");
 }
 
-fn k05_a_key_update_ends_a_lane_with_its_name() {
+fn k05_a_key_update_ends_a_lane_with_an_error_of_its_own() {
     let (client, server) = settings(CipherSuite::Aes256Gcm, Offload::Process, Offload::Kernel);
     let (mut near, far) = connected();
     let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
     // A peer that renews its key, which Dunlin never does.
-    let name = "b.test".try_into().expect("it is a name");
+    let name = "b.test".try_into().expect("the text is a name");
     let mut peer = rustls::ClientConnection::new(client.config().clone(), name)
-        .expect("the settings are whole");
+        .expect("the settings are valid");
     while peer.is_handshaking() {
-        peer.complete_io(&mut near).expect("the handshake goes on");
+        peer.complete_io(&mut near)
+            .expect("the handshake continues");
     }
-    let far = accepting.join().expect("it does not panic");
-    let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
-        .expect("a socket takes its options");
-    peer.writer().write_all(b"before").expect("it is queued");
-    peer.refresh_traffic_keys().expect("it can renew");
-    peer.writer().write_all(b"behind").expect("it is queued");
+    let far = accepting.join().expect("the thread does not panic");
+    let mut receiver = DataReceiver::tls(far.expect("the identities match"), STALL_LIMIT)
+        .expect("the socket accepts its options");
+    peer.writer()
+        .write_all(b"before")
+        .expect("the data is queued");
+    peer.refresh_traffic_keys()
+        .expect("the keys can be renewed");
+    peer.writer()
+        .write_all(b"behind")
+        .expect("the data is queued");
     while peer.wants_write() {
-        peer.write_tls(&mut near).expect("it is sent");
+        peer.write_tls(&mut near).expect("the data is sent");
     }
     let mut bytes = [0; 6];
-    assert!(receiver.next(&mut bytes, None).expect("data comes"));
+    assert!(receiver.next(&mut bytes, None).expect("data arrives"));
     assert_eq!(&bytes, b"before");
-    let error = receiver.next(&mut bytes, None).expect_err("it ends");
+    let error = receiver
+        .next(&mut bytes, None)
+        .expect_err("a KeyUpdate ends the lane");
     let update = OpenError::Handshake {
         message: LateMessage::KeyUpdate,
     };
@@ -290,19 +311,19 @@ fn k05_a_key_update_ends_a_lane_with_its_name() {
     );
 }
 
-fn i7_a_changed_byte_is_no_page() {
+fn i7_a_changed_byte_is_not_delivered() {
     let suite = CipherSuite::Aes256Gcm;
     let (near, far) = pair(suite, Offload::Process, Offload::Kernel);
     let Records::Process { mut seal, .. } = near.records else {
         panic!("the process was asked for");
     };
     let mut record = vec![7; PAGE_BYTES];
-    seal.seal(&mut record).expect("it is sealed");
+    seal.seal(&mut record).expect("the record can be sealed");
     record[2000] ^= 4;
-    (&near.stream).write_all(&record).expect("it is sent");
-    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("a socket takes its options");
-    let error = receiver.payload(10, |_| panic!("it was handed out"));
-    let error = error.expect_err("it does not open");
+    (&near.stream).write_all(&record).expect("the data is sent");
+    let mut receiver = DataReceiver::tls(far, STALL_LIMIT).expect("the socket accepts its options");
+    let error = receiver.payload(10, |_| panic!("unauthenticated bytes were delivered"));
+    let error = error.expect_err("the record is not authentic");
     assert!(
         matches!(error, ReceiveError::Record(OpenError::Authentication)),
         "{error}"
@@ -310,7 +331,7 @@ fn i7_a_changed_byte_is_no_page() {
 }
 
 /// As if a limit were reached in between: the kernel accepted the probe's keys.
-fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the_next() {
+fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
     let suite = CipherSuite::Aes256Gcm;
     let (client, server) = settings(suite, Offload::Auto, Offload::Process);
     assert!(choose(Offload::Auto, suite).is_ok_and(|choice| choice.is_kernel));
@@ -321,22 +342,24 @@ fn k02_a_key_that_is_refused_behind_a_good_probe_ends_the_connection_and_not_the
             let server = server.clone();
             let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
             let near = handshake::client(near, &client, soon());
-            (near, accepting.join().expect("it does not panic"))
+            (near, accepting.join().expect("the thread does not panic"))
         };
         let (near, far) = connect();
-        let error = near.expect_err("one key of two was taken");
+        let error = near.expect_err("the kernel refuses the sending key");
         assert!(error.to_string().contains("the key for sending"), "{error}");
-        let mut receiver = DataReceiver::tls(far.expect("they know each other"), STALL_LIMIT)
-            .expect("a socket takes its options");
+        let mut receiver = DataReceiver::tls(far.expect("the identities match"), STALL_LIMIT)
+            .expect("the socket accepts its options");
         // Not even an alert, which would be sent in the clear.
-        let error = receiver.next(&mut [0; 4], None).expect_err("it was cut");
+        let error = receiver
+            .next(&mut [0; 4], None)
+            .expect_err("the connection was cut");
         assert!(matches!(error, ReceiveError::Truncated), "{error}");
         let (near, far) = connect();
-        let near = near.expect("the process seals");
+        let near = near.expect("the process has the keys");
         assert!(!is_kernel(&near));
-        carry(near, far.expect("they know each other"));
+        carry(near, far.expect("the identities match"));
     });
-    refused.join().expect("nothing goes in the clear");
+    refused.join().expect("the thread does not panic");
     let choice = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!choice.is_kernel);
     assert!(
@@ -374,9 +397,9 @@ fn pair(suite: CipherSuite, near: Offload, far: Offload) -> (Secured, Secured) {
     let (client, server) = settings(suite, near, far);
     let (near, far) = connected();
     let accepting = thread::spawn(move || handshake::server(far, &server, soon()));
-    let near = handshake::client(near, &client, soon()).expect("they know each other");
-    let far = accepting.join().expect("it does not panic");
-    (near, far.expect("they know each other"))
+    let near = handshake::client(near, &client, soon()).expect("the identities match");
+    let far = accepting.join().expect("the thread does not panic");
+    (near, far.expect("the identities match"))
 }
 
 fn settings(suite: CipherSuite, near: Offload, far: Offload) -> (ClientTls, ServerTls) {
@@ -387,23 +410,26 @@ fn settings(suite: CipherSuite, near: Offload, far: Offload) -> (ClientTls, Serv
     };
     let load = |name: &str| {
         let loaded = Identity::load(name.as_ref(), LoadOptions::default());
-        loaded.expect("pki has made it").0
+        loaded.expect("`dunlin pki` created it").0
     };
-    let peers =
-        |name: &str| -> Peers { [name.parse().expect("it is a name")].into_iter().collect() };
+    let peers = |name: &str| -> Peers {
+        [name.parse().expect("the text is a name")]
+            .into_iter()
+            .collect()
+    };
     let client = load("a").client(&crypto(near), peers("b.test"));
     let server = load("b").server(&crypto(far), peers("a.test"));
     (
-        client.expect("the settings are whole"),
-        server.expect("the settings are whole"),
+        client.expect("the settings are valid"),
+        server.expect("the settings are valid"),
     )
 }
 
 fn connected() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
-    let address = listener.local_addr().expect("it is bound");
-    let near = TcpStream::connect(address).expect("somebody listens");
-    (near, listener.accept().expect("somebody has connected").0)
+    let address = listener.local_addr().expect("the listener is bound");
+    let near = TcpStream::connect(address).expect("the listener is open");
+    (near, listener.accept().expect("a connection is pending").0)
 }
 
 fn copy_and_keep(from: &mut TcpStream, to: &mut TcpStream) -> Vec<u8> {

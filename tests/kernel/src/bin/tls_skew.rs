@@ -36,16 +36,22 @@ fn main() -> ExitCode {
             let issue = ["pki", "issue", "--ca", "ca", "--name", name, folder];
             guest.command("dunlin", &issue);
         }
-        let taker = UnixListener::bind("taker").expect("the folder is ours");
+        let consumer = UnixListener::bind("consumer").expect("the folder is writable");
         let mut port = 7300;
         for [near, far] in versions {
             for version in [Version::V1_2, Version::V1_3] {
                 println!("{near} connects a hand-off to {far}, {version:?}");
-                a_hand_off_connects_to_the_other(guest, [near, far], version, &taker);
+                a_hand_off_connects_to_the_other_version(guest, [near, far], version, &consumer);
             }
             for (mode, offload) in [("stripe", "auto"), ("relay", "auto"), ("relay", "kernel")] {
                 println!("{near} has a tunnel's {mode} to {far}, {offload}");
-                a_tunnel_carries_a_channel_to_the_other(guest, [near, far], mode, offload, port);
+                a_tunnel_carries_a_channel_to_the_other_version(
+                    guest,
+                    [near, far],
+                    mode,
+                    offload,
+                    port,
+                );
                 port += 10;
             }
         }
@@ -53,11 +59,11 @@ fn main() -> ExitCode {
     })
 }
 
-fn a_hand_off_connects_to_the_other(
+fn a_hand_off_connects_to_the_other_version(
     guest: &Guest,
     [near, far]: [&str; 2],
     version: Version,
-    taker: &UnixListener,
+    consumer: &UnixListener,
 ) {
     let (tls, suite) = match version {
         Version::V1_2 => ("1.2", "ECDHE-ECDSA-AES256-GCM-SHA384"),
@@ -75,15 +81,15 @@ fn a_hand_off_connects_to_the_other(
     assert_eq!(called.code, Some(0), "{called:?}");
     let words = format!("kTLS active: TLSv{tls} {suite}\n");
     assert_eq!(called.out, words, "{called:?}");
-    let near: TcpStream = called.sockets.pop().expect("one came").into();
-    let (far, line) = take(taker);
+    let near: TcpStream = called.sockets.pop().expect("one socket arrived").into();
+    let (far, line) = take(consumer);
     assert_eq!(line["offload"], "kernel");
     assert_eq!(line["version"], format!("TLSv{tls}"));
     assert_eq!(line["cipher"], suite);
     assert_eq!(line["sni"], NAME);
     for socket in [&near, &far] {
         for direction in [Direction::Sending, Direction::Receiving] {
-            let installed = ktls::installed(socket, direction).expect("it is a socket");
+            let installed = ktls::installed(socket, direction).expect("the descriptor is a socket");
             let installed = installed.unwrap_or_else(|| panic!("{direction:?} has no key"));
             assert!(installed.is(version, Cipher::Aes256Gcm), "{installed:?}");
         }
@@ -91,7 +97,7 @@ fn a_hand_off_connects_to_the_other(
     exchange(&near, &far, &pattern(BYTES, 1), &pattern(BYTES / 2, 2));
 }
 
-fn a_tunnel_carries_a_channel_to_the_other(
+fn a_tunnel_carries_a_channel_to_the_other_version(
     guest: &Guest,
     [near, far]: [&str; 2],
     mode: &str,
@@ -121,8 +127,8 @@ fn a_tunnel_carries_a_channel_to_the_other(
     let far = tunnel(far, "far", &of("b", &far_port, &target_route));
     let near = tunnel(near, "near", &of("a", &near_port, &entrance_route));
 
-    let stream = TcpStream::connect(entrance).expect("it listens");
-    let (served, _) = target.accept().expect("it listens");
+    let stream = TcpStream::connect(entrance).expect("the listener is open");
+    let (served, _) = target.accept().expect("the listener is open");
     exchange(&stream, &served, &pattern(BYTES, 3), &pattern(BYTES / 2, 4));
     // Counts both ends of each connection; each side opens the lanes that it sends on. If the
     // kernel cannot renew keys, `auto` keeps a relay in user space.
@@ -134,9 +140,15 @@ fn a_tunnel_carries_a_channel_to_the_other(
     until("sockets have keys for sending and for receiving", || {
         ["TlsCurrTxSw", "TlsCurrRxSw"].map(|counter| stat(guest, counter)) == [expected; 2]
     });
-    for (ends, mut hears) in [(&stream, &served), (&served, &stream)] {
-        ends.shutdown(Shutdown::Write).expect("it is connected");
-        assert_eq!(hears.read(&mut [0]).expect("it ends well"), 0);
+    for (ends, mut receiver) in [(&stream, &served), (&served, &stream)] {
+        ends.shutdown(Shutdown::Write)
+            .expect("the socket is connected");
+        assert_eq!(
+            receiver
+                .read(&mut [0])
+                .expect("the stream ends without an error"),
+            0
+        );
     }
     drop((near, far));
 }
@@ -144,8 +156,8 @@ fn a_tunnel_carries_a_channel_to_the_other(
 /// A listening `tunnel run` with its log in a file.
 fn tunnel(dunlin: &str, name: &str, config: &str) -> (Background, BufReader<ChildStdout>) {
     let file = format!("{name}.toml");
-    fs::write(&file, config).expect("the folder is ours");
-    let log = File::create(format!("{name}.log")).expect("the folder is ours");
+    fs::write(&file, config).expect("the folder is writable");
+    let log = File::create(format!("{name}.log")).expect("the folder is writable");
     let mut child = Command::new(dunlin)
         .args(["tunnel", "run", "--config", &file])
         .args(["--control", "run", "--state-dir", "state"])
@@ -153,11 +165,11 @@ fn tunnel(dunlin: &str, name: &str, config: &str) -> (Background, BufReader<Chil
         .stdout(Stdio::piped())
         .stderr(log)
         .spawn()
-        .expect("it is in the path");
-    let out = child.stdout.take().expect("it was asked for");
+        .expect("dunlin is in the path");
+    let out = child.stdout.take().expect("the stream is piped");
     let process = Background(child);
     let (mut out, mut line) = (BufReader::new(out), String::new());
-    out.read_line(&mut line).expect("it is text");
+    out.read_line(&mut line).expect("the output is text");
     assert!(line.starts_with("listening on "), "{name}: {line:?}");
     (process, out)
 }

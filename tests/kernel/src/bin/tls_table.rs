@@ -172,7 +172,10 @@ fn arrives((what, sealed, send): Way) {
     };
     let receiver = thread::spawn(move || peer.receive_all());
     send(&mut sender);
-    sender.socket.shutdown(Shutdown::Write).expect("it is open");
+    sender
+        .socket
+        .shutdown(Shutdown::Write)
+        .expect("the socket is open");
     let (data, sizes) = receiver.join().expect("every record is authentic");
     assert!(data == pattern(BYTES, 1), "{what}");
     assert_eq!(sizes.len(), MIBS * RECORDS, "{what}");
@@ -182,7 +185,7 @@ fn arrives((what, sealed, send): Way) {
 /// reading them, at a cost independent of the sender.
 fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
     let (mut sender, far) = Sender::new(sealed);
-    let (told, hears) = mpsc::channel();
+    let (arrived, arrivals) = mpsc::channel();
     let receiver = thread::spawn(move || {
         let mib = match sealed {
             Sealed::Nowhere => MIB,
@@ -192,12 +195,12 @@ fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
         let flags = MsgFlags::MSG_WAITALL | MsgFlags::MSG_TRUNC;
         while let Ok(dropped @ 1..) = recv(far.as_raw_fd(), &mut unused, flags) {
             assert_eq!(dropped, unused.len());
-            told.send(()).expect("somebody waits");
+            arrived.send(()).expect("the sender waits");
         }
     });
     let mut all = || {
         send(&mut sender);
-        hears.recv().expect("it has come");
+        arrivals.recv().expect("the data arrives");
     };
     // The first run includes one-time work.
     all();
@@ -207,7 +210,7 @@ fn cost(guest: &Guest, (what, sealed, send): Way) -> (f64, Option<u64>) {
         ..
     } = guest.count(what, all);
     drop(sender);
-    receiver.join().expect("it has received");
+    receiver.join().expect("the receiver does not panic");
     let calls: u64 = MOVING
         .iter()
         .filter_map(|call| system_calls.get(call))
@@ -245,7 +248,8 @@ impl Sender {
         }
         let file = file(&pattern(BYTES, 1));
         let twin = file.try_clone().expect("there are descriptors");
-        let mapped = MmapRegion::from_file(FileOffset::new(twin, 0), BYTES).expect("it is mapped");
+        let mapped =
+            MmapRegion::from_file(FileOffset::new(twin, 0), BYTES).expect("the memory is mapped");
         let sender = Self {
             socket,
             file,
@@ -258,13 +262,15 @@ impl Sender {
     }
 
     fn read_seal_write(&mut self) {
-        self.file.rewind().expect("it is a file");
+        self.file.rewind().expect("the descriptor is a file");
         let record = &mut self.records[0][..SEALED];
         for _ in 0..BYTES / RECORD {
             let content = &mut record[HEADER..HEADER + RECORD];
-            self.file.read_exact(content).expect("so much is there");
+            self.file
+                .read_exact(content)
+                .expect("the file is long enough");
             self.seals.seal_in_place(record);
-            self.socket.write_all(record).expect("it is sent");
+            self.socket.write_all(record).expect("the data is sent");
         }
     }
 
@@ -272,7 +278,7 @@ impl Sender {
         for (at, record) in self.records[mib].chunks_mut(SEALED).enumerate() {
             let content = self.mapped.as_volatile_slice();
             let content = content.subslice(mib * MIB + at * RECORD, RECORD);
-            let content = content.expect("it is inside");
+            let content = content.expect("the range is inside the memory");
             content.copy_to(&mut record[HEADER..HEADER + RECORD]);
             self.seals.seal_in_place(record);
         }
@@ -283,7 +289,7 @@ impl Sender {
             self.seal_mapped(mib);
             self.socket
                 .write_all(&self.records[mib])
-                .expect("it is sent");
+                .expect("the data is sent");
         }
     }
 
@@ -294,7 +300,7 @@ impl Sender {
             while !rest.is_empty() {
                 let parts = [IoSlice::new(rest)];
                 let held = vmsplice(&self.pipe.1, &parts, SpliceFFlags::empty());
-                let held = held.expect("it is taken");
+                let held = held.expect("the data is accepted");
                 self.empty_pipe(held);
                 rest = &rest[held..];
             }
@@ -302,21 +308,27 @@ impl Sender {
     }
 
     fn read_write(&mut self) {
-        self.file.rewind().expect("it is a file");
+        self.file.rewind().expect("the descriptor is a file");
         let content = &mut self.records[0][..RECORD];
         for _ in 0..BYTES / RECORD {
-            self.file.read_exact(content).expect("so much is there");
-            self.socket.write_all(content).expect("it is sent");
+            self.file
+                .read_exact(content)
+                .expect("the file is long enough");
+            self.socket.write_all(content).expect("the data is sent");
         }
     }
 
     fn map_send(&mut self) {
         for mib in 0..MIBS {
             let content = self.mapped.as_volatile_slice();
-            let mut content = content.subslice(mib * MIB, MIB).expect("it is inside");
+            let mut content = content
+                .subslice(mib * MIB, MIB)
+                .expect("the range is inside the memory");
             while !content.is_empty() {
-                let sent = ktls::send_from(&self.socket, &[content]).expect("it is sent");
-                content = content.offset(sent).expect("so much was there");
+                let sent = ktls::send_from(&self.socket, &[content]).expect("the data is sent");
+                content = content
+                    .offset(sent)
+                    .expect("the range is inside the memory");
             }
         }
     }
@@ -325,7 +337,7 @@ impl Sender {
         let mut at = 0;
         while at < BYTES as i64 {
             let rest = BYTES - at as usize;
-            sendfile(&self.socket, &self.file, Some(&mut at), rest).expect("it is sent");
+            sendfile(&self.socket, &self.file, Some(&mut at), rest).expect("the data is sent");
         }
     }
 
@@ -334,15 +346,15 @@ impl Sender {
         while at < BYTES as i64 {
             let flags = SpliceFFlags::empty();
             let held = splice(&self.file, Some(&mut at), &self.pipe.1, None, MIB, flags);
-            self.empty_pipe(held.expect("it is read"));
+            self.empty_pipe(held.expect("the data is read"));
         }
     }
 
     fn empty_pipe(&self, mut held: usize) {
         while held > 0 {
             let flags = SpliceFFlags::empty();
-            held -=
-                splice(&self.pipe.0, None, &self.socket, None, held, flags).expect("it is sent");
+            held -= splice(&self.pipe.0, None, &self.socket, None, held, flags)
+                .expect("the data is sent");
         }
     }
 }

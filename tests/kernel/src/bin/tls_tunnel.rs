@@ -20,12 +20,12 @@ fn main() -> ExitCode {
         guest.command("modprobe", &["tls"]);
         use Offload::{Kernel, Process};
         for offload in [[Kernel, Kernel], [Kernel, Process], [Process, Kernel]] {
-            bytes_go_both_ways_while_lanes_are_replaced(guest, offload);
+            bytes_pass_in_both_directions_while_lanes_are_replaced(guest, offload);
         }
     })
 }
 
-fn bytes_go_both_ways_while_lanes_are_replaced(guest: &Guest, offload: [Offload; 2]) {
+fn bytes_pass_in_both_directions_while_lanes_are_replaced(guest: &Guest, offload: [Offload; 2]) {
     let before = guest.counter("/proc/net/tls_stat", "TlsTxSw");
     let pair = Pair::start(&Setup {
         lanes: 2,
@@ -46,7 +46,7 @@ fn bytes_go_both_ways_while_lanes_are_replaced(guest: &Guest, offload: [Offload;
         expect(&far, 1, BYTES),
         expect(&near, 2, BYTES / 4),
     ]);
-    let relay = pair.relay.as_ref().expect("it was asked for");
+    let relay = pair.relay.as_ref().expect("the stream is piped");
     assert!(relay.count() >= 5, "lanes were replaced: {}", relay.count());
     let kernels = offload
         .iter()

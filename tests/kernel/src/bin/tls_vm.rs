@@ -31,7 +31,10 @@ fn main() -> ExitCode {
             "vm receive --listen 127.0.0.1:0 --identity b --peer a.test",
         );
         let (destination, said) = destination.until("listening");
-        let to = said["address"].as_str().expect("it listens").to_owned();
+        let to = said["address"]
+            .as_str()
+            .expect("the event has an address")
+            .to_owned();
         let (source, _) = start("from", GUEST).until("started");
 
         let before = sealed(guest);
@@ -54,7 +57,7 @@ fn main() -> ExitCode {
 }
 
 fn start(directory: &str, line: &str) -> Vm {
-    let here = env::current_dir().expect("the runner has made it");
+    let here = env::current_dir().expect("the runner created the folder");
     let mut command = Command::new("dunlin");
     command.args(line.split(' ')).args(["--control", directory]);
     Vm::start(

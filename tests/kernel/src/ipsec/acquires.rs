@@ -25,9 +25,9 @@ const CPU_ACQUIRE: u8 = 4;
 ///
 /// # Panics
 /// The policy does not protect outgoing packets.
-pub fn add_policy_that_asks(policy: &Policy) -> io::Result<()> {
+pub fn add_acquiring_policy(policy: &Policy) -> io::Result<()> {
     let Action::Protect { reqid, from, to } = policy.action else {
-        panic!("it protects");
+        panic!("the policy protects");
     };
     assert_eq!(policy.direction, Direction::Out);
     let family = match to {

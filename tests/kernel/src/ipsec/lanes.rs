@@ -31,7 +31,9 @@ impl Acceptor {
     #[must_use]
     pub fn open(host: &Host, family: Family, further: u16) -> Self {
         let address = SocketAddr::new(host.address(family), LANES.port + further);
-        let listener = host.run(|| TcpListener::bind(address)).expect("it is free");
+        let listener = host
+            .run(|| TcpListener::bind(address))
+            .expect("the port is free");
         Self { listener, address }
     }
 
@@ -43,7 +45,7 @@ impl Acceptor {
     pub fn accept(&self) -> TcpStream {
         let until = Instant::now() + LIMIT;
         assert!(
-            wait_readable(&self.listener, until).expect("it can be polled"),
+            wait_readable(&self.listener, until).expect("the socket can be polled"),
             "no connection arrives"
         );
         self.listener.accept().expect("a connection is pending").0
@@ -70,9 +72,9 @@ impl Lane {
         let near = near.unwrap_or_else(|error| panic!("from CPU {cpu}: {error}"));
         let far = listener.accept();
         for end in [&near, &far] {
-            end.set_nodelay(true).expect("it is a connection");
+            end.set_nodelay(true).expect("the socket is connected");
             // Otherwise it would exist for minutes if its SA or link is removed first.
-            set_reset_on_close(end).expect("it is a connection");
+            set_reset_on_close(end).expect("the socket is connected");
         }
         Self { near, far }
     }
@@ -120,7 +122,7 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
         let reader = scope.spawn(|| {
             let mut all = vec![0; bytes];
             read_all(to, &mut all);
-            assert!(all == data, "it is what was sent");
+            assert!(all == data, "the received data differs");
         });
         on_cpu(cpu, || write_all(from, &data));
         reader
@@ -128,7 +130,7 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
     let until = Instant::now() + LIMIT;
-    while dunlin_linux::tcp::unacknowledged_bytes(from).expect("it is open") > 0 {
+    while dunlin_linux::tcp::unacknowledged_bytes(from).expect("the socket is open") > 0 {
         assert!(Instant::now() < until, "nothing is acknowledged");
         thread::sleep(Duration::from_millis(1));
     }
@@ -139,10 +141,11 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
 /// # Panics
 /// The connection ends or stalls.
 pub fn read_all(mut from: &TcpStream, mut to: &mut [u8]) {
-    from.set_read_timeout(Some(LIMIT)).expect("it is open");
+    from.set_read_timeout(Some(LIMIT))
+        .expect("the socket is open");
     while !to.is_empty() {
         match from.read(to) {
-            Ok(0) => panic!("it ended"),
+            Ok(0) => panic!("the connection ended"),
             Ok(count) => to = &mut to[count..],
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => panic!("{error}"),
@@ -155,8 +158,9 @@ pub fn read_all(mut from: &TcpStream, mut to: &mut [u8]) {
 /// # Panics
 /// The connection ends or stalls.
 pub fn write_all(mut to: &TcpStream, data: &[u8]) {
-    to.set_write_timeout(Some(LIMIT)).expect("it is open");
-    to.write_all(data).expect("it is written");
+    to.set_write_timeout(Some(LIMIT))
+        .expect("the socket is open");
+    to.write_all(data).expect("the data is written");
 }
 
 /// Returns the SAs of one direction that carried packets at the sender while `task` ran, with the
@@ -199,7 +203,7 @@ pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Op
 pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
     on_cpu(cpu, || {
         for class in [8, 0] {
-            set_traffic_class(stream, class).expect("it is a connection");
+            set_traffic_class(stream, class).expect("the socket is connected");
             write_all(stream, first);
         }
     });

@@ -54,7 +54,7 @@ fn carry(ends: &[Tun; 2], stopped: &Wakeup) {
         };
         let [one, other] = ends;
         let all = [one.as_fd(), other.as_fd(), stopped.as_fd()].map(readable);
-        let ready = poll(&all, None).expect("they can be polled");
+        let ready = poll(&all, None).expect("the descriptors can be polled");
         if ready[2] {
             return;
         }

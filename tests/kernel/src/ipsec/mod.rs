@@ -120,9 +120,10 @@ impl Hosts {
         guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload", "tun"]);
         let names = namespaces(guest);
         let ends = [&names[0], &names[1]].map(|name| {
-            let namespace = File::open(Path::new("/run/netns").join(name)).expect("it was made");
+            let namespace =
+                File::open(Path::new("/run/netns").join(name)).expect("the namespace exists");
             netns::run_inside(&namespace, || Tun::open(LINK))
-                .expect("it can be entered")
+                .expect("the namespace can be entered")
                 .expect("the kernel has TUN")
         });
         Self::up(guest, names, Some(Link::between(ends, cpu)))
@@ -181,9 +182,10 @@ fn namespaces(guest: &Guest) -> [String; 2] {
 
 impl Host {
     fn new(name: String, number: u8) -> Self {
-        let namespace = File::open(Path::new("/run/netns").join(&name)).expect("it was made");
+        let namespace =
+            File::open(Path::new("/run/netns").join(&name)).expect("the namespace exists");
         let xfrm = netns::run_inside(&namespace, Xfrm::open)
-            .expect("it can be entered")
+            .expect("the namespace can be entered")
             .expect("the kernel has IPsec");
         Self {
             name,
@@ -207,7 +209,7 @@ impl Host {
     /// # Panics
     /// If `task` panics.
     pub fn run<T: Send>(&self, task: impl FnOnce() -> T + Send) -> T {
-        netns::run_inside(&self.namespace, task).expect("it can be entered")
+        netns::run_inside(&self.namespace, task).expect("the namespace can be entered")
     }
 
     /// Runs `task` inside, on one CPU.
@@ -339,8 +341,8 @@ impl Sa {
     /// The SA is not added.
     pub fn add_in(&self, from: &Host, to: &Host) {
         let state = self.state(from, to, Direction::In);
-        to.xfrm.add_state(&state).expect("it is added");
-        to.xfrm.verify(&state).expect("it matches the request");
+        to.xfrm.add_state(&state).expect("the kernel adds it");
+        to.xfrm.verify(&state).expect("the SA matches the request");
     }
 
     /// Adds it on the sender and reads it back.
@@ -349,8 +351,10 @@ impl Sa {
     /// The SA is not added.
     pub fn add_out(&self, from: &Host, to: &Host) {
         let state = self.state(from, to, Direction::Out);
-        from.xfrm.add_state(&state).expect("it is added");
-        from.xfrm.verify(&state).expect("it matches the request");
+        from.xfrm.add_state(&state).expect("the kernel adds it");
+        from.xfrm
+            .verify(&state)
+            .expect("the SA matches the request");
     }
 
     /// Adds it on both hosts, the receiver first.
@@ -508,7 +512,7 @@ pub fn protect(hosts: &Hosts, family: Family, protocol: Protocol) -> Vec<(&Host,
     let selector = lanes_from(a, b, family, protocol);
     let all = policies(&selector, a, b, REQID);
     for (host, policy) in &all {
-        host.xfrm.add_policy(policy).expect("it is added");
+        host.xfrm.add_policy(policy).expect("the kernel adds it");
         let held = host.xfrm.policy(&policy.selector, policy.direction);
         assert_eq!(held.expect("the kernel answers"), Some(*policy));
     }

@@ -40,7 +40,7 @@ impl Tap {
         let done = Arc::<AtomicBool>::default();
         let threads = HOSTS.map(|(host, _)| {
             let packets = inside(host, || Packets::open(&format!("link-{host}")));
-            let packets = packets.expect("it has a link");
+            let packets = packets.expect("the host has a link");
             let done = Arc::clone(&done);
             thread::spawn(move || count(&packets, &done))
         });
@@ -83,7 +83,7 @@ fn count(packets: &Packets, done: &AtomicBool) -> Left {
     let mut left = Left::default();
     loop {
         let last = done.load(Ordering::SeqCst);
-        while let Some(frame) = packets.next_frame().expect("it can be read") {
+        while let Some(frame) = packets.next_frame().expect("the socket is readable") {
             if !frame.outgoing {
                 continue;
             }
@@ -96,7 +96,7 @@ fn count(packets: &Packets, done: &AtomicBool) -> Left {
                 Seen::Other => {}
             }
         }
-        left.lost += u64::from(packets.lost().expect("it counts"));
+        left.lost += u64::from(packets.lost().expect("the socket counts lost frames"));
         if last {
             return left;
         }

@@ -78,7 +78,8 @@ impl Wire {
 /// The host has no link.
 #[must_use]
 pub fn tap(host: &Host) -> Packets {
-    host.run(|| Packets::open(LINK)).expect("it has a link")
+    host.run(|| Packets::open(LINK))
+        .expect("the host has a link")
 }
 
 /// Returns the frames that left since the last call.
@@ -88,12 +89,16 @@ pub fn tap(host: &Host) -> Packets {
 #[must_use]
 pub fn left(packets: &Packets) -> Vec<Frame> {
     let mut all = Vec::new();
-    while let Some(frame) = packets.next_frame().expect("it can be read") {
+    while let Some(frame) = packets.next_frame().expect("the socket is readable") {
         if frame.outgoing {
             all.push(frame);
         }
     }
-    assert_eq!(packets.lost().expect("it counts"), 0, "frames were missed");
+    assert_eq!(
+        packets.lost().expect("the socket counts lost frames"),
+        0,
+        "frames were missed"
+    );
     all
 }
 
