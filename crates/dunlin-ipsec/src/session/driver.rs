@@ -77,7 +77,7 @@ pub(super) enum Ports {
     Blocked(Box<Blocked>),
 }
 
-/// Ports whose packets pass by the session's SAs only, and what the session has installed for them.
+/// Ports that pass packets only by an SA of the session, and what is installed for them.
 pub(super) struct Blocked {
     record: Record,
     parameters: SessionParameters,
@@ -150,12 +150,8 @@ impl Driver {
             Err(source) => IpsecError::resources("a thread")(source.kind().into()),
         };
         self.exchange.end(why.fault(), &in_words(&why));
-        while let Some(action) = self.exchange.poll_action() {
-            if let Action::Send(message) = action {
-                // Fails only for a message that cannot be encoded.
-                let _ = self.send(&message);
-            }
-        }
+        // Sends the reason to the peer, unless the session is over. Returns it once more.
+        let _ = self.settle();
         // Unblocks the reader.
         drop(dealt);
         // Tells the peer that nothing follows. Fails if the peer is gone.
