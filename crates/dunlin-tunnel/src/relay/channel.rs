@@ -9,9 +9,9 @@ use dunlin_lane::sync::lock;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use dunlin_linux::socket::set_reset_on_close;
+use dunlin_linux::socket::{set_reset_on_close, wait_writable};
 use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
@@ -199,6 +199,35 @@ impl Channel {
         sent
     }
 
+    /// Writes all bytes to the hypervisor, however long that takes. Once the peer's end vouches for
+    /// the bytes, a reset does not abort the write.
+    pub(super) fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
+        while !content.is_empty() {
+            match self.plain.write(content) {
+                Ok(count) => content = &content[count..],
+                Err(error) if is_early(&error) => {
+                    if !self.is_relaying() {
+                        return Ok(());
+                    }
+                    if !is_over && self.life().is(Inward::Reset) {
+                        return Err(self.lost("connection reset"));
+                    }
+                    if let Mover::Kernel(_) = self.mover {
+                        self.wait_for_consumer();
+                    }
+                }
+                Err(error) => return Err(of_hypervisor(&error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits up to [`STALL_LOOK`] for the hypervisor to take bytes.
+    pub(super) fn wait_for_consumer(&self) {
+        // The next write reports the error.
+        let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
+    }
+
     /// The peer has ended its direction: ends the one to the hypervisor, unless the channel is
     /// aborted.
     pub(super) fn end_inward(&self) {
@@ -220,4 +249,10 @@ pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 pub(super) fn of_hypervisor(error: &io::Error) -> Failure {
     let what = "the hypervisor's connection failed";
     Failure::new(FaultCode::ChannelBroken, what).because(error)
+}
+
+/// Whether the socket's timeout has passed, or a call would block. A connection that failed because
+/// its peer does not answer has another error kind.
+pub(super) fn is_early(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::WouldBlock
 }

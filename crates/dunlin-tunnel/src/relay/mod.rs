@@ -86,13 +86,6 @@ impl Identities {
     }
 }
 
-/// The queue of one listener, by the listener's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Queue {
-    Entrance(u64),
-    Port(u64),
-}
-
 /// One half of a channel, while the other half is not connected.
 enum Half {
     Accepted(Box<Entrance>, OldestTls, Socket),
@@ -118,8 +111,8 @@ pub(super) struct Ports {
 
 #[derive(Default)]
 struct State {
-    /// Each queue has a thread that connects its members.
-    queues: BTreeMap<Queue, VecDeque<(Half, Counted)>>,
+    /// By the number of the listener or port. Each queue has a thread that connects its members.
+    queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
     /// Channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
     phase: Phase,
@@ -203,9 +196,9 @@ impl Relays {
         lock(&self.ports).iter().map(of).collect()
     }
 
-    /// Carries a connection that was accepted at an entrance, to a peer that may use any TLS version
-    /// from `oldest` on. Callers pass the connections of one
-    /// entrance in the order of acceptance.
+    /// Carries a connection that was accepted at an entrance, to a peer that may use any TLS
+    /// version from `oldest` on. Callers pass the connections of one entrance in the order of
+    /// acceptance.
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
@@ -223,53 +216,34 @@ impl Relays {
             let failure = Failure::new(FaultCode::ParameterRefused, text);
             return half.refuse(&self.site, failure);
         }
-        let (peer, queue) = (entrance.to.clone(), Queue::Entrance(listener));
-        self.wait(queue, &peer, half);
+        self.wait(listener, &entrance.to, half);
     }
 
     /// Carries a TLS client that a port has authenticated.
     fn take(self: &Arc<Self>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
         let peer = relayed.peer.to_string();
         let half = Half::Authenticated(Box::new(exit), relayed);
-        self.wait(Queue::Port(port), &peer, half);
+        self.wait(port, &peer, half);
     }
 
     /// Puts a half into a queue, or refuses it.
-    fn wait(self: &Arc<Self>, queue: Queue, peer: &str, half: Half) {
+    fn wait(self: &Arc<Self>, queue: u64, peer: &str, half: Half) {
         let site = &self.site;
-        let limits = &site.limits;
-        let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
-        let most = most.clamp(1, limits.channels);
         let mut state = self.lock();
-        if site.is_draining() {
-            drop(state);
-            let failure = Failure::new(FaultCode::Ended, "tunnel is shutting down");
-            return half.refuse(site, failure);
-        }
-        state
-            .peers
-            .retain(|_, count| count.load(Ordering::SeqCst) > 0);
-        let counted = Counted::one_more(state.peers.entry(peer.to_owned()).or_default(), most);
-        let Some(counted) = counted else {
-            drop(state);
-            let text = format!(
-                "too many channels of {}: {most} are open, limited by channels or memory per peer",
-                harmless(peer)
-            );
-            return half.refuse(site, Failure::new(FaultCode::Busy, text));
-        };
-        if let Some(waiting) = state.queues.get_mut(&queue) {
-            if waiting.len() < WAITING {
-                waiting.push_back((half, counted));
-                return;
+        let counted = match self.admit(&mut state, queue, peer) {
+            Ok(counted) => counted,
+            Err(failure) => {
+                drop(state);
+                return half.refuse(site, failure);
             }
-            drop(state);
-            let text = format!("{WAITING} connections already wait for {}", harmless(peer));
-            return half.refuse(site, Failure::new(FaultCode::Busy, text));
-        }
-        let waiting = VecDeque::from([(half, counted)]);
-        state.queues.insert(queue, waiting);
+        };
+        let is_served = state.queues.contains_key(&queue);
+        let waiting = state.queues.entry(queue).or_default();
+        waiting.push_back((half, counted));
         drop(state);
+        if is_served {
+            return;
+        }
         let own = Arc::clone(self);
         let serving = site.spawn("dunlin-relay-queue".to_owned(), move || {
             while let Some((half, counted)) = own.next(queue) {
@@ -284,6 +258,33 @@ impl Relays {
                 );
             }
         }
+    }
+
+    /// Takes a place for a channel that is to wait in a queue.
+    fn admit(&self, state: &mut State, queue: u64, peer: &str) -> Result<Counted, Failure> {
+        let limits = &self.site.limits;
+        let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
+        let most = most.clamp(1, limits.channels);
+        // A tunnel that ends drains first.
+        if self.site.is_draining() {
+            return Err(Failure::new(FaultCode::Ended, "tunnel is shutting down"));
+        }
+        let busy = |text| Failure::new(FaultCode::Busy, text);
+        let (queues, peers) = (&state.queues, &mut state.peers);
+        peers.retain(|_, count| count.load(Ordering::SeqCst) > 0);
+        let counted = Counted::one_more(peers.entry(peer.to_owned()).or_default(), most);
+        let peer = harmless(peer);
+        let counted = counted.ok_or_else(|| {
+            busy(format!(
+                "too many channels of {peer}: {most} are open, limited by channels or memory per peer"
+            ))
+        })?;
+        if queues.get(&queue).is_some_and(|all| all.len() >= WAITING) {
+            return Err(busy(format!(
+                "{WAITING} connections already wait for {peer}"
+            )));
+        }
+        Ok(counted)
     }
 
     /// Connects the other half of a channel.
@@ -317,7 +318,7 @@ impl Relays {
     }
 
     /// The next member of a queue. If there is none, the queue is removed.
-    fn next(&self, queue: Queue) -> Option<(Half, Counted)> {
+    fn next(&self, queue: u64) -> Option<(Half, Counted)> {
         let mut state = self.lock();
         let next = state.queues.get_mut(&queue).and_then(VecDeque::pop_front);
         if next.is_none() {

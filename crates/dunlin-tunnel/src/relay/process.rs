@@ -10,8 +10,7 @@ use std::time::Instant;
 use dunlin_linux::poll::{Interest, poll};
 use dunlin_linux::socket::wait_writable;
 
-use super::channel::{Channel, Process, of_hypervisor, try_lock};
-use super::life::Inward;
+use super::channel::{Channel, Process, is_early, of_hypervisor, try_lock};
 use crate::failure::Failure;
 use dunlin_lane::record::RECEIVED_RECORD_BYTES;
 use dunlin_lane::sync::lock;
@@ -121,36 +120,10 @@ impl Channel {
         }
     }
 
-    /// Writes all bytes to the hypervisor, however long that takes. Once the peer's end vouches for
-    /// the bytes, a reset does not abort the write.
-    fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
-        while !content.is_empty() {
-            match self.plain.write(content) {
-                Ok(count) => content = &content[count..],
-                Err(error) if is_early(&error) => {
-                    if !self.is_relaying() {
-                        return Ok(());
-                    }
-                    if !is_over && self.life().is(Inward::Reset) {
-                        return Err(self.lost("connection reset"));
-                    }
-                }
-                Err(error) => return Err(of_hypervisor(&error)),
-            }
-        }
-        Ok(())
-    }
-
     /// Waits until there is something to read, without a timeout.
     fn wait(&self, socket: &impl AsFd) {
         let interest = Interest::read(&socket);
         // The next read reports the error.
         let _ = poll(&[interest], None);
     }
-}
-
-/// Whether the socket's timeout has passed. A connection that failed because its peer does not
-/// answer has another error kind.
-fn is_early(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::WouldBlock
 }

@@ -120,7 +120,16 @@ fn prepare(
     records: Records,
     limits: &Limits,
 ) -> io::Result<Mover> {
-    keep_alive(tls, limits.vanished)?;
+    // A vanished peer is noticed within `vanished`. The watch limits how long data may stay
+    // unacknowledged: the kernel's own limit would also end the connection of a peer that answers
+    // but does not read.
+    let liveness = Liveness {
+        keepalive_idle: limits.vanished / 2,
+        keepalive_interval: limits.vanished / 8,
+        keepalive_probes: 3,
+        user_timeout: Duration::ZERO,
+    };
+    set_liveness(tls, &liveness)?;
     match records {
         Records::Process(session) => {
             tls.set_read_timeout(Some(IDLE))?;
@@ -141,17 +150,4 @@ fn prepare(
             }))
         }
     }
-}
-
-/// Sets keep-alive so that a vanished peer is noticed within `vanished`. `watch` limits how long
-/// data may stay unacknowledged: the kernel's own limit would also end the connection of a peer
-/// that answers but does not read.
-fn keep_alive(stream: &TcpStream, vanished: Duration) -> io::Result<()> {
-    let liveness = Liveness {
-        keepalive_idle: vanished / 2,
-        keepalive_interval: vanished / 8,
-        keepalive_probes: 3,
-        user_timeout: Duration::ZERO,
-    };
-    set_liveness(stream, &liveness)
 }

@@ -2,14 +2,12 @@
 //! socket by splice(2) and never enter this process; only control records do.
 
 use std::io;
-use std::time::Instant;
 
 use dunlin_linux::ktls;
-use dunlin_linux::socket::wait_writable;
 use dunlin_linux::splice::Conduit;
 use dunlin_proto::fault::FaultCode;
 
-use super::channel::{Channel, Kernel, STALL_LOOK, of_hypervisor, try_lock};
+use super::channel::{Channel, Kernel, is_early, of_hypervisor, try_lock};
 use super::life::Inward;
 use crate::failure::{Failure, OrFailure};
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
@@ -30,7 +28,7 @@ impl Channel {
             let taken = match conduit.take(&self.plain) {
                 Ok(0) => return self.end_outward_by_kernel(kernel),
                 Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(error) if is_early(&error) => {
                     // The next read reports the error.
                     let _ = wait(&self.plain, Readiness::Readable, stop);
                     continue;
@@ -47,7 +45,7 @@ impl Channel {
                 let before = conduit.held();
                 match conduit.give(&self.tls) {
                     Ok(left) => held.gave(before - left),
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    Err(error) if is_early(&error) => {
                         if !self.is_relaying() {
                             return Ok(());
                         }
@@ -76,7 +74,7 @@ impl Channel {
                     opening.came(count).map_err(|error| self.of_tls(&error))?;
                     self.deliver_by_kernel(&mut conduit, &mut opening, stop)?
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(error) if is_early(&error) => {
                     if self.life().is(Inward::Reset) {
                         return Err(self.lost("connection reset"));
                     }
@@ -117,7 +115,7 @@ impl Channel {
             let held = conduit.held();
             match conduit.give(&self.plain) {
                 Ok(left) => self.plain.has_written(held - left),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(error) if is_early(&error) => {
                     if !self.is_relaying() {
                         return Ok(false);
                     }
@@ -135,7 +133,7 @@ impl Channel {
         let Some(behind) = behind else {
             return Ok(false);
         };
-        self.write_fully(&behind)?;
+        self.write(&behind, true)?;
         Ok(true)
     }
 
@@ -162,30 +160,13 @@ impl Channel {
         }
     }
 
-    fn write_fully(&self, mut bytes: &[u8]) -> Result<(), Failure> {
-        while !bytes.is_empty() && self.is_relaying() {
-            match self.plain.write(bytes) {
-                Ok(count) => bytes = &bytes[count..],
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_for_consumer(),
-                Err(error) => return Err(of_hypervisor(&error)),
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits up to [`STALL_LOOK`] for the hypervisor to take bytes.
-    fn wait_for_consumer(&self) {
-        // The next write reports the error.
-        let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
-    }
-
     /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end. With
     /// `may_be_empty`, splice(2) returned 0, which an empty record causes too.
     fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];
         let received = match ktls::receive(&self.tls, &mut record) {
             Ok(received) => received,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            Err(error) if is_early(&error) => {
                 let read = match may_be_empty {
                     true => opening.was_empty(),
                     // The bytes are not a record, and the kernel reads no further.
@@ -204,7 +185,7 @@ impl Channel {
             // A data record after all.
             (bytes, None) => {
                 opening.came(bytes).map_err(|error| self.of_tls(&error))?;
-                self.write_fully(&record[..bytes])?;
+                self.write(&record[..bytes], true)?;
                 Ok(false)
             }
         }
@@ -243,7 +224,7 @@ impl Channel {
         loop {
             match ktls::send_record(&self.tls, *content_type, content) {
                 Ok(()) => return Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(error) if is_early(&error) => {
                     if !self.is_relaying() {
                         return Ok(());
                     }

@@ -83,8 +83,8 @@ impl Watch {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
-        // The channels whose peer was silent at the last check. What is overdue at the first check
-        // may have been sent just before, after a long silence on both sides.
+        // The channels with a peer that was silent at the last check. What is overdue at the first
+        // check may have been sent just before, after a long silence on both sides.
         let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {
             let timeout = any.then(|| look.saturating_duration_since(Instant::now()));
