@@ -15,6 +15,7 @@ use dunlin_proto::ipsec::ports::PortBlock;
 use super::error::{IpsecError, in_words};
 use super::record::{Record, RecordDirectory};
 use super::tables::{AssociationStatus, Tables, still_used};
+use super::xfrm::Xfrm;
 use super::{Event, Observer, Options};
 
 mod begin;
@@ -32,6 +33,7 @@ pub(super) use system::{ends, random};
 pub struct Session {
     commands: Channel<Command>,
     shared: Arc<Mutex<SharedStatus>>,
+    xfrm: Arc<Xfrm>,
     thread: Option<JoinHandle<Result<(), IpsecError>>>,
 }
 
@@ -54,6 +56,7 @@ impl Session {
         let (tell_up, up) = mpsc::channel();
         let shared = Arc::<Mutex<SharedStatus>>::default();
         let driver = Driver::new(beginning, Arc::clone(&shared), tell_up)?;
+        let xfrm = Arc::clone(&driver.tables.xfrm);
         let reader = commands.clone();
         let body = move || driver.run(&received, reader);
         let thread = thread::Builder::new()
@@ -63,6 +66,7 @@ impl Session {
         let session = Self {
             commands,
             shared,
+            xfrm,
             thread: Some(thread),
         };
         Ok((session, up))
@@ -74,7 +78,7 @@ impl Session {
     /// The kernel's tables cannot be read.
     pub fn status(&self) -> Result<Option<Status>, IpsecError> {
         let shared = lock(&self.shared);
-        let (Some(parameters), Some(xfrm)) = (shared.parameters, shared.xfrm.clone()) else {
+        let Some(parameters) = shared.parameters else {
             return Ok(None);
         };
         let up = shared.up;
@@ -83,7 +87,7 @@ impl Session {
         steps.extend(parameters.outbound(*epoch, grants, false, &[]));
         drop(shared);
         let associations = steps.iter().filter_map(|step| step.added()?.association());
-        let associations = Tables::of(xfrm).statuses(associations)?;
+        let associations = Tables::of(Arc::clone(&self.xfrm)).statuses(associations)?;
         Ok(Some(Status {
             parameters,
             up,

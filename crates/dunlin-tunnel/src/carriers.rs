@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::options::Entrance;
+use dunlin_proto::negotiate::LaneSecurity;
+
+use super::options::{Entrance, Mode};
 use super::relay::Relays;
 use super::site::Site;
 use super::socket::Socket;
@@ -26,13 +28,16 @@ impl Carriers {
         parameter: String,
         socket: Socket,
     ) {
-        match entrance.mode.security() {
-            Some(security) => {
-                self.trunks
-                    .carry(entrance, security, listener, parameter, socket);
+        let security = match entrance.mode {
+            Mode::Stripe => LaneSecurity::Tls,
+            Mode::StripeOverIpsec => LaneSecurity::Ipsec,
+            Mode::Relay(oldest) => {
+                let relays = &self.relays;
+                return relays.carry(entrance, oldest, listener, &parameter, socket);
             }
-            None => self.relays.carry(entrance, listener, &parameter, socket),
-        }
+        };
+        self.trunks
+            .carry(entrance, security, listener, parameter, socket);
     }
 
     /// The number of connections that are carried or wait to be.

@@ -19,9 +19,14 @@ pub(super) struct Channels {
 struct Channel {
     socket: Arc<Socket>,
     route: String,
-    /// The consumer has closed the connection. If the end of the channel does not follow, the
-    /// channel is aborted with this failure.
-    gone: Option<Failure>,
+    consumer: Consumer,
+}
+
+enum Consumer {
+    Connected,
+    /// It has closed the connection. If the end of the channel does not follow, the channel is
+    /// aborted with this failure.
+    Gone(Failure),
 }
 
 impl Channels {
@@ -36,7 +41,7 @@ impl Channels {
         let one = Channel {
             socket,
             route,
-            gone: None,
+            consumer: Consumer::Connected,
         };
         self.open.insert(channel, one);
     }
@@ -69,8 +74,10 @@ impl Channels {
 
     /// The consumer has closed the connection; the end of the channel may follow.
     pub(super) fn consumer_gone(&mut self, channel: u32, failure: Failure) {
-        if let Some(one) = self.open.get_mut(&channel) {
-            one.gone.get_or_insert(failure);
+        if let Some(one) = self.open.get_mut(&channel)
+            && let Consumer::Connected = one.consumer
+        {
+            one.consumer = Consumer::Gone(failure);
         }
     }
 
@@ -115,7 +122,7 @@ impl Channels {
 
     /// The core of this side, or the peer's tunnel, has aborted the channel.
     pub(super) fn given_up(&mut self, channel: u32, fault: FaultCode, by_peer: bool) {
-        let Some(one) = self.open.get_mut(&channel) else {
+        let Some(one) = self.open.get(&channel) else {
             return;
         };
         let mut fault = fault;
@@ -126,9 +133,9 @@ impl Channels {
             }
             fault = FaultCode::ChannelBroken;
         }
-        let failure = match one.gone.take() {
+        let failure = match &one.consumer {
             _ if by_peer => Failure::of_peer(fault, "the peer's tunnel aborted the channel"),
-            Some(failure) if fault == failure.code() => failure,
+            Consumer::Gone(failure) if fault == failure.code() => failure.clone(),
             _ => Failure::new(fault, "this tunnel aborted the channel"),
         };
         self.aborted(channel, failure);

@@ -7,7 +7,7 @@ use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::Crypto;
 
-use crate::options::{Entrance, Routes};
+use crate::options::{Entrance, Mode, Routes};
 
 /// The identities of a host. A tunnel connects and accepts, and both sides open lanes, so it needs
 /// a certificate for each role.
@@ -29,7 +29,7 @@ impl Identities {
     /// Admits the peers of all routes. [`Exit::allow`](crate::Exit::allow) is checked when a
     /// channel is opened.
     pub(crate) fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
-        let is_stripe = |one: &&Entrance| one.mode.security().is_some();
+        let is_stripe = |one: &&Entrance| !matches!(one.mode, Mode::Relay(_));
         let entrances = routes.entrances.iter().filter(is_stripe);
         let entrances = entrances.map(|one| &one.peers);
         let exits = routes.exits.iter().map(|one| &one.allow);

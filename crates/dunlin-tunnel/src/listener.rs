@@ -93,7 +93,7 @@ pub(super) struct SocketFile {
     id: FileId,
 }
 
-/// The number of the next listener. The channels of one listener are connected in the order of
+/// The number of the next listener or port of a relay. The channels of one listener are connected in the order of
 /// acceptance.
 pub(super) fn next_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);

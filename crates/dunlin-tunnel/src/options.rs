@@ -8,7 +8,6 @@ use dunlin_proto::limits::{
     DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, DEFAULT_WINDOW_BYTES, LEAST_WINDOW_BYTES, MAX_CHANNELS,
     MAX_LANES, MAX_NAME_BYTES,
 };
-use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::stripe::Timeouts;
 use thiserror::Error;
 
@@ -30,17 +29,6 @@ pub enum Mode {
     /// Each on a TLS connection of its own, to a peer that may be any TLS server. The value is the
     /// oldest TLS version that the peer may use. Lane count and window are ignored.
     Relay(OldestTls),
-}
-
-impl Mode {
-    /// The security of the lanes between the two tunnels; `None` for a relay.
-    pub(super) fn security(self) -> Option<LaneSecurity> {
-        match self {
-            Self::Stripe => Some(LaneSecurity::Tls),
-            Self::StripeOverIpsec => Some(LaneSecurity::Ipsec),
-            Self::Relay(_) => None,
-        }
-    }
 }
 
 /// The end of a route that accepts connections of the local hypervisor.

@@ -9,7 +9,7 @@ use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::Policy;
 use dunlin_proto::ipsec::plan::{Adoption, REQID_BLOCKS, REQIDS, SessionParameters, Step, adopt};
 
-use super::driver::Driver;
+use super::driver::{Driver, Ports};
 use super::system::{ends, guarded, is_of_this_host, random};
 use crate::error::{IpsecError, in_words};
 use crate::event::Event;
@@ -80,8 +80,7 @@ impl Driver {
         if inheritance.protected(&adoption) {
             record.inherit()?;
         }
-        self.record = Some(record);
-        self.parameters = Some(parameters);
+        self.ports = Ports::blocked(record, parameters);
         self.apply(&adoption.begin)?;
         self.settle_inheritance(inheritance, &adoption)
     }

@@ -2,7 +2,6 @@
 
 use dunlin_proto::text::harmless;
 use std::collections::BTreeSet;
-use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -62,23 +61,51 @@ pub(super) struct Driver {
     pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
     pub(super) tables: Tables,
     pub(super) records: RecordDirectory,
-    pub(super) record: Option<Record>,
+    pub(super) ports: Ports,
     shared: Arc<Mutex<SharedStatus>>,
     tell_up: Channel<()>,
-    pub(super) parameters: Option<SessionParameters>,
+    /// What the exchange waits for, and since when.
+    waits_since: Option<(Awaited, Instant)>,
+    sending: Sending,
+    rekeyed: Instant,
+}
+
+/// The ports of the session. No transition leads back.
+pub(super) enum Ports {
+    /// The exchange has not begun: they are as before the session.
+    Free,
+    Blocked(Box<Blocked>),
+}
+
+/// Ports that pass packets only by an SA of the session, and what is installed for them.
+pub(super) struct Blocked {
+    record: Record,
+    parameters: SessionParameters,
     /// SAs to be removed, with the time; the earliest first.
     late: Late,
     /// Connections for which an SA was requested.
     known: BTreeSet<Connection>,
-    waits_since: Option<(Awaited, Instant)>,
-    /// The first send error and its time; nothing is sent after it.
-    send_error: Option<(IpsecError, Instant)>,
-    rekeyed: Instant,
     /// When the policies and SAs were last verified.
     verified: Instant,
-    /// The error that ended the session on this side.
-    failed: Option<IpsecError>,
-    over: bool,
+}
+
+impl Ports {
+    pub(super) fn blocked(record: Record, parameters: SessionParameters) -> Self {
+        Self::Blocked(Box::new(Blocked {
+            record,
+            parameters,
+            late: Vec::new(),
+            known: BTreeSet::new(),
+            verified: Instant::now(),
+        }))
+    }
+}
+
+/// The direction to the peer. No transition leads back.
+enum Sending {
+    Works,
+    /// Nothing is sent any more. The time is that of the error.
+    Failed(IpsecError, Instant),
 }
 
 impl Driver {
@@ -89,7 +116,6 @@ impl Driver {
     ) -> Result<Self, IpsecError> {
         let options = beginning.options;
         let tables = Tables::open(options.before_change.clone())?;
-        lock(&shared).xfrm = Some(Arc::clone(&tables.xfrm));
         Ok(Self {
             control: Arc::new(beginning.control),
             session: beginning.session,
@@ -100,18 +126,12 @@ impl Driver {
             records: RecordDirectory::open(&options.records)?,
             tables,
             options,
-            record: None,
+            ports: Ports::Free,
             shared,
             tell_up,
-            parameters: None,
-            late: Vec::new(),
-            known: BTreeSet::new(),
             waits_since: None,
-            send_error: None,
+            sending: Sending::Works,
             rekeyed: Instant::now(),
-            verified: Instant::now(),
-            failed: None,
-            over: false,
         })
     }
 
@@ -125,34 +145,13 @@ impl Driver {
         let reader = thread::Builder::new()
             .name("dunlin-ipsec-control".to_owned())
             .spawn(move || read(&control, &reader_commands, &next));
-        if let Err(source) = &reader {
-            let source = io::Error::from(source.kind());
-            self.give_up(IpsecError::resources("a thread")(source));
-        }
-        self.settle();
-        while !self.over {
-            match commands.recv_timeout(TICK) {
-                Ok(Command::Received(message)) => {
-                    self.exchange.handle_message(message);
-                    self.settle();
-                    let _ = dealt.send(());
-                }
-                Ok(Command::Lost(error)) => self.give_up(error),
-                Ok(Command::Want(sender)) => self.exchange.want(sender),
-                Ok(Command::Rekey) => self.rekey(),
-                Ok(Command::End) | Err(RecvTimeoutError::Disconnected) => {
-                    self.give_up(IpsecError::Ended);
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-            self.settle();
-            if !self.over
-                && let Err(error) = self.look_around()
-            {
-                self.give_up(error);
-                self.settle();
-            }
-        }
+        let why = match &reader {
+            Ok(_) => self.serve(commands, &dealt),
+            Err(source) => IpsecError::resources("a thread")(source.kind().into()),
+        };
+        self.exchange.end(why.fault(), &in_words(&why));
+        // Sends the reason to the peer, unless the session is over. Returns it once more.
+        let _ = self.settle();
         // Unblocks the reader.
         drop(dealt);
         // Tells the peer that nothing follows. Fails if the peer is gone.
@@ -161,28 +160,60 @@ impl Driver {
         if let Ok(reader) = reader {
             let _ = reader.join();
         }
-        let failed = self.failed.take();
-        let asked = is_asked_for(failed.as_ref());
-        let result = match failed {
-            None | Some(IpsecError::Ended) => Ok(()),
-            Some(error) => Err(error),
+        self.remove_installed(commands, is_asked_for(&why))?;
+        match why {
+            IpsecError::Ended => Ok(()),
+            error => Err(error),
+        }
+    }
+
+    /// Performs the exchange until the session is over. Returns the reason.
+    fn serve(&mut self, commands: &Receiver<Command>, dealt: &Channel<()>) -> IpsecError {
+        let mut step = || {
+            self.settle()?;
+            match commands.recv_timeout(TICK) {
+                Ok(Command::Received(message)) => {
+                    self.exchange.handle_message(message);
+                    self.settle()?;
+                    let _ = dealt.send(());
+                }
+                Ok(Command::Lost(error)) => return Err(error),
+                Ok(Command::Want(sender)) => self.exchange.want(sender),
+                Ok(Command::Rekey) => self.rekey(),
+                Ok(Command::End) | Err(RecvTimeoutError::Disconnected) => {
+                    return Err(IpsecError::Ended);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.settle()?;
+            self.look_around()
         };
-        self.remove_installed(commands, asked)?;
-        result
+        loop {
+            if let Err(why) = step() {
+                return why;
+            }
+        }
     }
 
     /// Performs all pending actions.
-    fn settle(&mut self) {
-        while let Some(action) = self.exchange.poll_action() {
-            if let Err(error) = self.act(action) {
-                self.give_up(error);
-            }
+    ///
+    /// # Errors
+    /// Why the session is over.
+    fn settle(&mut self) -> Result<(), IpsecError> {
+        let mut result = Ok(());
+        while result.is_ok()
+            && let Some(action) = self.exchange.poll_action()
+        {
+            result = self.act(action);
         }
         let (outbound, inbound) = (self.exchange.outbound(), self.exchange.inbound());
         let mut shared = lock(&self.shared);
         shared.outbound = (outbound.0, outbound.1.to_vec());
         shared.inbound = (inbound.0, inbound.1.to_vec());
-        shared.parameters = self.parameters;
+        if let Ports::Blocked(blocked) = &self.ports {
+            shared.parameters = Some(blocked.parameters);
+        }
+        result
     }
 
     fn act(&mut self, action: Action) -> Result<(), IpsecError> {
@@ -207,7 +238,7 @@ impl Driver {
                 if first {
                     // Every other epoch uses the same request ids: no SA of the epoch before last
                     // may match the policies of this one.
-                    let lingering = lingering(&mut self.late);
+                    let lingering = lingering(&mut self.blocked()?.late);
                     self.apply(&lingering)?;
                 }
                 let steps = self.parameters()?.outbound(epoch, &grants, first, &known);
@@ -224,42 +255,34 @@ impl Driver {
                 if over {
                     return self.apply(&steps);
                 }
-                self.delay(LINGER, steps);
-                Ok(())
+                self.delay(LINGER, steps)
             }
             Action::RetireInbound { epoch, grants } => {
                 let steps = self.parameters()?.retire_inbound(epoch, &grants);
-                self.delay(GRACE, steps);
-                Ok(())
+                self.delay(GRACE, steps)
             }
             Action::Up => {
                 lock(&self.shared).up = true;
-                self.tell(Event::Up(self.parameters()?));
+                let parameters = self.parameters()?;
+                self.tell(Event::Up(parameters));
                 let _ = self.tell_up.send(());
                 Ok(())
             }
-            Action::Over(ending) => {
-                self.over = true;
-                if self.failed.is_none() {
-                    self.failed = Some(if ending.by_peer {
-                        IpsecError::EndedByPeer {
-                            fault: ending.fault,
-                            text: harmless(&ending.text),
-                        }
-                    } else {
-                        IpsecError::Breach(ending.text)
-                    });
-                }
-                Ok(())
-            }
+            Action::Over(ending) if ending.by_peer => Err(IpsecError::EndedByPeer {
+                fault: ending.fault,
+                text: harmless(&ending.text),
+            }),
+            Action::Over(ending) => Err(IpsecError::Breach(ending.text)),
         }
     }
 
     /// Schedules steps for later.
-    fn delay(&mut self, by: Duration, steps: Vec<Step>) {
+    fn delay(&mut self, by: Duration, steps: Vec<Step>) -> Result<(), IpsecError> {
         let when = Instant::now() + by;
-        let at = self.late.partition_point(|(other, _)| *other <= when);
-        self.late.insert(at, (when, steps));
+        let late = &mut self.blocked()?.late;
+        let at = late.partition_point(|(other, _)| *other <= when);
+        late.insert(at, (when, steps));
+        Ok(())
     }
 
     /// Installs SAs for what the peer sends, each under a free SPI.
@@ -276,7 +299,7 @@ impl Driver {
         // All at once: each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
-        let record = self.record.as_mut().ok_or(IpsecError::Ended)?;
+        let record = &mut self.blocked()?.record;
         record.add(&coming.collect::<Vec<_>>())?;
         for grant in &mut grants {
             // The chance of a collision is one in 2^32 for each SA that exists.
@@ -295,7 +318,7 @@ impl Driver {
     }
 
     pub(super) fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
-        let Some(record) = &mut self.record else {
+        let Ports::Blocked(blocked) = &mut self.ports else {
             return Err(IpsecError::Ended);
         };
         let (control, session, role) = (&self.control, &self.session, self.role);
@@ -309,17 +332,16 @@ impl Driver {
             control.export(EXPORTER_LABEL, Some(&context), &mut *key)?;
             Ok(KeyAndSalt::from(key))
         };
-        self.tables.apply(steps, record, &key)
+        self.tables.apply(steps, &mut blocked.record, &key)
     }
 
     /// Handles what depends on time: timeouts, new and closed connections, delayed steps.
     fn look_around(&mut self) -> Result<(), IpsecError> {
         let now = Instant::now();
-        if let Some((error, since)) = self.send_error.take() {
-            if now.duration_since(since) >= DRAIN_LIMIT {
-                return Err(error);
-            }
-            self.send_error = Some((error, since));
+        if let Sending::Failed(error, since) = &mut self.sending
+            && now.duration_since(*since) >= DRAIN_LIMIT
+        {
+            return Err(std::mem::replace(error, IpsecError::Ended));
         }
         self.waits_since = match (self.exchange.waits_for(), self.waits_since) {
             (None, _) => None,
@@ -331,19 +353,19 @@ impl Driver {
         {
             return Err(IpsecError::Silent(what.word));
         }
-        if let Some(record) = &self.record
-            && now.duration_since(self.verified) >= LOOK
-        {
-            self.tables.verify_installed(record)?;
-            // A temporary lack of a route is not an error here: nothing leaves then.
-            if let Err(error @ IpsecError::Unguarded { .. }) = guarded(self.control.socket()) {
-                return Err(error);
+        if let Ports::Blocked(blocked) = &mut self.ports {
+            if now.duration_since(blocked.verified) >= LOOK {
+                self.tables.verify_installed(&blocked.record)?;
+                // A temporary lack of a route is not an error here: nothing leaves then.
+                if let Err(error @ IpsecError::Unguarded { .. }) = guarded(self.control.socket()) {
+                    return Err(error);
+                }
+                blocked.verified = now;
             }
-            self.verified = now;
-        }
-        let due = due(&mut self.late, now, MOST_LATE);
-        if !due.is_empty() {
-            self.apply(&due)?;
+            let due = due(&mut blocked.late, now, MOST_LATE);
+            if !due.is_empty() {
+                self.apply(&due)?;
+            }
         }
         if self
             .options
@@ -355,7 +377,6 @@ impl Driver {
         if lock(&self.shared).up && self.parameters()?.mode == Mode::Connection {
             self.follow_connections()?;
         }
-        self.settle();
         Ok(())
     }
 
@@ -374,16 +395,22 @@ impl Driver {
             to: one.peer.port(),
         };
         let open: BTreeSet<Sender> = all.iter().filter(|one| ours(one)).map(sender).collect();
-        let gone = self.known.iter().filter(|one| !open.contains(&sender(one)));
-        for one in gone.copied().collect::<Vec<_>>() {
-            self.known.remove(&one);
-            self.exchange.release(sender(&one));
-        }
+        let Ports::Blocked(blocked) = &mut self.ports else {
+            return Ok(());
+        };
+        let known = &mut blocked.known;
+        known.retain(|one| {
+            let stays = open.contains(&sender(one));
+            if !stays {
+                self.exchange.release(sender(one));
+            }
+            stays
+        });
         for one in all
             .into_iter()
             .filter(|one| ours(one) && one.is_established)
         {
-            if self.known.insert(one) {
+            if known.insert(one) {
                 self.exchange.want(sender(&one));
             }
         }
@@ -395,8 +422,17 @@ impl Driver {
         self.exchange.rekey();
     }
 
-    fn parameters(&self) -> Result<SessionParameters, IpsecError> {
-        self.parameters.ok_or(IpsecError::Ended)
+    fn parameters(&mut self) -> Result<SessionParameters, IpsecError> {
+        Ok(self.blocked()?.parameters)
+    }
+
+    /// # Errors
+    /// The exchange has not begun.
+    fn blocked(&mut self) -> Result<&mut Blocked, IpsecError> {
+        match &mut self.ports {
+            Ports::Blocked(blocked) => Ok(blocked),
+            Ports::Free => Err(IpsecError::Ended),
+        }
     }
 
     /// Sends a message. A peer that has ended the session receives nothing more, although its final
@@ -405,19 +441,12 @@ impl Driver {
     fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes)?;
-        if self.send_error.is_none()
+        if let Sending::Works = self.sending
             && let Err(error) = self.control.send(&bytes)
         {
-            self.send_error = Some((error.into(), Instant::now()));
+            self.sending = Sending::Failed(error.into(), Instant::now());
         }
         Ok(())
-    }
-
-    /// Ends the session for a reason on this side; the first reason counts.
-    fn give_up(&mut self, error: IpsecError) {
-        let (fault, text) = (error.fault(), in_words(&error));
-        self.exchange.end(fault, &text);
-        self.failed.get_or_insert(error);
     }
 
     pub(super) fn tell(&self, event: Event) {
@@ -429,14 +458,15 @@ impl Driver {
     /// once: an attacker who can cut a connection, or make a peer send garbage, must not be able to
     /// open the ports.
     fn remove_installed(
-        &mut self,
+        mut self,
         commands: &Receiver<Command>,
         asked: bool,
     ) -> Result<(), IpsecError> {
         lock(&self.shared).up = false;
-        let Some(mut record) = self.record.take() else {
+        let Ports::Blocked(blocked) = std::mem::replace(&mut self.ports, Ports::Free) else {
             return Ok(());
         };
+        let mut record = blocked.record;
         if asked {
             // A later process frees the ports if this one dies first. If the disk is full, the
             // ports stay blocked.
@@ -468,16 +498,14 @@ impl Driver {
 }
 
 /// Whether the owner of either side asked for the end.
-fn is_asked_for(why: Option<&IpsecError>) -> bool {
+fn is_asked_for(why: &IpsecError) -> bool {
     matches!(
         why,
-        None | Some(
-            IpsecError::Ended
-                | IpsecError::EndedByPeer {
-                    fault: FaultCode::Cancelled,
-                    ..
-                }
-        )
+        IpsecError::Ended
+            | IpsecError::EndedByPeer {
+                fault: FaultCode::Cancelled,
+                ..
+            }
     )
 }
 
@@ -519,12 +547,8 @@ mod tests {
             fault,
             text: String::new(),
         };
-        for asked in [
-            None,
-            Some(IpsecError::Ended),
-            Some(by_peer(FaultCode::Cancelled)),
-        ] {
-            assert!(is_asked_for(asked.as_ref()));
+        for asked in [IpsecError::Ended, by_peer(FaultCode::Cancelled)] {
+            assert!(is_asked_for(&asked));
         }
         let lost = dunlin_lane::control::ControlError::Deadline;
         for other in [
@@ -533,7 +557,7 @@ mod tests {
             IpsecError::Silent("granted"),
             IpsecError::Breach(String::new()),
         ] {
-            assert!(!is_asked_for(Some(&other)), "{other}");
+            assert!(!is_asked_for(&other), "{other}");
         }
     }
 

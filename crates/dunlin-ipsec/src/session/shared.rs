@@ -1,7 +1,5 @@
 //! Types that a session and its thread share.
 
-use std::sync::Arc;
-
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::ipsec::Grant;
 use dunlin_proto::ipsec::Sender;
@@ -14,7 +12,6 @@ use dunlin_proto::negotiate::SessionId;
 use crate::error::IpsecError;
 use crate::event::Observer;
 use crate::options::Options;
-use crate::xfrm;
 
 /// A command to a session's thread.
 pub(super) enum Command {
@@ -28,11 +25,11 @@ pub(super) enum Command {
 /// The status of a session for other threads.
 #[derive(Default)]
 pub(super) struct SharedStatus {
+    /// What both sides have agreed on.
     pub(super) parameters: Option<SessionParameters>,
     pub(super) outbound: (u32, Vec<Grant>),
     pub(super) inbound: (u32, Vec<Grant>),
     pub(super) up: bool,
-    pub(super) xfrm: Option<Arc<xfrm::Xfrm>>,
 }
 
 /// The parameters of a new session.

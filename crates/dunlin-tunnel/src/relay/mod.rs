@@ -10,7 +10,9 @@
 //! - this file: queues of connections that wait for their other half. Each entrance and each port
 //!   has one, and connects its members one after the other, so that they arrive in the order of
 //!   acceptance.
-//! - `channel`: the two threads that carry bytes, one per direction.
+//! - `ready`: a channel with both halves, before its threads start.
+//! - `channel`: what the two threads of a channel share; `life` has its states.
+//! - `process`: the threads, one per direction, which seal and open the records.
 //! - `splice`: the same threads when the kernel seals and opens the records.
 //! - `watch`: a thread that finds resets and peers that have vanished.
 //!
@@ -19,7 +21,10 @@
 //! without *close_notify*, and is passed on as an abort. An idle channel holds no buffer.
 
 mod channel;
+mod life;
 mod port;
+mod process;
+mod ready;
 mod splice;
 mod watch;
 
@@ -27,7 +32,7 @@ use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -40,7 +45,7 @@ use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Count;
-use super::options::{Entrance, Mode, Routes};
+use super::options::{Entrance, Routes};
 use super::route::{Listen, RelayExit};
 use super::site::Site;
 use super::socket::Socket;
@@ -54,13 +59,11 @@ use dunlin_lane::policy::OldestTls;
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::record::Alert;
 
-use channel::{Channel, Parts};
 use port::Port;
+use process::CHANNEL_BYTES;
+use ready::{Ready, out_of_resources};
 use watch::Watch;
 
-/// The buffers of a busy channel, for both directions, as a share of
-/// [`Limits::peer_bytes`](super::Limits::peer_bytes).
-const CHANNEL_BYTES: u64 = 2 * (560 << 10);
 /// Connections that may wait in one queue.
 const WAITING: usize = 512;
 
@@ -83,22 +86,17 @@ impl Identities {
     }
 }
 
-/// The queue of one listener, by the listener's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Queue {
-    Entrance(u64),
-    Port(u64),
-}
-
 /// One half of a channel, while the other half is not connected.
 enum Half {
-    Accepted(Box<Entrance>, Socket),
+    Accepted(Box<Entrance>, OldestTls, Socket),
     Authenticated(Box<RelayExit>, Box<Relayed>),
 }
 
 /// The relays of a tunnel.
 pub(super) struct Relays {
     site: Arc<Site>,
+    /// The number of the next channel.
+    next: AtomicU32,
     state: Mutex<State>,
     ports: Mutex<Vec<Port>>,
     /// Running target programs, of all peers.
@@ -113,19 +111,28 @@ pub(super) struct Ports {
 
 #[derive(Default)]
 struct State {
-    next: u32,
-    /// Each queue has a thread that connects its members.
-    queues: BTreeMap<Queue, VecDeque<(Half, Counted)>>,
+    /// By the number of the listener or port. Each queue has a thread that connects its members.
+    queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
     /// Channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
-    watch: Option<Arc<Watch>>,
-    over: bool,
+    phase: Phase,
+}
+
+/// The watch starts with the first channel. No transition leads back.
+#[derive(Default)]
+enum Phase {
+    #[default]
+    Unwatched,
+    Watched(Arc<Watch>),
+    /// The tunnel has ended: no channel may start.
+    Over,
 }
 
 impl Relays {
     pub(super) fn new(site: &Arc<Site>) -> Self {
         Self {
             site: Arc::clone(site),
+            next: AtomicU32::new(0),
             state: Mutex::default(),
             ports: Mutex::default(),
             programs: Arc::default(),
@@ -189,71 +196,54 @@ impl Relays {
         lock(&self.ports).iter().map(of).collect()
     }
 
-    /// Carries a connection that was accepted at an entrance. Callers pass the connections of one
-    /// entrance in the order of acceptance.
+    /// Carries a connection that was accepted at an entrance, to a peer that may use any TLS
+    /// version from `oldest` on. Callers pass the connections of one entrance in the order of
+    /// acceptance.
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
+        oldest: OldestTls,
         listener: u64,
         parameter: &str,
         socket: Socket,
     ) {
+        let half = Half::Accepted(Box::new(entrance.clone()), oldest, socket);
         if !parameter.is_empty() {
             let text = format!(
                 "route {:?} is a relay and carries no parameter",
                 entrance.route
             );
             let failure = Failure::new(FaultCode::ParameterRefused, text);
-            return Half::Accepted(Box::new(entrance.clone()), socket).refuse(&self.site, failure);
+            return half.refuse(&self.site, failure);
         }
-        let (peer, queue) = (entrance.to.clone(), Queue::Entrance(listener));
-        let half = Half::Accepted(Box::new(entrance.clone()), socket);
-        self.wait(queue, &peer, half);
+        self.wait(listener, &entrance.to, half);
     }
 
     /// Carries a TLS client that a port has authenticated.
     fn take(self: &Arc<Self>, port: u64, exit: RelayExit, relayed: Box<Relayed>) {
         let peer = relayed.peer.to_string();
         let half = Half::Authenticated(Box::new(exit), relayed);
-        self.wait(Queue::Port(port), &peer, half);
+        self.wait(port, &peer, half);
     }
 
     /// Puts a half into a queue, or refuses it.
-    fn wait(self: &Arc<Self>, queue: Queue, peer: &str, half: Half) {
+    fn wait(self: &Arc<Self>, queue: u64, peer: &str, half: Half) {
         let site = &self.site;
-        let limits = &site.limits;
-        let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
-        let most = most.clamp(1, limits.channels);
         let mut state = self.lock();
-        if state.over || site.is_draining() {
-            drop(state);
-            let failure = Failure::new(FaultCode::Ended, "tunnel is shutting down");
-            return half.refuse(site, failure);
-        }
-        state
-            .peers
-            .retain(|_, count| count.load(Ordering::SeqCst) > 0);
-        let counted = Counted::one_more(state.peers.entry(peer.to_owned()).or_default(), most);
-        let Some(counted) = counted else {
-            drop(state);
-            let text = format!(
-                "too many channels of {}: {most} are open, limited by channels or memory per peer",
-                harmless(peer)
-            );
-            return half.refuse(site, Failure::new(FaultCode::Busy, text));
-        };
-        if let Some(waiting) = state.queues.get_mut(&queue) {
-            if waiting.len() < WAITING {
-                waiting.push_back((half, counted));
-                return;
+        let counted = match self.admit(&mut state, queue, peer) {
+            Ok(counted) => counted,
+            Err(failure) => {
+                drop(state);
+                return half.refuse(site, failure);
             }
-            drop(state);
-            let text = format!("{WAITING} connections already wait for {}", harmless(peer));
-            return half.refuse(site, Failure::new(FaultCode::Busy, text));
-        }
-        let waiting = VecDeque::from([(half, counted)]);
-        state.queues.insert(queue, waiting);
+        };
+        let is_served = state.queues.contains_key(&queue);
+        let waiting = state.queues.entry(queue).or_default();
+        waiting.push_back((half, counted));
         drop(state);
+        if is_served {
+            return;
+        }
         let own = Arc::clone(self);
         let serving = site.spawn("dunlin-relay-queue".to_owned(), move || {
             while let Some((half, counted)) = own.next(queue) {
@@ -270,15 +260,44 @@ impl Relays {
         }
     }
 
+    /// Takes a place for a channel that is to wait in a queue.
+    fn admit(&self, state: &mut State, queue: u64, peer: &str) -> Result<Counted, Failure> {
+        let limits = &self.site.limits;
+        let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
+        let most = most.clamp(1, limits.channels);
+        // A tunnel that ends drains first.
+        if self.site.is_draining() {
+            return Err(Failure::new(FaultCode::Ended, "tunnel is shutting down"));
+        }
+        let busy = |text| Failure::new(FaultCode::Busy, text);
+        let (queues, peers) = (&state.queues, &mut state.peers);
+        peers.retain(|_, count| count.load(Ordering::SeqCst) > 0);
+        let counted = Counted::one_more(peers.entry(peer.to_owned()).or_default(), most);
+        let peer = harmless(peer);
+        let counted = counted.ok_or_else(|| {
+            busy(format!(
+                "too many channels of {peer}: {most} are open, limited by channels or memory per peer"
+            ))
+        })?;
+        if queues.get(&queue).is_some_and(|all| all.len() >= WAITING) {
+            return Err(busy(format!(
+                "{WAITING} connections already wait for {peer}"
+            )));
+        }
+        Ok(counted)
+    }
+
     /// Connects the other half of a channel.
     fn connect(&self, half: Half, counted: Counted) {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.connect;
         match half {
-            Half::Accepted(entrance, socket) => match reach(site, &entrance, deadline) {
-                Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
-                Err(failure) => Half::Accepted(entrance, socket).refuse(site, failure),
-            },
+            Half::Accepted(entrance, oldest, socket) => {
+                match reach(site, &entrance, oldest, deadline) {
+                    Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
+                    Err(failure) => Half::Accepted(entrance, oldest, socket).refuse(site, failure),
+                }
+            }
             Half::Authenticated(exit, relayed) => {
                 let (route, target) = (&exit.route, &exit.target);
                 let reached = site.dials.begin().and_then(|dialling| {
@@ -299,7 +318,7 @@ impl Relays {
     }
 
     /// The next member of a queue. If there is none, the queue is removed.
-    fn next(&self, queue: Queue) -> Option<(Half, Counted)> {
+    fn next(&self, queue: u64) -> Option<(Half, Counted)> {
         let mut state = self.lock();
         let next = state.queues.get_mut(&queue).and_then(VecDeque::pop_front);
         if next.is_none() {
@@ -311,44 +330,39 @@ impl Relays {
     /// Starts the threads of a channel with both halves.
     fn start(&self, route: &str, socket: Socket, relayed: Relayed, counted: Counted) {
         let site = &self.site;
-        let mut state = self.lock();
-        let number = state.next;
-        state.next = state.next.wrapping_add(1);
-        let parts = Parts {
-            number,
-            route: route.to_owned(),
-            socket,
-            relayed,
-            counted,
-        };
-        let refuse = |parts: Parts, failure: Failure| {
-            parts.refuse(&failure);
-            let route = route.to_owned();
-            site.report(Event::Refused { route, failure });
-        };
-        if state.over {
-            drop(state);
-            return refuse(parts, ended());
-        }
-        let watch = Watch::of(site, &mut state.watch)
-            .and_then(|watch| Ok((watch, parts.prepare(site.limits.vanished)?)));
-        let (watch, stops) = match watch {
-            Ok(prepared) => prepared,
-            Err(error) => {
-                drop(state);
-                let text = "out of descriptors or threads for a channel";
-                let failure = Failure::new(FaultCode::DescriptorLimit, text).because(&error);
-                return refuse(parts, failure);
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let started = Ready::new(site, number, route, socket, relayed, counted)
+            .and_then(|ready| self.watch(ready));
+        let route = route.to_owned();
+        match started {
+            Ok(ready) => {
+                let channel = number;
+                site.report(Event::Opened { route, channel });
+                ready.start();
             }
+            Err(failure) => site.report(Event::Refused { route, failure }),
+        }
+    }
+
+    /// Watches a channel from now on, or refuses it.
+    fn watch(&self, ready: Ready) -> Result<Ready, Failure> {
+        let mut state = self.lock();
+        let watch = match &state.phase {
+            Phase::Unwatched => Watch::start(&self.site).map_err(|error| out_of_resources(&error)),
+            Phase::Watched(watch) => Ok(Arc::clone(watch)),
+            Phase::Over => Err(ended()),
         };
-        let (channel, opening) = Channel::new(site, parts, stops);
-        watch.add(&channel);
-        drop(state);
-        site.report(Event::Opened {
-            route: route.to_owned(),
-            channel: number,
-        });
-        channel.start(opening);
+        match watch {
+            Ok(watch) => {
+                watch.add(&ready.channel);
+                state.phase = Phase::Watched(watch);
+                Ok(ready)
+            }
+            Err(failure) => {
+                drop(state);
+                Err(ready.refuse(failure))
+            }
+        }
     }
 
     /// The number of channels, including those that wait.
@@ -359,22 +373,23 @@ impl Relays {
     }
 
     pub(super) fn status(&self) -> Vec<Status> {
-        let watch = self.lock().watch.clone();
-        let channels = watch.iter().flat_map(|watch| watch.channels());
-        channels.map(|one| one.status()).collect()
+        let channels = match &self.lock().phase {
+            Phase::Watched(watch) => watch.channels(),
+            Phase::Unwatched | Phase::Over => Vec::new(),
+        };
+        channels.iter().map(|one| one.status()).collect()
     }
 
     /// Ends all relays at once.
     pub(super) fn end(&self) {
         let mut state = self.lock();
-        state.over = true;
         let waiting: Vec<_> = state.queues.values_mut().map(std::mem::take).collect();
-        let watch = state.watch.take();
+        let phase = std::mem::replace(&mut state.phase, Phase::Over);
         drop(state);
         for (half, _) in waiting.into_iter().flatten() {
             half.refuse(&self.site, ended());
         }
-        if let Some(watch) = watch {
+        if let Phase::Watched(watch) = phase {
             for channel in watch.channels() {
                 channel.abort(ended());
             }
@@ -386,7 +401,7 @@ impl Relays {
 impl Half {
     fn refuse(self, site: &Site, failure: Failure) {
         let route = match self {
-            Self::Accepted(entrance, socket) => {
+            Self::Accepted(entrance, _, socket) => {
                 socket.fail(&failure);
                 entrance.route
             }
@@ -406,13 +421,14 @@ fn ended() -> Failure {
 }
 
 /// Connects to a relay's peer and performs the handshake. The end of the tunnel cancels both.
-fn reach(site: &Site, entrance: &Entrance, deadline: Instant) -> Result<Relayed, Failure> {
+fn reach(
+    site: &Site,
+    entrance: &Entrance,
+    oldest: OldestTls,
+    deadline: Instant,
+) -> Result<Relayed, Failure> {
     let dialling = site.dials.begin()?;
     let (to, cancel) = (&entrance.to, &dialling.cancel);
-    let oldest = match entrance.mode {
-        Mode::Relay(oldest) => oldest,
-        Mode::Stripe | Mode::StripeOverIpsec => OldestTls::default(),
-    };
     let peers = entrance.peers.clone();
     let tls = site.identities().relay_client(peers, oldest, to);
     let tls = tls.or_failure(

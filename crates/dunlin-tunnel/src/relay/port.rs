@@ -4,13 +4,13 @@ use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::set_reset_on_close;
 
 use crate::event::Event;
+use crate::listener::next_number;
 use crate::route::RelayExit;
 use crate::site::Site;
 use crate::threads::Worker;
@@ -37,10 +37,9 @@ impl Port {
         tls: ServerTls,
         secured: impl Fn(u64, RelayExit, Box<Relayed>) + Send + 'static,
     ) -> io::Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let listener = TcpListener::bind(exit.listen)?;
         let address = listener.local_addr()?;
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let number = next_number();
         let exit = Arc::new(Mutex::new(exit));
         let (site, own, own_tls) = (Arc::clone(site), Arc::clone(&exit), tls.clone());
         let body = move |stopped: &Wakeup| {

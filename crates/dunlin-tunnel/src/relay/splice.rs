@@ -2,16 +2,13 @@
 //! socket by splice(2) and never enter this process; only control records do.
 
 use std::io;
-use std::sync::Mutex;
-use std::sync::atomic::Ordering;
-use std::time::Instant;
 
-use dunlin_linux::ktls::{self, Received};
-use dunlin_linux::socket::wait_writable;
+use dunlin_linux::ktls;
 use dunlin_linux::splice::Conduit;
 use dunlin_proto::fault::FaultCode;
 
-use super::channel::{Channel, STALL_LOOK, of_hypervisor, try_lock};
+use super::channel::{Channel, Kernel, is_early, of_hypervisor, try_lock};
+use super::life::Inward;
 use crate::failure::{Failure, OrFailure};
 use dunlin_lane::record::{CONTENT_BYTES, OpenError};
 use dunlin_lane::relayed::RelayError;
@@ -24,62 +21,50 @@ const EINVAL: i32 = 22;
 
 impl Channel {
     /// Carries the hypervisor's bytes to the peer.
-    pub(super) fn splice_out(&self, sealing: &Mutex<Sealing>) -> Result<(), Failure> {
-        let Some([stop, _]) = &self.stops else {
-            return Ok(());
-        };
+    pub(super) fn splice_out(&self, kernel: &Kernel) -> Result<(), Failure> {
+        let stop = &kernel.outward;
         let mut conduit = conduit()?;
         loop {
-            if self.is_broken.load(Ordering::SeqCst) {
-                return Ok(());
-            }
             let taken = match conduit.take(&self.plain) {
-                Ok(0) if self.is_broken.load(Ordering::SeqCst) => return Ok(()),
-                Ok(0) => return self.say_closed_by_kernel(sealing, stop),
+                Ok(0) => return self.end_outward_by_kernel(kernel),
                 Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(error) if is_early(&error) => {
                     // The next read reports the error.
                     let _ = wait(&self.plain, Readiness::Readable, stop);
                     continue;
                 }
-                Err(error) => return self.unless_broken(of_hypervisor(&error)),
+                Err(error) => return Err(of_hypervisor(&error)),
             };
-            let mut held = lock(sealing);
+            let mut held = lock(&kernel.sealing);
             self.renew_by_kernel(&mut held, stop)?;
-            if self.has_closed.load(Ordering::SeqCst) {
-                self.has_sent_since.store(true, Ordering::SeqCst);
+            if !self.life().send() {
+                return Ok(());
             }
             self.plain.has_read(taken);
             while conduit.held() > 0 {
                 let before = conduit.held();
                 match conduit.give(&self.tls) {
                     Ok(left) => held.gave(before - left),
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                        if self.is_broken.load(Ordering::SeqCst) {
+                    Err(error) if is_early(&error) => {
+                        if !self.is_relaying() {
                             return Ok(());
                         }
                         let _ = wait(&self.tls, Readiness::Writable, stop);
                     }
-                    Err(error) => return self.unless_broken(self.of_io(&error)),
+                    Err(error) => return Err(self.of_io(&error)),
                 }
             }
             drop(held);
-            self.renew_by_kernel_unless_sending(sealing, stop)?;
+            self.renew_by_kernel_unless_sending(kernel, stop)?;
         }
     }
 
     /// Carries the peer's bytes to the hypervisor.
-    pub(super) fn splice_in(
-        &self,
-        sealing: &Mutex<Sealing>,
-        mut opening: Opening,
-    ) -> Result<(), Failure> {
-        let Some([_, stop]) = &self.stops else {
-            return Ok(());
-        };
+    pub(super) fn splice_in(&self, kernel: &Kernel) -> Result<(), Failure> {
+        let (stop, mut opening) = (&kernel.inward, lock(&kernel.opening));
         let mut conduit = conduit()?;
         loop {
-            if self.is_broken.load(Ordering::SeqCst) {
+            if !self.is_relaying() {
                 return Ok(());
             }
             let is_over = match conduit.take(&self.tls) {
@@ -89,9 +74,9 @@ impl Channel {
                     opening.came(count).map_err(|error| self.of_tls(&error))?;
                     self.deliver_by_kernel(&mut conduit, &mut opening, stop)?
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if self.is_reset.load(Ordering::SeqCst) {
-                        return self.unless_broken(self.lost("connection reset"));
+                Err(error) if is_early(&error) => {
+                    if self.life().is(Inward::Reset) {
+                        return Err(self.lost("connection reset"));
                     }
                     // The next read reports the error.
                     let _ = wait(&self.tls, Readiness::Readable, stop);
@@ -100,16 +85,13 @@ impl Channel {
                 Err(error) if error.raw_os_error() == Some(EINVAL) => {
                     self.take_record(&mut opening, false)?
                 }
-                Err(error) => return self.unless_broken(self.of_read(&error)),
+                Err(error) => return Err(self.of_read(&error)),
             };
             if is_over {
-                self.has_closed.store(true, Ordering::SeqCst);
-                if !self.is_broken.load(Ordering::SeqCst) {
-                    self.plain.end();
-                }
+                self.end_inward();
                 return Ok(());
             }
-            self.renew_by_kernel_unless_sending(sealing, stop)?;
+            self.renew_by_kernel_unless_sending(kernel, stop)?;
         }
     }
 
@@ -133,25 +115,25 @@ impl Channel {
             let held = conduit.held();
             match conduit.give(&self.plain) {
                 Ok(left) => self.plain.has_written(held - left),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if self.is_broken.load(Ordering::SeqCst) {
+                Err(error) if is_early(&error) => {
+                    if !self.is_relaying() {
                         return Ok(false);
                     }
                     if behind.is_some() {
                         self.wait_for_consumer();
-                    } else if self.is_reset.load(Ordering::SeqCst) {
+                    } else if self.life().is(Inward::Reset) {
                         behind = Some(self.take_rest(opening)?);
                     } else {
                         let _ = wait(&self.plain, Readiness::Writable, stop);
                     }
                 }
-                Err(error) => return self.unless_broken(of_hypervisor(&error)),
+                Err(error) => return Err(of_hypervisor(&error)),
             }
         }
         let Some(behind) = behind else {
             return Ok(false);
         };
-        self.write_fully(&behind)?;
+        self.write(&behind, true)?;
         Ok(true)
     }
 
@@ -178,30 +160,13 @@ impl Channel {
         }
     }
 
-    fn write_fully(&self, mut bytes: &[u8]) -> Result<(), Failure> {
-        while !bytes.is_empty() && !self.is_broken.load(Ordering::SeqCst) {
-            match self.plain.write(bytes) {
-                Ok(count) => bytes = &bytes[count..],
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_for_consumer(),
-                Err(error) => return self.unless_broken(of_hypervisor(&error)),
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits up to [`STALL_LOOK`] for the hypervisor to take bytes.
-    fn wait_for_consumer(&self) {
-        // The next write reports the error.
-        let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
-    }
-
     /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end. With
     /// `may_be_empty`, splice(2) returned 0, which an empty record causes too.
     fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];
         let received = match ktls::receive(&self.tls, &mut record) {
             Ok(received) => received,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            Err(error) if is_early(&error) => {
                 let read = match may_be_empty {
                     true => opening.was_empty(),
                     // The bytes are not a record, and the kernel reads no further.
@@ -209,34 +174,28 @@ impl Channel {
                 };
                 return read.map(|()| false).map_err(|error| self.of_tls(&error));
             }
-            Err(error) => return self.unless_broken(self.of_read(&error)),
+            Err(error) => return Err(self.of_read(&error)),
         };
-        match received {
-            Received {
-                bytes,
-                control: Some(content_type),
-            } => {
+        match (received.bytes, received.control) {
+            (bytes, Some(content_type)) => {
                 let held = opening.control(content_type, &record[..bytes], &self.tls);
                 Ok(held.map_err(|error| self.of_tls(&error))? == Held::Closed)
             }
-            Received {
-                bytes: 0,
-                control: None,
-            } => self.unless_broken(self.lost("closed without close_notify")),
+            (0, None) => Err(self.lost("closed without close_notify")),
             // A data record after all.
-            Received { bytes, .. } => {
+            (bytes, None) => {
                 opening.came(bytes).map_err(|error| self.of_tls(&error))?;
-                self.write_fully(&record[..bytes])?;
+                self.write(&record[..bytes], true)?;
                 Ok(false)
             }
         }
     }
 
     /// Ends the direction to the peer.
-    fn say_closed_by_kernel(&self, sealing: &Mutex<Sealing>, stop: &Stop) -> Result<(), Failure> {
-        let mut sealing = lock(sealing);
+    fn end_outward_by_kernel(&self, kernel: &Kernel) -> Result<(), Failure> {
+        let mut sealing = lock(&kernel.sealing);
         let close = sealing.closes();
-        self.say_closed(|| self.send_control(&close, stop))
+        self.end_outward(|| self.send_control(&close, &kernel.outward))
     }
 
     /// Sends a key update if one is due before more data.
@@ -251,12 +210,8 @@ impl Channel {
 
     /// Sends a key update that is due even without data to send. If the other thread is sending, it
     /// sends the update when it is done.
-    fn renew_by_kernel_unless_sending(
-        &self,
-        sealing: &Mutex<Sealing>,
-        stop: &Stop,
-    ) -> Result<(), Failure> {
-        let Some(mut sealing) = try_lock(sealing) else {
+    fn renew_by_kernel_unless_sending(&self, kernel: &Kernel, stop: &Stop) -> Result<(), Failure> {
+        let Some(mut sealing) = try_lock(&kernel.sealing) else {
             return Ok(());
         };
         if sealing.is_asking() {
@@ -269,13 +224,13 @@ impl Channel {
         loop {
             match ktls::send_record(&self.tls, *content_type, content) {
                 Ok(()) => return Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if self.is_broken.load(Ordering::SeqCst) {
+                Err(error) if is_early(&error) => {
+                    if !self.is_relaying() {
                         return Ok(());
                     }
                     let _ = wait(&self.tls, Readiness::Writable, stop);
                 }
-                Err(error) => return self.unless_broken(self.of_io(&error)),
+                Err(error) => return Err(self.of_io(&error)),
             }
         }
     }

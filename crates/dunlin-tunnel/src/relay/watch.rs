@@ -2,6 +2,7 @@
 //! reads or writes, and peers that have vanished.
 
 use dunlin_lane::sync::lock;
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 use dunlin_linux::epoll::Readiness;
 
 use super::channel::Channel;
+use super::life::Life;
 use crate::site::Site;
 use crate::watched::WatchedSockets;
 
@@ -24,14 +26,11 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// The watch of a tunnel, which starts with the first channel.
+    /// Starts the watch of a tunnel.
     ///
     /// # Errors
     /// Out of descriptors or threads.
-    pub(super) fn of(site: &Site, watch: &mut Option<Arc<Self>>) -> io::Result<Arc<Self>> {
-        if let Some(watch) = watch {
-            return Ok(Arc::clone(watch));
-        }
+    pub(super) fn start(site: &Site) -> io::Result<Arc<Self>> {
         let made = Arc::new(Self {
             sockets: WatchedSockets::new()?,
             channels: Mutex::default(),
@@ -45,7 +44,6 @@ impl Watch {
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
-        *watch = Some(Arc::clone(&made));
         Ok(made)
     }
 
@@ -70,7 +68,9 @@ impl Watch {
     pub(super) fn channels(&self) -> Vec<Arc<Channel>> {
         let channels = lock(&self.channels);
         let upgraded = channels.iter().filter_map(Weak::upgrade);
-        upgraded.filter(|one| !one.has_ended()).collect()
+        upgraded
+            .filter(|one| !matches!(*one.life(), Life::Settled))
+            .collect()
     }
 
     pub(super) fn stop(&self) {
@@ -83,6 +83,9 @@ impl Watch {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
+        // The channels with a peer that was silent at the last check. What is overdue at the first
+        // check may have been sent just before, after a long silence on both sides.
+        let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {
             let timeout = any.then(|| look.saturating_duration_since(Instant::now()));
             self.sockets.wait(&mut ready, timeout);
@@ -99,8 +102,12 @@ impl Watch {
             }
             if Instant::now() >= look {
                 look = Instant::now() + step;
-                for channel in &channels {
-                    channel.look(vanished);
+                let before = std::mem::take(&mut silent);
+                for channel in channels.iter().filter(|one| one.is_silent(vanished)) {
+                    silent.insert(channel.number);
+                    if before.contains(&channel.number) {
+                        channel.has_vanished();
+                    }
                 }
             }
         }

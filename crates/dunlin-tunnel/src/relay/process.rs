@@ -1,0 +1,129 @@
+//! A channel of a relay, with records that this process seals and opens.
+//!
+//! Both threads share one TLS session, and hold its lock only while they seal or open records. Each
+//! blocks in the read or write of a socket.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use dunlin_linux::poll::{Interest, poll};
+use dunlin_linux::socket::wait_writable;
+
+use super::channel::{Channel, Process, is_early, of_hypervisor, try_lock};
+use crate::failure::Failure;
+use dunlin_lane::record::RECEIVED_RECORD_BYTES;
+use dunlin_lane::sync::lock;
+
+/// Bytes that are sealed and sent at once, and bytes that are received at once. Each piece wakes a
+/// thread, so larger pieces cost less CPU: docs/benchmarking.md has the figures.
+///
+/// Drawback: a busy direction holds twice as much, for the bytes and for their records.
+const PIECE_BYTES: usize = 256 << 10;
+/// The buffers of a busy channel, for both directions, as a share of
+/// [`Limits::peer_bytes`](crate::Limits::peer_bytes).
+pub(super) const CHANNEL_BYTES: u64 = 2 * (560 << 10);
+
+const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
+// A record is at most 29 bytes longer than its content, and rustls buffers one more per direction.
+const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
+
+impl Channel {
+    /// Carries the hypervisor's bytes to the peer.
+    pub(super) fn carry_out(&self, tls: &Process) -> Result<(), Failure> {
+        let mut content = vec![0; PIECE_BYTES];
+        loop {
+            let count = match self.plain.read(&mut content) {
+                Ok(count) => count,
+                Err(error) if is_early(&error) => {
+                    drop(std::mem::take(&mut content));
+                    drop(std::mem::take(&mut *lock(&tls.sending)));
+                    self.wait(&self.plain);
+                    content = vec![0; PIECE_BYTES];
+                    continue;
+                }
+                Err(error) => return Err(of_hypervisor(&error)),
+            };
+            if count == 0 {
+                return self.end_outward(|| self.send(tls, None));
+            }
+            if !self.life().send() {
+                return Ok(());
+            }
+            self.send(tls, Some(&content[..count]))?;
+            self.send_pending(tls)?;
+        }
+    }
+
+    /// Seals and sends content, or the end of this direction.
+    fn send(&self, tls: &Process, content: Option<&[u8]>) -> Result<(), Failure> {
+        let mut records = lock(&tls.sending);
+        let count = tls.session.seal(content, &mut records);
+        let count = count.map_err(|error| self.of_tls(&error))?;
+        self.write_tls(&records[..count])
+    }
+
+    /// Sends pending TLS messages, even while the hypervisor sends nothing. If the other thread is
+    /// sending, or the peer is not reading, a later call sends them: a thread that reads from the
+    /// peer must not wait until the peer reads.
+    fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
+        if !tls.session.is_pending() {
+            return Ok(());
+        }
+        let Some(_sending) = try_lock(&tls.sending) else {
+            return Ok(());
+        };
+        match wait_writable(&self.tls, Instant::now()) {
+            Ok(true) => self.write_tls(&tls.session.take_pending()),
+            // The next write reports the error.
+            Ok(false) | Err(_) => Ok(()),
+        }
+    }
+
+    fn write_tls(&self, records: &[u8]) -> Result<(), Failure> {
+        let written = (&self.tls).write_all(records);
+        written.map_err(|error| self.of_io(&error))
+    }
+
+    /// Carries the peer's bytes to the hypervisor.
+    pub(super) fn carry_in(&self, tls: &Process) -> Result<(), Failure> {
+        let mut records = vec![0; PIECE_BYTES];
+        let mut content = Vec::with_capacity(PIECE_BYTES);
+        let mut filled = 0;
+        loop {
+            match (&self.tls).read(&mut records[filled..]) {
+                Ok(0) => return Err(self.lost("closed without close_notify")),
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if is_early(&error) => {
+                    if filled == 0 {
+                        drop((std::mem::take(&mut records), std::mem::take(&mut content)));
+                        self.wait(&self.tls);
+                        records = vec![0; PIECE_BYTES];
+                        content = Vec::with_capacity(PIECE_BYTES);
+                    }
+                    continue;
+                }
+                Err(error) => return Err(self.of_io(&error)),
+            }
+            content.clear();
+            let opened = tls.session.open(&mut records[..filled], &mut content);
+            let opened = opened.map_err(|error| self.of_tls(&error))?;
+            self.write(&content, opened.is_over)?;
+            if opened.is_over {
+                self.end_inward();
+                return Ok(());
+            }
+            records.copy_within(opened.taken..filled, 0);
+            filled -= opened.taken;
+            self.send_pending(tls)?;
+        }
+    }
+
+    /// Waits until there is something to read, without a timeout.
+    fn wait(&self, socket: &impl AsFd) {
+        let interest = Interest::read(&socket);
+        // The next read reports the error.
+        let _ = poll(&[interest], None);
+    }
+}

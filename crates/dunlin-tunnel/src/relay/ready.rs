@@ -1,0 +1,153 @@
+//! A channel that has both halves, before its threads start.
+
+use std::io;
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dunlin_linux::socket::{Liveness, set_liveness, set_reset_on_close};
+use dunlin_proto::fault::FaultCode;
+use dunlin_proto::text::harmless;
+
+use super::channel::{Channel, Kernel, Mover, Process, STALL_LOOK};
+use super::life::Life;
+use crate::counted::Counted;
+use crate::failure::Failure;
+use crate::options::Limits;
+use crate::site::Site;
+use crate::socket::Socket;
+use dunlin_lane::handshake::relay::Relayed;
+use dunlin_lane::relayed::Records;
+use dunlin_lane::splice::Stop;
+
+/// After this time without a byte a direction frees its buffer.
+const IDLE: Duration = Duration::from_secs(1);
+
+pub(super) struct Ready {
+    pub(super) channel: Arc<Channel>,
+    counted: Arc<Counted>,
+}
+
+impl Ready {
+    /// Sets the options of the sockets.
+    ///
+    /// # Errors
+    /// The error of setsockopt(2), or out of descriptors. Both connections are aborted.
+    pub(super) fn new(
+        site: &Arc<Site>,
+        number: u32,
+        route: &str,
+        plain: Socket,
+        relayed: Relayed,
+        counted: Counted,
+    ) -> Result<Self, Failure> {
+        let tls = relayed.stream;
+        let mover = prepare(&plain, &tls, relayed.records, &site.limits)
+            .map_err(|error| refuse(&plain, &tls, out_of_resources(&error)))?;
+        let channel = Arc::new(Channel {
+            number,
+            route: route.to_owned(),
+            peer: harmless(&relayed.peer.to_string()),
+            at: relayed.at,
+            plain,
+            tls,
+            life: Mutex::new(Life::new()),
+            mover,
+            site: Arc::clone(site),
+        });
+        let counted = Arc::new(counted);
+        Ok(Self { channel, counted })
+    }
+
+    /// Aborts both connections. Returns the failure.
+    pub(super) fn refuse(self, failure: Failure) -> Failure {
+        refuse(&self.channel.plain, &self.channel.tls, failure)
+    }
+
+    /// Starts the threads.
+    pub(super) fn start(self) {
+        let Self { channel, counted } = self;
+        spawn(
+            &channel,
+            Arc::clone(&counted),
+            "out",
+            |channel| match &channel.mover {
+                Mover::Process(tls) => channel.carry_out(tls),
+                Mover::Kernel(kernel) => channel.splice_out(kernel),
+            },
+        );
+        spawn(&channel, counted, "in", |channel| match &channel.mover {
+            Mover::Process(tls) => channel.carry_in(tls),
+            Mover::Kernel(kernel) => channel.splice_in(kernel),
+        });
+    }
+}
+
+type Body = fn(&Channel) -> Result<(), Failure>;
+
+fn spawn(channel: &Arc<Channel>, counted: Arc<Counted>, way: &str, body: Body) {
+    let own = Arc::clone(channel);
+    let thread = move || {
+        let result = body(&own);
+        // The last thread frees the place before it reports the end: the next connection may follow
+        // at once.
+        drop(counted);
+        own.leave(result);
+    };
+    let name = format!("dunlin-relay-{}-{way}", channel.number);
+    if !channel.site.spawn(name, thread) {
+        let failure = Failure::new(FaultCode::Kernel, "cannot start a thread");
+        channel.leave(Err(failure));
+    }
+}
+
+/// Why a channel cannot start.
+pub(super) fn out_of_resources(error: &io::Error) -> Failure {
+    let text = "out of descriptors or threads for a channel";
+    Failure::new(FaultCode::DescriptorLimit, text).because(error)
+}
+
+fn refuse(plain: &Socket, tls: &TcpStream, failure: Failure) -> Failure {
+    plain.fail(&failure);
+    // Fails only if the connection is closed.
+    let _ = set_reset_on_close(tls);
+    failure
+}
+
+fn prepare(
+    plain: &Socket,
+    tls: &TcpStream,
+    records: Records,
+    limits: &Limits,
+) -> io::Result<Mover> {
+    // A vanished peer is noticed within `vanished`. The watch limits how long data may stay
+    // unacknowledged: the kernel's own limit would also end the connection of a peer that answers
+    // but does not read.
+    let liveness = Liveness {
+        keepalive_idle: limits.vanished / 2,
+        keepalive_interval: limits.vanished / 8,
+        keepalive_probes: 3,
+        user_timeout: Duration::ZERO,
+    };
+    set_liveness(tls, &liveness)?;
+    match records {
+        Records::Process(session) => {
+            tls.set_read_timeout(Some(IDLE))?;
+            plain.block(IDLE, STALL_LOOK)?;
+            session.renew_after(limits.lane_records);
+            let sending = Mutex::default();
+            Ok(Mover::Process(Process { session, sending }))
+        }
+        Records::Kernel(sealing, opening) => {
+            // The hypervisor's socket is in non-blocking mode until [`Socket::block`].
+            tls.set_nonblocking(true)?;
+            sealing.renew_after(limits.lane_records);
+            Ok(Mover::Kernel(Kernel {
+                sealing: Mutex::new(sealing),
+                opening: Mutex::new(opening),
+                outward: Stop::new()?,
+                inward: Stop::new()?,
+            }))
+        }
+    }
+}
