@@ -20,10 +20,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination::{self, receive};
-use dunlin::engine::source::{self, migrate};
 use dunlin::engine::vmm::{RunState, SourceVm, VmmError};
-use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost, Wakeup};
+use dunlin::engine::{Host, MigrateError, StandardHost, Wakeup};
+use dunlin::{Incoming, Migration};
 use smallest::{Machines, Vm, certificates};
 
 /// A request to the broker: endpoint, deadline, and the channel for the connection.
@@ -97,31 +96,19 @@ fn main() -> Result<(), VmmError> {
     let listener = TcpListener::from(inherited);
     let to = listener.local_addr()?.to_string();
     let destination = thread::spawn(move || {
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let (mut machines, seen) = (Machines::default(), |_: &_| ());
-        let (options, cancel) = (destination::Options::default(), Cancel::new());
-        receive(
-            listener,
-            &server,
-            &options,
-            &mut machines,
-            &host,
-            &seen,
-            &cancel,
-        )?;
+        let mut machines = Machines::default();
+        Incoming::builder(listener, &server).run(&mut machines)?;
         Ok::<_, MigrateError>(machines.0)
     });
 
     let (broker, made) = start_broker();
-    let host: Arc<dyn Host> = Arc::new(Jailed {
+    let host = Arc::new(Jailed {
         broker: Mutex::new(broker),
     });
     let vm = Vm::new()?;
     SourceVm::resume(&*vm)?;
     thread::sleep(Duration::from_millis(100));
-    let (vm, seen): (Arc<dyn SourceVm>, _) = (vm, |_: &Event| ());
-    let (options, cancel) = (source::Options::default(), Cancel::new());
-    migrate(&vm, &to, &client, &options, &host, &seen, &cancel)?;
+    Migration::builder(vm, to, &client).host(host).run()?;
 
     let moved = destination.join().expect("the thread does not panic")?;
     let moved = moved.ok_or("no VM was built")?;

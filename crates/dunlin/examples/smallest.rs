@@ -11,11 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use dunlin::engine::destination::receive;
+use dunlin::engine::MigrateError;
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
-use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::*;
-use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost};
+use dunlin::{Incoming, Migration};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -167,28 +166,17 @@ impl Builder for Machines {
 
 fn main() -> Result<(), VmmError> {
     let (client, server) = certificates::two_hosts()?;
-    let (host, cancel): (Arc<dyn Host>, _) = (Arc::new(StandardHost), Cancel::new());
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let to = listener.local_addr()?.to_string();
-    let (there, mut machines) = (host.clone(), Machines::default());
     let destination = thread::spawn(move || {
-        let (options, cancel, seen) = (Default::default(), Cancel::new(), |_: &_| ());
-        receive(
-            listener,
-            &server,
-            &options,
-            &mut machines,
-            &there,
-            &seen,
-            &cancel,
-        )?;
+        let mut machines = Machines::default();
+        Incoming::builder(listener, &server).run(&mut machines)?;
         Ok::<_, MigrateError>(machines.0)
     });
     let vm = Vm::new()?;
     SourceVm::resume(&*vm)?;
     thread::sleep(Duration::from_millis(100));
-    let (vm, options, seen): (Arc<dyn SourceVm>, _, _) = (vm, Default::default(), |_: &Event| ());
-    let report = migrate(&vm, &to, &client, &options, &host, &seen, &cancel)?;
+    let report = Migration::builder(vm, to, &client).run()?;
     let moved = destination.join().expect("the thread does not panic")?;
     let moved = moved.ok_or("no VM was built")?;
     println!("moved in {:?}", report.total);

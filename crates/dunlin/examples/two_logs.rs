@@ -13,11 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use dunlin::engine::destination::{self, receive};
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
-use dunlin::engine::source::{self, migrate};
 use dunlin::engine::vmm::*;
-use dunlin::engine::{Cancel, Event, Host, MigrateError, StandardHost};
+use dunlin::engine::{Event, MigrateError};
+use dunlin::{Incoming, Migration};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -286,28 +285,17 @@ impl Builder for Machines {
 
 fn main() -> Result<(), VmmError> {
     let (client, server) = certificates::two_hosts()?;
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let to = listener.local_addr()?.to_string();
-    let (there, mut machines) = (Arc::clone(&host), Machines::default());
     let destination = thread::spawn(move || {
-        let (options, seen) = (destination::Options::default(), |_: &_| ());
-        receive(
-            listener,
-            &server,
-            &options,
-            &mut machines,
-            &there,
-            &seen,
-            &Cancel::new(),
-        )?;
+        let mut machines = Machines::default();
+        Incoming::builder(listener, &server).run(&mut machines)?;
         Ok::<_, MigrateError>(machines.0)
     });
 
     let vm = Vm::new()?;
     SourceVm::resume(&*vm)?;
     thread::sleep(Duration::from_millis(300));
-    let vm: Arc<dyn SourceVm> = vm;
     let observer = |event: &Event| {
         if let Event::Iterated(iteration) = event {
             println!(
@@ -316,9 +304,9 @@ fn main() -> Result<(), VmmError> {
             );
         }
     };
-    let options = source::Options::default();
-    let cancel = Cancel::new();
-    migrate(&vm, &to, &client, &options, &host, &observer, &cancel)?;
+    Migration::builder(vm, to, &client)
+        .observer(&observer)
+        .run()?;
     let moved = destination.join().expect("the thread does not panic")?;
     let moved = moved.ok_or("no VM was built")?;
     println!("it runs there: {}", moved.run_state() == RunState::Running);

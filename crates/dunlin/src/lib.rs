@@ -1,9 +1,8 @@
 //! Live migration of virtual machines over many encrypted lanes at once.
 //!
-//! A VMM implements the traits of [`engine::vmm`] and calls [`engine::source::migrate`]
-//! on one host and [`engine::destination::receive`] on the other. Both run on the
-//! caller's thread, take sockets and threads from [`engine::Host`], and report events
-//! to an observer. [`lane::identity::Identity`] loads certificates, decides which peers
+//! A VMM implements the traits of [`engine::vmm`], and runs a [`Migration`] on one host
+//! and an [`Incoming`] migration on the other. Both run on the caller's thread, take
+//! sockets and threads from [`engine::Host`], and report events to an observer. [`lane::identity::Identity`] loads certificates, decides which peers
 //! are authorised, and makes the TLS settings of both sides.
 //!
 //! - [`engine`]: the migration: pre-copy, switchover, and the traits a VMM implements.
@@ -19,6 +18,9 @@
 
 pub mod engine;
 pub mod testing;
+
+pub use engine::destination::Incoming;
+pub use engine::source::Migration;
 
 pub use dunlin_lane as lane;
 

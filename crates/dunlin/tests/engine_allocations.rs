@@ -10,10 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination::{self, DestinationEvent};
-use dunlin::engine::source::migrate;
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Cancel, Event, Host, StandardHost, Wakeup};
+use dunlin::engine::{Event, Host, StandardHost, Wakeup};
+use dunlin::{Incoming, Migration};
 use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
 
@@ -72,28 +71,18 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
         .unwrap();
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
-            destination::receive(
-                listener,
-                &server,
-                &destination::Options::default(),
-                &mut TestBuilder::default(),
-                &host,
-                &|_: &DestinationEvent| (),
-                &Cancel::new(),
-            )
-            .map(|_| ())
-            .unwrap();
+            Incoming::builder(listener, &server)
+                .host(Arc::clone(&host))
+                .run(&mut TestBuilder::default())
+                .map(|_| ())
+                .unwrap();
         });
-        migrate(
-            &as_source,
-            &to,
-            &client,
-            &options,
-            &host,
-            &warm,
-            &Cancel::new(),
-        )
-        .unwrap()
+        Migration::builder(Arc::clone(&as_source), &to, &client)
+            .options(options.clone())
+            .host(Arc::clone(&host))
+            .observer(&warm)
+            .run()
+            .unwrap()
     });
     let passes = &report.iterations[1..report.iterations.len() - 1];
     let chunks: u64 = passes.iter().map(|pass| pass.pages / 64).sum();

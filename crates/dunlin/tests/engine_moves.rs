@@ -7,6 +7,7 @@ use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use dunlin::Migration;
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::source::{self, AtTimeLimit, LaneSecurity, Resolution};
 use dunlin::engine::vmm::{FaultCode, Refusal, RunState};
@@ -793,15 +794,11 @@ fn a_panic_in_the_vmms_memory_ends_the_session_and_not_the_process() {
     let to = receiving.address.to_string();
     let observe = |_: &Event| ();
     let options = verified(2);
-    let result = source::migrate(
-        &as_source,
-        &to,
-        &client,
-        &options,
-        &host,
-        &observe,
-        &Cancel::new(),
-    );
+    let result = Migration::builder(Arc::clone(&as_source), &to, &client)
+        .options(options.clone())
+        .host(Arc::clone(&host))
+        .observer(&observe)
+        .run();
     let error = result.unwrap_err();
     assert_eq!(
         (error.fault, error.vm),

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::{Cancel, Event, Host, StandardHost, destination, source};
+use dunlin::Migration;
+use dunlin::engine::{Cancel, Event, destination};
 use dunlin::lane::control;
 use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, VERSIONS};
 use dunlin_test_support::engine::*;
@@ -52,12 +53,10 @@ fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duratio
             accepted_ns.store(began.elapsed().as_nanos() as u64, Ordering::SeqCst);
         }
     };
-    let as_source: std::sync::Arc<dyn dunlin::engine::vmm::SourceVm> =
-        std::sync::Arc::clone(&vm) as _;
-    let host: std::sync::Arc<dyn Host> = std::sync::Arc::new(StandardHost);
-    let cancel = Cancel::new();
-    let to = to.to_string();
-    let report = source::migrate(&as_source, &to, client, &options, &host, &observe, &cancel);
+    let report = Migration::builder(vm.clone(), to.to_string(), client)
+        .options(options)
+        .observer(&observe)
+        .run();
     let report = report.unwrap();
     assert_eq!(report.digests_equal, Some(true));
     let accepted = Duration::from_nanos(accepted_ns.load(Ordering::SeqCst));

@@ -11,9 +11,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin::Incoming;
 use dunlin::engine::destination;
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal, RunState};
-use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
+use dunlin::engine::{Cancel, VmIs};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_test_support::engine::*;
@@ -71,17 +72,8 @@ fn role() {
         let server = server(&directory);
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         say(&format!("at {}", listener.local_addr().unwrap()));
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
         let mut builder = Careful(TestBuilder::default());
-        let result = destination::receive(
-            listener,
-            &server,
-            &destination::Options::default(),
-            &mut builder,
-            &host,
-            &|_| {},
-            &Cancel::new(),
-        );
+        let result = Incoming::builder(listener, &server).run(&mut builder);
         match result {
             Ok(_) => say("moved"),
             Err(error) => say(&format!("failed {error}")),

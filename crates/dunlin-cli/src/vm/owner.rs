@@ -12,9 +12,9 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dunlin::engine::source::migrate;
+use dunlin::Migration;
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Event, Host, StandardHost, fault_behind};
+use dunlin::engine::{Event, fault_behind};
 use dunlin::lane::policy::ClientTls;
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::PortRange;
@@ -227,10 +227,14 @@ fn move_away(
     let to = flags.to.clone();
     let (for_thread, for_service) = (Arc::clone(&moving), Arc::clone(service));
     let spawned = start("migration", move || {
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
         let observe = |event: &Event| for_thread.observe(event);
         let cancel = &for_thread.cancel;
-        let line = match migrate(&vm, &to, &tls, &options, &host, &observe, cancel) {
+        let line = match Migration::builder(vm, to, &tls)
+            .options(options)
+            .observer(&observe)
+            .cancel(cancel)
+            .run()
+        {
             Ok(report) => Line::Moved(Box::new((&report).into())),
             Err(error) => Line::Failed((&error).into()),
         };

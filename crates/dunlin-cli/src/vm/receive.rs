@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dunlin::engine::destination::{DestinationEvent, Options, receive};
+use dunlin::Incoming;
+use dunlin::engine::destination::{DestinationEvent, Options};
 use dunlin::engine::vmm::{Builder, DestinationVm, FaultCode, Offered, Refusal};
-use dunlin::engine::{Host, MigrateError, StandardHost, VmIs, fault_behind};
+use dunlin::engine::{MigrateError, VmIs, fault_behind};
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec as ipsec;
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
@@ -65,7 +66,6 @@ impl Receive {
         self.say(&Line::Listening {
             address: address.clone(),
         });
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
         let ipsec = match self.own.ipsec_ports() {
             Some(ports) => {
                 let mut options = ipsec::Options::new(
@@ -111,15 +111,11 @@ impl Receive {
                      out, raise the limit of open files: `ulimit -n`)"
                 )
             })?;
-            let attempt = receive(
-                again,
-                &accepting.tls,
-                &options,
-                &mut builder,
-                &host,
-                &observe,
-                &cancel,
-            );
+            let attempt = Incoming::builder(again, &accepting.tls)
+                .options(options.clone())
+                .observer(&observe)
+                .cancel(&cancel)
+                .run(&mut builder);
             // No source has connected, and this process still waits for one.
             let waits = !service.is_arriving() && service.ending().is_none();
             match attempt {

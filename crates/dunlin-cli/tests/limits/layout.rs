@@ -5,14 +5,15 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread;
 
+use dunlin::engine::MigrateError;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription, VmmError,
 };
-use dunlin::engine::{Cancel, Host, MigrateError, StandardHost, destination, source};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::Crypto;
+use dunlin::{Incoming, Migration};
 use dunlin_microvm::{Config, GuestKind, Movable, Vm};
 
 use crate::GUEST;
@@ -86,12 +87,7 @@ fn send(hosts: &Hosts, vm: Arc<dyn SourceVm>, to: &str) -> MigrateError {
     let tls = identity(hosts, "a")
         .client(&Crypto::auto(), Peers::AnyFromAuthority)
         .unwrap();
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
-    let options = source::Options::default();
-    let cancel = Cancel::new();
-    source::migrate(&vm, to, &tls, &options, &host, &|_: &_| (), &cancel)
-        .err()
-        .unwrap()
+    Migration::builder(vm, to, &tls).run().err().unwrap()
 }
 
 /// Takes one VM in as `builder` does; returns where, and what came of it.
@@ -104,22 +100,7 @@ fn taking<B: Builder + Send + 'static>(
         .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let taking = thread::spawn(move || {
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
-        let options = destination::Options::default();
-        let observe = |_: &destination::DestinationEvent| ();
-        let cancel = Cancel::new();
-        destination::receive(
-            listener,
-            &tls,
-            &options,
-            &mut builder,
-            &host,
-            &observe,
-            &cancel,
-        )
-        .err()
-    });
+    let taking = thread::spawn(move || Incoming::builder(listener, &tls).run(&mut builder).err());
     (address, taking)
 }
 

@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use dunlin::engine::destination::{self, Received, receive};
-use dunlin::engine::source::{self, migrate};
+use dunlin::engine::destination::Received;
+use dunlin::engine::source;
 use dunlin::engine::vmm::{Builder, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
+use dunlin::{Incoming, Migration};
 use dunlin_microvm::{Config, MachineBuilder, Movable};
 use dunlin_test_base::Scratch;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
@@ -95,35 +96,24 @@ pub fn attempt(
 ) -> Moved {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap().to_string();
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
+    let _host: Arc<dyn Host> = Arc::new(StandardHost);
     let give_up = Cancel::new();
     let events = Mutex::new(Vec::new());
     thread::scope(|scope| {
         let receiving = scope.spawn(|| {
-            receive(
-                listener,
-                &tls.server,
-                &destination::Options::default(),
-                builder,
-                &host,
-                &|_| (),
-                &give_up,
-            )
+            Incoming::builder(listener, &tls.server)
+                .cancel(&give_up)
+                .run(builder)
         });
         let source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
         let observe = |event: &Event| {
             events.lock().unwrap().push(event.clone());
             on_event(event);
         };
-        let result = migrate(
-            &source,
-            &to,
-            &tls.client,
-            options,
-            &host,
-            &observe,
-            &Cancel::new(),
-        );
+        let result = Migration::builder(source, to, &tls.client)
+            .options(options.clone())
+            .observer(&observe)
+            .run();
         if result.is_err() {
             // One that never got as far as the destination would leave it waiting.
             give_up.cancel();

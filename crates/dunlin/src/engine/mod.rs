@@ -2,7 +2,7 @@
 //! peer on which side runs the VM.
 //!
 //! ```text
-//!   source::migrate                             destination::receive
+//!   source::Migration                          destination::Incoming
 //!   ├ control reader ◀──── control lane ──────▶ control reader ┤
 //!   ├ lane thread 1  ───── data lane 1 ───────▶ lane thread 1  ┤
 //!   ├ …                                                      … ┤

@@ -183,14 +183,23 @@ pub struct Progress {
     pub lanes: Vec<(u16, u64)>,
 }
 
-/// Receives a session's events. The session's own threads call it: return quickly.
-pub trait Observer: Send + Sync {
+/// Receives a session's events: [`Event`] at the source and
+/// [`DestinationEvent`](super::destination::DestinationEvent) at the destination. The
+/// session's own threads call it: return quickly. Closures are observers.
+pub trait Observer<E>: Send + Sync {
     /// Handles one event.
-    fn event(&self, event: &Event);
+    fn event(&self, event: &E);
 }
 
-impl<F: Fn(&Event) + Send + Sync> Observer for F {
-    fn event(&self, event: &Event) {
+impl<E, F: Fn(&E) + Send + Sync> Observer<E> for F {
+    fn event(&self, event: &E) {
         self(event);
     }
+}
+
+/// Ignores every event.
+pub(super) struct Ignore;
+
+impl<E> Observer<E> for Ignore {
+    fn event(&self, _: &E) {}
 }

@@ -12,8 +12,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin::Migration;
 use dunlin::engine::destination;
-use dunlin::engine::source::{LaneSecurity, Options, migrate};
+use dunlin::engine::source::{LaneSecurity, Options};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
 use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs, Wakeup};
 use dunlin::lane::control;
@@ -379,7 +380,12 @@ fn moves(
                 let counting = Arc::new(Counting::default());
                 let host: Arc<dyn Host> = Arc::clone(&counting) as _;
                 let none = Cancel::new();
-                let result = migrate(&as_source, AT, &tls.0, &options, &host, &observe, &none);
+                let result = Migration::builder(Arc::clone(&as_source), AT, &tls.0)
+                    .options(options.clone())
+                    .host(Arc::clone(&host))
+                    .observer(&observe)
+                    .cancel(&none)
+                    .run();
                 // The control lane and the session's control connection; each lane from its own
                 // port.
                 if let Ok(report) = &result {

@@ -11,11 +11,12 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use dunlin::engine::destination::{self, DestinationEvent, Received, receive};
+use dunlin::engine::destination::{self, DestinationEvent, Received};
 use dunlin::engine::journal::{Disk, Journal, Record, StandardDisk, State};
-use dunlin::engine::source::{self, migrate};
+use dunlin::engine::source;
 use dunlin::engine::vmm::{FaultCode, RunState, SourceVm};
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
+use dunlin::engine::{Cancel, Event, MigrateError, Report};
+use dunlin::{Incoming, Migration};
 use dunlin_lane::control;
 use dunlin_lane::peers::Principal;
 use dunlin_lane::policy::{ClientTls, ServerTls};
@@ -224,7 +225,6 @@ impl Destination {
         let cancel = Cancel::new();
         let (tls, cancelled) = (tls.clone(), cancel.clone());
         let thread = std::thread::spawn(move || {
-            let host: Arc<dyn Host> = Arc::new(StandardHost);
             let mut ended = Vec::new();
             loop {
                 let options = destination::Options::builder()
@@ -232,15 +232,11 @@ impl Destination {
                     .build()
                     .unwrap();
                 let listener = listener.try_clone().unwrap();
-                let result = receive(
-                    listener,
-                    &tls,
-                    &options,
-                    &mut builder,
-                    &host,
-                    &*at,
-                    &cancelled,
-                );
+                let result = Incoming::builder(listener, &tls)
+                    .options(options.clone())
+                    .observer(&|event: &DestinationEvent| at(event))
+                    .cancel(&cancelled)
+                    .run(&mut builder);
                 let arrived = result.is_ok();
                 if cancelled.is_cancelled() && !arrived {
                     return (ended, builder);
@@ -295,16 +291,10 @@ pub fn send_with(
     at: &(dyn Fn(&Event) + Send + Sync),
 ) -> Result<Report, MigrateError> {
     let vm: Arc<dyn SourceVm> = Arc::clone(vm) as _;
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
-    migrate(
-        &vm,
-        &to.to_string(),
-        client,
-        options,
-        &host,
-        &|event: &Event| at(event),
-        &Cancel::new(),
-    )
+    Migration::builder(vm, to.to_string(), client)
+        .options(options.clone())
+        .observer(&|event: &Event| at(event))
+        .run()
 }
 
 pub fn runs(vm: &TestVm) -> bool {

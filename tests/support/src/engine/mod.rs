@@ -17,12 +17,13 @@ use std::time::{Duration, Instant};
 
 use dunlin::engine::destination::{self, DestinationEvent, Received};
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
-use dunlin::engine::source::{self, migrate};
+use dunlin::engine::source;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, Region, RunState, Section,
     SourceVm, VmDescription, VmmError,
 };
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Observer, Report, StandardHost};
+use dunlin::engine::{Cancel, Event, MigrateError, Observer, Report};
+use dunlin::{Incoming, Migration};
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_linux::mapping::{Backing, allocate};
@@ -415,12 +416,15 @@ pub fn send_observed(
     to: &str,
     client: &ClientTls,
     options: &source::Options,
-    observe: &dyn Observer,
+    observe: &dyn Observer<Event>,
     cancel: &Cancel,
 ) -> Result<Report, MigrateError> {
     let as_source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
-    migrate(&as_source, to, client, options, &host, observe, cancel)
+    Migration::builder(as_source, to, client)
+        .options(options.clone())
+        .observer(observe)
+        .cancel(cancel)
+        .run()
 }
 
 type Taken = (Result<Received, MigrateError>, TestBuilder);
@@ -451,17 +455,12 @@ impl Receiving {
         let (seen, cancelled) = (Arc::clone(&events), cancel.clone());
         let (server, options) = (server.clone(), options.clone());
         let thread = std::thread::spawn(move || {
-            let host: Arc<dyn Host> = Arc::new(StandardHost);
             let observe = |event: &DestinationEvent| seen.lock().unwrap().push(event.clone());
-            let result = destination::receive(
-                listener,
-                &server,
-                &options,
-                &mut builder,
-                &host,
-                &observe,
-                &cancelled,
-            );
+            let result = Incoming::builder(listener, &server)
+                .options(options)
+                .observer(&observe)
+                .cancel(&cancelled)
+                .run(&mut builder);
             (result, builder)
         });
         Self {

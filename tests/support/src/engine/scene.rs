@@ -5,10 +5,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin::Migration;
 use dunlin::engine::destination;
-use dunlin::engine::source::{self, migrate};
+use dunlin::engine::source;
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
+use dunlin::engine::{Cancel, Event, MigrateError, Report};
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
@@ -69,22 +70,17 @@ impl Scene {
         on: impl Fn(&Event) + Send + Sync,
     ) -> Result<Report, MigrateError> {
         let vm: Arc<dyn SourceVm> = Arc::clone(&self.vm) as _;
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
         let observe = |event: &Event| {
             on(event);
             self.events.lock().unwrap().push(event.clone());
             self.came.notify_all();
         };
         let to = self.proxy.address.to_string();
-        migrate(
-            &vm,
-            &to,
-            &self.client,
-            options,
-            &host,
-            &observe,
-            &self.cancel,
-        )
+        Migration::builder(vm, to, &self.client)
+            .options(options.clone())
+            .observer(&observe)
+            .cancel(&self.cancel)
+            .run()
     }
 
     /// Waits until so many events of the source are there for which `which`

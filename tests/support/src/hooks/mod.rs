@@ -9,14 +9,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::destination::{self, Received, receive};
+use dunlin::engine::destination::{self, Received};
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
-use dunlin::engine::source::{self, migrate};
+use dunlin::engine::source;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, Region, RegionKind,
     RunState, Section, SourceVm, VmDescription, VmmError,
 };
-use dunlin::engine::{Cancel, Event, Host, MigrateError, Report, StandardHost};
+use dunlin::engine::{Cancel, Event, MigrateError, Report};
+use dunlin::{Incoming, Migration};
 use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
@@ -461,18 +462,25 @@ pub fn attempt(
 ) -> (Result<Report, MigrateError>, Result<Received, MigrateError>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap().to_string();
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
     let give_up = Cancel::new();
     thread::scope(|scope| {
         let there = scope.spawn(|| {
             let accepts = destination::Options::default();
             let seen = |_: &_| ();
-            receive(listener, &tls.1, &accepts, machines, &host, &seen, &give_up)
+            Incoming::builder(listener, &tls.1)
+                .options(accepts.clone())
+                .observer(&seen)
+                .cancel(&give_up)
+                .run(machines)
         });
         let source: Arc<dyn SourceVm> = Arc::clone(vm) as _;
         let cancel = Cancel::new();
         let observer = |event: &Event| observer(event);
-        let here = migrate(&source, &to, &tls.0, options, &host, &observer, &cancel);
+        let here = Migration::builder(Arc::clone(&source), &to, &tls.0)
+            .options(options.clone())
+            .observer(&observer)
+            .cancel(&cancel)
+            .run();
         if here.is_err() {
             // One that never got as far as the destination would leave it waiting.
             give_up.cancel();

@@ -172,7 +172,9 @@ impl<'a> Arriving<'a> {
     fn record(&mut self, record: DestinationRecord) -> On {
         match self.attempt.journal.write(State::Destination(record)) {
             Ok(_) => {
-                (self.session.observer)(&DestinationEvent::Recorded(record));
+                self.session
+                    .observer
+                    .event(&DestinationEvent::Recorded(record));
                 On::Recorded
             }
             Err(error) => {
@@ -196,7 +198,9 @@ impl<'a> Arriving<'a> {
             }
             verdict => Message::Answer { attempt, verdict },
         };
-        (self.session.observer)(&DestinationEvent::Notified(verdict));
+        self.session
+            .observer
+            .event(&DestinationEvent::Notified(verdict));
         self.control.notify(&message);
     }
 

@@ -51,7 +51,9 @@ impl Arriving<'_> {
             fault => {
                 if self.lanes.barrier.lanes(|lanes| lanes.gone(lane)) {
                     let why = fault.map_or_else(String::new, |fault| fault.for_peer());
-                    (self.session.observer)(&DestinationEvent::LaneLost { lane, why });
+                    self.session
+                        .observer
+                        .event(&DestinationEvent::LaneLost { lane, why });
                     self.send_fenced(lane)?;
                 }
             }
@@ -112,7 +114,9 @@ impl Arriving<'_> {
         let name = format!("dunlin-lane-{number}");
         let thread = spawn(&**self.session.host, name, move || lane.run())?;
         self.lanes.threads.insert(number, thread);
-        (self.session.observer)(&DestinationEvent::LaneUp { lane: number });
+        self.session
+            .observer
+            .event(&DestinationEvent::LaneUp { lane: number });
         self.send_resumable(&Message::LaneUp { lane: number })
     }
 

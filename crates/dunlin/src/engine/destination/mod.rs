@@ -1,6 +1,6 @@
 //! The destination of a migration: receives one VM.
 //!
-//! [`receive`] runs on the caller's thread until a VM has arrived or a session has
+//! [`Incoming::run`] runs on the caller's thread until a VM has arrived or a session has
 //! failed; call it again for the next VM. Each phase is a type that owns its data and
 //! that the next phase consumes:
 //!
@@ -45,39 +45,92 @@ use self::session::Session;
 use self::waiting::{Describing, Waiting};
 use super::error::MigrateError;
 use super::fault::VmIs;
-use super::host::{Cancel, Host};
+use super::host::{Cancel, Host, StandardHost};
+use super::report::{Ignore, Observer};
 use super::vmm::Builder;
 use crate::lane::policy::ServerTls;
 
-/// Accepts on `listener` and receives one VM, which `builder` builds. Call it again for
-/// the next VM; to keep the listening socket open in between, clone the listener
-/// ([`TcpListener::try_clone`]). Connections from other peers are rejected
-/// ([`DestinationEvent::Rejected`]) and do not end the wait.
+/// An incoming migration: accepts on a listener and receives one VM.
 ///
-/// # Errors
-/// [`MigrateError`]: what failed, who is at fault, and where the VM is.
-pub fn receive(
+/// ```no_run
+/// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};
+/// # fn f(listener: std::net::TcpListener, tls: &dunlin::lane::policy::ServerTls, vms: &mut dyn Builder)
+/// # -> Result<Received, MigrateError> {
+/// Incoming::builder(listener, tls).run(vms)
+/// # }
+/// ```
+#[must_use = "nothing is received before `run`"]
+pub struct Incoming<'a> {
     listener: TcpListener,
-    tls: &ServerTls,
-    options: &Options,
-    builder: &mut dyn Builder,
-    host: &Arc<dyn Host>,
-    observer: &(dyn Fn(&DestinationEvent) + Send + Sync),
-    cancel: &Cancel,
-) -> Result<Received, MigrateError> {
-    let session = Session::start(listener, tls, options, host, observer)
+    tls: &'a ServerTls,
+    options: Options,
+    host: Arc<dyn Host>,
+    observer: &'a dyn Observer<DestinationEvent>,
+    cancel: Cancel,
+}
+
+impl<'a> Incoming<'a> {
+    /// Accepts on `listener`, with default options, [`StandardHost`] and no observer. To keep
+    /// the listening socket open for the next VM, clone the listener
+    /// ([`TcpListener::try_clone`]).
+    pub fn builder(listener: TcpListener, tls: &'a ServerTls) -> Self {
+        Self {
+            listener,
+            tls,
+            options: Options::default(),
+            host: Arc::new(StandardHost),
+            observer: &Ignore,
+            cancel: Cancel::new(),
+        }
+    }
+
+    /// Sets the options.
+    pub fn options(self, options: Options) -> Self {
+        Self { options, ..self }
+    }
+
+    /// Takes threads and connections from `host`.
+    pub fn host(self, host: Arc<dyn Host>) -> Self {
+        Self { host, ..self }
+    }
+
+    /// Reports events to `observer`.
+    pub fn observer(self, observer: &'a dyn Observer<DestinationEvent>) -> Self {
+        Self { observer, ..self }
+    }
+
+    /// Stops when `cancel` is cancelled.
+    pub fn cancel(self, cancel: &Cancel) -> Self {
+        let cancel = cancel.clone();
+        Self { cancel, ..self }
+    }
+
+    /// Receives one VM, which `builder` builds, on this thread. Connections from other peers are
+    /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait.
+    ///
+    /// # Errors
+    /// [`MigrateError`]: what failed, who is at fault, and where the VM is.
+    pub fn run(self, builder: &mut dyn Builder) -> Result<Received, MigrateError> {
+        let session = Session::start(
+            self.listener,
+            self.tls,
+            &self.options,
+            &self.host,
+            self.observer,
+        )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
-    let sender = session.sender.clone();
-    cancel.listen(move || {
-        // Fails once the session has ended.
-        let _ = sender.send(SessionEvent::Cancelled);
-    });
-    let settled = Waiting::new(session)
-        .await_source()
-        .and_then(|describing: Describing<'_>| describing.build(builder))
-        .and_then(Receiving::await_everything)
-        .and_then(Prepared::decide)
-        .map_or_else(|settled| settled, Running::await_release);
-    cancel.unlisten();
-    settled.into_result()
+        let sender = session.sender.clone();
+        self.cancel.listen(move || {
+            // Fails once the session has ended.
+            let _ = sender.send(SessionEvent::Cancelled);
+        });
+        let settled = Waiting::new(session)
+            .await_source()
+            .and_then(|describing: Describing<'_>| describing.build(builder))
+            .and_then(Receiving::await_everything)
+            .and_then(Prepared::decide)
+            .map_or_else(|settled| settled, Running::await_release);
+        self.cancel.unlisten();
+        settled.into_result()
+    }
 }

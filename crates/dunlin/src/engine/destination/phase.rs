@@ -212,7 +212,7 @@ impl Arriving<'_> {
         if fault.code != FaultCode::ControlLost || !self.is_resumable() {
             return Err(fault);
         }
-        (self.session.observer)(&DestinationEvent::ControlLost {
+        self.session.observer.event(&DestinationEvent::ControlLost {
             why: fault.for_peer(),
         });
         self.link = Link::Lost(Instant::now() + self.session.options.control_limit, fault);

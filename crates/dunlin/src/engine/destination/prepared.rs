@@ -36,7 +36,10 @@ impl<'a> Phase<'a> for Prepared<'a> {
         let attempt = &mut self.arriving.attempt;
         let (done, result) = match action {
             Do::Acquire => {
-                (self.arriving.session.observer)(&DestinationEvent::Committed);
+                self.arriving
+                    .session
+                    .observer
+                    .event(&DestinationEvent::Committed);
                 let acquired = attempt
                     .vm
                     .acquire()
@@ -54,7 +57,10 @@ impl<'a> Phase<'a> for Prepared<'a> {
                 )
             }
             Do::SendReady => {
-                (self.arriving.session.observer)(&DestinationEvent::Ready);
+                self.arriving
+                    .session
+                    .observer
+                    .event(&DestinationEvent::Ready);
                 attempt.reached = Reached::Ready;
                 let digest = self.digest;
                 self.arriving.control.notify(&Message::Ready { digest });
@@ -138,7 +144,10 @@ impl<'a> Running<'a> {
         if runs {
             attempt.vm.announce();
         }
-        (self.arriving.session.observer)(&DestinationEvent::Running { runs });
+        self.arriving
+            .session
+            .observer
+            .event(&DestinationEvent::Running { runs });
         if let Err(fault) = self.released() {
             self.arriving.session.warn(format!(
                 "the source did not confirm that it released the VM: {}",

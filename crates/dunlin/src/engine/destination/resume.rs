@@ -76,7 +76,9 @@ impl Arriving<'_> {
             // The lane is for an inquiry, which follows.
             return Ok(());
         }
-        (self.session.observer)(&DestinationEvent::ControlResumed);
+        self.session
+            .observer
+            .event(&DestinationEvent::ControlResumed);
         self.repeat()
     }
 

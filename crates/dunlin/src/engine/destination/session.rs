@@ -19,6 +19,7 @@ use super::super::control::{FromPeer, Sequences};
 use super::super::control_link::{CLOSE_LIMIT, ControlLink};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
+use super::super::report::Observer;
 use super::super::threads::{CpuTime, spawn};
 use super::answer::{Answers, is_inquiry};
 use super::event::SessionEvent;
@@ -39,7 +40,7 @@ const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
 pub(super) struct Session<'a> {
     pub(super) options: &'a Options,
     pub(super) host: &'a Arc<dyn Host>,
-    pub(super) observer: &'a (dyn Fn(&DestinationEvent) + Send + Sync),
+    pub(super) observer: &'a dyn Observer<DestinationEvent>,
     pub(super) tls: ServerTls,
     pub(super) listener: Arc<TcpListener>,
     events: Receiver<SessionEvent>,
@@ -64,7 +65,7 @@ impl<'a> Session<'a> {
         tls: &ServerTls,
         options: &'a Options,
         host: &'a Arc<dyn Host>,
-        observer: &'a (dyn Fn(&DestinationEvent) + Send + Sync),
+        observer: &'a dyn Observer<DestinationEvent>,
     ) -> Result<Self, Fault> {
         let cpu_before = thread_cpu_time();
         let tls = tls.of_session();
@@ -165,7 +166,8 @@ impl<'a> Session<'a> {
             other => return Some(other),
         };
         let peer = peer_of(&stream);
-        (self.observer)(&DestinationEvent::Inquired { peer: peer.clone() });
+        self.observer
+            .event(&DestinationEvent::Inquired { peer: peer.clone() });
         let journal = &self.options.journal;
         let begun = self.answers.begin(self.host, journal, None, stream, &offer);
         if let Err(refusal) = begun {
@@ -209,11 +211,11 @@ impl<'a> Session<'a> {
     }
 
     pub(super) fn reject(&self, reason: String) {
-        (self.observer)(&DestinationEvent::Rejected { reason });
+        self.observer.event(&DestinationEvent::Rejected { reason });
     }
 
     pub(super) fn warn(&self, text: String) {
-        (self.observer)(&DestinationEvent::Warning(text));
+        self.observer.event(&DestinationEvent::Warning(text));
     }
 
     /// Ends the listener, the control lane and every thread: `lanes`, the reader and
@@ -236,7 +238,7 @@ impl<'a> Session<'a> {
         for thread in lanes.chain(reader).chain([self.acceptor_thread]) {
             if thread.join().is_err() {
                 let text = "a thread of the session panicked".into();
-                (self.observer)(&DestinationEvent::Warning(text));
+                self.observer.event(&DestinationEvent::Warning(text));
             }
         }
         used(&self.cpu, self.cpu_before)

@@ -34,7 +34,7 @@ impl Settled {
         } = arriving;
         let (runs, is_never_asked_about) = (attempt.runs(), attempt.is_never_asked_about());
         let (host, observer) = (session.host, session.observer);
-        let warn = |text| observer(&DestinationEvent::Warning(text));
+        let warn = |text| observer.event(&DestinationEvent::Warning(text));
         let forget = |journal: SessionJournal| {
             if let Err(error) = journal.forget() {
                 warn(error.to_string());

@@ -116,7 +116,7 @@ impl<'a> Waiting<'a> {
             return Ok(None);
         }
         session.tls.keep(&stream);
-        (session.observer)(&DestinationEvent::Connected {
+        session.observer.event(&DestinationEvent::Connected {
             peer: peer_of(&stream),
         });
         let mut secret = SessionSecret([0; 32]);
@@ -172,7 +172,9 @@ impl<'a> Describing<'a> {
             regions: regions.regions().to_vec(),
             paused,
         };
-        (self.session.observer)(&DestinationEvent::Offered(offered.clone()));
+        self.session
+            .observer
+            .event(&DestinationEvent::Offered(offered.clone()));
         let journal = self.make_room(&offered, &builder.owner(&offered))?;
         let built = builder
             .build(&offered)

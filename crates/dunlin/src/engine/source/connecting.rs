@@ -59,7 +59,7 @@ impl<'a> Connecting<'a> {
         tls: &'a ClientTls,
         options: &'a Options,
         host: &'a Arc<dyn Host>,
-        observer: &'a dyn Observer,
+        observer: &'a dyn Observer<Event>,
         cancel: &'a Cancel,
     ) -> Result<Self, Fault> {
         let started = Instant::now();
@@ -250,7 +250,7 @@ fn begin_record(
     described: &VmDescription,
     to: &str,
     options: &Options,
-    observer: &dyn Observer,
+    observer: &dyn Observer<Event>,
 ) -> Result<SessionJournal, Fault> {
     let state = State::Source(SourceRecord::Migrating);
     let vm = (&described.uuid, described.name.as_str());

@@ -4,7 +4,7 @@
 //!   connect ▶ offer, select ▶ describe, accept ▶ lanes up ▶ pre-copy ▶ switchover
 //!                                                           (iterations)
 //! ```
-//! [`migrate`] runs on the caller's thread. Each phase is a type that owns its data and
+//! [`Migration::run`] runs on the caller's thread. Each phase is a type that owns its data and
 //! that the next phase consumes:
 //!
 //! ```text
@@ -56,41 +56,99 @@ use self::precopy::PreCopy;
 use self::switchover::Switchover;
 use super::error::MigrateError;
 use super::fault::VmIs;
-use super::host::{Cancel, Host};
-use super::report::{Observer, Report};
+use super::host::{Cancel, Host, StandardHost};
+use super::report::{Event, Ignore, Observer, Report};
 use super::vmm::SourceVm;
 use crate::lane::policy::ClientTls;
 
-/// Moves `vm` to the destination listening at `to`, a host and port such as
-/// `host-b.example:4444`.
+/// A migration of one VM to another host.
 ///
-/// # Errors
-/// [`MigrateError`]: what failed, who is at fault, and where the VM is.
-pub fn migrate(
-    vm: &Arc<dyn SourceVm>,
-    to: &str,
-    tls: &ClientTls,
-    options: &Options,
-    host: &Arc<dyn Host>,
-    observer: &dyn Observer,
-    cancel: &Cancel,
-) -> Result<Report, MigrateError> {
-    let cpu_before = thread_cpu_time();
-    let connecting = Connecting::new(vm, to, tls, options, host, observer, cancel)
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use dunlin::engine::{MigrateError, Report, source::{Migration, Options}, vmm::SourceVm};
+/// # fn f(vm: Arc<dyn SourceVm>, tls: &dunlin::lane::policy::ClientTls) -> Result<Report, MigrateError> {
+/// Migration::builder(vm, "host-b.example:4444", tls).run()
+/// # }
+/// ```
+#[must_use = "nothing migrates before `run`"]
+pub struct Migration<'a> {
+    vm: Arc<dyn SourceVm>,
+    to: String,
+    tls: &'a ClientTls,
+    options: Options,
+    host: Arc<dyn Host>,
+    observer: &'a dyn Observer<Event>,
+    cancel: Cancel,
+}
+
+impl<'a> Migration<'a> {
+    /// Moves `vm` to the destination that listens at `to`, a host and port, with default
+    /// options, [`StandardHost`] and no observer.
+    pub fn builder(vm: Arc<dyn SourceVm>, to: impl Into<String>, tls: &'a ClientTls) -> Self {
+        Self {
+            vm,
+            to: to.into(),
+            tls,
+            options: Options::default(),
+            host: Arc::new(StandardHost),
+            observer: &Ignore,
+            cancel: Cancel::new(),
+        }
+    }
+
+    /// Sets the options.
+    pub fn options(self, options: Options) -> Self {
+        Self { options, ..self }
+    }
+
+    /// Takes threads and connections from `host`.
+    pub fn host(self, host: Arc<dyn Host>) -> Self {
+        Self { host, ..self }
+    }
+
+    /// Reports events to `observer`.
+    pub fn observer(self, observer: &'a dyn Observer<Event>) -> Self {
+        Self { observer, ..self }
+    }
+
+    /// Stops when `cancel` is cancelled; after *commit* it is too late.
+    pub fn cancel(self, cancel: &Cancel) -> Self {
+        let cancel = cancel.clone();
+        Self { cancel, ..self }
+    }
+
+    /// Moves the VM, on this thread.
+    ///
+    /// # Errors
+    /// [`MigrateError`]: what failed, who is at fault, and where the VM is.
+    pub fn run(self) -> Result<Report, MigrateError> {
+        let cpu_before = thread_cpu_time();
+        let connecting = Connecting::new(
+            &self.vm,
+            &self.to,
+            self.tls,
+            &self.options,
+            &self.host,
+            self.observer,
+            &self.cancel,
+        )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
-    let sender = connecting.session().sender.clone();
-    cancel.listen(move || {
-        // Fails once the session has ended.
-        let _ = sender.send(SessionEvent::Cancelled);
-    });
-    let work_queue = Arc::clone(&connecting.session().work_queue);
-    options.tune.attach(move |rate| work_queue.set_rate(rate));
-    let settled = connecting
-        .describe()
-        .and_then(PreCopy::converge)
-        .and_then(Switchover::prepare)
-        .map_or_else(|settled| settled, Committed::settle);
-    cancel.unlisten();
-    options.tune.detach();
-    settled.into_result(|| thread_cpu_time().saturating_sub(cpu_before))
+        let sender = connecting.session().sender.clone();
+        self.cancel.listen(move || {
+            // Fails once the session has ended.
+            let _ = sender.send(SessionEvent::Cancelled);
+        });
+        let work_queue = Arc::clone(&connecting.session().work_queue);
+        self.options
+            .tune
+            .attach(move |rate| work_queue.set_rate(rate));
+        let settled = connecting
+            .describe()
+            .and_then(PreCopy::converge)
+            .and_then(Switchover::prepare)
+            .map_or_else(|settled| settled, Committed::settle);
+        self.cancel.unlisten();
+        self.options.tune.detach();
+        settled.into_result(|| thread_cpu_time().saturating_sub(cpu_before))
+    }
 }

@@ -33,7 +33,7 @@ pub(super) struct Session<'a> {
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) options: &'a Options,
     pub(super) host: &'a Arc<dyn Host>,
-    pub(super) observer: &'a dyn Observer,
+    pub(super) observer: &'a dyn Observer<Event>,
     pub(super) cancel: &'a Cancel,
     pub(super) events: Receiver<SessionEvent>,
     pub(super) sender: Sender<SessionEvent>,

@@ -4,7 +4,8 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dunlin::engine::destination::{DestinationEvent, Options, answer, receive};
+use dunlin::Incoming;
+use dunlin::engine::destination::{DestinationEvent, Options, answer};
 use dunlin::engine::journal::{DestinationRecord, Journal};
 use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
 use dunlin::lane::policy::ServerTls;
@@ -32,7 +33,6 @@ pub(crate) fn run(
         .control_limit(control_limit)
         .journal(journal.clone())
         .build()?;
-    let host: Arc<dyn Host> = Arc::new(StandardHost);
     let mut arrivals = Arrivals::new(files, stage);
     let shown = stage.clone();
     let observe = move |event: &DestinationEvent| match event {
@@ -46,15 +46,10 @@ pub(crate) fn run(
         DestinationEvent::Warning(text) => shown.say(&format!("warning: {text}")),
         _ => {}
     };
-    let received = receive(
-        listener.try_clone()?,
-        &tls,
-        &options,
-        &mut arrivals,
-        &host,
-        &observe,
-        &Cancel::new(),
-    );
+    let received = Incoming::builder(listener.try_clone()?, &tls)
+        .options(options.clone())
+        .observer(&observe)
+        .run(&mut arrivals);
     // It goes on answering as long as this process lives.
     let _received = match received {
         Ok(received) => {

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use dunlin::Migration;
 use dunlin::engine::journal::{Journal, Role, SourceRecord};
-use dunlin::engine::source::{self, Doubt, Resolution, VmLocation, migrate};
+use dunlin::engine::source::{self, Doubt, Resolution, VmLocation};
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
+use dunlin::engine::{Event, Host, StandardHost, VmIs};
 use dunlin::lane::policy::ClientTls;
 use dunlin_crash_tests::files::Files;
 use dunlin_crash_tests::guest::Guest;
@@ -61,7 +62,10 @@ pub(crate) fn run(files: &Files, to: &str, vm: &str, stage: &Stage) -> Result<()
         Event::Warning(text) => shown.say(&format!("warning: {text}")),
         _ => {}
     };
-    let result = migrate(&vm, to, &tls, &options, &host, &observe, &Cancel::new());
+    let result = Migration::builder(Arc::clone(&vm), to, &tls)
+        .options(options.clone())
+        .observer(&observe)
+        .run();
     let doubt = match result {
         Ok(_) => {
             stage.say("ended at-destination");
