@@ -4,7 +4,6 @@
 //!   without encryption, and a direct connection.
 
 mod ends;
-mod figures;
 mod forward;
 mod load;
 mod migration;

@@ -1,18 +1,18 @@
-//! `dunlin bench`: the cost of lanes and migrations on this host, as one JSON object per line.
-//!
-//! Variants run in turn, round after round, so that other load on the host affects all of them;
-//! every figure is a median with its minimum and maximum. docs/benchmarking.md describes the lines.
+//! `dunlin bench`: the cost of lanes and migrations on this host. docs/benchmarking.md describes the
+//! figures.
 
 mod connections;
-mod figures;
+mod floor;
 mod hosts;
 mod lanes;
 mod rig;
 mod thrash;
+mod whole;
 
 use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
 use dunlin::lane::provider::{Provider, auto};
+use dunlin_bench::Output;
 
 use crate::options::parse_bytes;
 
@@ -26,6 +26,8 @@ pub(crate) enum Command {
     /// Migration time of a guest that dirties memory faster than one lane carries it: one lane
     /// against two.
     Thrash(thrash::Thrash),
+    /// Whole migrations into new memory, from the command to the running guest, against the floor.
+    Whole(whole::Whole),
 }
 
 /// Returns the exit code.
@@ -34,6 +36,7 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Lanes(bench) => bench.run(),
         Command::Connections(bench) => bench.run(),
         Command::Thrash(bench) => bench.run(),
+        Command::Whole(bench) => bench.run(),
     }?;
     Ok(0)
 }
@@ -50,6 +53,8 @@ struct Common {
     /// Measure only this crypto library: ring or aws-lc-rs.
     #[arg(long)]
     provider: Option<Provider>,
+    #[command(flatten)]
+    output: Output,
 }
 
 impl Common {

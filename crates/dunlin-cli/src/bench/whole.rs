@@ -1,0 +1,230 @@
+//! `dunlin bench whole`: whole migrations into new memory, from the command to the running guest.
+//!
+//! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor is that of lanes
+//! ([`super::floor`]) into memory that nothing has touched, so it includes what populating costs.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use dunlin_bench::{Output, Progress, Results, touch_physical_memory};
+
+use super::floor;
+use super::rig::{fresh_memory, memory};
+use super::thrash::iterations;
+use crate::line::{Line, MovedLine};
+use crate::options::{MigrateFlags, parse_bytes};
+use crate::process::{Pair, Scratch};
+use crate::vm::Ended;
+
+/// Pages that a writing guest writes per second: 100 MiB/s.
+const WRITES_PER_S: u64 = 25_600;
+/// The part of the memory that a writing guest writes.
+const WORKING_SET_DIVISOR: u64 = 8;
+
+#[derive(Debug, Args)]
+pub(crate) struct Whole {
+    /// Number of measured rounds.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// The guest's memory, filled with random content.
+    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    size: u64,
+    /// Number of lanes; repeatable [default: 2 and 4].
+    #[arg(long)]
+    lanes: Vec<u16>,
+    /// Do not write to the host's free memory before each migration.
+    #[arg(long)]
+    no_touch: bool,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// What the guest does meanwhile.
+#[derive(Clone, Copy)]
+enum Guest {
+    Idle,
+    Writing,
+}
+
+impl Guest {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Writing => "writing",
+        }
+    }
+}
+
+/// The measurements of one migration.
+struct Measured {
+    total_s: f64,
+    cpu_s: f64,
+    destination_peak_bytes: u64,
+    moved: MovedLine,
+}
+
+impl Whole {
+    pub(super) fn run(&self) -> Result<()> {
+        ensure!(self.rounds > 0, "--rounds must be 1 or more");
+        let lanes = match &self.lanes[..] {
+            [] => &[2, 4],
+            some => some,
+        };
+        let scratch = Scratch::with_identities("bench")?;
+        let source = memory(self.size, 1)?;
+        let provider = dunlin::lane::provider::auto().provider;
+        let gibibytes = self.size as f64 / f64::from(1 << 30);
+        let guests = [Guest::Idle, Guest::Writing];
+        let mut results = Results::default();
+        let steps = lanes.len() * (1 + guests.len());
+        let mut progress = Progress::new(self.rounds * steps);
+        for _ in 0..self.rounds {
+            for &lanes in lanes {
+                progress.step(&format!("floor, lanes: {lanes}"));
+                self.touch()?;
+                let target = fresh_memory(self.size)?;
+                let floor =
+                    floor::floor(&source, &target, self.size, provider, usize::from(lanes))?;
+                drop(target);
+                results
+                    .line("whole", "floor")
+                    .with("guest", "none")
+                    .with("lanes", lanes)
+                    .with("guest_bytes", self.size)
+                    .with("content", "random")
+                    .figure("total_s", floor.wall_s)
+                    .figure("gib_per_s", gibibytes / floor.wall_s)
+                    .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
+                    .add();
+                for guest in guests {
+                    progress.step(&format!("dunlin, {} guest, lanes: {lanes}", guest.name()));
+                    self.touch()?;
+                    let measured = self.migrate(&scratch, guest, lanes)?;
+                    let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
+                    results
+                        .line("whole", "dunlin")
+                        .with("guest", guest.name())
+                        .with("lanes", lanes)
+                        .with("guest_bytes", self.size)
+                        .with("content", "random")
+                        .figure("total_s", measured.total_s)
+                        .figure("gib_per_s", gibibytes / measured.total_s)
+                        .figure("cpu_s_per_gib", measured.cpu_s / gibibytes)
+                        .figure("downtime_ms", measured.moved.downtime.total_ms)
+                        .figure("iterations", measured.moved.iterations.len() as f64)
+                        .figure("destination_peak_mib", peak)
+                        .figure("floor_ratio", measured.cpu_s / floor.cpu_s)
+                        .detail("last_round", iterations(&measured.moved.iterations))
+                        .add();
+                }
+            }
+        }
+        drop(progress);
+        self.output.print(&results)
+    }
+
+    fn touch(&self) -> Result<()> {
+        if self.no_touch {
+            return Ok(());
+        }
+        touch_physical_memory()
+    }
+
+    /// Starts a guest and moves it once. CPU time is that of both processes, the guest's own included.
+    fn migrate(&self, scratch: &Scratch, guest: Guest, lanes: u16) -> Result<Measured> {
+        let memory = self.size.to_string();
+        let working_set = (self.size / WORKING_SET_DIVISOR).to_string();
+        let writes = WRITES_PER_S.to_string();
+        let mut run = vec!["--memory", &memory, "--fill", "random"];
+        match guest {
+            Guest::Idle => run.extend(["--workload", "idle"]),
+            Guest::Writing => run.extend([
+                "--workload",
+                "sequential",
+                "--working-set",
+                &working_set,
+                "--dirty-rate",
+                &writes,
+            ]),
+        }
+        let mut pair = Pair::start(scratch, &run, &[])?;
+        let ids = [pair.source.id(), pair.destination.id()];
+        let cpu = || {
+            ids.iter()
+                .map(|&id| process::cpu_s(id))
+                .sum::<Result<f64>>()
+        };
+        let flags = MigrateFlags {
+            lanes,
+            ..pair.flags()
+        };
+        let before = cpu()?;
+        let begin = Instant::now();
+        let moved = match pair.migrate(&flags, &mut |_| ())? {
+            Ended::Moved(moved) => *moved,
+            Ended::Failed(failed) => bail!("{}", failed.text),
+        };
+        let runs = pair.destination.wait_for(|line| match line {
+            Line::Received { runs, .. } => Some(runs),
+            _ => None,
+        })?;
+        let total_s = begin.elapsed().as_secs_f64();
+        ensure!(runs, "the guest does not run at the destination");
+        Ok(Measured {
+            total_s,
+            cpu_s: cpu()? - before,
+            destination_peak_bytes: process::peak_bytes(pair.destination.id())?,
+            moved,
+        })
+    }
+}
+
+/// What the kernel knows of a process.
+mod process {
+    use std::fs;
+
+    use super::{Context, Result};
+
+    /// User and system time, in steps of 10 ms (proc_pid_stat(5)).
+    pub(super) fn cpu_s(id: u32) -> Result<f64> {
+        /// USER_HZ, which is the same on all current architectures.
+        const TICKS_PER_S: f64 = 100.0;
+        let path = format!("/proc/{id}/stat");
+        let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        // The name before the fields may contain spaces. State is field 3, times are 14 and 15.
+        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+        let mut times = fields.split_whitespace().skip(11).map(str::parse::<f64>);
+        match (times.next(), times.next()) {
+            (Some(Ok(user)), Some(Ok(system))) => Ok((user + system) / TICKS_PER_S),
+            _ => Err(anyhow::anyhow!("{path} has no times")),
+        }
+    }
+
+    /// The largest amount of resident memory so far.
+    pub(super) fn peak_bytes(id: u32) -> Result<u64> {
+        let path = format!("/proc/{id}/status");
+        let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
+        let kib: u64 = kib.context("no VmHWM in the status")?.trim().parse()?;
+        Ok(kib * 1024)
+    }
+
+    #[cfg(test)]
+    #[allow(clippy::unwrap_used)]
+    mod tests {
+        #[test]
+        fn this_process_has_used_time_and_memory() {
+            let id = std::process::id();
+            let buffer = std::hint::black_box(vec![1_u8; 32 << 20]);
+            assert!(super::peak_bytes(id).unwrap() >= buffer.len() as u64);
+            let begin = super::cpu_s(id).unwrap();
+            let until = std::time::Instant::now() + std::time::Duration::from_millis(60);
+            while std::time::Instant::now() < until {
+                std::hint::spin_loop();
+            }
+            assert!(super::cpu_s(id).unwrap() > begin);
+        }
+    }
+}
