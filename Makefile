@@ -50,9 +50,10 @@ check:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
 	cargo deny check bans licenses sources
 
-# Each command prints one JSON object a line; docs/benchmarking.md explains them.
+# docs/benchmarking.md explains the figures.
 bench:
 	@tools/packages build
 	cargo run --locked --release --package dunlin-cli -- bench lanes
 	cargo run --locked --release --package dunlin-cli -- bench connections
 	cargo run --locked --release --package dunlin-cli -- bench thrash
+	cargo run --locked --release --package dunlin-cli -- bench whole

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod output;
+pub mod process;
 mod progress;
 pub mod report;
 mod results;
