@@ -51,9 +51,10 @@ check:
 	cargo deny check bans licenses sources
 	@tools/publish
 
-# Each command prints one JSON object a line; docs/benchmarking.md explains them.
+# docs/benchmarking.md explains the figures.
 bench:
 	@tools/packages build
 	cargo run --locked --release --package dunlin-cli -- bench lanes
 	cargo run --locked --release --package dunlin-cli -- bench connections
 	cargo run --locked --release --package dunlin-cli -- bench thrash
+	cargo run --locked --release --package dunlin-cli -- bench whole

@@ -57,7 +57,7 @@ enum Command {
     Resolve(sessions::Resolve),
     /// Cancel a migration that is under way; the VM keeps running at the source.
     Cancel(sessions::Cancel),
-    /// Measure lanes and migrations on this host; prints one JSON object per line.
+    /// Measure lanes and migrations on this host.
     #[command(subcommand)]
     Bench(bench::Command),
     /// Carry other hypervisors' migration connections over encrypted lanes, transparently.

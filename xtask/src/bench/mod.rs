@@ -2,14 +2,15 @@
 //!
 //! - [`tunnel`]: throughput and latency of the tunnel, a pair of stunnels, a pair of programs
 //!   without encryption, and a direct connection.
+//! - [`whole`]: whole migrations, with QEMU beside Dunlin.
 
 mod ends;
-mod figures;
 mod forward;
 mod load;
 mod migration;
 mod program;
 pub mod tunnel;
+pub mod whole;
 
 use std::process::ExitCode;
 
@@ -21,6 +22,8 @@ use clap::Subcommand;
 pub enum Bench {
     /// Compares stunnel, relay and stripe mode: throughput, round trips, and QEMU's downtime.
     Tunnel(tunnel::TunnelOptions),
+    /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS.
+    Whole(whole::WholeOptions),
     /// Runs one end of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]
     Forward(forward::ForwardOptions),
@@ -33,6 +36,7 @@ pub enum Bench {
 pub fn command(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Tunnel(options) => tunnel::run(options)?,
+        Bench::Whole(options) => whole::run(options)?,
         Bench::Forward(options) => forward::run(options)?,
     }
     Ok(ExitCode::SUCCESS)

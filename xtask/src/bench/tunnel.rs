@@ -8,20 +8,17 @@ use std::fs::File;
 
 use anyhow::{Context, Result};
 use clap::Args;
+use dunlin_bench::{Output, Progress, Results};
 use dunlin_rig::debian;
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Setup};
 
 use super::ends::{Ends, Pair, Site, Variant};
-use super::figures::Table;
 use super::{load, migration, program};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct TunnelOptions {
-    /// Prints one JSON object a line instead of a table.
-    #[arg(long)]
-    json: bool,
     /// Turns of each variant.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: u32,
@@ -41,6 +38,8 @@ pub struct TunnelOptions {
         default_value = "bare,pipeline,stunnel,relay,stripe-1,stripe-2,stripe-4"
     )]
     variants: Vec<Variant>,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Numbers of concurrent streams.
@@ -70,7 +69,7 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         }
         pairs.push(pair);
     }
-    let mut table = Table::default();
+    let mut results = Results::default();
     let qemu = if options.without_qemu {
         None
     } else {
@@ -81,15 +80,16 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         };
         Some(Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
     };
-    for round in 1..=options.rounds {
-        eprintln!("round {round} of {}", options.rounds);
-        bulk(options, &site, &pairs, &mut table)?;
-        ping_pong(options, &site, &pairs, &mut table)?;
-        stalled(options, &site, &pairs, &mut table)?;
+    let mut progress = Progress::new(options.rounds as usize);
+    for _ in 0..options.rounds {
+        progress.step("round");
+        bulk(options, &site, &pairs, &mut results)?;
+        ping_pong(options, &site, &pairs, &mut results)?;
+        stalled(options, &site, &pairs, &mut results)?;
         if let Some(setup) = &qemu {
             for pair in &pairs {
                 let moved = migration::migrate(&site, pair, setup)?;
-                table
+                results
                     .line("tunnel-qemu", &pair.variant.to_string())
                     .with("streams", 1)
                     .with("ends", "unix")
@@ -100,11 +100,11 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
             }
         }
     }
-    table.print(options.json);
-    Ok(())
+    drop(progress);
+    options.output.print(&results)
 }
 
-fn bulk(options: &TunnelOptions, site: &Site, pairs: &[Pair], table: &mut Table) -> Result<()> {
+fn bulk(options: &TunnelOptions, site: &Site, pairs: &[Pair], results: &mut Results) -> Result<()> {
     for ends in Ends::BOTH {
         for streams in STREAMS {
             let mut stunnel = None;
@@ -113,7 +113,7 @@ fn bulk(options: &TunnelOptions, site: &Site, pairs: &[Pair], table: &mut Table)
                 if pair.variant == Variant::Stunnel {
                     stunnel = Some(moved);
                 }
-                let mut line = table
+                let mut line = results
                     .line("tunnel-bulk", &pair.variant.to_string())
                     .with("streams", streams)
                     .with("ends", ends.name())
@@ -137,7 +137,7 @@ fn ping_pong(
     options: &TunnelOptions,
     site: &Site,
     pairs: &[Pair],
-    table: &mut Table,
+    results: &mut Results,
 ) -> Result<()> {
     for bytes in TRIPS {
         for pair in pairs {
@@ -148,7 +148,7 @@ fn ping_pong(
                 let time = times.get(position).or(times.last());
                 time.map_or(0.0, |time| time.as_secs_f64() * 1e6)
             };
-            table
+            results
                 .line("tunnel-pingpong", &pair.variant.to_string())
                 .with("streams", 1)
                 .with("ends", "unix")
@@ -162,7 +162,12 @@ fn ping_pong(
 }
 
 /// Measures four streams, without and with a fifth channel that its far side does not read.
-fn stalled(options: &TunnelOptions, site: &Site, pairs: &[Pair], table: &mut Table) -> Result<()> {
+fn stalled(
+    options: &TunnelOptions,
+    site: &Site,
+    pairs: &[Pair],
+    results: &mut Results,
+) -> Result<()> {
     for pair in pairs {
         if !matches!(pair.variant, Variant::Stripe(_)) {
             continue;
@@ -172,7 +177,7 @@ fn stalled(options: &TunnelOptions, site: &Site, pairs: &[Pair], table: &mut Tab
         let held = load::Stalled::new(site, pair, Ends::Unix)?;
         let beside = load::bulk(site, pair, Ends::Unix, 4, bytes)?;
         drop(held);
-        table
+        results
             .line("tunnel-stalled", &pair.variant.to_string())
             .with("streams", 4)
             .with("ends", "unix")

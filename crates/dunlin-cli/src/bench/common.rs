@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use dunlin::lane::fastest::auto;
 use dunlin::lane::provider::Provider;
+use dunlin_bench::Output;
 
 use crate::options::parse_bytes;
 
@@ -19,6 +20,8 @@ pub(super) struct Common {
     /// Measure only this crypto library: ring or aws-lc-rs.
     #[arg(long)]
     pub(super) provider: Option<Provider>,
+    #[command(flatten)]
+    pub(super) output: Output,
 }
 
 impl Common {

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use clap::Args;
+use dunlin_bench::{Progress, Results, Spread};
 
 use super::common::Common;
-use super::figures::{Figure, Figures, Record, rounded};
 use super::rig::{Rig, connection};
 use crate::options::parse_bytes;
 
@@ -45,41 +45,45 @@ impl Connections {
             None => round_trip()?.as_secs_f64(),
         };
         let cpus = std::thread::available_parallelism()?.get();
-        let mut one_lane = 0.0;
-        for lanes in LANES {
-            let bytes = rig.bytes.min(self.rate * SECONDS * lanes as u64) >> 21 << 21;
-            let gibibytes = bytes as f64 / f64::from(1 << 30);
-            let mut figures = Figures::default();
-            for _ in 0..self.common.rounds {
+        let mut results = Results::default();
+        let mut progress = Progress::new(self.common.rounds * LANES.len());
+        for _ in 0..self.common.rounds {
+            let mut one_lane = 0.0;
+            for lanes in LANES {
+                progress.step(&format!("lanes: {lanes}"));
+                let bytes = rig.bytes.min(self.rate * SECONDS * lanes as u64) >> 21 << 21;
+                let gibibytes = bytes as f64 / f64::from(1 << 30);
                 let spent = rig.transfer(Some(provider), lanes, bytes, Some(self.rate))?;
-                figures.add([
-                    ("gib_per_s", gibibytes / spent.wall_s),
-                    ("cpu_s_per_gib", spent.cpu_s / gibibytes),
+                let gib_per_s = gibibytes / spent.wall_s;
+                if lanes == 1 {
+                    one_lane = gib_per_s;
+                }
+                let chunk_s = STOP_AND_WAIT_BYTES / self.rate as f64 + rtt_s;
+                let stop_and_wait = lanes as f64 * STOP_AND_WAIT_BYTES / chunk_s;
+                results
+                    .line("connections", "tls")
+                    .with("provider", provider.to_string())
+                    .with("lanes", lanes)
+                    .with("lane_bytes_per_s", self.rate)
+                    .with("rtt_ms", (rtt_s * 1e6).round() / 1e3)
+                    .with("cpus", cpus)
+                    .with("guest_bytes", bytes)
+                    .with("content", "random")
+                    .with("dirty_rate", 0)
+                    .figure("gib_per_s", gib_per_s)
+                    .figure("cpu_s_per_gib", spent.cpu_s / gibibytes)
                     // Near 1 all CPUs are busy, and more lanes do not help.
-                    ("cpu_busy", spent.cpu_s / (spent.wall_s * cpus as f64)),
-                ]);
+                    .figure("cpu_busy", spent.cpu_s / (spent.wall_s * cpus as f64))
+                    .figure("one_lane_ratio", gib_per_s / one_lane)
+                    .figure(
+                        "stop_and_wait_gib_per_s",
+                        stop_and_wait / f64::from(1 << 30),
+                    )
+                    .add();
             }
-            let gib_per_s = figures.median("gib_per_s");
-            if lanes == 1 {
-                one_lane = gib_per_s;
-            }
-            let chunk_s = STOP_AND_WAIT_BYTES / self.rate as f64 + rtt_s;
-            let stop_and_wait = lanes as f64 * STOP_AND_WAIT_BYTES / chunk_s / f64::from(1 << 30);
-            Record::new("connections", "tls")
-                .with("provider", provider.to_string())
-                .with("lanes", lanes)
-                .with("lane_bytes_per_s", self.rate)
-                .figures(&figures)
-                .with("one_lane_ratio", rounded(gib_per_s / one_lane))
-                .with("stop_and_wait_gib_per_s", rounded(stop_and_wait))
-                .with("rtt_ms", rounded(rtt_s * 1000.0))
-                .with("cpus", cpus)
-                .with("guest_bytes", bytes)
-                .with("content", "random")
-                .with("dirty_rate", 0)
-                .print();
         }
-        Ok(())
+        drop(progress);
+        self.common.output.print(&results)
     }
 }
 
@@ -97,17 +101,17 @@ fn round_trip() -> Result<Duration> {
             }
             Ok(())
         });
-        let mut figure = Figure::default();
+        let mut times = Vec::new();
         for _ in 0..PINGS {
             let began = Instant::now();
             near.write_all(&[1])?;
             near.read_exact(&mut [0])?;
-            figure.add(began.elapsed().as_secs_f64());
+            times.push(began.elapsed().as_secs_f64());
         }
         match echo.join() {
             Ok(ended) => ended?,
             Err(_) => anyhow::bail!("the echo's thread panicked"),
         }
-        Ok(Duration::from_secs_f64(figure.median()))
+        Ok(Duration::from_secs_f64(Spread::of(&times).median))
     })
 }

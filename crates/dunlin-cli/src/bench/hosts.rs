@@ -31,11 +31,11 @@ use dunlin::lane::dial::{
 use dunlin::lane::peers::PeerIdentity;
 use dunlin::lane::policy::ClientTls;
 use dunlin::lane::security::SealedLanes;
+use dunlin_bench::{Progress, Results};
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
 use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
 
-use super::figures::{Figures, Record};
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::ipsec::ModeName;
@@ -84,14 +84,14 @@ const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
 impl BetweenHosts {
     /// # Errors
     /// Failures of the other host or the kernel.
-    pub(super) fn run(&self, counts: &[usize], rounds: usize, bytes: u64) -> Result<()> {
+    pub(super) fn run(&self, counts: &[usize], bench: &super::common::Common) -> Result<()> {
         let identity = self.identity.as_deref().context(
             "IPsec needs two hosts: give --listen on one, --to on the other, and --identity on both",
         )?;
         let common = Common::new(identity, self.peer.clone(), &Reading::default());
         match (&self.listen, &self.to) {
-            (Some(listen), None) => self.take(listen, &common, bytes),
-            (None, Some(to)) => self.measure(to, &common, counts, rounds, bytes),
+            (Some(listen), None) => self.take(listen, &common, bench.size),
+            (None, Some(to)) => self.measure(to, &common, counts, bench),
             _ => bail!("give --listen on one host, and --to on the other"),
         }
     }
@@ -105,14 +105,8 @@ impl BetweenHosts {
         ipsec_lanes(options, |text| eprintln!("warning: {text}"))
     }
 
-    fn measure(
-        &self,
-        to: &str,
-        common: &Common,
-        counts: &[usize],
-        rounds: usize,
-        bytes: u64,
-    ) -> Result<()> {
+    fn measure(&self, to: &str, common: &Common, counts: &[usize], bench: &super::common::Common) -> Result<()> {
+        let (rounds, bytes) = (bench.rounds, bench.size);
         let (tls, warnings) = client_tls(common, to)?;
         for text in warnings {
             eprintln!("warning: {text}");
@@ -133,10 +127,12 @@ impl BetweenHosts {
         }
         .encode(&mut offer)?;
         control.send(&offer)?;
-        for &lanes in counts {
-            let mut all = VARIANTS.map(|_| Figures::default());
-            for round in 0..=rounds {
-                for ((_, ipsec), figures) in VARIANTS.into_iter().zip(&mut all) {
+        let mut results = Results::default();
+        let mut progress = Progress::new((rounds + 1) * counts.len() * VARIANTS.len());
+        for round in 0..=rounds {
+            for &lanes in counts {
+                for (variant, ipsec) in VARIANTS {
+                    progress.step(&format!("{variant}, lanes: {lanes}"));
                     let sealed = ipsec.map(|(mode, per_cpu)| self.ipsec_lanes(mode, per_cpu));
                     let sealed = sealed.transpose()?;
                     let dialer: Arc<dyn LaneDialer> = match &sealed {
@@ -150,24 +146,22 @@ impl BetweenHosts {
                         dialer,
                     };
                     let (wall_s, busy_s) = run.once(&source, bytes, lanes)?;
-                    if round > 0 {
-                        figures.add([
-                            ("gib_per_s", gibibytes / wall_s),
-                            ("busy_cpu_s_per_gib", busy_s / gibibytes),
-                        ]);
+                    if round == 0 {
+                        continue;
                     }
+                    results
+                        .line("lanes", variant)
+                        .with("lanes", lanes)
+                        .with("guest_bytes", bytes)
+                        .with("content", "random")
+                        .figure("gib_per_s", gibibytes / wall_s)
+                        .figure("busy_cpu_s_per_gib", busy_s / gibibytes)
+                        .add();
                 }
             }
-            for ((variant, _), figures) in VARIANTS.into_iter().zip(&all) {
-                Record::new("lanes", variant)
-                    .with("lanes", lanes)
-                    .figures(figures)
-                    .with("guest_bytes", bytes)
-                    .with("content", "random")
-                    .print();
-            }
         }
-        Ok(())
+        drop(progress);
+        bench.output.print(&results)
     }
 
     fn take(&self, listen: &str, common: &Common, bytes: u64) -> Result<()> {

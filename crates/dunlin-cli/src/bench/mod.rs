@@ -1,15 +1,14 @@
-//! `dunlin bench`: the cost of lanes and migrations on this host, as one JSON object per line.
-//!
-//! Variants run in turn, round after round, so that other load on the host affects all of them;
-//! every figure is a median with its minimum and maximum. docs/benchmarking.md describes the lines.
+//! `dunlin bench`: the cost of lanes and migrations on this host. docs/benchmarking.md describes the
+//! figures.
 
 mod common;
 mod connections;
-mod figures;
+mod floor;
 mod hosts;
 mod lanes;
 mod rig;
 mod thrash;
+mod whole;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -24,6 +23,8 @@ pub(crate) enum Command {
     /// Migration time of a guest that dirties memory faster than one lane carries it: one lane
     /// against two.
     Thrash(thrash::Thrash),
+    /// Whole migrations into new memory, from the command to the running guest, against the floor.
+    Whole(whole::Whole),
 }
 
 /// Returns the exit code.
@@ -32,6 +33,7 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
         Command::Lanes(bench) => bench.run(),
         Command::Connections(bench) => bench.run(),
         Command::Thrash(bench) => bench.run(),
+        Command::Whole(bench) => bench.run(),
     }?;
     Ok(0)
 }

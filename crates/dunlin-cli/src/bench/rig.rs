@@ -2,6 +2,7 @@
 //! engine.
 
 use std::net::{TcpListener, TcpStream};
+use std::ops::Add;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -18,7 +19,7 @@ use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::{Crypto, Provider};
 use dunlin_linux::affinity::thread_cpu_time;
-use dunlin_linux::mapping::{Backing, allocate};
+use dunlin_linux::mapping::{Backing, advise_huge_pages, allocate};
 
 use crate::identity::allowed_peers;
 use crate::process::Scratch;
@@ -33,6 +34,17 @@ pub(super) struct Spent {
     pub(super) wall_s: f64,
     /// Both ends together.
     pub(super) cpu_s: f64,
+}
+
+impl Add for Spent {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            wall_s: self.wall_s + other.wall_s,
+            cpu_s: self.cpu_s + other.cpu_s,
+        }
+    }
 }
 
 /// Source memory with content, and destination memory that is mapped and touched.
@@ -214,10 +226,16 @@ pub(super) fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Resu
 
 /// Memory that has been written.
 pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
-    let memory = Arc::new(allocate(bytes, Backing::Private)?);
-    let mapped = MappedMemory::new(memory, PAGE_BYTES as u32);
+    let mapped = fresh_memory(bytes)?;
     fill(&mapped, seed)?;
     Ok(mapped)
+}
+
+/// Memory as a VM gets it: huge pages are advised, and nothing is populated.
+pub(super) fn fresh_memory(bytes: u64) -> Result<MappedMemory> {
+    let memory = allocate(bytes, Backing::Private)?;
+    advise_huge_pages(&memory);
+    Ok(MappedMemory::new(Arc::new(memory), PAGE_BYTES as u32))
 }
 
 /// Fills memory with pages that all differ and are not zero.

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use serde_json::json;
+use dunlin_bench::{Output, Progress, Results};
+use serde_json::{Value, json};
 
-use super::figures::{Figures, Record, rounded};
 use crate::line::{IterationLine, Line, MovedLine};
 use crate::options::{MigrateFlags, parse_bytes};
 use crate::process::{Pair, Scratch};
@@ -41,6 +41,8 @@ pub(crate) struct Thrash {
     /// Dirty rate of the guest, in bytes per second; repeatable [default: 350M and 450M].
     #[arg(long = "dirty", value_parser = parse_bytes)]
     dirty: Vec<u64>,
+    #[command(flatten)]
+    output: Output,
 }
 
 impl Thrash {
@@ -51,28 +53,24 @@ impl Thrash {
             some => some,
         };
         let scratch = Scratch::with_identities("bench")?;
-        for &rate in rates {
-            let pages_per_s = rate / PAGE_BYTES;
-            let mut all = LANES.map(|_| (Figures::default(), Vec::new()));
-            for _ in 0..self.rounds {
+        let mut results = Results::default();
+        let mut progress = Progress::new(self.rounds * rates.len() * LANES.len());
+        for _ in 0..self.rounds {
+            for &rate in rates {
+                let pages_per_s = rate / PAGE_BYTES;
                 let mut one_lane_s = 0.0;
-                for (lanes, (figures, last)) in LANES.into_iter().zip(&mut all) {
+                for lanes in LANES {
+                    progress.step(&format!("{pages_per_s} pages/s, lanes: {lanes}"));
                     let moved = self.migrate(&scratch, lanes, pages_per_s)?;
                     if lanes == 1 {
                         one_lane_s = moved.total_s;
                     }
-                    figures.add(measured(&moved));
-                    if lanes > 1 {
-                        figures.add([("one_lane_ratio", moved.total_s / one_lane_s)]);
-                    }
-                    *last = moved.iterations;
+                    self.add(&mut results, lanes, pages_per_s, &moved, one_lane_s);
                 }
             }
-            for (lanes, (figures, last)) in LANES.into_iter().zip(&all) {
-                self.print(lanes, pages_per_s, figures, last);
-            }
         }
-        Ok(())
+        drop(progress);
+        self.output.print(&results)
     }
 
     /// Starts a guest and moves it once.
@@ -104,50 +102,58 @@ impl Thrash {
         Ok(moved)
     }
 
-    fn print(&self, lanes: u16, pages_per_s: u64, figures: &Figures, last: &[IterationLine]) {
-        let iterations = last.iter().map(|iteration| {
-            json!({
-                "duration_ms": rounded(iteration.duration_ms),
-                "pages": iteration.pages,
-                "dirtied_pages": iteration.dirtied_pages,
-                "throttle": iteration.throttle,
-            })
-        });
+    fn add(
+        &self,
+        results: &mut Results,
+        lanes: u16,
+        pages_per_s: u64,
+        moved: &MovedLine,
+        one_lane_s: f64,
+    ) {
         let provider = dunlin::lane::fastest::auto().provider;
-        Record::new("thrash", "tls")
+        let cpu = moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib;
+        let throttle = moved.iterations.iter().map(|pass| pass.throttle).max();
+        results
+            .line("thrash", "tls")
             .with("provider", provider.to_string())
             .with("lanes", lanes)
             .with("lane_bytes_per_s", self.lane_rate)
             .with("session_bytes_per_s", self.rate)
-            .figures(figures)
             .with("guest_bytes", self.size)
             .with("content", "random")
             // Pages per second; in bytes it lies between the two limits.
             .with("dirty_rate", pages_per_s)
-            .with("last_round", iterations.collect::<Vec<_>>())
-            .print();
+            .figure("total_s", moved.total_s)
+            .figure("one_lane_ratio", moved.total_s / one_lane_s)
+            .figure("downtime_ms", moved.downtime.guest_ms.unwrap_or(0.0))
+            .figure("gib_per_s", moved.gib_per_s)
+            .figure("cpu_s_per_gib", cpu)
+            .figure("iterations", moved.iterations.len() as f64)
+            .figure("throttle_percent", f64::from(throttle.unwrap_or(0)))
+            .figure("dirty_rate_seen", dirty_rate_seen(&moved.iterations))
+            .detail("last_round", iterations(&moved.iterations))
+            .add();
     }
 }
 
-/// The measurements of one migration.
-fn measured(moved: &MovedLine) -> [(&'static str, f64); 7] {
-    let passes = &moved.iterations;
-    let seen = passes
+/// Dirtied pages per second by the dirty log while the guest was not throttled: its real write rate.
+fn dirty_rate_seen(iterations: &[IterationLine]) -> f64 {
+    iterations
         .iter()
         .filter(|pass| pass.throttle == 0 && pass.duration_ms >= MEASURABLE_MS)
         .map(|pass| pass.dirtied_pages as f64 / (pass.duration_ms / 1000.0))
-        .fold(0.0, f64::max);
-    let throttle = passes.iter().map(|pass| pass.throttle).max();
-    let cpu = moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib;
-    [
-        ("total_s", moved.total_s),
-        ("downtime_ms", moved.downtime.guest_ms.unwrap_or(0.0)),
-        ("gib_per_s", moved.gib_per_s),
-        ("cpu_s_per_gib", cpu),
-        ("iterations", passes.len() as f64),
-        ("throttle_percent", f64::from(throttle.unwrap_or(0))),
-        // Dirtied pages per second by the dirty log while the guest was not throttled: its real
-        // write rate.
-        ("dirty_rate_seen", seen),
-    ]
+        .fold(0.0, f64::max)
+}
+
+/// The iterations of a migration, for the report.
+pub(super) fn iterations(iterations: &[IterationLine]) -> Vec<Value> {
+    let line = |pass: &IterationLine| {
+        json!({
+            "duration_ms": (pass.duration_ms * 10.0).round() / 10.0,
+            "pages": pass.pages,
+            "dirtied_pages": pass.dirtied_pages,
+            "throttle": pass.throttle,
+        })
+    };
+    iterations.iter().map(line).collect()
 }

@@ -65,7 +65,7 @@ fn main() -> ExitCode {
 /// `dunlin bench lanes --security ipsec`: with one SA, one for each CPU, one for each lane. The
 /// figures are meaningless here.
 fn lanes_are_measured_between_two_hosts(guest: &Guest) {
-    let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2";
+    let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2 --json";
     let at = |host: &str, more: &str| {
         let identity = format!("--identity host-{host} --state-dir bench-{host}");
         let line = format!("{bench} {identity} {more}");

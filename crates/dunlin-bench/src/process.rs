@@ -1,0 +1,54 @@
+//! What the kernel reports about a process.
+
+use std::fs;
+
+use anyhow::{Context, Result, bail};
+
+/// User and system time, in steps of 10 ms (proc_pid_stat(5)); also of a process that has ended and
+/// whose parent has not waited for it.
+///
+/// # Errors
+/// There is no such process.
+pub fn cpu_s(id: u32) -> Result<f64> {
+    /// USER_HZ, which is the same on all current architectures.
+    const TICKS_PER_S: f64 = 100.0;
+    let path = format!("/proc/{id}/stat");
+    let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    // The name before the fields may contain spaces. State is field 3, times are 14 and 15.
+    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+    let mut times = fields.split_whitespace().skip(11).map(str::parse::<f64>);
+    match (times.next(), times.next()) {
+        (Some(Ok(user)), Some(Ok(system))) => Ok((user + system) / TICKS_PER_S),
+        _ => bail!("{path} has no times"),
+    }
+}
+
+/// The largest amount of resident memory so far (proc_pid_status(5)).
+///
+/// # Errors
+/// There is no such process, or it has ended.
+pub fn peak_bytes(id: u32) -> Result<u64> {
+    let path = format!("/proc/{id}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
+    let kib: u64 = kib.context("no VmHWM in the status")?.trim().parse()?;
+    Ok(kib * 1024)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    #[test]
+    fn this_process_has_used_time_and_memory() {
+        let id = std::process::id();
+        let buffer = std::hint::black_box(vec![1_u8; 32 << 20]);
+        assert!(super::peak_bytes(id).unwrap() >= buffer.len() as u64);
+        let begin = super::cpu_s(id).unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_millis(60);
+        while std::time::Instant::now() < until {
+            std::hint::spin_loop();
+        }
+        assert!(super::cpu_s(id).unwrap() > begin);
+    }
+}

@@ -1,0 +1,43 @@
+//! Progress on a terminal.
+
+use std::io::{IsTerminal, Write, stderr};
+
+/// Writes what is being measured over one line of standard error, if that is a terminal.
+#[derive(Debug)]
+pub struct Progress {
+    steps: usize,
+    done: usize,
+    is_terminal: bool,
+}
+
+impl Progress {
+    /// Progress of a run with this number of [`Progress::step`]s.
+    #[must_use]
+    pub fn new(steps: usize) -> Self {
+        Self {
+            steps,
+            done: 0,
+            is_terminal: stderr().is_terminal(),
+        }
+    }
+
+    /// Shows the next step.
+    pub fn step(&mut self, what: &str) {
+        self.done += 1;
+        self.write(&format!("{} of {}: {what}", self.done, self.steps));
+    }
+
+    fn write(&self, text: &str) {
+        if self.is_terminal {
+            // Progress that cannot be shown must not end a measurement.
+            let _ = write!(stderr(), "\r\x1b[K{text}");
+            let _ = stderr().flush();
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.write("");
+    }
+}

@@ -1,0 +1,239 @@
+//! The results as one HTML page with plots. The page needs nothing from a network and no scripts.
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+use crate::results::{Results, Row, Spread};
+use crate::table::{cells, differing, figures, number, scenarios};
+
+const STYLE: &str = "
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --line: #ccc }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #16181c; --line: #444 } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
+  font-variant-numeric: tabular-nums }
+svg { width: 100%; max-width: 44rem; height: auto; display: block }
+svg text { fill: var(--ink); font-size: 12px }
+figure { margin: 1rem 0 }
+figcaption { font-weight: 600 }
+";
+/// Colours that stay apart for people with colour blindness (Okabe and Ito).
+const COLOURS: [&str; 7] = [
+    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999933",
+];
+const WIDTH: f64 = 700.0;
+const LEFT: f64 = 220.0;
+const RIGHT: f64 = 30.0;
+const ROW: f64 = 22.0;
+
+/// The page.
+#[must_use]
+pub fn page(results: &Results) -> String {
+    let mut body = String::new();
+    for (scenario, rows) in scenarios(results) {
+        let _ = writeln!(body, "<h2>{}</h2>", escaped(&scenario));
+        table(&mut body, &rows);
+        for figure in figures(&rows) {
+            ranges(&mut body, &figure, &rows);
+        }
+        for row in &rows {
+            iterations(&mut body, row);
+        }
+    }
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\n\
+         <title>Dunlin benchmark</title>\n<style>{STYLE}</style>\n<h1>Dunlin benchmark</h1>\n\
+         <p>Medians, with the smallest and the largest of the rounds. The variants ran in turn in each \
+         round. Compare figures only within this page.</p>\n{body}</html>\n"
+    )
+}
+
+fn table(body: &mut String, rows: &[&Row]) {
+    let table = cells(rows);
+    body.push_str("<table>\n");
+    for (at, row) in table.iter().enumerate() {
+        let cell = if at == 0 { "th" } else { "td" };
+        body.push_str("<tr>");
+        for text in row {
+            let _ = write!(body, "<{cell}>{}</{cell}>", escaped(text));
+        }
+        body.push_str("</tr>\n");
+    }
+    body.push_str("</table>\n");
+}
+
+/// The name of a row: its variant and the conditions in which it differs.
+fn name(row: &Row, conditions: &[String]) -> String {
+    let mut text = row.condition("variant");
+    for condition in conditions {
+        let value = row.condition(condition);
+        if !value.is_empty() {
+            let _ = write!(text, ", {condition} {value}");
+        }
+    }
+    text
+}
+
+/// One line for each row, from the minimum to the maximum, with a dot at the median.
+fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
+    let conditions = differing(rows);
+    let mut variants: Vec<String> = Vec::new();
+    let mut lines: Vec<(String, usize, Spread)> = Vec::new();
+    for row in rows {
+        let Some(spread) = row.figure(figure) else {
+            continue;
+        };
+        let variant = row.condition("variant");
+        let colour = variants.iter().position(|known| *known == variant);
+        let colour = colour.unwrap_or_else(|| {
+            variants.push(variant);
+            variants.len() - 1
+        });
+        lines.push((name(row, &conditions), colour, spread));
+    }
+    let largest = lines
+        .iter()
+        .fold(0.0_f64, |most, (.., one)| most.max(one.max));
+    if lines.len() < 2 || largest <= 0.0 {
+        return;
+    }
+    let scale = (WIDTH - LEFT - RIGHT) / largest;
+    let height = ROW * lines.len() as f64 + 30.0;
+    let _ = writeln!(
+        body,
+        "<figure><figcaption>{figure}</figcaption>\n\
+         <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{figure} by variant\">"
+    );
+    for (at, (name, colour, spread)) in lines.iter().enumerate() {
+        let y = ROW * (at as f64 + 0.5);
+        let colour = COLOURS[colour % COLOURS.len()];
+        let x = |value: f64| LEFT + value * scale;
+        let _ = writeln!(
+            body,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>\
+             <line x1=\"{:.1}\" y1=\"{y:.1}\" x2=\"{:.1}\" y2=\"{y:.1}\" stroke=\"{colour}\" \
+             stroke-width=\"4\"/><circle cx=\"{:.1}\" cy=\"{y:.1}\" r=\"5\" fill=\"{colour}\">\
+             <title>{} [{}–{}]</title></circle>",
+            LEFT - 10.0,
+            y + 4.0,
+            escaped(name),
+            x(spread.min),
+            x(spread.max),
+            x(spread.median),
+            number(spread.median),
+            number(spread.min),
+            number(spread.max),
+        );
+    }
+    let bottom = ROW * lines.len() as f64 + 6.0;
+    axis(body, bottom, largest, scale);
+    body.push_str("</svg></figure>\n");
+}
+
+/// A horizontal axis from 0 to `largest`, with five marks.
+fn axis(body: &mut String, y: f64, largest: f64, scale: f64) {
+    let _ = writeln!(
+        body,
+        "<line x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{:.1}\" y2=\"{y:.1}\" stroke=\"currentColor\"/>",
+        WIDTH - RIGHT
+    );
+    for mark in 0..=4 {
+        let value = largest * f64::from(mark) / 4.0;
+        let _ = writeln!(
+            body,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            LEFT + value * scale,
+            y + 18.0,
+            number(value)
+        );
+    }
+}
+
+/// The iterations of the last round: the sent and the dirtied pages over the time of the migration.
+fn iterations(body: &mut String, row: &Row) {
+    const HEIGHT: f64 = 180.0;
+    let Some(Value::Array(passes)) = row.details.get("last_round") else {
+        return;
+    };
+    let number_of = |pass: &Value, name: &str| pass[name].as_f64().unwrap_or(0.0);
+    let total: f64 = passes
+        .iter()
+        .map(|pass| number_of(pass, "duration_ms"))
+        .sum();
+    let most = passes.iter().fold(0.0_f64, |most, pass| {
+        most.max(number_of(pass, "pages"))
+            .max(number_of(pass, "dirtied_pages"))
+    });
+    if total <= 0.0 || most <= 0.0 {
+        return;
+    }
+    let width = WIDTH - 60.0 - RIGHT;
+    let title = format!("{}: pages per iteration over time", name(row, &[]));
+    let _ = writeln!(
+        body,
+        "<figure><figcaption>{} (sent: filled, dirtied: outlined; {} ms, at most {} pages)\
+         </figcaption>\n<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{}\">",
+        escaped(&title),
+        number(total),
+        number(most),
+        escaped(&title)
+    );
+    let mut at = 60.0;
+    for pass in passes {
+        let wide = number_of(pass, "duration_ms") / total * width;
+        for (name, style) in [
+            ("pages", "fill=\"#0072b2\" fill-opacity=\".6\""),
+            ("dirtied_pages", "fill=\"none\" stroke=\"#d55e00\""),
+        ] {
+            let tall = number_of(pass, name) / most * (HEIGHT - 20.0);
+            let _ = write!(
+                body,
+                "<rect x=\"{at:.1}\" y=\"{:.1}\" width=\"{wide:.1}\" height=\"{tall:.1}\" {style}/>",
+                HEIGHT - tall
+            );
+        }
+        at += wide;
+    }
+    body.push_str("\n</svg></figure>\n");
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::results::tests::relays;
+
+    #[test]
+    fn a_page_has_a_table_and_a_plot_with_every_row_and_refers_to_nothing_outside() {
+        let mut results = relays();
+        let line = results.line("whole", "<dunlin>").figure("total_s", 2.0);
+        let pass = serde_json::json!({"duration_ms": 5.0, "pages": 10, "dirtied_pages": 4});
+        line.detail("last_round", Value::Array(vec![pass])).add();
+        let page = page(&results);
+        assert_eq!(page.matches("<h2>").count(), 2);
+        assert_eq!(
+            page.matches("<circle").count(),
+            2,
+            "a dot for each row of tunnel-bulk"
+        );
+        assert_eq!(
+            page.matches("<rect").count(),
+            2,
+            "sent and dirtied pages of one iteration"
+        );
+        assert!(page.contains("2.50 [1.00–3.00]") && page.contains("&lt;dunlin&gt;"));
+        for outside in ["http:", "https:", "<script", "<link", "url("] {
+            assert!(!page.contains(outside), "{outside}");
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Physical memory before a measurement.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+
+/// Bytes that stay free for the kernel and other programs.
+const RESERVE_BYTES: u64 = 1 << 30;
+const PIECE_BYTES: usize = 64 << 20;
+
+/// Writes to nearly all available physical memory once and frees it.
+///
+/// A host that is itself a guest gets its memory when it first touches it. That cost would be charged
+/// to the variant that runs first.
+///
+/// # Errors
+/// `/proc/meminfo` cannot be read.
+pub fn touch_physical_memory() -> Result<()> {
+    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
+    let available = available_bytes(&text).context("/proc/meminfo has no MemAvailable")?;
+    // In a container the limit is that of its control group, "max" if there is none.
+    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
+    let limit = limit.trim().parse().unwrap_or(u64::MAX);
+    let mut pieces = Vec::new();
+    let mut left = available.min(limit).saturating_sub(RESERVE_BYTES);
+    while left >= PIECE_BYTES as u64 {
+        // A nonzero value: the allocator would map zeros without touching them.
+        pieces.push(std::hint::black_box(vec![1_u8; PIECE_BYTES]));
+        left -= PIECE_BYTES as u64;
+    }
+    Ok(())
+}
+
+fn available_bytes(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_is_read_in_bytes() {
+        let text = "MemTotal:       24576 kB\nMemAvailable:    1024 kB\n";
+        assert_eq!(available_bytes(text), Some(1 << 20));
+        assert_eq!(available_bytes("MemTotal: 1 kB\n"), None);
+    }
+}

@@ -1,0 +1,181 @@
+//! `dunlin bench whole`: whole migrations into new memory, from the command to the running guest.
+//!
+//! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor is that of lanes
+//! ([`super::floor`]) into memory that nothing has touched, so it includes what populating costs.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail, ensure};
+use clap::Args;
+use dunlin_bench::{Output, Progress, Results, process, touch_physical_memory};
+
+use super::floor;
+use super::rig::{fresh_memory, memory};
+use super::thrash::iterations;
+use crate::line::{Line, MovedLine};
+use crate::options::{MigrateFlags, parse_bytes};
+use crate::process::{Pair, Scratch};
+use crate::vm::Ended;
+
+/// Pages that a writing guest writes per second: 100 MiB/s.
+const WRITES_PER_S: u64 = 25_600;
+/// The part of the memory that a writing guest writes.
+const WORKING_SET_DIVISOR: u64 = 8;
+
+#[derive(Debug, Args)]
+pub(crate) struct Whole {
+    /// Number of measured rounds.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// The guest's memory, filled with random content.
+    #[arg(long, value_parser = parse_bytes, default_value = "1G")]
+    size: u64,
+    /// Number of lanes; repeatable [default: 2 and 4].
+    #[arg(long)]
+    lanes: Vec<u16>,
+    /// Do not write to the host's free memory before each migration.
+    #[arg(long)]
+    no_touch: bool,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// What the guest does meanwhile.
+#[derive(Clone, Copy)]
+enum Guest {
+    Idle,
+    Writing,
+}
+
+impl Guest {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Writing => "writing",
+        }
+    }
+}
+
+/// The measurements of one migration.
+struct Measured {
+    total_s: f64,
+    cpu_s: f64,
+    destination_peak_bytes: u64,
+    moved: MovedLine,
+}
+
+impl Whole {
+    pub(super) fn run(&self) -> Result<()> {
+        ensure!(self.rounds > 0, "--rounds must be 1 or more");
+        let lanes = match &self.lanes[..] {
+            [] => &[2, 4],
+            some => some,
+        };
+        let scratch = Scratch::with_identities("bench")?;
+        let source = memory(self.size, 1)?;
+        let provider = dunlin::lane::fastest::auto().provider;
+        let gibibytes = self.size as f64 / f64::from(1 << 30);
+        let guests = [Guest::Idle, Guest::Writing];
+        let mut results = Results::default();
+        let steps = lanes.len() * (1 + guests.len());
+        let mut progress = Progress::new(self.rounds * steps);
+        for _ in 0..self.rounds {
+            for &lanes in lanes {
+                progress.step(&format!("floor, lanes: {lanes}"));
+                self.touch()?;
+                let target = fresh_memory(self.size)?;
+                let floor =
+                    floor::floor(&source, &target, self.size, provider, usize::from(lanes))?;
+                drop(target);
+                results
+                    .line("whole", "floor")
+                    .with("guest", "none")
+                    .with("lanes", lanes)
+                    .with("guest_bytes", self.size)
+                    .with("content", "random")
+                    .figure("total_s", floor.wall_s)
+                    .figure("gib_per_s", gibibytes / floor.wall_s)
+                    .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
+                    .add();
+                for guest in guests {
+                    progress.step(&format!("dunlin, {} guest, lanes: {lanes}", guest.name()));
+                    self.touch()?;
+                    let measured = self.migrate(&scratch, guest, lanes)?;
+                    let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
+                    results
+                        .line("whole", "dunlin")
+                        .with("guest", guest.name())
+                        .with("lanes", lanes)
+                        .with("guest_bytes", self.size)
+                        .with("content", "random")
+                        .figure("total_s", measured.total_s)
+                        .figure("gib_per_s", gibibytes / measured.total_s)
+                        .figure("cpu_s_per_gib", measured.cpu_s / gibibytes)
+                        .figure("downtime_ms", measured.moved.downtime.total_ms)
+                        .figure("iterations", measured.moved.iterations.len() as f64)
+                        .figure("destination_peak_mib", peak)
+                        .figure("floor_ratio", measured.cpu_s / floor.cpu_s)
+                        .detail("last_round", iterations(&measured.moved.iterations))
+                        .add();
+                }
+            }
+        }
+        drop(progress);
+        self.output.print(&results)
+    }
+
+    fn touch(&self) -> Result<()> {
+        if self.no_touch {
+            return Ok(());
+        }
+        touch_physical_memory()
+    }
+
+    /// Starts a guest and moves it once. CPU time is that of both processes, the guest's own included.
+    fn migrate(&self, scratch: &Scratch, guest: Guest, lanes: u16) -> Result<Measured> {
+        let memory = self.size.to_string();
+        let working_set = (self.size / WORKING_SET_DIVISOR).to_string();
+        let writes = WRITES_PER_S.to_string();
+        let mut run = vec!["--memory", &memory, "--fill", "random"];
+        match guest {
+            Guest::Idle => run.extend(["--workload", "idle"]),
+            Guest::Writing => run.extend([
+                "--workload",
+                "sequential",
+                "--working-set",
+                &working_set,
+                "--dirty-rate",
+                &writes,
+            ]),
+        }
+        let mut pair = Pair::start(scratch, &run, &[])?;
+        let ids = [pair.source.id(), pair.destination.id()];
+        let cpu = || {
+            ids.iter()
+                .map(|&id| process::cpu_s(id))
+                .sum::<Result<f64>>()
+        };
+        let flags = MigrateFlags {
+            lanes,
+            ..pair.flags()
+        };
+        let before = cpu()?;
+        let begin = Instant::now();
+        let moved = match pair.migrate(&flags, &mut |_| ())? {
+            Ended::Moved(moved) => *moved,
+            Ended::Failed(failed) => bail!("{}", failed.text),
+        };
+        let runs = pair.destination.wait_for(|line| match line {
+            Line::Received { runs, .. } => Some(runs),
+            _ => None,
+        })?;
+        let total_s = begin.elapsed().as_secs_f64();
+        ensure!(runs, "the guest does not run at the destination");
+        Ok(Measured {
+            total_s,
+            cpu_s: cpu()? - before,
+            destination_peak_bytes: process::peak_bytes(pair.destination.id())?,
+            moved,
+        })
+    }
+}
