@@ -18,7 +18,8 @@ use syn::{
 };
 
 /// Each crate, and the crates of this workspace that it may depend on.
-const LAYERS: [(&str, &[&str]); 9] = [
+const LAYERS: [(&str, &[&str]); 10] = [
+    ("dunlin-bench", &[]),
     ("dunlin-proto", &[]),
     ("dunlin-linux", &[]),
     ("dunlin-lane", &["dunlin-proto", "dunlin-linux"]),
@@ -42,6 +43,7 @@ const LAYERS: [(&str, &[&str]); 9] = [
     (
         "dunlin-cli",
         &[
+            "dunlin-bench",
             "dunlin-proto",
             "dunlin-linux",
             "dunlin-lane",

@@ -105,7 +105,13 @@ impl BetweenHosts {
         ipsec_lanes(options, |text| eprintln!("warning: {text}"))
     }
 
-    fn measure(&self, to: &str, common: &Common, counts: &[usize], bench: &super::common::Common) -> Result<()> {
+    fn measure(
+        &self,
+        to: &str,
+        common: &Common,
+        counts: &[usize],
+        bench: &super::common::Common,
+    ) -> Result<()> {
         let (rounds, bytes) = (bench.rounds, bench.size);
         let (tls, warnings) = client_tls(common, to)?;
         for text in warnings {

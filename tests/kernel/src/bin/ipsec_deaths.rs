@@ -13,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::FaultCode;
+use dunlin::lane::dial::DialCancel;
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peer;
 use dunlin::lane::provider::Crypto;
@@ -346,7 +347,8 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
             .client(&Crypto::auto(), peers)
             .expect("the settings are valid");
         let observer: Observer = Arc::new(|event| println!("a: {event}"));
-        let session = match up(SERVER, &tls, &options, &observer) {
+        let never = DialCancel::new().expect("an eventfd");
+        let session = match up(SERVER, &tls, &options, &observer, &never) {
             Ok(session) => session,
             Err(error) => {
                 println!("a: {error}");

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use dunlin::lane::dial::DialCancel;
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peer;
 use dunlin::lane::provider::Crypto;
@@ -280,7 +281,9 @@ fn slowly(mode: &str) -> ExitCode {
         thread::sleep(STEP);
     }));
     let observer: Observer = Arc::new(|event| eprintln!("{event}"));
-    let session: Session = up(SERVER, &tls, &options, &observer).expect("the session comes up");
+    let never = DialCancel::new().expect("an eventfd");
+    let session: Session =
+        up(SERVER, &tls, &options, &observer, &never).expect("the session comes up");
     println!("up");
     for line in std::io::stdin().lines() {
         match line.expect("the output is text").as_str() {
