@@ -272,7 +272,7 @@ fn the_public_api_is_what_is_written_down() {
     for (package, item) in [
         (
             "dunlin",
-            "dunlin::engine::source: fn migrate(vm: &Arc<dyn SourceVm>",
+            "dunlin::engine::source: Migration::fn run(self) -> Result<Report, MigrateError>",
         ),
         ("dunlin-lane", "dunlin_lane::dial: trait LaneDialer"),
         ("dunlin-tunnel", "dunlin_tunnel: struct Tunnel"),

@@ -229,7 +229,7 @@ fn after_a_stalled_write_nothing_is_sent_and_receiving_still_works() {
     assert_eq!(&got, b"read");
 }
 
-/// Opens a control lane to a listener whose one connection `peer` serves.
+/// Opens a control lane to a listener ; `peer` serves its one connection.
 fn opened(
     cancel: &DialCancel,
     peer: impl FnOnce(TcpStream, &ServerTls) + Send,
