@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`.
-.PHONY: demo test soak newcomer audit check bench fuzz
+.PHONY: demo test soak newcomer audit check bench fuzz book
 
 demo:
 	@tools/packages build
@@ -47,9 +47,17 @@ check:
 			cargo check --locked --package $$package --no-default-features --features "$$features" || exit 1; \
 		done; \
 	done
+	@$(MAKE) --no-print-directory book
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
 	cargo deny check bans licenses sources
 	@tools/publish
+
+# Checks the links of all pages, and builds docs/ into target/book.
+MDBOOK = 0.5.4
+book:
+	[ "$$(mdbook --version 2>/dev/null)" = "mdbook v$(MDBOOK)" ] || \
+		cargo install --locked --debug --no-default-features --features search mdbook@$(MDBOOK)
+	cargo xtask book
 
 # docs/benchmarking.md explains the figures.
 bench:

@@ -1,6 +1,7 @@
 //! The workspace's development tasks, as a library for its tests. `cargo xtask help` lists them.
 //!
 //! - [`mod@bench`]: benchmarks of Dunlin and other programs.
+//! - [`book`]: the links of the pages, and the book.
 //! - [`kernel`]: tests under Debian's kernels, in virtual machines.
 //! - [`programs`]: runs test programs in parallel.
 //! - [`words`]: retired words in code and pages.
@@ -8,6 +9,7 @@
 #![cfg(target_arch = "x86_64")]
 
 pub mod bench;
+pub mod book;
 pub mod kernel;
 pub mod programs;
 pub mod words;
@@ -37,6 +39,8 @@ enum Chore {
     Bench(Bench),
     /// Runs test programs in parallel, and those that measure time one by one.
     Test(TestOptions),
+    /// Checks the links of the pages, and builds the book of docs/ with mdBook.
+    Book,
     /// Lists retired words in code and pages; fails if there are any.
     Words(WordOptions),
 }
@@ -65,6 +69,7 @@ pub fn main() -> ExitCode {
         Chore::Kernel(options) => kernel::command(&options),
         Chore::Bench(bench) => bench::command(&bench),
         Chore::Test(options) => programs::command(&options),
+        Chore::Book => book::command(),
         Chore::Words(options) => words::command(&options),
     };
     match done {

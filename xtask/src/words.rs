@@ -88,7 +88,7 @@ pub(crate) fn command(options: &WordOptions) -> Result<ExitCode> {
 }
 
 /// Adds the sources and pages at or under `path`, in order.
-fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+pub(crate) fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let metadata = fs::metadata(path).with_context(|| path.display().to_string())?;
     if metadata.is_file() {
         files.push(path.to_owned());

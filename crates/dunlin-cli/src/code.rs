@@ -1,4 +1,4 @@
-//! The exit codes of `dunlin`; docs/cli.md describes them for each command.
+//! The exit codes of `dunlin`; docs/reference/exit-codes.md has them for each command.
 
 /// Success.
 pub(crate) const DONE: i32 = 0;

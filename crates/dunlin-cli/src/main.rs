@@ -9,6 +9,7 @@ mod confine;
 mod control;
 mod demo;
 mod display;
+mod explain;
 mod handoff;
 mod identity;
 mod ipsec;
@@ -57,6 +58,8 @@ enum Command {
     Resolve(sessions::Resolve),
     /// Cancel a migration that is under way; the VM keeps running at the source.
     Cancel(sessions::Cancel),
+    /// Print the cause and the remedy of an error code, or list all codes.
+    Explain(explain::Explain),
     /// Measure lanes and migrations on this host.
     #[command(subcommand)]
     Bench(bench::Command),
@@ -116,6 +119,7 @@ fn run(command: Command) -> anyhow::Result<i32> {
         Command::Status(status) => status.run(),
         Command::Resolve(resolve) => resolve.run(),
         Command::Cancel(cancel) => cancel.run(),
+        Command::Explain(explain) => explain.run(),
         Command::Bench(command) => bench::run(&command),
         Command::Tunnel(command) => tunnel::run(&command),
         Command::Handoff(command) => handoff::run(&command),

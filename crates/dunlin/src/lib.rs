@@ -30,4 +30,5 @@ pub use vm_memory;
 /// Compiles the code blocks of the integration guide.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/integrating.md")]
+#[doc = include_str!("../../../docs/integrating/migrate.md")]
 pub struct Integrating;

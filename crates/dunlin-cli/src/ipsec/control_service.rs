@@ -347,7 +347,7 @@ fn is_reported(session: &Recorded, answered: &[u32]) -> bool {
     session.is_kept && pid.is_some_and(|pid| answered.contains(&pid))
 }
 
-/// Advice on spreading received packets over CPUs; docs/ipsec.md has more.
+/// Advice on spreading received packets over CPUs; docs/ipsec/operation.md has more.
 const STEERING: &str = "to spread received packets over this host's CPUs, with IF the network card: \
 `ethtool -N IF rx-flow-hash esp4` (or esp6), or with --udp `ethtool -N IF rx-flow-hash udp4 sdfn`";
 

@@ -34,7 +34,7 @@ use crate::text::{chained, clean};
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
-    /// The configuration, a TOML file; see docs/tunnel.md.
+    /// The configuration, a TOML file; see docs/reference/config.md.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
     /// Run only on these CPUs, such as 0,2-3.
@@ -50,7 +50,7 @@ pub(crate) struct Run {
 
 #[derive(Debug, Args)]
 pub(crate) struct Check {
-    /// The configuration, a TOML file; see docs/tunnel.md.
+    /// The configuration, a TOML file; see docs/reference/config.md.
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }

@@ -1,0 +1,65 @@
+//! `dunlin explain`: cause and remedy of an error code. The text is also a page of docs/.
+
+use anyhow::{Result, bail};
+use clap::Args;
+
+use crate::code::DONE;
+
+/// An entry begins with `## CODE`.
+const TEXT: &str = include_str!("explain.md");
+
+#[derive(Debug, Args)]
+pub(crate) struct Explain {
+    /// A fault code, such as lane-lost, or an exit code [default: list all codes].
+    code: Option<String>,
+}
+
+impl Explain {
+    pub(crate) fn run(&self) -> Result<i32> {
+        let Some(wanted) = &self.code else {
+            for (code, _) in entries() {
+                println!("{code}");
+            }
+            return Ok(DONE);
+        };
+        match entries().find(|(code, _)| code == wanted) {
+            Some((_, text)) => println!("{text}"),
+            None => bail!("unknown error code {wanted:?}: `dunlin explain` lists all codes"),
+        }
+        Ok(DONE)
+    }
+}
+
+/// Codes, each with its cause and remedy.
+fn entries() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let entries = TEXT.split("\n## ").skip(1);
+    let entries = entries.filter_map(|entry| entry.split_once('\n'));
+    entries.map(|(code, text)| (code, text.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use dunlin_proto::fault::FaultCode;
+
+    use super::*;
+    use crate::code::{CANCELLED, FAILED, IN_DOUBT, SIGNAL, USAGE};
+
+    #[test]
+    fn each_code_has_an_entry_and_each_entry_a_code() {
+        let faults = FaultCode::ALL.iter().map(|code| code.name().to_owned());
+        let exits = [DONE, FAILED, USAGE, IN_DOUBT, CANCELLED, SIGNAL].map(|code| code.to_string());
+        let mut codes: BTreeSet<_> = faults.chain(exits).collect();
+        // A failure without a fault code, in a JSON object.
+        codes.insert("usage".to_owned());
+        for (code, text) in entries() {
+            assert!(codes.remove(code), "{code}");
+            let (cause, remedy) = text.split_once("\n\n").unwrap_or_default();
+            assert!(cause.starts_with("Cause: "), "{code}: {text}");
+            assert!(remedy.starts_with("Remedy: "), "{code}: {text}");
+            assert!(!remedy.contains("\n\n"), "{code}: {text}");
+        }
+        assert_eq!(codes, BTreeSet::new());
+    }
+}
