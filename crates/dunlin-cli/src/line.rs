@@ -233,6 +233,15 @@ impl FailedLine {
             code,
         }
     }
+
+    /// The text, and in brackets the fault code that `dunlin explain` takes.
+    pub(crate) fn for_people(&self) -> String {
+        let text = clean_lines(&self.text);
+        match self.fault.as_str() {
+            "usage" => text,
+            fault => format!("{text} [{}]", clean(fault)),
+        }
+    }
 }
 
 /// As an error: another process rejected or failed a request, with its reason.
@@ -354,7 +363,7 @@ impl Line {
             Self::LaneLost { lane, text } => format!("lane {lane} lost: {}", clean(text)),
             Self::ControlLost { text } => format!("control lane lost: {}", clean(text)),
             Self::ControlResumed => "control lane replaced".into(),
-            Self::Failed(failed) => clean_lines(&failed.text),
+            Self::Failed(failed) => failed.for_people(),
             Self::Received {
                 name,
                 control,

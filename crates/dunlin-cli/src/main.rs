@@ -90,7 +90,7 @@ fn main() -> ExitCode {
     let result = cli.and_then(|cli| run(cli.command));
     let code = result.unwrap_or_else(|error| {
         let failed = FailedLine::from(&error);
-        eprintln!("dunlin: {}", text::clean_lines(&failed.text));
+        eprintln!("dunlin: {}", failed.for_people());
         let code = failed.code;
         if json {
             Line::Failed(failed).print();

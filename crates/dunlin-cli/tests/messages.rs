@@ -77,8 +77,11 @@ fn failures_are_objects_with_json() {
         assert_eq!(failed["event"], "failed", "{done:?}");
         assert_eq!(failed["code"], 1, "{done:?}");
         assert_says(failed["text"].as_str().unwrap(), &[says]);
-        // The text for people is also printed.
+        // The text for people is also printed, with the code that `dunlin explain` takes.
         assert_says(&done.err, &["dunlin: ", says]);
+        let fault = failed["fault"].as_str().unwrap();
+        let ends_with_code = done.err.trim_end().ends_with(&format!("[{fault}]"));
+        assert_eq!(ends_with_code, fault != "usage", "{done:?}");
     }
 }
 
