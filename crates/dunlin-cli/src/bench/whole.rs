@@ -65,7 +65,9 @@ impl Whole {
         for _ in 0..self.rounds {
             for &lanes in lanes {
                 progress.step(&format!("floor, lanes: {lanes}"));
-                self.touch()?;
+                if !self.no_touch {
+                    touch_physical_memory()?;
+                }
                 let target = fresh_memory(self.size)?;
                 let floor =
                     floor::floor(&source, &target, self.size, provider, usize::from(lanes))?;
@@ -82,7 +84,9 @@ impl Whole {
                     .add();
                 for guest in guests {
                     progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
-                    self.touch()?;
+                    if !self.no_touch {
+                        touch_physical_memory()?;
+                    }
                     let measured = self.migrate(&scratch, guest, lanes)?;
                     let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
                     results
@@ -105,13 +109,6 @@ impl Whole {
         }
         drop(progress);
         self.output.print(&results)
-    }
-
-    fn touch(&self) -> Result<()> {
-        if self.no_touch {
-            return Ok(());
-        }
-        touch_physical_memory()
     }
 
     /// Starts a guest and moves it once. CPU time is that of both processes, the guest's own included.

@@ -67,3 +67,60 @@ fn known(mut object: Value) -> Value {
     }
     object
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use dunlin::lane::kernel::{Acceleration, Device, Driver};
+    use dunlin::lane::provider::TlsVersion;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_has_what_is_known() {
+        let facts = Facts {
+            at: "192.0.2.7:443".parse().unwrap(),
+            version: TlsVersion::V1_2,
+            cipher: "ECDHE-RSA-AES256-GCM-SHA384",
+            curve: "secp384r1",
+            peer: None,
+        };
+        let mut chosen = Chosen {
+            driver: None,
+            acceleration: None,
+            device: None,
+            counters: BTreeMap::new(),
+        };
+        let mut expected = json!({
+            "offload": "kernel", "version": "TLSv1.2", "cipher": "ECDHE-RSA-AES256-GCM-SHA384",
+            "curve": "secp384r1",
+            "peer": {"address": "192.0.2.7:443", "verified": false, "names": []},
+            "record_limit": 16_777_216_u64, "bytes_limit": 274_877_906_944_u64,
+        });
+        assert_eq!(handed(&facts, &chosen), expected);
+
+        chosen.driver = Some(Driver {
+            name: "generic-gcm-aesni".into(),
+            priority: 400,
+            is_async: false,
+        });
+        chosen.acceleration = Some(Acceleration {
+            sending: RecordEngine::Card,
+            receiving: RecordEngine::Software,
+        });
+        chosen.device = Some(Device {
+            name: "eth0".into(),
+            tls_sends: Some(true),
+            tls_receives: None,
+        });
+        chosen.counters.insert("TlsDecryptError".into(), 0);
+        expected["driver"] =
+            json!({"name": "generic-gcm-aesni", "priority": 400, "asynchronous": false});
+        expected["acceleration"] = json!({"sending": "card", "receiving": "software"});
+        expected["device"] = json!({"name": "eth0", "tls-hw-tx-offload": true});
+        expected["tls_stat"] = json!({"TlsDecryptError": 0});
+        assert_eq!(handed(&facts, &chosen), expected);
+    }
+}

@@ -398,13 +398,15 @@ impl Sessions {
     /// Returns when the connections have ended, or the wait for them has timed out.
     fn end(self) -> Result<(), ipsec::IpsecError> {
         match self {
-            Self::Server(server) => server.stop(),
+            Self::Server(server) => {
+                server.stop();
+                Ok(())
+            }
             Self::One(_, session) => {
                 session.end();
-                return session.wait();
+                session.wait()
             }
         }
-        Ok(())
     }
 }
 

@@ -298,10 +298,8 @@ pub(crate) fn parse_server<T>(
 
 /// Checks a target's parameter.
 pub(super) fn with_parameter(target: Target) -> Result<Target, String> {
-    match target.parameter() {
-        Ok(_) => Ok(target),
-        Err(error) => Err(error.to_string()),
-    }
+    target.parameter().map_err(|error| error.to_string())?;
+    Ok(target)
 }
 
 /// An absolute path that fits a socket address (unix(7)).
