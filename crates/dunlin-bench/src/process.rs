@@ -30,10 +30,14 @@ pub fn cpu_s(id: u32) -> Result<f64> {
 pub fn peak_bytes(id: u32) -> Result<u64> {
     let path = format!("/proc/{id}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
-    let kib: u64 = kib.context("no VmHWM in the status")?.trim().parse()?;
-    Ok(kib * 1024)
+    bytes_of(&status, "VmHWM:").with_context(|| format!("{path} has no VmHWM"))
+}
+
+/// The bytes in a line of a file in /proc, such as `VmHWM:  1024 kB`.
+pub(crate) fn bytes_of(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 #[cfg(test)]

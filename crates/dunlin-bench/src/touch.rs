@@ -4,8 +4,11 @@ use std::fs;
 
 use anyhow::{Context, Result};
 
+use crate::process::bytes_of;
+
 /// Bytes that stay free for the kernel and other programs.
 const RESERVE_BYTES: u64 = 1 << 30;
+const AVAILABLE: &str = "MemAvailable:";
 const PIECE_BYTES: usize = 64 << 20;
 
 /// Writes to nearly all available physical memory once and frees it.
@@ -17,7 +20,7 @@ const PIECE_BYTES: usize = 64 << 20;
 /// `/proc/meminfo` cannot be read.
 pub fn touch_physical_memory() -> Result<()> {
     let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
-    let available = available_bytes(&text).context("/proc/meminfo has no MemAvailable")?;
+    let available = bytes_of(&text, AVAILABLE).context("/proc/meminfo has no MemAvailable")?;
     // In a container the limit is that of its control group, "max" if there is none.
     let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
     let limit = limit.trim().parse().unwrap_or(u64::MAX);
@@ -31,14 +34,6 @@ pub fn touch_physical_memory() -> Result<()> {
     Ok(())
 }
 
-fn available_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -46,7 +41,7 @@ mod tests {
     #[test]
     fn available_memory_is_read_in_bytes() {
         let text = "MemTotal:       24576 kB\nMemAvailable:    1024 kB\n";
-        assert_eq!(available_bytes(text), Some(1 << 20));
-        assert_eq!(available_bytes("MemTotal: 1 kB\n"), None);
+        assert_eq!(bytes_of(text, AVAILABLE), Some(1 << 20));
+        assert_eq!(bytes_of("MemTotal: 1 kB\n", AVAILABLE), None);
     }
 }

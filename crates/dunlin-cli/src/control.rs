@@ -22,6 +22,7 @@ use serde::de::DeserializeOwned;
 
 use crate::code::DONE;
 use crate::line::{FailedLine, Line};
+use crate::log::say;
 use crate::service::start;
 
 /// Maximum length of a request line.
@@ -30,7 +31,7 @@ const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
 /// The control socket, removed when dropped.
 pub(crate) struct Socket {
     listener: UnixListener,
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     closed: Arc<AtomicBool>,
 }
 
@@ -71,11 +72,6 @@ impl Socket {
             accept(&listener, &service, &closed)
         })?;
         Ok(())
-    }
-
-    /// The socket's path.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
     }
 }
 
@@ -147,17 +143,18 @@ pub(crate) trait Service: Send + Sync + 'static {
     ) -> Result<()>;
 
     /// The last line of the answer to a failed request.
-    fn refused(&self, error: &Error) -> FailedLine;
+    fn refused(&self, error: &Error) -> FailedLine {
+        error.into()
+    }
 
     /// Logs a warning for the operator.
-    fn warn(&self, text: &str);
-
-    /// Counter of requests with incomplete answers.
-    fn pending(&self) -> &Pending;
+    fn warn(&self, text: &str) {
+        say(text);
+    }
 }
 
 fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
-    service.pending().add();
+    *lock(&PENDING) += 1;
     let handled = match connection.try_clone().map(BufReader::new) {
         Ok(mut requests) => match read_request(&mut requests) {
             Ok(Some(request)) => service.handle(request, requests, connection),
@@ -177,36 +174,21 @@ fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
     }
     // A reading thread may hold a clone of the connection.
     let _ = connection.shutdown(Shutdown::Both);
-    service.pending().remove();
+    *lock(&PENDING) -= 1;
+    ANSWERED.notify_all();
 }
 
 /// How long an ending process waits for clients that do not read.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Counts requests with incomplete answers.
-#[derive(Default)]
-pub(crate) struct Pending {
-    count: Mutex<usize>,
-    changed: Condvar,
-}
+/// Number of requests to this process with incomplete answers.
+static PENDING: Mutex<usize> = Mutex::new(0);
+static ANSWERED: Condvar = Condvar::new();
 
-impl Pending {
-    fn add(&self) {
-        *lock(&self.count) += 1;
-    }
-
-    fn remove(&self) {
-        *lock(&self.count) -= 1;
-        self.changed.notify_all();
-    }
-
-    /// Waits until every request is answered, at most [`DRAIN_LIMIT`]: a client may be stopped.
-    pub(crate) fn drain(&self) {
-        let count = lock(&self.count);
-        let _ = self
-            .changed
-            .wait_timeout_while(count, DRAIN_LIMIT, |count| *count > 0);
-    }
+/// Waits until every request is answered, at most [`DRAIN_LIMIT`]: a client may be stopped.
+pub(crate) fn drain() {
+    let pending = lock(&PENDING);
+    let _ = ANSWERED.wait_timeout_while(pending, DRAIN_LIMIT, |pending| *pending > 0);
 }
 
 /// The next request; `None` after the client hung up.

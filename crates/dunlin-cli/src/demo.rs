@@ -18,7 +18,7 @@ use crate::line::Line;
 use crate::options::{GUESTS, MigrateFlags, SecurityName, named, parse_bytes, parse_lanes};
 use crate::process::{Pair, Scratch};
 use crate::vm::request::ANSWER_LIMIT;
-use crate::vm::{Ended, status};
+use crate::vm::status;
 
 /// Run time of the guest at the source before the move, and at the destination afterwards.
 const RUNS_FOR: Duration = Duration::from_millis(1500);
@@ -82,8 +82,8 @@ impl Demo {
             ..pair.flags()
         };
         let moved = match pair.migrate(&flags, &mut |line| display.show(line))? {
-            Ended::Moved(moved) => moved,
-            Ended::Failed(failed) => return Ok(failed.code),
+            Ok(moved) => moved,
+            Err(failed) => return Ok(failed.code),
         };
         let control = pair.destination.wait_for(|line| match line {
             Line::Received { control, .. } => Some(PathBuf::from(control)),

@@ -185,19 +185,18 @@ pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<St
 pub(crate) struct Accepting {
     pub(crate) tls: ServerTls,
     common: Common,
-    identity: Mutex<Identity>,
-    reported: Mutex<Vec<String>>,
+    /// The identity, and its reported warnings.
+    loaded: Mutex<(Identity, Vec<String>)>,
 }
 
 impl Accepting {
     /// Loads the identity; returns it with its warnings.
     pub(crate) fn load(common: &Common) -> Result<(Self, Vec<String>)> {
-        let (identity, warnings) = read(common)?;
+        let (tls, identity, warnings) = accept_with(common)?;
         let accepting = Self {
-            tls: settings(&identity, common)?,
+            tls,
             common: common.clone(),
-            identity: Mutex::new(identity),
-            reported: Mutex::new(warnings.clone()),
+            loaded: Mutex::new((identity, warnings.clone())),
         };
         Ok((accepting, warnings))
     }
@@ -208,32 +207,27 @@ impl Accepting {
     /// # Errors
     /// The previous identity stays in use.
     pub(crate) fn reload(&self) -> Result<(String, Vec<String>)> {
-        let (identity, warnings) = read(&self.common)?;
-        self.tls.replace(&settings(&identity, &self.common)?);
+        let (tls, identity, warnings) = accept_with(&self.common)?;
+        self.tls.replace(&tls);
         let until = identity.summary()?.not_after;
-        *lock(&self.identity) = identity;
-        lock(&self.reported).clone_from(&warnings);
+        *lock(&self.loaded) = (identity, warnings.clone());
         Ok((until, warnings))
     }
 
     /// Warnings of expiry that were not reported before.
     pub(crate) fn expiring(&self) -> Vec<String> {
-        let warnings = lock(&self.identity).expiring(SystemTime::now());
-        let mut reported = lock(&self.reported);
-        let fresh: Vec<_> = warnings
-            .iter()
-            .map(ToString::to_string)
-            .filter(|warning| !reported.contains(warning))
-            .collect();
+        let (identity, reported) = &mut *lock(&self.loaded);
+        let warnings = identity.expiring(SystemTime::now());
+        let mut fresh: Vec<_> = warnings.iter().map(ToString::to_string).collect();
+        fresh.retain(|warning| !reported.contains(warning));
         reported.extend(fresh.iter().cloned());
         fresh
     }
 }
 
-fn read(common: &Common) -> Result<(Identity, Vec<String>)> {
-    load_identity(&common.identity, Role::Destination, &common.reading)
-}
-
-fn settings(identity: &Identity, common: &Common) -> Result<ServerTls> {
-    Ok(identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?)
+/// The settings of a process that accepts sources; its identity, with warnings.
+fn accept_with(common: &Common) -> Result<(ServerTls, Identity, Vec<String>)> {
+    let (identity, warnings) = load_identity(&common.identity, Role::Destination, &common.reading)?;
+    let tls = identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?;
+    Ok((tls, identity, warnings))
 }

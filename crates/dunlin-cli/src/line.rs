@@ -152,7 +152,7 @@ pub(crate) enum Line {
         text: String,
     },
     /// A session in the journal.
-    Session(Box<SessionLine>),
+    Session(serde_json::Value),
     /// Status of a tunnel.
     Tunnel(Box<TunnelLine>),
     /// An on-demand listener of a tunnel.
@@ -287,27 +287,6 @@ pub(crate) struct StatusLine {
     pub(crate) migration: Option<MigrationLine>,
 }
 
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct SessionLine {
-    pub(crate) session: String,
-    pub(crate) role: String,
-    pub(crate) phase: String,
-    pub(crate) vm: String,
-    pub(crate) uuid: String,
-    pub(crate) peer: String,
-    pub(crate) attempt: u32,
-    /// `lives` or `died`.
-    pub(crate) process: String,
-    /// The control socket of the process that owns the VM.
-    pub(crate) owner: String,
-    pub(crate) started_ms: u64,
-    pub(crate) recorded_ms: u64,
-    /// Whether `dunlin resolve` has a question to settle.
-    pub(crate) resolvable: bool,
-    /// Status from that process, if it answers.
-    pub(crate) live: Option<StatusLine>,
-}
-
 /// A migration under way, as seen by one side's process.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct MigrationLine {
@@ -342,6 +321,9 @@ impl Line {
     pub(crate) fn text(&self) -> Option<String> {
         Some(match self {
             Self::Listening { address } => format!("waiting for a VM on {address}"),
+            Self::Started { name, control, .. } => {
+                format!("{} runs; control socket {}", clean(name), clean(control))
+            }
             Self::Accepted { peer } => format!("{} connected", clean(peer)),
             Self::Rejected { text } => format!("rejected: {}", clean_lines(text)),
             Self::Warning { text } => format!("warning: {}", clean(text)),

@@ -78,14 +78,6 @@ impl ControlPath {
         })
     }
 
-    /// The control socket of a VM, given by the VM's name or by the socket's path.
-    pub(crate) fn of(&self, vm: &str) -> Result<PathBuf> {
-        if vm.contains('/') {
-            return Ok(vm.into());
-        }
-        self.socket(vm)
-    }
-
     /// The control socket of the VM with this name.
     ///
     /// A source may have sent the name, which therefore must not lead out of the directory (I7).
@@ -200,7 +192,10 @@ impl MigrateFlags {
             .security(self.security.into())
             .downtime_limit(self.downtime_limit)
             .time_limit(self.time_limit)
-            .at_time_limit(self.at_time_limit.map(Into::into).unwrap_or_default())
+            .at_time_limit(match self.at_time_limit {
+                Some(AtTimeLimitName::Stop) => AtTimeLimit::Stop,
+                Some(AtTimeLimitName::Cancel) | None => AtTimeLimit::Cancel,
+            })
             .doubt_limit(self.doubt_limit)
             .verify(self.verify)
             .throttle(matches!(self.throttle, ThrottleName::Auto))
@@ -310,15 +305,6 @@ pub(crate) enum ThrottleName {
 pub(crate) enum AtTimeLimitName {
     Cancel,
     Stop,
-}
-
-impl From<AtTimeLimitName> for AtTimeLimit {
-    fn from(name: AtTimeLimitName) -> Self {
-        match name {
-            AtTimeLimitName::Cancel => Self::Cancel,
-            AtTimeLimitName::Stop => Self::Stop,
-        }
-    }
 }
 
 /// A list of CPUs in the syntax of cpuset(7) and taskset(1): `0,2-3`.

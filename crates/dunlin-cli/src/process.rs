@@ -8,10 +8,10 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use crate::identity::{Common, Reading};
-use crate::line::Line;
+use crate::line::{Line, MovedLine};
 use crate::options::MigrateFlags;
 use crate::pki;
 use crate::text::clean_lines;
@@ -140,6 +140,18 @@ impl Pair {
         let peers = vec![format!("destination.{}", self.purpose)];
         let common = Common::new(&self.identity, peers, &Reading::default());
         follow(&self.control, &common, flags, None, show)
+    }
+
+    /// Moves the guest and waits until it runs at the destination.
+    pub(crate) fn migrate_running(&mut self, flags: &MigrateFlags) -> Result<MovedLine> {
+        let moved = self.migrate(flags, &mut |_| ())?;
+        let moved = moved.map_err(|failed| anyhow!(failed.text))?;
+        let runs = self.destination.wait_for(|line| match line {
+            Line::Received { runs, .. } => Some(runs),
+            _ => None,
+        })?;
+        ensure!(runs, "the guest does not run at the destination");
+        Ok(*moved)
     }
 }
 

@@ -5,7 +5,7 @@ mod notify;
 use std::fmt::Display;
 use std::io::{self, ErrorKind};
 use std::process::exit;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Receiver, Sender};
 use std::thread;
 
 use anyhow::{Error, Result, anyhow};
@@ -13,12 +13,16 @@ use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_tunnel::Sockets;
 
 pub(crate) use self::notify::Manager;
-use crate::code::SIGNAL;
+use crate::code::{DONE, FAILED, SIGNAL};
+use crate::log::say;
+use crate::text::{chained, clean};
 
 /// Signals for the main thread.
 pub(crate) enum ServiceEvent {
     Reload,
     End(EndSignal),
+    /// The service failed and accepts no more connections.
+    Failed,
 }
 
 /// The error of a failed bind; `flag` names the setting of the address.
@@ -49,20 +53,20 @@ pub(crate) fn passed() -> Result<Sockets> {
 
 /// Sends the process's signals as events, and calls `ending` after the first one to end. A second one
 /// exits immediately.
-pub(crate) fn wait_for<T: From<ServiceEvent> + Send + 'static>(
-    sender: Sender<T>,
+pub(crate) fn wait_for(
+    sender: Sender<ServiceEvent>,
     ends: EndSignals,
     hang_ups: HangUps,
     ending: impl FnOnce() + Send + 'static,
 ) -> Result<()> {
     let reloads = sender.clone();
     start("dunlin-hang-ups", move || {
-        while hang_ups.wait().is_ok() && reloads.send(ServiceEvent::Reload.into()).is_ok() {}
+        while hang_ups.wait().is_ok() && reloads.send(ServiceEvent::Reload).is_ok() {}
     })?;
     start("dunlin-signals", move || {
         if let Ok(signal) = ends.wait() {
             // The main thread receives until the process ends.
-            let _ = sender.send(ServiceEvent::End(signal).into());
+            let _ = sender.send(ServiceEvent::End(signal));
             ending();
         }
         if let Ok(signal) = ends.wait() {
@@ -70,6 +74,48 @@ pub(crate) fn wait_for<T: From<ServiceEvent> + Send + 'static>(
         }
     })?;
     Ok(())
+}
+
+/// Reloads `what` at each SIGHUP until a signal ends the service, which it returns, or the service
+/// fails.
+pub(crate) fn serve(
+    events: Receiver<ServiceEvent>,
+    manager: &Manager,
+    what: &str,
+    mut reload: impl FnMut() -> Result<()>,
+) -> Option<EndSignal> {
+    for event in events {
+        match event {
+            ServiceEvent::Reload => {
+                manager.reloading();
+                let how = match reload() {
+                    Ok(()) => format!("{what} reloaded"),
+                    Err(error) => format!(
+                        "{what} not reloaded, everything stays as it was: {}",
+                        chained(&error)
+                    ),
+                };
+                say(&how);
+                // The status must be one line.
+                manager.ready(&clean(&how));
+            }
+            ServiceEvent::End(signal) => {
+                manager.stopping();
+                return Some(signal);
+            }
+            ServiceEvent::Failed => break,
+        }
+    }
+    None
+}
+
+/// The exit code of a service that aborted `cut` connections when it ended.
+pub(crate) fn drained(cut: usize, what: &str) -> i32 {
+    if cut == 0 {
+        return DONE;
+    }
+    say(&format!("{cut} {what} were aborted"));
+    FAILED
 }
 
 /// Starts a detached thread.

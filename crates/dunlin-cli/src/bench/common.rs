@@ -2,7 +2,6 @@
 
 use anyhow::{Result, ensure};
 use clap::Args;
-use dunlin::lane::fastest::auto;
 use dunlin::lane::provider::Provider;
 use dunlin_bench::Output;
 
@@ -40,10 +39,5 @@ impl Common {
             Some(provider) => vec![provider],
             None => Provider::built_in().to_vec(),
         }
-    }
-
-    /// The library for a bench that does not compare them.
-    pub(super) fn one_provider(&self) -> Provider {
-        self.provider.unwrap_or_else(|| auto().provider)
     }
 }

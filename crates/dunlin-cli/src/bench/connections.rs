@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use clap::Args;
+use dunlin::lane::fastest::auto;
 use dunlin_bench::{Progress, Results, Spread};
 
 use super::common::Common;
@@ -39,7 +40,8 @@ impl Connections {
         self.common.check()?;
         ensure!(self.rate >= 1 << 20, "--rate must be 1M or more");
         let rig = Rig::new(self.common.size)?;
-        let provider = self.common.one_provider();
+        let provider = self.common.provider;
+        let provider = provider.unwrap_or_else(|| auto().provider);
         let rtt_s = match self.rtt_ms {
             Some(rtt_ms) => rtt_ms / 1000.0,
             None => round_trip()?.as_secs_f64(),

@@ -39,6 +39,7 @@ use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, 
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::ipsec::ModeName;
+use crate::log::warn;
 use crate::options::{IpsecFlags, ipsec_lanes};
 use crate::state::StatePath;
 
@@ -102,7 +103,7 @@ impl BetweenHosts {
         if !per_cpu {
             options.cpus.clear();
         }
-        ipsec_lanes(options, |text| eprintln!("warning: {text}"))
+        ipsec_lanes(options, |text| warn([text]))
     }
 
     fn measure(
@@ -114,9 +115,7 @@ impl BetweenHosts {
     ) -> Result<()> {
         let (rounds, bytes) = (bench.rounds, bench.size);
         let (tls, warnings) = client_tls(common, to)?;
-        for text in warnings {
-            eprintln!("warning: {text}");
-        }
+        warn(warnings);
         let source = memory(bytes, 1)?;
         let gibibytes = bytes as f64 / f64::from(1 << 30);
         let connected = TcpStream::connect(to).with_context(|| format!("cannot reach {to}"))?;
@@ -172,9 +171,7 @@ impl BetweenHosts {
 
     fn take(&self, listen: &str, common: &Common, bytes: u64) -> Result<()> {
         let (accepting, warnings) = Accepting::load(common)?;
-        for text in warnings {
-            eprintln!("warning: {text}");
-        }
+        warn(warnings);
         let own = self.ipsec_lanes(ModeName::Connection, true)?;
         let target = Arc::new(memory(bytes, 2)?);
         let listener =

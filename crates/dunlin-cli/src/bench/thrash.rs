@@ -7,15 +7,14 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use dunlin_bench::{Output, Progress, Results};
 use serde_json::{Value, json};
 
-use crate::line::{IterationLine, Line, MovedLine};
+use crate::line::{IterationLine, MovedLine};
 use crate::options::{MigrateFlags, parse_bytes};
 use crate::process::{Pair, Scratch};
-use crate::vm::Ended;
 
 /// How long the guest dirties its memory before it moves.
 const RUNS_FOR: Duration = Duration::from_secs(1);
@@ -53,6 +52,7 @@ impl Thrash {
             some => some,
         };
         let scratch = Scratch::with_identities("bench")?;
+        let provider = dunlin::lane::fastest::auto().provider;
         let mut results = Results::default();
         let mut progress = Progress::new(self.rounds * rates.len() * LANES.len());
         for _ in 0..self.rounds {
@@ -65,7 +65,28 @@ impl Thrash {
                     if lanes == 1 {
                         one_lane_s = moved.total_s;
                     }
-                    self.add(&mut results, lanes, pages_per_s, &moved, one_lane_s);
+                    let cpu = moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib;
+                    let throttle = moved.iterations.iter().map(|pass| pass.throttle).max();
+                    results
+                        .line("thrash", "tls")
+                        .with("provider", provider.to_string())
+                        .with("lanes", lanes)
+                        .with("lane_bytes_per_s", self.lane_rate)
+                        .with("session_bytes_per_s", self.rate)
+                        .with("guest_bytes", self.size)
+                        .with("content", "random")
+                        // Pages per second; in bytes it lies between the two limits.
+                        .with("dirty_rate", pages_per_s)
+                        .figure("total_s", moved.total_s)
+                        .figure("one_lane_ratio", moved.total_s / one_lane_s)
+                        .figure("downtime_ms", moved.downtime.guest_ms.unwrap_or(0.0))
+                        .figure("gib_per_s", moved.gib_per_s)
+                        .figure("cpu_s_per_gib", cpu)
+                        .figure("iterations", moved.iterations.len() as f64)
+                        .figure("throttle_percent", f64::from(throttle.unwrap_or(0)))
+                        .figure("dirty_rate_seen", dirty_rate_seen(&moved.iterations))
+                        .detail("last_round", iterations(&moved.iterations))
+                        .add();
                 }
             }
         }
@@ -86,53 +107,12 @@ impl Thrash {
             rate: Some(self.rate),
             ..pair.flags()
         };
-        let moved = match pair.migrate(&flags, &mut |_| ())? {
-            Ended::Moved(moved) => *moved,
-            Ended::Failed(failed) => bail!("{}", failed.text),
-        };
-        let runs = pair.destination.wait_for(|line| match line {
-            Line::Received { runs, .. } => Some(runs),
-            _ => None,
-        })?;
-        ensure!(runs, "the guest does not run at the destination");
+        let moved = pair.migrate_running(&flags)?;
         moved
             .downtime
             .guest_ms
             .context("the guest did not see its downtime")?;
         Ok(moved)
-    }
-
-    fn add(
-        &self,
-        results: &mut Results,
-        lanes: u16,
-        pages_per_s: u64,
-        moved: &MovedLine,
-        one_lane_s: f64,
-    ) {
-        let provider = dunlin::lane::fastest::auto().provider;
-        let cpu = moved.source_cpu_s_per_gib + moved.destination_cpu_s_per_gib;
-        let throttle = moved.iterations.iter().map(|pass| pass.throttle).max();
-        results
-            .line("thrash", "tls")
-            .with("provider", provider.to_string())
-            .with("lanes", lanes)
-            .with("lane_bytes_per_s", self.lane_rate)
-            .with("session_bytes_per_s", self.rate)
-            .with("guest_bytes", self.size)
-            .with("content", "random")
-            // Pages per second; in bytes it lies between the two limits.
-            .with("dirty_rate", pages_per_s)
-            .figure("total_s", moved.total_s)
-            .figure("one_lane_ratio", moved.total_s / one_lane_s)
-            .figure("downtime_ms", moved.downtime.guest_ms.unwrap_or(0.0))
-            .figure("gib_per_s", moved.gib_per_s)
-            .figure("cpu_s_per_gib", cpu)
-            .figure("iterations", moved.iterations.len() as f64)
-            .figure("throttle_percent", f64::from(throttle.unwrap_or(0)))
-            .figure("dirty_rate_seen", dirty_rate_seen(&moved.iterations))
-            .detail("last_round", iterations(&moved.iterations))
-            .add();
     }
 }
 

@@ -5,17 +5,16 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use dunlin_bench::{Output, Progress, Results, process, touch_physical_memory};
 
 use super::floor;
 use super::rig::{fresh_memory, memory};
 use super::thrash::iterations;
-use crate::line::{Line, MovedLine};
+use crate::line::MovedLine;
 use crate::options::{MigrateFlags, parse_bytes};
 use crate::process::{Pair, Scratch};
-use crate::vm::Ended;
 
 /// Pages that a writing guest writes per second: 100 MiB/s.
 const WRITES_PER_S: u64 = 25_600;
@@ -40,22 +39,6 @@ pub(crate) struct Whole {
     output: Output,
 }
 
-/// What the guest does meanwhile.
-#[derive(Clone, Copy)]
-enum Guest {
-    Idle,
-    Writing,
-}
-
-impl Guest {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Idle => "idle",
-            Self::Writing => "writing",
-        }
-    }
-}
-
 /// The measurements of one migration.
 struct Measured {
     total_s: f64,
@@ -75,14 +58,16 @@ impl Whole {
         let source = memory(self.size, 1)?;
         let provider = dunlin::lane::fastest::auto().provider;
         let gibibytes = self.size as f64 / f64::from(1 << 30);
-        let guests = [Guest::Idle, Guest::Writing];
+        let guests = ["idle", "writing"];
         let mut results = Results::default();
         let steps = lanes.len() * (1 + guests.len());
         let mut progress = Progress::new(self.rounds * steps);
         for _ in 0..self.rounds {
             for &lanes in lanes {
                 progress.step(&format!("floor, lanes: {lanes}"));
-                self.touch()?;
+                if !self.no_touch {
+                    touch_physical_memory()?;
+                }
                 let target = fresh_memory(self.size)?;
                 let floor =
                     floor::floor(&source, &target, self.size, provider, usize::from(lanes))?;
@@ -98,13 +83,15 @@ impl Whole {
                     .figure("cpu_s_per_gib", floor.cpu_s / gibibytes)
                     .add();
                 for guest in guests {
-                    progress.step(&format!("dunlin, {} guest, lanes: {lanes}", guest.name()));
-                    self.touch()?;
+                    progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
+                    if !self.no_touch {
+                        touch_physical_memory()?;
+                    }
                     let measured = self.migrate(&scratch, guest, lanes)?;
                     let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
                     results
                         .line("whole", "dunlin")
-                        .with("guest", guest.name())
+                        .with("guest", guest)
                         .with("lanes", lanes)
                         .with("guest_bytes", self.size)
                         .with("content", "random")
@@ -124,29 +111,18 @@ impl Whole {
         self.output.print(&results)
     }
 
-    fn touch(&self) -> Result<()> {
-        if self.no_touch {
-            return Ok(());
-        }
-        touch_physical_memory()
-    }
-
     /// Starts a guest and moves it once. CPU time is that of both processes, the guest's own included.
-    fn migrate(&self, scratch: &Scratch, guest: Guest, lanes: u16) -> Result<Measured> {
+    fn migrate(&self, scratch: &Scratch, guest: &str, lanes: u16) -> Result<Measured> {
         let memory = self.size.to_string();
         let working_set = (self.size / WORKING_SET_DIVISOR).to_string();
         let writes = WRITES_PER_S.to_string();
         let mut run = vec!["--memory", &memory, "--fill", "random"];
         match guest {
-            Guest::Idle => run.extend(["--workload", "idle"]),
-            Guest::Writing => run.extend([
-                "--workload",
-                "sequential",
-                "--working-set",
-                &working_set,
-                "--dirty-rate",
-                &writes,
-            ]),
+            "writing" => {
+                run.extend(["--workload", "sequential", "--working-set", &working_set]);
+                run.extend(["--dirty-rate", &writes]);
+            }
+            idle => run.extend(["--workload", idle]),
         }
         let mut pair = Pair::start(scratch, &run, &[])?;
         let ids = [pair.source.id(), pair.destination.id()];
@@ -161,18 +137,9 @@ impl Whole {
         };
         let before = cpu()?;
         let begin = Instant::now();
-        let moved = match pair.migrate(&flags, &mut |_| ())? {
-            Ended::Moved(moved) => *moved,
-            Ended::Failed(failed) => bail!("{}", failed.text),
-        };
-        let runs = pair.destination.wait_for(|line| match line {
-            Line::Received { runs, .. } => Some(runs),
-            _ => None,
-        })?;
-        let total_s = begin.elapsed().as_secs_f64();
-        ensure!(runs, "the guest does not run at the destination");
+        let moved = pair.migrate_running(&flags)?;
         Ok(Measured {
-            total_s,
+            total_s: begin.elapsed().as_secs_f64(),
             cpu_s: cpu()? - before,
             destination_peak_bytes: process::peak_bytes(pair.destination.id())?,
             moved,

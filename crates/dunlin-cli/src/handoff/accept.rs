@@ -1,30 +1,28 @@
 //! `dunlin handoff accept`: one port for clients to hand over and clients to forward to a server.
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
-use clap::{ArgGroup, Args, ValueEnum};
+use anyhow::{Context, Result, bail};
+use clap::{ArgGroup, Args};
 use dunlin::lane::fastest;
 use dunlin::lane::identity::{Files, Identity, LoadOptions, Role};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::policy::ServerTls;
-use dunlin::lane::provider::Offer;
+use dunlin::lane::provider::{Offer, TlsVersion};
 use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::signals::{EndSignals, HangUps};
 
-use super::connect::Version;
-use super::line::AcceptedLine;
-use crate::code::{DONE, FAILED};
+use super::connect::TLS;
+use super::line::accepted;
+use crate::code::FAILED;
 use crate::identity::{Reading, allowed_peers, load_identity};
-use crate::log::say;
-use crate::options::parse_limit;
-use crate::service::{Manager, ServiceEvent, cannot_listen, passed, wait_for};
-use crate::text::chained;
-use crate::tunnel::{Port, host_of, parse_port, socket_path};
+use crate::log::{say, warn};
+use crate::options::{named, parse_limit};
+use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
+use crate::tunnel::{Port, parse_port, parse_server, socket_path};
 
 /// Cipher suites for TLS 1.2, best first.
 const CIPHERS: &str = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-RSA-AES256-GCM-SHA384:\
@@ -51,8 +49,8 @@ pub(crate) struct Accept {
     #[arg(long = "else", value_name = "TARGET", value_parser = parse_target)]
     other: Option<Target>,
     /// Send the forwarded client's address to the server in a PROXY protocol header.
-    #[arg(long, value_name = "VERSION", requires = "other")]
-    proxy_protocol: Option<Header>,
+    #[arg(long, value_name = "VERSION", requires = "other", value_parser = named(HEADERS))]
+    proxy_protocol: Option<ProxyHeader>,
     /// Also forward clients that do not speak TLS.
     #[arg(long, requires = "other")]
     forward_plain: bool,
@@ -79,8 +77,8 @@ pub(crate) struct Accept {
     verify_clients: bool,
     /// TLS version of the sockets that are handed over. The receiver of a 1.3 socket cannot update
     /// its keys, so a client's key update ends the connection.
-    #[arg(long, value_enum, default_value_t)]
-    tls: Version,
+    #[arg(long, value_parser = named(TLS), default_value = "1.2")]
+    tls: TlsVersion,
     /// Cipher suites to negotiate, by OpenSSL name, best first [default: AES-GCM].
     #[arg(long, value_name = "LIST")]
     ciphers: Option<String>,
@@ -95,24 +93,7 @@ pub(crate) struct Accept {
     drain: Duration,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Header {
-    V1,
-    V2,
-}
-
-/// Events for the main thread.
-enum MainEvent {
-    Service(ServiceEvent),
-    /// The acceptor failed and accepts no more clients.
-    Failed,
-}
-
-impl From<ServiceEvent> for MainEvent {
-    fn from(event: ServiceEvent) -> Self {
-        Self::Service(event)
-    }
-}
+const HEADERS: &[(&str, ProxyHeader)] = &[("v1", ProxyHeader::V1), ("v2", ProxyHeader::V2)];
 
 impl Accept {
     pub(crate) fn run(&self) -> Result<i32> {
@@ -121,13 +102,7 @@ impl Accept {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
         let tls = self.tls()?;
-        let listener = match &self.listen {
-            Port::At(address) => TcpListener::bind(address)
-                .map_err(|error| cannot_listen(address, "--listen", &error))?,
-            Port::Passed(name) => sockets
-                .tcp(name)
-                .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,
-        };
+        let listener = self.listen.open(&sockets, "--listen")?;
         // Otherwise the port would stay open after the acceptor stops.
         drop(sockets);
         let failed = sender.clone();
@@ -135,51 +110,26 @@ impl Accept {
             say(&format!("{event}"));
             if matches!(event, Event::Failed(_)) {
                 // The main thread receives until the process ends.
-                let _ = failed.send(MainEvent::Failed);
+                let _ = failed.send(ServiceEvent::Failed);
             }
         };
         let acceptor = Acceptor::start(listener, tls.clone(), self.options()?, observer)?;
         wait_for(sender, ends, hang_ups, || ())?;
         println!("listening on {}", acceptor.address());
         manager.ready(&format!("clients connect to {}", acceptor.address()));
-        for event in events {
-            match event {
-                MainEvent::Failed => break,
-                MainEvent::Service(ServiceEvent::Reload) => {
-                    manager.reloading();
-                    let how = match self.tls() {
-                        Ok(fresh) => {
-                            tls.replace(&fresh);
-                            "certificates reloaded".to_owned()
-                        }
-                        Err(error) => {
-                            format!(
-                                "certificates not reloaded, everything stays as it was: {}",
-                                chained(&error)
-                            )
-                        }
-                    };
-                    say(&how);
-                    manager.ready(&how);
-                }
-                MainEvent::Service(ServiceEvent::End(signal)) => {
-                    manager.stopping();
-                    say(&format!(
-                        "{}: no new clients; forwarded clients have {} s to end",
-                        signal.name(),
-                        self.drain.as_secs()
-                    ));
-                    return Ok(match acceptor.drain(self.drain) {
-                        0 => DONE,
-                        cut => {
-                            say(&format!("{cut} connections were aborted"));
-                            FAILED
-                        }
-                    });
-                }
-            }
-        }
-        Ok(FAILED)
+        let ended = serve(events, &manager, "certificates", || {
+            tls.replace(&self.tls()?);
+            Ok(())
+        });
+        let Some(signal) = ended else {
+            return Ok(FAILED);
+        };
+        say(&format!(
+            "{}: no new clients; forwarded clients have {} s to end",
+            signal.name(),
+            self.drain.as_secs()
+        ));
+        Ok(drained(acceptor.drain(self.drain), "connections"))
     }
 
     fn options(&self) -> Result<Options> {
@@ -196,15 +146,12 @@ impl Accept {
             name: name.clone(),
             to: to.clone(),
         };
-        let header = self.proxy_protocol.map(|version| match version {
-            Header::V1 => ProxyHeader::V1,
-            Header::V2 => ProxyHeader::V2,
-        });
+        let header = self.proxy_protocol;
         Ok(Options {
             names: self.names.iter().zip(paths).map(of).collect(),
             other: self.other.clone().map(|to| Other { to, header }),
             forwards_plain: self.forward_plain,
-            describe: Box::new(|arrived| AcceptedLine::of(arrived).to_json()),
+            describe: Box::new(accepted),
             inspector: Box::new(Netlink),
             limits: Limits {
                 opening: self.timeout,
@@ -217,16 +164,14 @@ impl Accept {
     /// Settings of the handshakes, from the current files.
     fn tls(&self) -> Result<ServerTls> {
         let ciphers = match self.tls {
-            Version::V1_2 => CIPHERS,
-            Version::V1_3 => CIPHERS_1_3,
+            TlsVersion::V1_2 => CIPHERS,
+            TlsVersion::V1_3 => CIPHERS_1_3,
         };
         let ciphers = self.ciphers.as_deref().unwrap_or(ciphers);
         let provider = fastest::auto().provider;
-        let offer = Offer::new(self.tls.into(), ciphers, &self.curves, provider)?;
+        let offer = Offer::new(self.tls, ciphers, &self.curves, provider)?;
         let (identity, warnings) = self.load()?;
-        for warning in warnings {
-            say(&format!("warning: {warning}"));
-        }
+        warn(warnings);
         let clients = match (self.peers.is_empty(), self.verify_clients) {
             (true, false) => None,
             (true, true) => Some(Peers::AnyFromAuthority),
@@ -283,14 +228,9 @@ fn parse_path(text: &str) -> Result<PathBuf, String> {
 }
 
 fn parse_target(text: &str) -> Result<Target, String> {
-    if let Some(path) = text.strip_prefix("unix:") {
-        return socket_path(path).map(Target::Unix);
-    }
-    if let Some(to) = text.strip_prefix("tcp:") {
-        host_of(to)?;
-        return Ok(Target::Tcp(to.to_owned()));
-    }
-    Err(format!(
-        "invalid server {text:?}: write tcp:HOST:PORT or unix:PATH"
-    ))
+    parse_server(text, Target::Unix, Target::Tcp).unwrap_or_else(|| {
+        Err(format!(
+            "invalid server {text:?}: write tcp:HOST:PORT or unix:PATH"
+        ))
+    })
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use clap::{ArgGroup, Args, ValueEnum};
+use clap::{ArgGroup, Args};
 use dunlin::lane::dial::DialCancel;
 use dunlin::lane::fastest;
 use dunlin::lane::identity::Role;
@@ -22,10 +22,10 @@ use dunlin_handoff::{connect, pass};
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::fdpass;
 
-use super::line::HandedLine;
+use super::line::handed;
 use crate::code;
 use crate::identity::{Reading, allowed_peers, load_identity};
-use crate::options::parse_limit;
+use crate::options::{named, parse_limit};
 
 /// The byte that carries the sockets; receivers ignore its value.
 const CARRIER: &[u8] = b"x";
@@ -74,8 +74,8 @@ pub(crate) struct Connect {
     reading: Reading,
     /// TLS version. The receiver of a 1.3 socket cannot update its keys, so a peer's key update
     /// ends the connection.
-    #[arg(long, value_enum, default_value_t)]
-    tls: Version,
+    #[arg(long, value_parser = named(TLS), default_value = "1.2")]
+    tls: TlsVersion,
     /// Number of connections; their sockets are passed together.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -88,23 +88,8 @@ pub(crate) struct Connect {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-pub(super) enum Version {
-    #[default]
-    #[value(name = "1.2")]
-    V1_2,
-    #[value(name = "1.3")]
-    V1_3,
-}
-
-impl From<Version> for TlsVersion {
-    fn from(version: Version) -> Self {
-        match version {
-            Version::V1_2 => Self::V1_2,
-            Version::V1_3 => Self::V1_3,
-        }
-    }
-}
+pub(super) const TLS: &[(&str, TlsVersion)] =
+    &[("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)];
 
 impl Connect {
     pub(crate) fn run(&self) -> Result<i32> {
@@ -117,11 +102,7 @@ impl Connect {
         }
         let mut out = io::stdout().lock();
         for (_, line) in &handed {
-            match self.json {
-                true => writeln!(out, "{}", serde_json::to_string(line)?),
-                false => writeln!(out, "{line}"),
-            }
-            .context("cannot write standard output")?;
+            writeln!(out, "{line}").context("cannot write standard output")?;
         }
         // Before the socket is sent: its receiver may end this process.
         out.flush().context("cannot write standard output")?;
@@ -144,7 +125,7 @@ impl Connect {
 
     fn tls(&self) -> Result<HandoffTls> {
         let provider = fastest::auto().provider;
-        let offer = Offer::new(self.tls.into(), &self.ciphers, &self.curves, provider)?;
+        let offer = Offer::new(self.tls, &self.ciphers, &self.curves, provider)?;
         let trust = match &self.cert_bundle_file {
             Some(path) => {
                 let bundle = Bundle::load(path).context("cannot use --cert-bundle-file")?;
@@ -165,12 +146,15 @@ impl Connect {
     }
 
     /// A socket usable without TLS code, and its description.
-    fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, HandedLine)> {
+    fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, String)> {
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let connected = connect::connect(&self.host, self.port, tls, deadline, &cancel)?;
         let facts = connected.facts.clone();
-        let handed = connected.into_kernel(deadline, &Netlink)?;
-        let line = HandedLine::of(&facts, &handed.chosen);
-        Ok((handed.stream.into(), line))
+        let moved = connected.into_kernel(deadline, &Netlink)?;
+        let line = match self.json {
+            true => handed(&facts, &moved.chosen).to_string(),
+            false => format!("kTLS active: {} {}", facts.version, facts.cipher),
+        };
+        Ok((moved.stream.into(), line))
     }
 }

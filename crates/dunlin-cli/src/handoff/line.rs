@@ -1,148 +1,126 @@
 //! The description of a socket that is handed over.
 
-use std::collections::BTreeMap;
-use std::fmt;
-
-use dunlin::lane::kernel::{Acceleration, Chosen, Device, RecordEngine};
+use dunlin::lane::kernel::{Chosen, RecordEngine};
 use dunlin_handoff::accept::Arrived;
 use dunlin_handoff::connect::Facts;
 use dunlin_handoff::kernel::RECORD_LIMIT;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::line::DriverLine;
+use crate::state::hex;
 
-/// One socket.
-#[derive(Debug, Serialize)]
-pub(super) struct HandedLine {
-    /// What seals and opens its records: "kernel".
-    offload: &'static str,
-    version: String,
-    cipher: &'static str,
-    curve: &'static str,
-    /// The kernel's cipher driver.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    driver: Option<DriverLine>,
-    /// Where sealing and opening run.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    acceleration: Option<AccelerationLine>,
-    /// The network device of its route.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    device: Option<DeviceLine>,
-    /// The kernel's TLS counters, which cover all sockets of the network namespace.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    tls_stat: BTreeMap<String, u64>,
-    peer: PeerLine,
-    /// Maximum number of records in each direction; then the connection must be replaced. Nothing
-    /// counts them for the socket's owner.
-    record_limit: u64,
-    /// `record_limit` in bytes, for an owner that writes at least 16 KiB at a time.
-    bytes_limit: u64,
+/// One socket as a JSON object. What is not known is left out.
+pub(super) fn handed(facts: &Facts, chosen: &Chosen) -> Value {
+    let engine = |engine| match engine {
+        RecordEngine::Software => "software",
+        RecordEngine::Card => "card",
+    };
+    let peer = facts.peer.as_ref();
+    let names = peer.iter().flat_map(|peer| &peer.names);
+    known(json!({
+        // What seals and opens its records.
+        "offload": "kernel",
+        "version": facts.version.to_string(),
+        "cipher": facts.cipher,
+        "curve": facts.curve,
+        // The kernel's cipher driver.
+        "driver": chosen.driver.as_ref().map(DriverLine::from),
+        // Where sealing and opening run.
+        "acceleration": chosen.acceleration.map(|run| json!({
+            "sending": engine(run.sending),
+            "receiving": engine(run.receiving),
+        })),
+        // The network device of its route, and its TLS offload features, named as in ethtool(8).
+        "device": chosen.device.as_ref().map(|device| known(json!({
+            "name": device.name,
+            "tls-hw-tx-offload": device.tls_sends,
+            "tls-hw-rx-offload": device.tls_receives,
+        }))),
+        // The kernel's TLS counters, which cover all sockets of the network namespace.
+        "tls_stat": (!chosen.counters.is_empty()).then_some(&chosen.counters),
+        "peer": known(json!({
+            "address": facts.at.to_string(),
+            "verified": peer.is_some(),
+            // SHA-256 of its certificate.
+            "fingerprint": peer.map(|peer| hex(&peer.fingerprint)),
+            "names": names.map(ToString::to_string).collect::<Vec<_>>(),
+        })),
+        // Maximum number of records in each direction; then the connection must be replaced.
+        // Nothing counts them for the socket's owner.
+        "record_limit": RECORD_LIMIT,
+        // The same in bytes, for an owner that writes at least 16 KiB at a time.
+        "bytes_limit": RECORD_LIMIT * (16 << 10),
+    }))
 }
 
-/// "software" or "card".
-#[derive(Debug, Serialize)]
-struct AccelerationLine {
-    sending: &'static str,
-    receiving: &'static str,
+/// A socket from `accept`, with the server name that its client sent.
+pub(super) fn accepted(arrived: &Arrived) -> String {
+    let mut object = handed(&arrived.facts, &arrived.chosen);
+    object["sni"] = arrived.name.clone().into();
+    object.to_string()
 }
 
-/// A device, and its TLS offload features, named as in ethtool(8).
-#[derive(Debug, Serialize)]
-struct DeviceLine {
-    name: String,
-    #[serde(rename = "tls-hw-tx-offload", skip_serializing_if = "Option::is_none")]
-    tls_sends: Option<bool>,
-    #[serde(rename = "tls-hw-rx-offload", skip_serializing_if = "Option::is_none")]
-    tls_receives: Option<bool>,
-}
-
-#[derive(Debug, Serialize)]
-struct PeerLine {
-    address: String,
-    verified: bool,
-    /// SHA-256 of its certificate.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    fingerprint: Option<String>,
-    names: Vec<String>,
-}
-
-/// A socket from `accept`.
-#[derive(Debug, Serialize)]
-pub(super) struct AcceptedLine {
-    /// The server name that its client sent.
-    sni: String,
-    #[serde(flatten)]
-    handed: HandedLine,
-}
-
-impl AcceptedLine {
-    pub(super) fn of(arrived: &Arrived) -> Self {
-        Self {
-            sni: arrived.name.clone(),
-            handed: HandedLine::of(&arrived.facts, &arrived.chosen),
-        }
+/// The object without its members that are null.
+fn known(mut object: Value) -> Value {
+    if let Some(members) = object.as_object_mut() {
+        members.retain(|_, value| !value.is_null());
     }
-
-    pub(super) fn to_json(&self) -> String {
-        serde_json::to_string(self).expect("texts and numbers have a JSON form")
-    }
+    object
 }
 
-impl HandedLine {
-    pub(super) fn of(facts: &Facts, chosen: &Chosen) -> Self {
-        let peer = facts.peer.as_ref();
-        Self {
-            offload: "kernel",
-            version: facts.version.to_string(),
-            cipher: facts.cipher,
-            curve: facts.curve,
-            driver: chosen.driver.as_ref().map(DriverLine::from),
-            acceleration: chosen.acceleration.map(AccelerationLine::from),
-            device: chosen.device.as_ref().map(DeviceLine::from),
-            tls_stat: chosen.counters.clone(),
-            peer: PeerLine {
-                address: facts.at.to_string(),
-                verified: peer.is_some(),
-                fingerprint: peer.map(|peer| {
-                    let digits = peer.fingerprint.iter().map(|byte| format!("{byte:02x}"));
-                    digits.collect()
-                }),
-                names: peer
-                    .iter()
-                    .flat_map(|peer| peer.names.iter().map(ToString::to_string))
-                    .collect(),
-            },
-            record_limit: RECORD_LIMIT,
-            bytes_limit: RECORD_LIMIT * (16 << 10),
-        }
-    }
-}
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::BTreeMap;
 
-impl From<Acceleration> for AccelerationLine {
-    fn from(acceleration: Acceleration) -> Self {
-        let name = |engine| match engine {
-            RecordEngine::Software => "software",
-            RecordEngine::Card => "card",
+    use dunlin::lane::kernel::{Acceleration, Device, Driver};
+    use dunlin::lane::provider::TlsVersion;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_has_what_is_known() {
+        let facts = Facts {
+            at: "192.0.2.7:443".parse().unwrap(),
+            version: TlsVersion::V1_2,
+            cipher: "ECDHE-RSA-AES256-GCM-SHA384",
+            curve: "secp384r1",
+            peer: None,
         };
-        Self {
-            sending: name(acceleration.sending),
-            receiving: name(acceleration.receiving),
-        }
-    }
-}
+        let mut chosen = Chosen {
+            driver: None,
+            acceleration: None,
+            device: None,
+            counters: BTreeMap::new(),
+        };
+        let mut expected = json!({
+            "offload": "kernel", "version": "TLSv1.2", "cipher": "ECDHE-RSA-AES256-GCM-SHA384",
+            "curve": "secp384r1",
+            "peer": {"address": "192.0.2.7:443", "verified": false, "names": []},
+            "record_limit": 16_777_216_u64, "bytes_limit": 274_877_906_944_u64,
+        });
+        assert_eq!(handed(&facts, &chosen), expected);
 
-impl From<&Device> for DeviceLine {
-    fn from(device: &Device) -> Self {
-        Self {
-            name: device.name.clone(),
-            tls_sends: device.tls_sends,
-            tls_receives: device.tls_receives,
-        }
-    }
-}
-
-impl fmt::Display for HandedLine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "kTLS active: {} {}", self.version, self.cipher)
+        chosen.driver = Some(Driver {
+            name: "generic-gcm-aesni".into(),
+            priority: 400,
+            is_async: false,
+        });
+        chosen.acceleration = Some(Acceleration {
+            sending: RecordEngine::Card,
+            receiving: RecordEngine::Software,
+        });
+        chosen.device = Some(Device {
+            name: "eth0".into(),
+            tls_sends: Some(true),
+            tls_receives: None,
+        });
+        chosen.counters.insert("TlsDecryptError".into(), 0);
+        expected["driver"] =
+            json!({"name": "generic-gcm-aesni", "priority": 400, "asynchronous": false});
+        expected["acceleration"] = json!({"sending": "card", "receiving": "software"});
+        expected["device"] = json!({"name": "eth0", "tls-hw-tx-offload": true});
+        expected["tls_stat"] = json!({"TlsDecryptError": 0});
+        assert_eq!(handed(&facts, &chosen), expected);
     }
 }

@@ -3,18 +3,19 @@
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
 use std::io::{BufReader, Write};
-use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use dunlin::lane::dial::DialCancel;
 use dunlin::lane::peers::Peer as Allowed;
+use dunlin::lane::resolve;
 use dunlin_ipsec as ipsec;
 use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
@@ -25,12 +26,12 @@ use super::ModeName;
 use super::advice::{event_text, with_advice};
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use crate::code::{CANCELLED, DONE, FAILED};
-use crate::control::{Pending, Service, Socket};
+use crate::control::{self, Service, Socket};
 use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
-use crate::service::{Manager, ServiceEvent, cannot_listen, start, wait_for};
+use crate::service::{Manager, ServiceEvent, cannot_listen, wait_for};
 use crate::state::StatePath;
 use crate::text::chained;
 
@@ -89,10 +90,6 @@ impl Own {
         });
         Ok(options)
     }
-}
-
-fn observer() -> Observer {
-    Arc::new(|event| say(&event_text(event)))
 }
 
 /// Records of this process's sessions with ports that stay blocked.
@@ -202,8 +199,8 @@ impl Serve {
         let manager = Manager::find();
         manager.ready(&format!("peers connect to {}", server.address()));
         let (sender, events) = channel::<ServiceEvent>();
-        wait_for(sender.clone(), ends, hang_ups, || ())?;
-        let held = Held::serve(&socket, "serve", server, blocked.clone())?;
+        wait_for(sender, ends, hang_ups, || ())?;
+        let held = Held::serve(&socket, "serve", Sessions::Server(server), blocked.clone())?;
         let reload = || match accepting.reload() {
             Ok((until, warnings)) => {
                 say(&format!("certificate reloaded, valid until {until}"));
@@ -214,13 +211,12 @@ impl Serve {
                 chained(&error)
             )),
         };
-        if let Some(signal) = serve_until_end(&events, reload, || held.is_empty()) {
+        if let Some(signal) = serve_until_end(&events, reload, || held.is_over()) {
             manager.stopping();
             say(&format!("{}: ending all sessions", signal.name()));
         }
-        drop(sender);
-        held.end(Server::stop);
-        held.pending.drain();
+        held.end();
+        control::drain();
         Ok(blocked.code())
     }
 }
@@ -255,18 +251,19 @@ impl Up {
         let common = self.own.common(self.names.clone());
         let (tls, warnings) = client_tls(&common, &to)?;
         warn(warnings.into_iter().chain(offload_advice()));
-        warn_of_addresses(&self.peer, &to)?;
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
         let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let (sender, events) = channel::<ServiceEvent>();
         let own = cancel.clone();
         wait_for(sender, ends, hang_ups, move || own.cancel())?;
+        let addresses = addresses_of(&to, self.own.timeout, &cancel);
+        warn_of_addresses(&self.peer, &addresses);
         let blocked = Blocked::default();
         let session = ipsec::up(&to, &tls, &options, &blocked.observer(), &cancel);
         let ended = |event| match event {
             ServiceEvent::End(signal) => Some(signal),
-            ServiceEvent::Reload => None,
+            ServiceEvent::Reload | ServiceEvent::Failed => None,
         };
         // Otherwise the event stays for the loop below.
         if let Err(ipsec::IpsecError::Ended) = &session
@@ -285,25 +282,15 @@ impl Up {
         println!("up");
         let manager = Manager::find();
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
-        let named = Named {
-            peer: self.peer.clone(),
-            session,
-        };
-        let held = Held::serve(&socket, &self.peer, named, blocked.clone())?;
-        let is_over = || {
-            let one = lock(&held.one);
-            one.as_ref().is_none_or(|one| one.session.is_over())
-        };
-        let signal = serve_until_end(&events, || (), is_over);
-        let ended = match signal {
-            Some(signal) => {
-                manager.stopping();
-                say(&format!("{}: ending the session", signal.name()));
-                held.end(Named::end)
-            }
-            None => held.end(|named| named.session.wait()),
-        };
-        held.pending.drain();
+        let sessions = Sessions::One(self.peer.clone(), session);
+        let held = Held::serve(&socket, &self.peer, sessions, blocked.clone())?;
+        let signal = serve_until_end(&events, || (), || held.is_over());
+        if let Some(signal) = signal {
+            manager.stopping();
+            say(&format!("{}: ending the session", signal.name()));
+        }
+        let ended = held.end();
+        control::drain();
         match ended {
             Some(Err(error)) if signal.is_none() => {
                 Err(anyhow!(error).context("the session ended"))
@@ -327,8 +314,8 @@ fn serve_until_end(
         match events.recv_timeout(TICK) {
             Ok(ServiceEvent::Reload) => reload(),
             Ok(ServiceEvent::End(signal)) => return Some(signal),
-            Err(_) if is_over() => return None,
-            Err(_) => {}
+            _ if is_over() => return None,
+            _ => {}
         }
     }
 }
@@ -344,32 +331,27 @@ impl Clean {
     pub(crate) fn run(&self) -> Result<i32> {
         let any = PortRange::new(1, u16::MAX).context("1 to 65535 is a range")?;
         let options = Options::new(Mode::Cpu, any, self.state.ipsec_records()?);
-        ipsec::clean_up(&options, &observer())?;
+        ipsec::clean_up(&options, &Blocked::default().observer())?;
         Ok(DONE)
     }
 }
 
-/// Warns about a peer with several addresses, once they are known.
-fn warn_of_addresses(peer: &str, to: &str) -> Result<()> {
-    let (peer, to) = (peer.to_owned(), to.to_owned());
-    let look_up = move || {
-        let addresses = addresses_of(&to);
-        if addresses.len() > 1 {
-            let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-            warn([format!(
-                "{peer} has several addresses ({}), of which one will be protected: give --peer \
-                 and the programs an address, and --name the name",
-                all.join(", ")
-            )]);
-        }
-    };
-    start("dunlin-addresses", look_up)?;
-    Ok(())
+/// Warns about a peer with several addresses.
+fn warn_of_addresses(peer: &str, addresses: &BTreeSet<IpAddr>) {
+    if addresses.len() > 1 {
+        let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+        warn([format!(
+            "{peer} has several addresses ({}), of which one will be protected: give --peer and \
+             the programs an address, and --name the name",
+            all.join(", ")
+        )]);
+    }
 }
 
 /// The addresses of a name; empty if it does not resolve, which is reported elsewhere.
-fn addresses_of(to: &str) -> BTreeSet<IpAddr> {
-    let all = to.to_socket_addrs().into_iter().flatten();
+fn addresses_of(to: &str, limit: Duration, cancel: &DialCancel) -> BTreeSet<IpAddr> {
+    let all = resolve::endpoint(to, Instant::now() + limit, cancel.wakeup());
+    let all = all.into_iter().flatten();
     all.map(|address| address.ip().to_canonical()).collect()
 }
 
@@ -390,90 +372,88 @@ fn with_port(peer: &str) -> String {
     }
 }
 
-/// The sessions of a process: a server, or one session.
-trait Sessions: Send + 'static {
-    fn lines(&self) -> Result<Vec<SessionLine>>;
-    fn rekey(&self);
-    /// Returns when the connections have ended, or the wait for them has timed out.
-    fn end(self) -> Result<(), ipsec::IpsecError>;
+/// The sessions of a process.
+enum Sessions {
+    Server(Server),
+    /// A session, and its peer as given on the command line.
+    One(String, Session),
 }
 
-impl Sessions for Server {
+impl Sessions {
     fn lines(&self) -> Result<Vec<SessionLine>> {
-        let peers = self.peers()?;
         let line = |peer: ipsec::Peer| SessionLine::new(peer.name, peer.status.as_ref());
-        Ok(peers.into_iter().map(line).collect())
+        Ok(match self {
+            Self::Server(server) => server.peers()?.into_iter().map(line).collect(),
+            Self::One(peer, one) => vec![SessionLine::new(peer.clone(), one.status()?.as_ref())],
+        })
     }
 
     fn rekey(&self) {
-        self.rekey();
+        match self {
+            Self::Server(server) => server.rekey(),
+            Self::One(_, session) => session.rekey(),
+        }
     }
 
+    /// Returns when the connections have ended, or the wait for them has timed out.
     fn end(self) -> Result<(), ipsec::IpsecError> {
-        self.stop();
-        Ok(())
-    }
-}
-
-struct Named {
-    peer: String,
-    session: Session,
-}
-
-impl Sessions for Named {
-    fn lines(&self) -> Result<Vec<SessionLine>> {
-        let status = self.session.status()?;
-        Ok(vec![SessionLine::new(self.peer.clone(), status.as_ref())])
-    }
-
-    fn rekey(&self) {
-        self.session.rekey();
-    }
-
-    fn end(self) -> Result<(), ipsec::IpsecError> {
-        self.session.end();
-        self.session.wait()
+        match self {
+            Self::Server(server) => {
+                server.stop();
+                Ok(())
+            }
+            Self::One(_, session) => {
+                session.end();
+                session.wait()
+            }
+        }
     }
 }
 
 /// Serves the control socket for [`Sessions`] until they have ended.
-struct Held<T> {
+struct Held {
     name: String,
-    one: Mutex<Option<T>>,
+    sessions: Mutex<Option<Sessions>>,
     /// Held while the sessions end, which takes as long as their connections; status requests are
     /// answered meanwhile.
     ending: Mutex<()>,
     blocked: Blocked,
-    pending: Pending,
 }
 
-impl<T: Sessions> Held<T> {
-    fn serve(socket: &Socket, name: &str, held: T, blocked: Blocked) -> Result<Arc<Self>> {
+impl Held {
+    fn serve(
+        socket: &Socket,
+        name: &str,
+        sessions: Sessions,
+        blocked: Blocked,
+    ) -> Result<Arc<Self>> {
         let held = Arc::new(Self {
             name: name.to_owned(),
-            one: Mutex::new(Some(held)),
+            sessions: Mutex::new(Some(sessions)),
             ending: Mutex::new(()),
             blocked,
-            pending: Pending::default(),
         });
         socket.serve(&held)?;
         Ok(held)
     }
 
     /// Takes the sessions and ends them; returns when they have ended, here or on another thread.
-    fn end<R>(&self, end: impl FnOnce(T) -> R) -> Option<R> {
+    fn end(&self) -> Option<Result<(), ipsec::IpsecError>> {
         let _ending = lock(&self.ending);
-        let taken = lock(&self.one).take();
-        taken.map(end)
+        let taken = lock(&self.sessions).take();
+        taken.map(Sessions::end)
     }
 
     /// Whether the sessions have ended or another thread ends them.
-    fn is_empty(&self) -> bool {
-        lock(&self.one).is_none()
+    fn is_over(&self) -> bool {
+        match &*lock(&self.sessions) {
+            Some(Sessions::One(_, session)) => session.is_over(),
+            sessions => sessions.is_none(),
+        }
     }
 }
 
-impl<T: Sessions> Service for Held<T> {
+impl Service for Held {
     type Request = Request;
 
     fn handle(
@@ -485,15 +465,15 @@ impl<T: Sessions> Service for Held<T> {
         match request {
             Request::Status => {}
             Request::Rekey => {
-                lock(&self.one).as_ref().inspect(|one| one.rekey());
+                lock(&self.sessions).as_ref().inspect(|one| one.rekey());
             }
             Request::Down => {
-                if let Some(Err(error)) = self.end(T::end) {
+                if let Some(Err(error)) = self.end() {
                     self.warn(&chained(&anyhow!(error)));
                 }
             }
         }
-        let sessions = match &*lock(&self.one) {
+        let sessions = match &*lock(&self.sessions) {
             Some(one) => one.lines(),
             None => Ok(Vec::new()),
         };
@@ -511,14 +491,6 @@ impl<T: Sessions> Service for Held<T> {
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         self.warn(&format!("cannot answer a request: {}", chained(error)));
         error.into()
-    }
-
-    fn warn(&self, text: &str) {
-        say(text);
-    }
-
-    fn pending(&self) -> &Pending {
-        &self.pending
     }
 }
 
@@ -550,7 +522,9 @@ mod tests {
             ("[2001:db8::1]:9", "2001:db8::1"),
         ] {
             let one = one.parse().expect("an address");
-            assert_eq!(addresses_of(to), BTreeSet::from([one]));
+            let cancel = DialCancel::new().expect("an eventfd");
+            let addresses = addresses_of(to, Duration::from_secs(10), &cancel);
+            assert_eq!(addresses, BTreeSet::from([one]));
         }
     }
 

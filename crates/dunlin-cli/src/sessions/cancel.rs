@@ -52,7 +52,8 @@ impl Cancel {
                 }
                 Ok(record.owner.into())
             }
-            (None, Some(vm)) => self.control.of(vm),
+            (None, Some(socket)) if socket.contains('/') => Ok(socket.into()),
+            (None, Some(name)) => self.control.socket(name),
             (None, None) => bail!("no session given"),
         }
     }

@@ -60,15 +60,14 @@ impl Resolve {
     pub(crate) fn run(&self) -> Result<i32> {
         let (entry, record) = self.state.find(&self.session)?;
         let mut doubt = doubt(&entry, &record)?;
-        match &self.identity {
-            Some(identity) if record.state == State::Source(SourceRecord::Committing) => {
-                let answered = self.ask_destination(&entry, &record, identity)?;
-                match self.take(&answered, &entry, &record)? {
-                    Some(question) => doubt = question,
-                    None => return Ok(DONE),
-                }
+        if let Some(identity) = &self.identity
+            && record.state == State::Source(SourceRecord::Committing)
+        {
+            let answered = self.ask_destination(&entry, &record, identity)?;
+            match self.take(&answered, &entry, &record)? {
+                Some(question) => doubt = question,
+                None => return Ok(DONE),
             }
-            _ => {}
         }
         let decision = match (self.run_here, self.destroy) {
             (true, _) => Decision::RunHere,

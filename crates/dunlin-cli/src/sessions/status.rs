@@ -7,9 +7,10 @@ use anyhow::Result;
 use clap::Args;
 use dunlin::engine::journal::{DestinationRecord, Entry, Record, Role, SourceRecord, State};
 use dunlin::engine::vmm::FaultCode;
+use serde_json::{Value, json};
 
 use crate::code::{DONE, FAILED};
-use crate::line::{FailedLine, Line, SessionLine, StatusLine};
+use crate::line::{FailedLine, Line, StatusLine};
 use crate::options::{ControlPath, TUNNELS};
 use crate::state::{StatePath, about, hex};
 use crate::text::{chained, clean};
@@ -89,7 +90,7 @@ impl Status {
             .then(|| status(Path::new(&record.owner), LIVE_LIMIT))
             .and_then(Result::ok);
         if self.json {
-            Line::Session(Box::new(line(entry, record, live))).print();
+            Line::Session(session(entry, record, live)).print();
             return;
         }
         println!("{}  {}", hex(&entry.session), about(entry.role, record));
@@ -121,26 +122,29 @@ impl Status {
     }
 }
 
-fn line(entry: &Entry, record: &Record, live: Option<StatusLine>) -> SessionLine {
+fn session(entry: &Entry, record: &Record, live: Option<StatusLine>) -> Value {
     let phase = match record.state {
         State::Source(state) => state.name(),
         State::Destination(state) => state.name(),
     };
-    SessionLine {
-        session: hex(&entry.session),
-        role: entry.role.name().into(),
-        phase: phase.into(),
-        vm: record.vm_name.clone(),
-        uuid: hex(&record.vm_uuid),
-        peer: record.peer.clone(),
-        attempt: record.attempt,
-        process: if entry.lives { "lives" } else { "died" }.into(),
-        owner: record.owner.clone(),
-        started_ms: record.started_ms,
-        recorded_ms: record.written_ms,
-        resolvable: to_do(entry, record).is_some(),
-        live,
-    }
+    json!({
+        "session": hex(&entry.session),
+        "role": entry.role.name(),
+        "phase": phase,
+        "vm": record.vm_name,
+        "uuid": hex(&record.vm_uuid),
+        "peer": record.peer,
+        "attempt": record.attempt,
+        "process": if entry.lives { "lives" } else { "died" },
+        // The control socket of the process that owns the VM.
+        "owner": record.owner,
+        "started_ms": record.started_ms,
+        "recorded_ms": record.written_ms,
+        // Whether `dunlin resolve` has a question to settle.
+        "resolvable": to_do(entry, record).is_some(),
+        // Status from that process, if it answers.
+        "live": live,
+    })
 }
 
 /// Where the VM is by this record, if the record's name does not say it.

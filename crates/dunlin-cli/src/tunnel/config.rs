@@ -7,10 +7,10 @@ mod stripe;
 pub(crate) mod table;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::bail;
 use dunlin::lane::offload::Offload;
 use dunlin_tunnel::{Limits, Routes};
 use serde::Deserialize;
@@ -41,28 +41,6 @@ pub(crate) struct Config {
     /// Time limit of channels after SIGTERM.
     pub(crate) drain: Duration,
 }
-
-/// All mistakes in a file.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Mistakes {
-    file: PathBuf,
-    /// Line numbers, counted from 1, and texts.
-    all: Vec<(usize, String)>,
-}
-
-impl fmt::Display for Mistakes {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (number, (line, text)) in self.all.iter().enumerate() {
-            if number > 0 {
-                formatter.write_str("\n")?;
-            }
-            write!(formatter, "{}:{line}: {text}", self.file.display())?;
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for Mistakes {}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -95,8 +73,8 @@ impl Config {
     /// Parses a file.
     ///
     /// # Errors
-    /// All of its mistakes; for invalid TOML or an unknown key only the first.
-    pub(crate) fn parse(file: &Path, text: &str) -> Result<Self, Mistakes> {
+    /// All of its mistakes, one per line; for invalid TOML or an unknown key only the first.
+    pub(crate) fn parse(file: &Path, text: &str) -> anyhow::Result<Self> {
         let mut found = Found {
             text,
             all: Vec::new(),
@@ -116,10 +94,9 @@ impl Config {
             Some(config) if found.all.is_empty() => Ok(config),
             _ => {
                 found.all.sort();
-                Err(Mistakes {
-                    file: file.to_owned(),
-                    all: found.all,
-                })
+                let line = |(line, text)| format!("{}:{line}: {text}", file.display());
+                let lines: Vec<String> = found.all.into_iter().map(line).collect();
+                bail!(lines.join("\n"))
             }
         }
     }

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use dunlin::engine::vmm::FaultCode;
-use dunlin_tunnel::{Demand, Listen, ListenerStatus, OnDemandListener, Tunnel};
+use dunlin_tunnel::{Demand, Listen, ListenerStatus, OnDemandListener, RouteStatus, Tunnel};
 use serde::{Deserialize, Serialize};
 
 use super::config::table::parse_listen;
 use super::line::{ListenerLine, RouteLine, TunnelLine};
 use crate::code::{CANCELLED, FAILED};
-use crate::control::{Client, Pending, Service, Socket, make_directory, send};
+use crate::control::{self, Client, Service, Socket, make_directory, send};
 use crate::line::{FailedLine, Line};
 use crate::log::say;
 use crate::service::start;
@@ -73,7 +73,6 @@ pub(super) struct ControlService {
     began: Instant,
     /// Numbers the sockets of listeners without a given address.
     next: AtomicU64,
-    pending: Pending,
 }
 
 impl ControlService {
@@ -82,10 +81,9 @@ impl ControlService {
         let service = Arc::new(Self {
             tunnel: Arc::downgrade(tunnel),
             name: name.to_owned(),
-            control: socket.path().to_owned(),
+            control: socket.path.clone(),
             began: Instant::now(),
             next: AtomicU64::new(1),
-            pending: Pending::default(),
         });
         socket.serve(&service)?;
         Ok(service)
@@ -93,7 +91,7 @@ impl ControlService {
 
     /// Waits until every request is answered, and removes the listeners' directory.
     pub(super) fn drain(&self) {
-        self.pending.drain();
+        control::drain();
         // The directory exists only if a listener was requested.
         let _ = fs::remove_dir(self.directory());
     }
@@ -109,9 +107,8 @@ impl ControlService {
         let tunnel = self.tunnel()?;
         let now = tunnel.routes();
         let over = begin.elapsed();
-        let route = |now: &_| {
-            let dunlin_tunnel::RouteStatus { route, .. } = now;
-            let before = before.iter().find(|before| before.route == *route);
+        let route = |now: &RouteStatus| {
+            let before = before.iter().find(|before| before.route == now.route);
             RouteLine::new(now, before, over.as_secs_f64())
         };
         Ok(TunnelLine {
@@ -242,18 +239,6 @@ impl Service for ControlService {
                 send(connection, &Line::Done)
             }
         }
-    }
-
-    fn refused(&self, error: &anyhow::Error) -> FailedLine {
-        error.into()
-    }
-
-    fn warn(&self, text: &str) {
-        say(text);
-    }
-
-    fn pending(&self) -> &Pending {
-        &self.pending
     }
 }
 

@@ -15,7 +15,7 @@ mod stdio;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub(crate) use config::table::{Port, host_of, parse_port, socket_path};
+pub(crate) use config::table::{Port, parse_port, parse_server, socket_path};
 pub(crate) use show::{show, status_within};
 
 #[derive(Debug, Subcommand)]

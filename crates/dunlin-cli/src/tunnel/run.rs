@@ -1,10 +1,8 @@
 //! `dunlin tunnel run`: the tunnel as a service.
 
-use dunlin_lane::sync::lock;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -14,7 +12,7 @@ use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Observer, Options};
 use dunlin_linux::affinity::keep_to;
-use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
+use dunlin_linux::signals::{EndSignals, HangUps};
 use dunlin_tunnel::{Given, Identities, Tunnel};
 
 use super::config::table::Port;
@@ -28,7 +26,7 @@ use crate::ipsec::advice::event_text;
 use crate::line::Line;
 use crate::log::{say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
-use crate::service::{Manager, ServiceEvent, cannot_listen, passed, wait_for};
+use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
@@ -76,19 +74,13 @@ impl Run {
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
-        let listener = match &config.listen {
-            Port::At(address) => TcpListener::bind(address)
-                .map_err(|error| cannot_listen(address, "listen in the configuration", &error))?,
-            Port::Passed(name) => passed
-                .tcp(name)
-                .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}"))?,
-        };
+        let listener = config.listen.open(&passed, "listen in the configuration")?;
         let observer = |event| say(&format!("{event}"));
         let socket = self.control_socket()?;
         // Threads that already exist would stay unconfined.
         let control = socket
             .as_ref()
-            .map(|socket| Needs::directory_of(socket.path()));
+            .map(|socket| Needs::directory_of(&socket.path));
         let confined = self
             .confining
             .apply(unconfined(&config), control.as_deref())?;
@@ -127,40 +119,26 @@ impl Run {
         let text = confined.text().unwrap_or_default();
         text.lines().for_each(say);
         manager.ready(&format!("peers connect to {}", tunnel.address()));
-        let drain = Arc::new(Mutex::new(config.drain));
+        let mut drain = config.drain;
         wait_for(sender, ends, hang_ups, || ())?;
-        for event in events {
-            match event {
-                ServiceEvent::Reload => {
-                    manager.reloading();
-                    let how = match reload(&self.config, &tunnel, &confined) {
-                        Ok(limit) => {
-                            *lock(&drain) = limit;
-                            "configuration reloaded".to_owned()
-                        }
-                        Err(error) => {
-                            format!(
-                                "configuration not reloaded, everything stays as it was: {}",
-                                chained(&error)
-                            )
-                        }
-                    };
-                    say(&how);
-                    // The status must be one line.
-                    manager.ready(&clean(&how));
-                }
-                ServiceEvent::End(signal) => {
-                    manager.stopping();
-                    let limit = *lock(&drain);
-                    let code = end(tunnel, signal, limit);
-                    if let Some(service) = service {
-                        service.drain();
-                    }
-                    return Ok(code);
-                }
-            }
+        let ended = serve(events, &manager, "configuration", || {
+            drain = reload(&self.config, &tunnel, &confined)?;
+            Ok(())
+        });
+        let Some(signal) = ended else {
+            return Ok(FAILED);
+        };
+        say(&format!(
+            "{}: no new connections; channels have {} s to end",
+            signal.name(),
+            drain.as_secs()
+        ));
+        let code = drained(tunnel.drain(drain), "channels");
+        drop(tunnel);
+        if let Some(service) = service {
+            service.drain();
         }
-        Ok(FAILED)
+        Ok(code)
     }
 
     /// Binds the control socket. Unless `--control` asks for it, the tunnel also runs without one.
@@ -196,13 +174,13 @@ impl Run {
 fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
     if config.starts_programs {
         return Some((
-            "programs of routes with exec would be confined with the tunnel",
+            "a confined tunnel starts no programs, as routes with exec do",
             "run those routes in a separate tunnel",
         ));
     }
     config.ipsec.as_ref().map(|_| {
         (
-            "lanes over IPsec need privileges that a confined tunnel gives up",
+            "a confined tunnel gives up the privileges that lanes over IPsec need",
             "remove [ipsec]",
         )
     })
@@ -211,16 +189,12 @@ fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
 /// Reloads the configuration; returns the new drain limit.
 fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     let (config, identities) = read(file)?;
-    if config.starts_programs && confine::is_confined(confined) {
+    if confine::is_confined(confined)
+        && let Some((text, to_do)) = unconfined(&config)
+    {
         bail!(
-            "this tunnel is confined and starts no programs (at fault: configuration): remove the \
-             routes with exec, or restart the tunnel"
-        );
-    }
-    if config.ipsec.is_some() && confine::is_confined(confined) {
-        bail!(
-            "this tunnel is confined and has no lanes over IPsec (at fault: configuration): remove \
-             [ipsec], or restart the tunnel"
+            "this tunnel is confined (at fault: configuration): {text}; {to_do}, or restart the \
+             tunnel"
         );
     }
     if let Port::At(at) = config.listen
@@ -234,22 +208,6 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     }
     tunnel.replace(identities, &config.routes)?;
     Ok(config.drain)
-}
-
-/// Drains the tunnel and ends; returns the exit code.
-fn end(tunnel: Arc<Tunnel>, signal: EndSignal, limit: Duration) -> i32 {
-    say(&format!(
-        "{}: no new connections; channels have {} s to end",
-        signal.name(),
-        limit.as_secs()
-    ));
-    match tunnel.drain(limit) {
-        0 => DONE,
-        cut => {
-            say(&format!("{cut} channels were aborted"));
-            FAILED
-        }
-    }
 }
 
 /// A configuration, and its certificates.

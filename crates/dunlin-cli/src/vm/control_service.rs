@@ -10,7 +10,7 @@
 
 use dunlin_lane::sync::{lock, wait};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -23,9 +23,9 @@ use dunlin::engine::{Host, StandardHost};
 use dunlin_linux::signals::{EndSignal, EndSignals};
 use dunlin_microvm::{Movable, Vm, VmState};
 
-use super::moving::Moving;
+use super::moving::{COMMITTED, Moving};
 use crate::code::{DONE, FAILED, SIGNAL};
-use crate::control::{Pending, Socket};
+use crate::control::{self, Socket};
 use crate::identity::{Common, client_tls};
 use crate::line::{FailedLine, Line, MigrationLine, StatusLine, millis};
 use crate::service::start;
@@ -43,9 +43,9 @@ pub(crate) struct ControlService {
     changed: Condvar,
     /// Path of this process's control socket.
     owner: Mutex<String>,
-    pub(super) pending: Pending,
 }
 
+#[derive(Default)]
 struct Now {
     holds: Holds,
     /// The last migration away from here, under way or over.
@@ -70,7 +70,9 @@ struct Doubt {
     signalled: bool,
 }
 
+#[derive(Default)]
 enum Holds {
+    #[default]
     Waiting,
     Arriving(Box<Arriving>),
     Vm(Arc<Movable>),
@@ -81,9 +83,6 @@ struct Arriving {
     migration: MigrationLine,
     since: Instant,
 }
-
-/// Phase of an arrival after which it cannot be cancelled.
-const COMMITTED: &str = "committed";
 
 /// Commands to a VM.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -99,35 +98,21 @@ impl ControlService {
             json,
             journal,
             ipsec_records,
-            state: Mutex::new(Now {
-                holds: Holds::Waiting,
-                moving: None,
-                doubt: None,
-                vm_ended: None,
-                ending: None,
-                attempt: 0,
-                cancel: Cancel::new(),
-            }),
+            state: Mutex::default(),
             changed: Condvar::new(),
             owner: Mutex::default(),
-            pending: Pending::default(),
         })
     }
 
     /// Path of the control socket; empty before there is one.
     pub(crate) fn owner(&self) -> String {
-        let owner = lock(&self.owner);
-        owner.clone()
+        lock(&self.owner).clone()
     }
 
     /// Serves the control socket until `socket` is dropped.
     pub(crate) fn serve(self: &Arc<Self>, socket: &Socket) -> Result<()> {
-        *lock(&self.owner) = socket.path().display().to_string();
+        *lock(&self.owner) = socket.path.display().to_string();
         socket.serve(self)
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, Now>) -> MutexGuard<'a, Now> {
-        wait(&self.changed, state, None)
     }
 
     /// Ends this process in order at the first signal, and immediately at the second.
@@ -271,10 +256,10 @@ impl ControlService {
                     (None, None) => {}
                 }
             }
-            state = self.wait(state);
+            state = wait(&self.changed, state, None);
         };
         drop(state);
-        self.pending.drain();
+        control::drain();
         if self.json {
             Line::Ended { state: how, code }.print();
         } else {
@@ -495,7 +480,7 @@ impl ControlService {
         }
         let attempt = state.attempt;
         while state.attempt == attempt && matches!(state.holds, Holds::Arriving(_)) {
-            state = self.wait(state);
+            state = wait(&self.changed, state, None);
         }
         if matches!(state.holds, Holds::Vm(_)) {
             bail!("too late to cancel: the VM is here");

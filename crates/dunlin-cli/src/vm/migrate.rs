@@ -42,7 +42,7 @@ impl Target {
     pub(super) fn watch(&self) -> Result<i32> {
         let client = Request::Watch.ask(&self.socket()?)?;
         let mut display = Display::new(self.json);
-        Ok(until_end(client, &mut |line| display.show(line))?.code())
+        Ok(code(until_end(client, &mut |line| display.show(line))?))
     }
 
     pub(super) fn status(&self) -> Result<i32> {
@@ -101,15 +101,14 @@ pub(crate) struct Set {
 }
 
 /// A rate limit, or none.
-#[derive(Clone, Copy, Debug)]
-struct Cap(Option<u64>);
+type Cap = Option<u64>;
 
 fn parse_cap(text: &str) -> Result<Cap, String> {
     if text == "none" {
-        return Ok(Cap(None));
+        return Ok(None);
     }
     parse_rate(text)
-        .map(|rate| Cap(Some(rate)))
+        .map(Some)
         .map_err(|error| format!("{error}; or none for no limit"))
 }
 
@@ -123,9 +122,10 @@ pub(crate) struct Ask {
 }
 
 /// How a migration ended.
-pub(crate) enum Ended {
-    Moved(Box<MovedLine>),
-    Failed(FailedLine),
+pub(crate) type Ended = Result<Box<MovedLine>, FailedLine>;
+
+fn code(ended: Ended) -> i32 {
+    ended.map_or_else(|failed| failed.code, |_| DONE)
 }
 
 /// Requests a migration and shows it until it ends. The first signal cancels the migration; a
@@ -179,8 +179,8 @@ fn until_end(mut client: Client, show: &mut dyn FnMut(&Line)) -> Result<Ended> {
         show(&line);
         match line {
             Line::Committing => committing = true,
-            Line::Moved(moved) => return Ok(Ended::Moved(moved)),
-            Line::Failed(failed) => return Ok(Ended::Failed(failed)),
+            Line::Moved(moved) => return Ok(Ok(moved)),
+            Line::Failed(failed) => return Ok(Err(failed)),
             _ => {}
         }
     }
@@ -193,16 +193,7 @@ fn until_end(mut client: Client, show: &mut dyn FnMut(&Line)) -> Result<Ended> {
         FailedLine::new(FaultCode::Internal, "gone", text, FAILED)
     };
     show(&Line::Failed(failed.clone()));
-    Ok(Ended::Failed(failed))
-}
-
-impl Ended {
-    fn code(&self) -> i32 {
-        match self {
-            Self::Moved(_) => DONE,
-            Self::Failed(failed) => failed.code,
-        }
-    }
+    Ok(Err(failed))
 }
 
 impl Migrate {
@@ -216,13 +207,13 @@ impl Migrate {
             Some(signals),
             &mut |line| display.show(line),
         )?;
-        Ok(ended.code())
+        Ok(code(ended))
     }
 }
 
 impl Set {
     pub(crate) fn run(self) -> Result<i32> {
-        self.target.order(&Request::Set { rate: self.rate.0 })
+        self.target.order(&Request::Set { rate: self.rate })
     }
 }
 

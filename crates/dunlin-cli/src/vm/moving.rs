@@ -8,49 +8,26 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use dunlin::engine::{Cancel, Event, Tune};
 
-use crate::line::{Line, MigrationLine, ProgressLine};
+use crate::line::{Line, MigrationLine};
 
 /// Lines queued for a follower that does not read. Further lines are dropped: a stopped follower
 /// must not stop the migration.
 const FOLLOWER_LINES: usize = 1024;
 
-/// Progress of a migration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Phase {
-    Connecting,
-    PreCopy,
-    /// The guest is paused.
-    Switchover,
-    /// *commit* was sent.
-    Committed,
-}
-
-impl Phase {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Connecting => "connecting",
-            Self::PreCopy => "pre-copy",
-            Self::Switchover => "switchover",
-            Self::Committed => "committed",
-        }
-    }
-}
+/// Phase of a migration, on either side, after which it cannot be cancelled.
+pub(super) const COMMITTED: &str = "committed";
 
 /// One migration at its source.
 pub(crate) struct Moving {
     pub(crate) cancel: Cancel,
     pub(crate) tune: Tune,
-    to: String,
     started: Instant,
     seen: Mutex<Seen>,
     changed: Condvar,
 }
 
 struct Seen {
-    phase: Phase,
-    rate: Option<u64>,
-    throttle: u8,
-    progress: Option<ProgressLine>,
+    line: MigrationLine,
     followers: Vec<SyncSender<Line>>,
     ended: Option<Line>,
 }
@@ -69,13 +46,15 @@ impl Moving {
         Arc::new(Self {
             cancel: Cancel::new(),
             tune: Tune::new(),
-            to,
             started: Instant::now(),
             seen: Mutex::new(Seen {
-                phase: Phase::Connecting,
-                rate,
-                throttle: 0,
-                progress: None,
+                line: MigrationLine {
+                    role: "source".into(),
+                    peer: to,
+                    phase: "connecting".into(),
+                    rate,
+                    ..MigrationLine::default()
+                },
                 followers: Vec::new(),
                 ended: None,
             }),
@@ -88,11 +67,11 @@ impl Moving {
         let line = Line::from(event);
         let mut seen = lock(&self.seen);
         match event {
-            Event::Accepted { .. } => seen.phase = Phase::PreCopy,
-            Event::Paused => seen.phase = Phase::Switchover,
-            Event::Committing => seen.phase = Phase::Committed,
-            Event::Progress(progress) => seen.progress = Some(progress.into()),
-            Event::Throttled { percent } => seen.throttle = *percent,
+            Event::Accepted { .. } => seen.line.phase = "pre-copy".into(),
+            Event::Paused => seen.line.phase = "switchover".into(),
+            Event::Committing => seen.line.phase = COMMITTED.into(),
+            Event::Progress(progress) => seen.line.progress = Some(progress.into()),
+            Event::Throttled { percent } => seen.line.throttle = *percent,
             _ => {}
         }
         seen.send(&line);
@@ -132,7 +111,7 @@ impl Moving {
     /// # Errors
     /// Too late to cancel; nothing was requested.
     pub(crate) fn ask_to_end(&self) -> Result<()> {
-        if lock(&self.seen).phase == Phase::Committed {
+        if lock(&self.seen).line.phase == COMMITTED {
             bail!("too late to cancel: the destination got commit and may run the VM");
         }
         self.cancel.cancel();
@@ -142,21 +121,15 @@ impl Moving {
     /// Limits the rate from now on.
     pub(crate) fn set_rate(&self, bytes_per_s: Option<u64>) -> Result<()> {
         self.tune.set_rate(bytes_per_s)?;
-        lock(&self.seen).rate = bytes_per_s;
+        lock(&self.seen).line.rate = bytes_per_s;
         Ok(())
     }
 
     /// Status of the migration.
     pub(crate) fn line(&self) -> MigrationLine {
-        let seen = lock(&self.seen);
         MigrationLine {
-            role: "source".into(),
-            peer: self.to.clone(),
-            phase: seen.phase.name().into(),
             seconds: self.started.elapsed().as_secs_f64(),
-            rate: seen.rate,
-            throttle: seen.throttle,
-            progress: seen.progress.clone(),
+            ..lock(&self.seen).line.clone()
         }
     }
 

@@ -24,7 +24,7 @@ use super::control_service::{Command, ControlService};
 use super::moving::Moving;
 use super::request::{Request, inquiry_options};
 use crate::confine::{self, Confining, LANE_PORTS, Needs};
-use crate::control::{Pending, Service, read_request, send};
+use crate::control::{Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
 use crate::options::{ControlPath, MigrateFlags, SecurityName, ipsec_lanes};
@@ -172,10 +172,6 @@ impl Service for ControlService {
 
     fn warn(&self, text: &str) {
         self.warn(text);
-    }
-
-    fn pending(&self) -> &Pending {
-        &self.pending
     }
 }
 

@@ -19,7 +19,7 @@ use super::control_service::ControlService;
 use super::owner::Own;
 use crate::code::CANCELLED;
 use crate::confine;
-use crate::control::Socket;
+use crate::control::{self, Socket};
 use crate::identity::{Accepting, Common};
 use crate::line::{FailedLine, Line, millis};
 use crate::options::{ControlPath, LANES_QUIET, ipsec_lanes, parse_limit};
@@ -99,7 +99,7 @@ impl Receive {
         let mut cancelled = None;
         let received = loop {
             let Some(cancel) = service.next_attempt() else {
-                service.pending.drain();
+                control::drain();
                 return Ok(self.cancelled(&service, cancelled));
             };
             for text in accepting.expiring() {
@@ -160,7 +160,7 @@ impl Receive {
         self.say(&Line::Received {
             name,
             pid: std::process::id(),
-            control: socket.path().display().to_string(),
+            control: socket.path.display().to_string(),
             runs: received.runs,
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),

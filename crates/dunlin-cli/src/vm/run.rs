@@ -103,7 +103,7 @@ impl Run {
         let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.own.control.socket(&self.name)?, "a VM")?;
         // Threads that already exist would stay unconfined.
-        self.own.confine(socket.path(), None)?;
+        self.own.confine(&socket.path, None)?;
         service.watch(signals)?;
         self.own.watch_parent()?;
         let vm = Vm::with_options(config, self.own.memory()).map_err(|error| {
@@ -115,17 +115,13 @@ impl Run {
         })?;
         vm.fill().context("cannot fill the VM's memory")?;
         vm.start().context("cannot start the VM")?;
-        let control = socket.path().display().to_string();
-        if self.own.json {
-            Line::Started {
-                name: self.name.clone(),
-                pid: std::process::id(),
-                control,
-            }
-            .print();
-        } else {
-            println!("{} runs; control socket {control}", self.name);
-        }
+        let control = socket.path.display().to_string();
+        let started = Line::Started {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            control,
+        };
+        started.say(self.own.json);
         service.serve(&socket)?;
         service.keep(&Movable::new(Arc::new(vm)))
     }

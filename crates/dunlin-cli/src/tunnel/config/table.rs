@@ -1,14 +1,17 @@
 //! A route's table in the file, and its values.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
 use std::path::PathBuf;
 
+use anyhow::anyhow;
 use dunlin::lane::peers::{Peer, Peers};
-use dunlin_tunnel::{Entrance, Listen, Mode, Target, WINDOW_BYTES};
+use dunlin_tunnel::{Entrance, Listen, Mode, Sockets, Target, WINDOW_BYTES};
 use serde::Deserialize;
 use toml::Spanned;
+
+use crate::service::cannot_listen;
 
 /// Address for the peers' tunnels.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,6 +20,20 @@ pub(crate) enum Port {
     At(SocketAddr),
     /// A TCP socket passed to the process, by its name.
     Passed(String),
+}
+
+impl Port {
+    /// Binds the address or takes the passed socket; `setting` names the address's setting.
+    pub(crate) fn open(&self, passed: &Sockets, setting: &str) -> anyhow::Result<TcpListener> {
+        match self {
+            Self::At(address) => {
+                TcpListener::bind(address).map_err(|error| cannot_listen(address, setting, &error))
+            }
+            Self::Passed(name) => passed
+                .tcp(name)
+                .map_err(|error| anyhow!("cannot listen on systemd:{name}: {error}")),
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -258,25 +275,31 @@ pub(crate) fn parse_listen(text: &str) -> Result<Listen, String> {
     ))
 }
 
-pub(super) fn parse_target(text: &str) -> Result<Target, String> {
-    if let Some(path) = text.strip_prefix("unix:") {
-        return Ok(Target::Unix(socket_path(path)?));
+fn parse_target(text: &str) -> Result<Target, String> {
+    parse_server(text, Target::Unix, Target::Tcp).unwrap_or_else(|| {
+        Err(format!(
+            "invalid target {text:?}: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
+        ))
+    })
+}
+
+/// A server, `unix:PATH` or `tcp:HOST:PORT`; `None` for other texts.
+pub(crate) fn parse_server<T>(
+    text: &str,
+    unix: impl Fn(PathBuf) -> T,
+    tcp: impl Fn(String) -> T,
+) -> Option<Result<T, String>> {
+    match text.split_once(':')? {
+        ("unix", path) => Some(socket_path(path).map(unix)),
+        ("tcp", to) => Some(host_of(to).map(|_| tcp(to.to_owned()))),
+        _ => None,
     }
-    if let Some(to) = text.strip_prefix("tcp:") {
-        host_of(to)?;
-        return Ok(Target::Tcp(to.to_owned()));
-    }
-    Err(format!(
-        "invalid target {text:?}: write unix:PATH or tcp:HOST:PORT, or exec = [\"/PROGRAM\", …]"
-    ))
 }
 
 /// Checks a target's parameter.
 pub(super) fn with_parameter(target: Target) -> Result<Target, String> {
-    match target.parameter() {
-        Ok(_) => Ok(target),
-        Err(error) => Err(error.to_string()),
-    }
+    target.parameter().map_err(|error| error.to_string())?;
+    Ok(target)
 }
 
 /// An absolute path that fits a socket address (unix(7)).
@@ -293,7 +316,7 @@ pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
 }
 
 /// The host of `HOST:PORT`.
-pub(crate) fn host_of(text: &str) -> Result<String, String> {
+pub(super) fn host_of(text: &str) -> Result<String, String> {
     let wrong = || format!("invalid host and port {text:?}: write host.example:7300");
     let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
     let host = match host.strip_prefix('[') {
