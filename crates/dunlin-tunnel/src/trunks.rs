@@ -154,8 +154,7 @@ impl Trunks {
     fn dial(self: &Arc<Self>, to: Destination) {
         let (trunks, there) = (Arc::clone(self), to.clone());
         let body = move || {
-            let lanes = trunks.site.lanes_to(&there.to);
-            let made = trunks.make(&there, lanes);
+            let made = trunks.make(&there);
             let hub = made.as_ref().ok().cloned();
             trunks.dialled(&there, made);
             // An on-demand listener may have raised the lane count during the dial.
@@ -170,11 +169,11 @@ impl Trunks {
     }
 
     /// Dials a trunk and starts it.
-    fn make(self: &Arc<Self>, to: &Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
+    fn make(self: &Arc<Self>, to: &Destination) -> Result<Arc<Hub>, Failure> {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.vanished;
         let selected = Selected::dial(site, to, random()?, 1, deadline)?;
-        let agreed = selected.agree(site, to.clone(), lanes)?;
+        let agreed = selected.agree(site, to.clone())?;
         let kept = self.keep(agreed)?;
         let hub = Arc::clone(&kept.hub);
         self.start(kept);
@@ -185,12 +184,12 @@ impl Trunks {
     fn dialled(&self, to: &Destination, made: Result<Arc<Hub>, Failure>) {
         let mut peerings = lock(&self.peerings);
         let same =
-            |one: &Peering| one.destination == *to && matches!(one.state, State::Dialling(_));
-        let Some(at) = peerings.iter().position(same) else {
-            return;
-        };
-        let Peering { destination, state } = peerings.swap_remove(at);
-        let State::Dialling(dialling) = state else {
+            |one: &mut Peering| one.destination == *to && matches!(one.state, State::Dialling(_));
+        let Some(Peering {
+            destination,
+            state: State::Dialling(dialling),
+        }) = peerings.extract_if(.., same).next()
+        else {
             return;
         };
         let refused: Vec<_> = match made {
@@ -204,11 +203,10 @@ impl Trunks {
                 dialling.into_iter().filter_map(open).collect()
             }
             Err(failure) => {
+                let (to, why) = (to.to.clone(), failure.clone());
+                self.site.report(Event::TrunkFailed { to, failure: why });
                 let refused = dialling.into_iter().map(|one| (one, failure.clone()));
-                let refused = refused.collect();
-                let to = to.to.clone();
-                self.site.report(Event::TrunkFailed { to, failure });
-                refused
+                refused.collect()
             }
         };
         drop(peerings);
