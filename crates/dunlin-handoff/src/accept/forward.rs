@@ -223,11 +223,8 @@ impl Forwarded {
             }
         };
         // After both ends, either program may close in any way.
-        match self
-            .has_ended
-            .iter()
-            .any(|ended| ended.load(Ordering::SeqCst))
-        {
+        let mut ended = self.has_ended.iter();
+        match ended.any(|ended| ended.load(Ordering::SeqCst)) {
             true => Ok(()),
             false => Err(Refusal::Broken(error)),
         }
