@@ -110,34 +110,32 @@ impl Trunks {
         };
         let mut peerings = lock(&self.peerings);
         let same = |one: &&mut Peering| one.destination == destination;
-        let failure = match peerings.iter_mut().find(same) {
-            Some(peering) => match &mut peering.state {
-                State::Dialling(waiting) if waiting.len() < WAITING => {
-                    return waiting.push(connection);
-                }
-                State::Dialling(_) => {
-                    let text = format!("{WAITING} connections already wait for {}", entrance.to);
-                    Failure::new(FaultCode::Busy, text)
-                }
-                State::Up(hub) => match self.open(hub, &connection) {
-                    Ok(()) => return,
-                    Err(OpenError::Over) => {
-                        // If the peer is still refused, the next handshake returns the reason.
-                        peering.state = State::Dialling(vec![connection]);
-                        drop(peerings);
-                        return self.dial(destination);
-                    }
-                    Err(error) => of_open(&error),
-                },
-            },
-            None => {
-                peerings.push(Peering {
-                    destination: destination.clone(),
-                    state: State::Dialling(vec![connection]),
-                });
-                drop(peerings);
-                return self.dial(destination);
+        let Some(peering) = peerings.iter_mut().find(same) else {
+            peerings.push(Peering {
+                destination: destination.clone(),
+                state: State::Dialling(vec![connection]),
+            });
+            drop(peerings);
+            return self.dial(destination);
+        };
+        let failure = match &mut peering.state {
+            State::Dialling(waiting) if waiting.len() < WAITING => {
+                return waiting.push(connection);
             }
+            State::Dialling(_) => {
+                let text = format!("{WAITING} connections already wait for {}", entrance.to);
+                Failure::new(FaultCode::Busy, text)
+            }
+            State::Up(hub) => match self.open(hub, &connection) {
+                Ok(()) => return,
+                Err(OpenError::Over) => {
+                    // If the peer is still refused, the next handshake returns the reason.
+                    peering.state = State::Dialling(vec![connection]);
+                    drop(peerings);
+                    return self.dial(destination);
+                }
+                Err(error) => of_open(&error),
+            },
         };
         drop(peerings);
         self.refuse(&connection, failure);

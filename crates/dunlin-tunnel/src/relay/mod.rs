@@ -44,7 +44,6 @@ use super::error::TunnelError;
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
-use super::meter::Count;
 use super::options::{Entrance, Routes};
 use super::route::{Listen, RelayExit};
 use super::site::Site;
@@ -258,27 +257,19 @@ impl Relays {
     /// Connects the other half of a channel.
     fn connect(&self, half: Half, counted: Counted) {
         let site = &self.site;
-        let deadline = Instant::now() + site.limits.connect;
         match half {
-            Half::Accepted(entrance, oldest, socket) => {
-                match reach(site, &entrance, oldest, deadline) {
-                    Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
-                    Err(failure) => Half::Accepted(entrance, oldest, socket).refuse(site, failure),
-                }
-            }
+            Half::Accepted(entrance, oldest, socket) => match reach(site, &entrance, oldest) {
+                Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
+                Err(failure) => Half::Accepted(entrance, oldest, socket).refuse(site, failure),
+            },
             Half::Authenticated(exit, relayed) => {
                 let (route, target) = (&exit.route, &exit.target);
                 let reached = site.dials.begin().and_then(|dialling| {
                     let stop = dialling.cancel.wakeup();
-                    let opened = target::open(site, &self.programs, target, deadline, stop);
-                    let text = format!("route {route:?}: {target} cannot be reached");
-                    opened.or_failure(FaultCode::TargetUnreachable, text)
+                    target::open(site, &self.programs, route, target, stop)
                 });
                 match reached {
-                    Ok(stream) => {
-                        let socket = stream.counted(Count::new(site.meter(route), None));
-                        self.start(route, socket, *relayed, counted);
-                    }
+                    Ok(socket) => self.start(route, socket, *relayed, counted),
                     Err(failure) => Half::Authenticated(exit, relayed).refuse(site, failure),
                 }
             }
@@ -390,12 +381,8 @@ fn ended() -> Failure {
 }
 
 /// Connects to a relay's peer and performs the handshake. The end of the tunnel cancels both.
-fn reach(
-    site: &Site,
-    entrance: &Entrance,
-    oldest: OldestTls,
-    deadline: Instant,
-) -> Result<Relayed, Failure> {
+fn reach(site: &Site, entrance: &Entrance, oldest: OldestTls) -> Result<Relayed, Failure> {
+    let deadline = Instant::now() + site.limits.connect;
     let dialling = site.dials.begin()?;
     let (to, cancel) = (&entrance.to, &dialling.cancel);
     let host = to.rsplit_once(':').map_or(&**to, |(host, _)| host);
