@@ -115,49 +115,38 @@ pub fn connect(
     deadline: Instant,
     cancel: &DialCancel,
 ) -> Result<Connected, ConnectError> {
-    let connected = connect_covered(host, port, tls, deadline, cancel);
+    let connect_covered = || {
+        let stop = cancel.wakeup();
+        let addresses = resolve::host(host, port, deadline, stop).map_err(|source| {
+            let host = host.to_owned();
+            ConnectError::Unknown { host, source }
+        })?;
+        let stream = connect_to_any(&addresses, deadline, stop).map_err(|source| {
+            let to = format!("{host}:{port}");
+            ConnectError::Unreachable { to, source }
+        })?;
+        // A connection has one of the addresses.
+        let at = stream.peer_addr().unwrap_or(addresses[0]);
+        cancel
+            .covers(&stream)
+            .and_then(|()| stream.set_nodelay(true))
+            .and_then(|()| keep_alive(&stream))
+            .map_err(|source| ConnectError::Socket { at, source })?;
+        let begin = Instant::now();
+        let keyed = keyed::client(stream, tls, deadline).map_err(|error| failed(at, tls, error))?;
+        let leaf = keyed.certificates.first();
+        let peer = leaf.and_then(|leaf| tls.identity_of(leaf));
+        let facts = Facts::of(&keyed, peer);
+        let took = begin.elapsed();
+        Ok(Connected { facts, keyed, took })
+    };
+    let connected = connect_covered();
     // The connection's owner closes it.
     cancel.release();
     if cancel.is_cancelled() {
         return Err(ConnectError::Cancelled);
     }
     connected
-}
-
-fn connect_covered(
-    host: &str,
-    port: u16,
-    tls: &HandoffTls,
-    deadline: Instant,
-    cancel: &DialCancel,
-) -> Result<Connected, ConnectError> {
-    let stop = cancel.wakeup();
-    let addresses =
-        resolve::host(host, port, deadline, stop).map_err(|source| ConnectError::Unknown {
-            host: host.to_owned(),
-            source,
-        })?;
-    let stream = connect_to_any(&addresses, deadline, stop).map_err(|source| {
-        let to = format!("{host}:{port}");
-        ConnectError::Unreachable { to, source }
-    })?;
-    // A connection has one of the addresses.
-    let at = stream.peer_addr().unwrap_or(addresses[0]);
-    cancel
-        .covers(&stream)
-        .and_then(|()| stream.set_nodelay(true))
-        .and_then(|()| keep_alive(&stream))
-        .map_err(|source| ConnectError::Socket { at, source })?;
-    let begin = Instant::now();
-    let keyed = keyed::client(stream, tls, deadline).map_err(|error| failed(at, tls, error))?;
-    let leaf = keyed.certificates.first();
-    let peer = leaf.and_then(|leaf| tls.identity_of(leaf));
-    let facts = Facts::of(&keyed, peer);
-    Ok(Connected {
-        facts,
-        keyed,
-        took: begin.elapsed(),
-    })
 }
 
 impl Facts {

@@ -3,6 +3,7 @@
 use dunlin_lane::sync::lock;
 use dunlin_proto::text::harmless;
 use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
@@ -36,10 +37,10 @@ const TICK: Duration = Duration::from_millis(100);
 /// Accepts sessions. Dropping it stops accepting and ends the open sessions.
 pub struct Server {
     address: SocketAddr,
-    held: Arc<Mutex<Vec<Held>>>,
+    site: Site,
     stop: Waker,
     threads: Vec<JoinHandle<()>>,
-    reaper: Arc<Mutex<bool>>,
+    is_over: Arc<AtomicBool>,
 }
 
 pub(super) struct Held {
@@ -72,39 +73,39 @@ impl Server {
     ) -> Result<Self, IpsecError> {
         // Report a missing capability or missing ESP here, not when the first peer connects.
         Tables::open(None)?.have_esp()?;
-        // The observer has been notified of anything that cannot be removed.
         clean_up_dead(&options, &observer)?;
         let address = listener
             .local_addr()
             .map_err(IpsecError::resources("the listener"))?;
         let (stop, stopped) = waker().map_err(IpsecError::resources("a waker"))?;
-        let held = Arc::<Mutex<Vec<Held>>>::default();
-        let over = Arc::new(Mutex::new(false));
         let site = Site {
-            held: Arc::clone(&held),
+            held: Arc::default(),
             options,
             observer,
         };
-        let (own, ended) = (site.clone(), Arc::clone(&over));
-        let thread = |name: &str| thread::Builder::new().name(name.to_owned());
-        let reaper = thread("dunlin-ipsec-ends").spawn(move || own.reap(&ended));
-        let mut threads = vec![reaper.map_err(IpsecError::resources("a thread"))?];
-        let acceptor =
-            thread("dunlin-ipsec-accept").spawn(move || site.take(&listener, &tls, &stopped));
-        match acceptor {
-            Ok(acceptor) => threads.push(acceptor),
-            Err(source) => {
-                *lock(&over) = true;
-                return Err(IpsecError::resources("a thread")(source));
-            }
-        }
-        Ok(Self {
+        let mut server = Self {
             address,
-            held,
+            site: site.clone(),
             stop,
-            threads,
-            reaper: over,
-        })
+            threads: Vec::new(),
+            is_over: Arc::default(),
+        };
+        let (own, is_over) = (site.clone(), Arc::clone(&server.is_over));
+        let body = move || site.take(&listener, &tls, &stopped);
+        server.spawn("dunlin-ipsec-accept", body)?;
+        server.spawn("dunlin-ipsec-ends", move || own.reap(&is_over))?;
+        Ok(server)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        body: impl FnOnce() + Send + 'static,
+    ) -> Result<(), IpsecError> {
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(body);
+        let thread = thread.map_err(IpsecError::resources("a thread"))?;
+        self.threads.push(thread);
+        Ok(())
     }
 
     /// The address on which the server listens.
@@ -118,12 +119,12 @@ impl Server {
     /// # Errors
     /// The kernel's tables cannot be read.
     pub fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
-        peers(&self.held)
+        self.site.peers()
     }
 
     /// Renews the keys of everything that this side sends.
     pub fn rekey(&self) {
-        lock(&self.held).iter().for_each(|one| one.session.rekey());
+        self.site.rekey();
     }
 
     /// Ends all sessions and waits until everything they installed is removed.
@@ -136,14 +137,11 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.stop.wake();
         // The acceptor first: after it has ended, no new session starts.
-        if let Some(acceptor) = self.threads.pop() {
-            let _ = acceptor.join();
-        }
-        lock(&self.held).iter().for_each(|one| one.session.end());
-        *lock(&self.reaper) = true;
         for thread in self.threads.drain(..) {
             // A panic has been printed by its hook.
             let _ = thread.join();
+            self.site.end();
+            self.is_over.store(true, Ordering::SeqCst);
         }
     }
 }
@@ -167,45 +165,53 @@ pub(super) struct Site {
 
 impl Site {
     pub(super) fn peers(&self) -> Result<Vec<Peer>, IpsecError> {
-        peers(&self.held)
+        let held = lock(&self.held);
+        let peers = held.iter().map(|one| {
+            Ok(Peer {
+                name: one.peer.clone(),
+                status: one.session.status()?,
+            })
+        });
+        peers.collect()
+    }
+
+    pub(super) fn rekey(&self) {
+        lock(&self.held).iter().for_each(|one| one.session.rekey());
+    }
+
+    pub(super) fn end(&self) {
+        lock(&self.held).iter().for_each(|one| one.session.end());
     }
 
     /// The body of the thread that accepts peers.
     fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
         let result = accept(listener, tls, stopped, |arrival| match arrival {
-            Arrival::Control { stream, opening } => {
-                let from = harmless(&stream.peer().to_string());
-                if let Err(error) = self.begin(stream, &opening) {
-                    let why = in_words(&error);
-                    (self.observer)(&Event::Rejected { from, why });
-                }
-            }
-            Arrival::Lane { .. } => {
-                let (from, why) = ("a lane", "an IPsec session has no lanes");
-                let (from, why) = (from.to_owned(), why.to_owned());
-                (self.observer)(&Event::Rejected { from, why });
-            }
+            Arrival::Control { stream, opening } => self.begin_or_reject(stream, &opening),
+            Arrival::Lane { .. } => self.reject("a lane", "an IPsec session has no lanes"),
             Arrival::Rejected { from, reason } => {
-                let (from, why) = (from.to_string(), harmless(&reason.to_string()));
-                (self.observer)(&Event::Rejected { from, why });
+                self.reject(&from.to_string(), &harmless(&reason.to_string()));
             }
-            Arrival::Starved(error) => {
-                let (from, why) = ("a connection".to_owned(), error.to_string());
-                (self.observer)(&Event::Rejected { from, why });
-            }
+            Arrival::Starved(error) => self.reject("a connection", &error.to_string()),
         });
         if let Err(error) = result {
-            let (from, why) = ("all connections".to_owned(), error.to_string());
-            (self.observer)(&Event::Rejected { from, why });
+            self.reject("all connections", &error.to_string());
         }
     }
 
-    /// Starts the session that an authenticated peer offers.
-    pub(super) fn begin(
-        &self,
-        control: ControlStream,
-        opening: &Opening,
-    ) -> Result<(), IpsecError> {
+    pub(super) fn reject(&self, from: &str, why: &str) {
+        let (from, why) = (from.to_owned(), why.to_owned());
+        (self.observer)(&Event::Rejected { from, why });
+    }
+
+    /// Starts the session that an authenticated peer offers, or reports why not.
+    pub(super) fn begin_or_reject(&self, control: ControlStream, opening: &Opening) {
+        let from = harmless(&control.peer().to_string());
+        if let Err(error) = self.begin(control, opening) {
+            self.reject(&from, &in_words(&error));
+        }
+    }
+
+    fn begin(&self, control: ControlStream, opening: &Opening) -> Result<(), IpsecError> {
         // Keepalive detects that the peer's host has vanished silently.
         set_liveness(control.socket(), &Liveness::default())
             .map_err(IpsecError::resources("keepalive of the control connection"))?;
@@ -283,11 +289,11 @@ impl Site {
         Ok((offer.session, selection))
     }
 
-    /// The body of the thread that removes ended sessions, until `ended` is set and no session is
+    /// The body of the thread that removes ended sessions, until `is_over` is set and no session is
     /// left.
-    fn reap(&self, ended: &Mutex<bool>) {
+    fn reap(&self, is_over: &AtomicBool) {
         loop {
-            let last = *lock(ended);
+            let last = is_over.load(Ordering::SeqCst);
             self.remove_ended();
             if last && lock(&self.held).is_empty() {
                 return;
@@ -298,29 +304,15 @@ impl Site {
 
     /// Removes ended sessions and reports each to the observer.
     pub(super) fn remove_ended(&self) {
-        let over: Vec<Held> = {
-            let mut held = lock(&self.held);
-            let all = std::mem::take(&mut *held);
-            let (over, open) = all.into_iter().partition(|one| one.session.is_over());
-            *held = open;
-            over
-        };
+        let mut held = lock(&self.held);
+        let over = held.extract_if(.., |one| one.session.is_over());
+        let over: Vec<Held> = over.collect();
+        drop(held);
         for Held { peer, session, .. } in over {
             let why = session.wait().err().map(|error| in_words(&error));
             (self.observer)(&Event::Over { peer, why });
         }
     }
-}
-
-fn peers(held: &Mutex<Vec<Held>>) -> Result<Vec<Peer>, IpsecError> {
-    let held = lock(held);
-    let peers = held.iter().map(|one| {
-        Ok(Peer {
-            name: one.peer.clone(),
-            status: one.session.status()?,
-        })
-    });
-    peers.collect()
 }
 
 /// Checks whether the peer may request these ports.

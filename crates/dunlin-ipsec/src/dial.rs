@@ -31,7 +31,6 @@ pub fn up(
     observer: &Observer,
     cancel: &DialCancel,
 ) -> Result<Session, IpsecError> {
-    // The observer has been notified of anything that cannot be removed.
     clean_up_dead(options, observer)?;
     let session = random()?;
     let (at, limit) = ((to, &StandardConnector as &dyn Connector), options.timeout);

@@ -52,15 +52,10 @@ impl From<Failure> for io::Error {
 }
 
 /// A netlink socket and the sequence number of the last request.
+#[derive(Debug)]
 pub(crate) struct Link {
     socket: Socket,
     sequence: u32,
-}
-
-impl std::fmt::Debug for Link {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Link").finish_non_exhaustive()
-    }
 }
 
 impl Link {

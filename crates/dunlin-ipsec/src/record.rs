@@ -111,16 +111,7 @@ impl RecordDirectory {
     pub(super) fn create(&self, session: &SessionId) -> Result<Record, IpsecError> {
         let name: String = session.iter().map(|byte| format!("{byte:02x}")).collect();
         let path = self.directory.join(name).with_extension(EXTENSION);
-        let file = OpenOptions::new()
-            .create_new(true)
-            .read(true)
-            .append(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(io_error("made", &path))?;
-        file.try_lock()
-            .map_err(io::Error::from)
-            .map_err(io_error("locked", &path))?;
+        let file = make(&path, OpenOptions::new().create_new(true).append(true))?;
         let mut record = Record::new(file, path);
         record.write(&format!("{}\n", header()?))?;
         record.sync()?;
@@ -278,18 +269,9 @@ impl Record {
     /// that it was replaced once it has locked it.
     fn compact(&mut self) -> Result<(), IpsecError> {
         let path = self.path.with_extension(NEW_EXTENSION);
-        let failed = |what| io_error(what, &path);
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(true)
-            .read(true)
-            .write(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(failed("made"))?;
-        file.try_lock()
-            .map_err(io::Error::from)
-            .map_err(failed("locked"))?;
+        let mut options = OpenOptions::new();
+        options.create(true).truncate(true).write(true);
+        let file = make(&path, &mut options)?;
         let flags = [(self.is_heir, HEIR), (self.has_ended, ENDED)];
         let flags = flags.iter().filter(|(is, _)| *is);
         let flags = flags.map(|(_, word)| format!("{word}\n"));
@@ -301,7 +283,7 @@ impl Record {
         let written = written.and_then(|()| file.sync_all());
         if let Err(error) = written.and_then(|()| fs::rename(&path, &self.path)) {
             let _ = fs::remove_file(&path);
-            return Err(failed("written")(error));
+            return Err(io_error("written", &path)(error));
         }
         self.file = file;
         self.lines = lines.len();
@@ -317,6 +299,16 @@ impl Record {
             return Ok(());
         }
         self.write(&format!("- {object}\n"))
+    }
+
+    /// Records that the policies which `is_gone` selects were removed.
+    pub(super) fn policies_gone(
+        &mut self,
+        is_gone: impl Fn(&Policy) -> bool,
+    ) -> Result<(), IpsecError> {
+        let gone = self.policies().filter(|policy| is_gone(policy)).copied();
+        let gone: Vec<Object> = gone.map(Object::Policy).collect();
+        gone.iter().try_for_each(|object| self.gone(object))
     }
 
     /// Removes the file, when nothing is left.
@@ -455,6 +447,15 @@ fn io_error(what: &'static str, path: &Path) -> impl Fn(io::Error) -> IpsecError
         path: path.clone(),
         source,
     }
+}
+
+/// Creates and locks the file of a record.
+fn make(path: &Path, options: &mut OpenOptions) -> Result<File, IpsecError> {
+    let file = options.read(true).mode(0o600).open(path);
+    let file = file.map_err(io_error("made", path))?;
+    let locked = file.try_lock().map_err(io::Error::from);
+    locked.map_err(io_error("locked", path))?;
+    Ok(file)
 }
 
 fn sync_directory(directory: &Path) -> Result<(), IpsecError> {

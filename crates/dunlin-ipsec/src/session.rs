@@ -1,7 +1,6 @@
 //! The owner's handle to a session and its threads.
 
 use dunlin_lane::sync::lock;
-use std::fmt;
 use std::net::SocketAddr;
 use std::sync::mpsc::{self, Receiver, Sender as Channel};
 use std::sync::{Arc, Mutex};
@@ -30,6 +29,7 @@ use shared::{Command, SharedStatus};
 pub(super) use system::{ends, random};
 
 /// A session between two hosts. Dropping it ends the session.
+#[derive(Debug)]
 pub struct Session {
     commands: Channel<Command>,
     shared: Arc<Mutex<SharedStatus>>,
@@ -163,24 +163,14 @@ impl Drop for Session {
     }
 }
 
-impl fmt::Debug for Session {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Session").finish_non_exhaustive()
-    }
-}
-
 /// Removes what dead processes left in this network namespace. The policies that block ports that
 /// were protected stay, unless the owner had asked for the end: a new session takes those ports
-/// over. The observer is notified of each failure; the first is returned after all records have
-/// been handled.
+/// over. The observer is notified of what cannot be removed.
 ///
 /// # Errors
 /// The directory of records cannot be read, or the kernel's tables cannot be opened.
-pub(super) fn clean_up_dead(
-    options: &Options,
-    observer: &Observer,
-) -> Result<Option<IpsecError>, IpsecError> {
-    clean_up_records(options, observer, &Record::is_free)
+pub(super) fn clean_up_dead(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
+    clean_up_records(options, observer, &Record::is_free).map(drop)
 }
 
 /// Like [`clean_up_dead`], but also frees the ports in `options`, which belong to Dunlin's own
@@ -189,10 +179,7 @@ pub(super) fn clean_up_dead(
 ///
 /// # Errors
 /// As [`clean_up_dead`].
-pub(super) fn clean_up_lanes(
-    options: &Options,
-    observer: &Observer,
-) -> Result<Option<IpsecError>, IpsecError> {
+pub(super) fn clean_up_lanes(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
     let is_lanes = |block: PortBlock| {
         let last = block.port | !block.mask;
         block.mask > 0 && options.ports.contains(block.port) && options.ports.contains(last)
@@ -201,10 +188,11 @@ pub(super) fn clean_up_lanes(
         is_lanes(policy.selector.source_ports) || is_lanes(policy.selector.destination_ports)
     };
     let frees = |record: &Record| record.is_free() || record.policies().all(of_lanes);
-    clean_up_records(options, observer, &frees)
+    clean_up_records(options, observer, &frees).map(drop)
 }
 
-/// `frees` decides for each record whether its ports are freed when no connection uses them.
+/// Like [`clean_up_dead`]. `frees` decides for each record whether its ports are freed when no
+/// connection uses them. Returns the first failure after all records have been handled.
 fn clean_up_records(
     options: &Options,
     observer: &Observer,

@@ -8,38 +8,20 @@ use crate::sock_diag::{TcpConnection, tcp_connections};
 
 use super::error::IpsecError;
 
-/// A connection of this host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Connection {
-    pub(super) local: SocketAddr,
-    pub(super) peer: SocketAddr,
-    /// Whether its handshake is complete and neither side has closed it.
-    pub(super) is_established: bool,
-}
-
 /// States of include/net/tcp_states.h that send no data: TIME_WAIT, CLOSE, LISTEN.
 const SILENT: [u8; 3] = [6, 7, 10];
-const ESTABLISHED: u8 = 1;
 /// The last of the states (`TCP_NEW_SYN_RECV`). A higher bit would include sockets that are bound
 /// to a port and no longer have a connection (`TCPF_BOUND_INACTIVE`).
 const LAST: u8 = 12;
 
 /// Returns all connections that may still send data, including those without an owner.
-pub(super) fn connections() -> Result<Vec<Connection>, IpsecError> {
-    let active = (ESTABLISHED..=LAST).filter(|state| !SILENT.contains(state));
+pub(super) fn connections() -> Result<Vec<TcpConnection>, IpsecError> {
+    let active = (TcpConnection::ESTABLISHED..=LAST).filter(|state| !SILENT.contains(state));
     let states = active.fold(0, |all, state| all | 1 << state);
-    let Ok(listed) = tcp_connections(states) else {
-        return by_procfs();
-    };
-    let connection = |one: TcpConnection| Connection {
-        local: one.local,
-        peer: one.peer,
-        is_established: one.state == ESTABLISHED,
-    };
-    Ok(listed.into_iter().map(connection).collect())
+    tcp_connections(states).or_else(|_| by_procfs())
 }
 
-fn by_procfs() -> Result<Vec<Connection>, IpsecError> {
+fn by_procfs() -> Result<Vec<TcpConnection>, IpsecError> {
     let mut connections = Vec::new();
     for path in ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"] {
         match fs::read_to_string(path) {
@@ -53,15 +35,11 @@ fn by_procfs() -> Result<Vec<Connection>, IpsecError> {
 }
 
 /// A row: number, local and remote address in hexadecimal, state.
-fn parse(row: &str) -> Option<Connection> {
+fn parse(row: &str) -> Option<TcpConnection> {
     let mut words = row.split_whitespace().skip(1);
     let (local, peer) = (address(words.next()?)?, address(words.next()?)?);
     let state = u8::from_str_radix(words.next()?, 16).ok()?;
-    (!SILENT.contains(&state)).then_some(Connection {
-        local,
-        peer,
-        is_established: state == ESTABLISHED,
-    })
+    (!SILENT.contains(&state)).then_some(TcpConnection { local, peer, state })
 }
 
 /// An address as 32-bit words in the host's byte order, and the port.
@@ -100,7 +78,7 @@ mod tests {
         listed_until_it_is_over(by_procfs);
     }
 
-    fn listed_until_it_is_over(connections: fn() -> Result<Vec<Connection>, IpsecError>) {
+    fn listed_until_it_is_over(connections: fn() -> Result<Vec<TcpConnection>, IpsecError>) {
         for any in ["127.0.0.1:0", "[::1]:0"] {
             let listener = match TcpListener::bind(any) {
                 Ok(listener) => listener,
@@ -115,8 +93,8 @@ mod tests {
             let (server, from) = listener.accept().unwrap();
             let listed = connections().unwrap();
             for (local, peer) in [(from, at), (at, from)] {
-                let found = |one: &&Connection| one.local == local && one.peer == peer;
-                assert!(listed.iter().find(found).unwrap().is_established);
+                let found = |one: &&TcpConnection| one.local == local && one.peer == peer;
+                assert!(listed.iter().find(found).unwrap().is_established());
             }
             assert!(listed.iter().all(|one| one.peer.port() != 0));
             // The side that closes first keeps a TIME_WAIT socket, which sends no data.
@@ -124,7 +102,7 @@ mod tests {
             drop(server);
             let mut left = connections().unwrap();
             // Another program may use the port by now, with another peer.
-            left.retain(|one| one.local == from && one.peer == at && one.is_established);
+            left.retain(|one| one.local == from && one.peer == at && one.is_established());
             assert_eq!(left, []);
         }
     }

@@ -52,10 +52,8 @@ impl Tables {
     pub(super) fn open(hook: Option<Hook>) -> Result<Self, IpsecError> {
         let xfrm = Xfrm::open().map_err(kernel("opening the kernel's IPsec"))?;
         Ok(Self {
-            xfrm: Arc::new(xfrm),
             hook,
-            listener: None,
-            keeps_directions: None,
+            ..Self::of(Arc::new(xfrm))
         })
     }
 
@@ -86,8 +84,7 @@ impl Tables {
 
     /// Checks that no policy other than the inherited ones covers any of these packets.
     pub(super) fn are_free(&self, steps: &[Step], inherited: &[Policy]) -> Result<(), IpsecError> {
-        let installed = self.xfrm.policies();
-        let mut installed = installed.map_err(kernel("listing policies"))?;
+        let mut installed = self.policies()?;
         let inherited: Vec<xfrm::Policy> = inherited.iter().map(policy_of).collect();
         installed.retain(|policy| !inherited.contains(policy));
         for own in steps.iter().filter_map(|step| step.added()?.policy()) {
@@ -109,8 +106,7 @@ impl Tables {
         local: SocketAddr,
         peer: SocketAddr,
     ) -> Result<(), IpsecError> {
-        let installed = self.xfrm.policies();
-        let installed = installed.map_err(kernel("listing policies"))?;
+        let installed = self.policies()?;
         let connection = connection_policy(local, peer);
         let for_ports = |policy: &&xfrm::Policy| {
             let selector = &policy.selector;
@@ -128,8 +124,7 @@ impl Tables {
 
     /// Returns those of the policies that the kernel has unchanged.
     pub(super) fn installed(&self, policies: &[Policy]) -> Result<Vec<Policy>, IpsecError> {
-        let all = self.xfrm.policies();
-        let all = all.map_err(kernel("listing policies"))?;
+        let all = self.policies()?;
         let is_installed = |policy: &&Policy| all.contains(&policy_of(policy));
         Ok(policies.iter().filter(is_installed).copied().collect())
     }
@@ -142,18 +137,14 @@ impl Tables {
         mut random: impl FnMut() -> Result<u32, IpsecError>,
     ) -> Result<u32, IpsecError> {
         let states = self.xfrm.states().map_err(kernel("listing SAs"))?;
-        let policies = self.xfrm.policies().map_err(kernel("listing policies"))?;
+        let policies = self.policies()?;
         let of_policy = |policy: &xfrm::Policy| match policy.action {
             xfrm::Action::Protect { reqid, .. } => Some(reqid),
             _ => None,
         };
-        let mut used: Vec<u32> = states.iter().map(|state| state.reqid / size).collect();
-        used.extend(
-            policies
-                .iter()
-                .filter_map(of_policy)
-                .map(|reqid| reqid / size),
-        );
+        let of_policies = policies.iter().filter_map(of_policy);
+        let reqids = states.iter().map(|state| state.reqid).chain(of_policies);
+        let used: Vec<u32> = reqids.map(|reqid| reqid / size).collect();
         loop {
             let block = 1 + random()? % (blocks - 1);
             if !used.contains(&block) {
@@ -222,7 +213,7 @@ impl Tables {
                 let replaced = self.xfrm.replace_policy(&policy_of(policy));
                 replaced.map_err(kernel(policy))?;
                 self.verify_policy(policy)?;
-                forget_replaced(policy, record)
+                record.policies_gone(|other| other.is_in_place_of(policy) && other != policy)
             }
             Step::Remove(object) => {
                 self.remove(object)?;
@@ -240,10 +231,8 @@ impl Tables {
         let mut missing = None;
         // The policy of a connection has precedence over these, and these apply without it.
         for policy in record.policies().filter(|one| !one.is_for_connection()) {
-            let expected = policy_of(policy);
-            let installed = self.xfrm.policy(&expected.selector, expected.direction);
-            let installed = installed.map_err(kernel(policy))?;
-            if installed.as_ref() == Some(&expected) {
+            let installed = self.in_place_of(policy)?;
+            if installed == Some(policy_of(policy)) {
                 continue;
             }
             if installed.is_none() {
@@ -289,9 +278,7 @@ impl Tables {
             match step {
                 Step::Replace(policy) => {
                     let own = policy_of(&policy);
-                    let installed = self.xfrm.policy(&own.selector, own.direction);
-                    let installed = installed.map_err(kernel(&policy))?;
-                    let is_ours = installed.is_some_and(|installed| {
+                    let is_ours = self.in_place_of(&policy)?.is_some_and(|installed| {
                         let same = |one: &Policy| policy_of(one) == installed;
                         // A process that died during this operation may have installed it.
                         installed == own || recorded.iter().any(same)
@@ -388,12 +375,21 @@ impl Tables {
 
     /// Checks that the kernel has exactly this policy.
     fn verify_policy(&self, policy: &Policy) -> Result<(), IpsecError> {
-        let expected = policy_of(policy);
-        let installed = self.xfrm.policy(&expected.selector, expected.direction);
-        if installed.map_err(kernel(policy))? == Some(expected) {
+        if self.in_place_of(policy)? == Some(policy_of(policy)) {
             return Ok(());
         }
         Err(kernel(policy)(xfrm::Error::Differs { what: "the policy" }))
+    }
+
+    pub(super) fn policies(&self) -> Result<Vec<xfrm::Policy>, IpsecError> {
+        self.xfrm.policies().map_err(kernel("listing policies"))
+    }
+
+    /// Returns the kernel's policy with the selector and direction of this one.
+    fn in_place_of(&self, policy: &Policy) -> Result<Option<xfrm::Policy>, IpsecError> {
+        let own = policy_of(policy);
+        let installed = self.xfrm.policy(&own.selector, own.direction);
+        installed.map_err(kernel(policy))
     }
 
     /// Removes this object and nothing else.
@@ -441,14 +437,6 @@ pub(super) fn still_used(policies: &[Policy]) -> Result<usize, IpsecError> {
             .any(|selector| covered(selector, one.local, one.peer))
     });
     Ok(used.count())
-}
-
-/// Removes policies that `policy` replaced from the record.
-fn forget_replaced(policy: &Policy, record: &mut Record) -> Result<(), IpsecError> {
-    let replaced = |other: &&Policy| other.is_in_place_of(policy) && *other != policy;
-    let before: Vec<Policy> = record.policies().filter(replaced).copied().collect();
-    let mut before = before.into_iter().map(Object::Policy);
-    before.try_for_each(|object| record.gone(&object))
 }
 
 /// Whether the kernel certainly did not perform the request. If its answer was lost, it may have.

@@ -19,7 +19,7 @@ pub(super) struct EntranceListener {
     /// Where its connections are carried. A reload may replace it.
     entrance: Arc<Mutex<Entrance>>,
     /// Its address, with the port that the kernel chose in place of port 0.
-    listens_on: Listen,
+    pub(super) listens_on: Listen,
     _thread: Worker,
     /// Removed after the thread has ended.
     _file: Option<SocketFile>,
@@ -53,10 +53,6 @@ impl EntranceListener {
 
     pub(super) fn entrance(&self) -> Entrance {
         lock(&self.entrance).clone()
-    }
-
-    pub(super) fn listens_on(&self) -> &Listen {
-        &self.listens_on
     }
 
     /// Whether it listens at the address of `other`. With port 0 the route must be the same too.

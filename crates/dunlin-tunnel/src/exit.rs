@@ -2,14 +2,12 @@
 
 use dunlin_proto::text::harmless;
 use std::sync::Arc;
-use std::time::Instant;
 
 use dunlin_proto::fault::FaultCode;
 
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::hub::Hub;
-use super::meter::Count;
 use super::socket::Socket;
 use super::{parameter, target};
 
@@ -58,12 +56,7 @@ fn reach(hub: &Hub, route: &str, parameter: &str) -> Result<(Socket, u64), Failu
             format!("peer may not use route {route:?}"),
         )?;
     let target = parameter::fill(route, &exit.target, parameter)?;
-    let deadline = Instant::now() + hub.site.limits.connect;
     let stop = hub.stop.wakeup();
-    let stream = target::open(&hub.site, &hub.programs, &target, deadline, stop).or_failure(
-        FaultCode::TargetUnreachable,
-        format!("route {route:?}: {target} cannot be reached"),
-    )?;
-    let count = Count::new(hub.site.meter(route), None);
-    Ok((stream.counted(count), exit.window_bytes))
+    let socket = target::open(&hub.site, &hub.programs, route, &target, stop)?;
+    Ok((socket, exit.window_bytes))
 }

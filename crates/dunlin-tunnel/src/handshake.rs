@@ -103,7 +103,8 @@ impl<'a> Selected<'a> {
     ///
     /// # Errors
     /// The control lane is lost, or the peer sends another message.
-    pub(super) fn agree(self, site: &Site, to: Destination, lanes: u16) -> Result<Agreed, Failure> {
+    pub(super) fn agree(self, site: &Site, to: Destination) -> Result<Agreed, Failure> {
+        let lanes = site.lanes_to(&to.to);
         let own_secret = SessionSecret(random()?);
         send_accept(&self.control, &own_secret, site.port)?;
         let accepted = read_accept(&self.control, self.deadline)?;

@@ -37,6 +37,7 @@ use super::threads::Threads;
 use super::watched::WatchedSockets;
 use dunlin_lane::admit::LaneAcceptor;
 use dunlin_lane::control::ControlStream;
+use dunlin_lane::data::Canceller;
 use dunlin_lane::dial::DialCancel;
 use dunlin_lane::splice::Stop;
 
@@ -70,7 +71,7 @@ pub(super) struct Core {
     pub(super) channels: Channels,
     pub(super) control: Control,
     /// Cut the open lanes of both sides, from any thread.
-    pub(super) cutters: BTreeMap<(Direction, u16), Box<dyn Fn() + Send>>,
+    pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
     /// Cancel this side's lanes that are being opened.
     pub(super) dials: BTreeMap<u16, DialCancel>,
     pub(super) senders: Senders,
@@ -377,7 +378,7 @@ impl Hub {
                     dial.cancel();
                 }
                 if let Some(cut) = core.cutters.remove(&(Direction::Out, lane)) {
-                    cut();
+                    cut.shutdown();
                 }
                 self.wake_all_senders();
             }
@@ -392,7 +393,7 @@ impl Hub {
                     dial.cancel();
                 }
                 for cut in std::mem::take(&mut core.cutters).into_values() {
-                    cut();
+                    cut.shutdown();
                 }
                 self.wake_all_senders();
                 self.writes.wake();

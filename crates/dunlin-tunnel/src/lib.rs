@@ -177,14 +177,8 @@ impl Tunnel {
         // Check here that the identity can connect, not when the first connection arrives.
         identities.client(Peers::OneOf(Vec::new()))?;
         let (events, queue) = sync_channel(EVENTS);
-        let site = Site::new(
-            limits,
-            address.port(),
-            sealed,
-            identities.clone(),
-            routes,
-            events,
-        );
+        let (limits, own) = (limits.bounded(), identities.clone());
+        let site = Site::new(limits, address.port(), sealed, own, routes, events);
         let site = Arc::new(site);
         // The thread ends when the last sender of events is dropped.
         let body = move || queue.iter().for_each(&mut observer);
@@ -221,9 +215,8 @@ impl Tunnel {
     /// The name of each route that has a listener, and its address. A configured port of 0 is
     /// replaced by the port that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
-        let of = |listener: &EntranceListener| {
-            (listener.entrance().route, listener.listens_on().clone())
-        };
+        let of =
+            |listener: &EntranceListener| (listener.entrance().route, listener.listens_on.clone());
         lock(&self.entrances).iter().map(of).collect()
     }
 
@@ -264,10 +257,8 @@ impl Tunnel {
             let route = route.clone();
             return Err(DemandError::Route { route });
         };
-        if let Some(lanes) = demand
-            .lanes
-            .filter(|lanes| !(1..=MAX_LANES).contains(lanes))
-        {
+        let lanes = demand.lanes.unwrap_or(entrance.lanes);
+        if !(1..=MAX_LANES).contains(&lanes) {
             return Err(DemandError::Lanes { lanes });
         }
         on_demand.retain(|listener| !listener.status().is_over());
@@ -278,7 +269,6 @@ impl Tunnel {
             return Err(DemandError::Busy);
         }
         let (to, listen) = (entrance.to.clone(), demand.listen.clone());
-        let lanes = demand.lanes.unwrap_or(entrance.lanes);
         let entrance = Entrance { listen, ..entrance };
         let opened = OnDemandListener::open(&self.carriers, entrance, demand, &self.sockets);
         let listener = opened.map_err(|error| DemandError::Listen {
@@ -307,7 +297,7 @@ impl Tunnel {
             let entrance = listener.entrance();
             let of = |one: &&mut RouteStatus| one.route == entrance.route;
             if let Some(status) = routes.iter_mut().find(of) {
-                status.listens = Some(listener.listens_on().clone());
+                status.listens = Some(listener.listens_on.clone());
             }
         }
         routes
@@ -351,8 +341,8 @@ impl Tunnel {
             if entrance.listen == Listen::OnDemand {
                 continue;
             }
-            if let Some(at) = entrances.iter().position(|one| one.is_at(entrance)) {
-                stay.push((at, entrance));
+            if entrances.iter().any(|one| one.is_at(entrance)) {
+                stay.push(entrance);
                 continue;
             }
             let listener = EntranceListener::open(&self.carriers, entrance.clone(), &self.sockets);
@@ -362,16 +352,13 @@ impl Tunnel {
                 error,
             })?);
         }
-        let relays = &self.carriers.relays;
-        let ports = relays.prepare(identities, routes)?;
-        relays.open(ports);
-        for (at, entrance) in &stay {
-            entrances[*at].set_entrance(entrance);
-        }
-        let mut at = 0..;
-        entrances.retain(|_| {
-            let at = at.next();
-            stay.iter().any(|(stays, _)| Some(*stays) == at)
+        self.carriers.relays.listen(identities, routes)?;
+        entrances.retain(|listener| {
+            let own = stay.iter().find(|entrance| listener.is_at(entrance));
+            if let Some(entrance) = own {
+                listener.set_entrance(entrance);
+            }
+            own.is_some()
         });
         entrances.extend(fresh);
         Ok(())
@@ -409,6 +396,6 @@ impl Drop for Tunnel {
         trunks.drain();
         trunks.end();
         relays.end();
-        self.site.join();
+        self.site.threads.join();
     }
 }

@@ -52,11 +52,6 @@ impl Sockets {
         Ok(())
     }
 
-    /// The names, sorted.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().map(String::as_str)
-    }
-
     /// The TCP socket of this name, for [`super::Tunnel::start`].
     ///
     /// # Errors

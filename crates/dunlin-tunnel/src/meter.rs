@@ -1,21 +1,12 @@
 //! Traffic of each route, counted at the sockets of its channels on this side.
 
 use dunlin_lane::sync::lock;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::failure::Failure;
 
-/// A route's counters since the tunnel started.
-#[derive(Debug, Default)]
-pub(super) struct Meter {
-    open: AtomicU64,
-    closed: AtomicU64,
-    left_unread: AtomicU64,
-    failed: AtomicU64,
-    read_bytes: AtomicU64,
-    written_bytes: AtomicU64,
-}
+/// A route's counters.
+pub(super) type Meter = Mutex<Traffic>;
 
 /// A route's traffic since the tunnel started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,20 +24,6 @@ pub struct Traffic {
     pub read_bytes: u64,
     /// Bytes written to connections of this side.
     pub written_bytes: u64,
-}
-
-impl Meter {
-    pub(super) fn traffic(&self) -> Traffic {
-        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        Traffic {
-            open: of(&self.open),
-            closed: of(&self.closed),
-            left_unread: of(&self.left_unread),
-            failed: of(&self.failed),
-            read_bytes: of(&self.read_bytes),
-            written_bytes: of(&self.written_bytes),
-        }
-    }
 }
 
 /// Counts the connections of one listener.
@@ -70,7 +47,7 @@ pub(super) struct Count {
 
 impl Count {
     pub(super) fn new(meter: Arc<Meter>, tally: Option<Arc<dyn Tally>>) -> Self {
-        meter.open.fetch_add(1, Ordering::Relaxed);
+        lock(&meter).open += 1;
         if let Some(tally) = &tally {
             tally.begins();
         }
@@ -82,11 +59,11 @@ impl Count {
     }
 
     pub(super) fn read(&self, bytes: usize) {
-        add(&self.meter.read_bytes, bytes);
+        lock(&self.meter).read_bytes += bytes as u64;
     }
 
     pub(super) fn wrote(&self, bytes: usize) {
-        add(&self.meter.written_bytes, bytes);
+        lock(&self.meter).written_bytes += bytes as u64;
     }
 
     /// Reports how the connection ends. A worse ending replaces a better one. Of two failures the
@@ -116,19 +93,16 @@ pub(super) enum Ending {
 impl Drop for Count {
     fn drop(&mut self) {
         let ending = lock(&self.ending).take().unwrap_or(Ending::Badly(None));
-        self.meter.open.fetch_sub(1, Ordering::Relaxed);
-        let ended = match ending {
-            Ending::Well => &self.meter.closed,
-            Ending::LeftUnread => &self.meter.left_unread,
-            Ending::Badly(_) => &self.meter.failed,
-        };
-        ended.fetch_add(1, Ordering::Relaxed);
+        let mut traffic = lock(&self.meter);
+        traffic.open -= 1;
+        match ending {
+            Ending::Well => traffic.closed += 1,
+            Ending::LeftUnread => traffic.left_unread += 1,
+            Ending::Badly(_) => traffic.failed += 1,
+        }
+        drop(traffic);
         if let Some(tally) = &self.tally {
             tally.ends(ending);
         }
     }
-}
-
-fn add(count: &AtomicU64, bytes: usize) {
-    count.fetch_add(bytes as u64, Ordering::Relaxed);
 }

@@ -56,29 +56,22 @@ fn take(
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
             let Some(handshake) = Handshake::begin(handshakes, stream.peer()) else {
-                let why = "too many control lanes in their handshake".to_owned();
-                return site.report(Event::Rejected { from, why });
+                return site.reject(from, "too many control lanes in their handshake");
             };
             let (own, trunks) = (Arc::clone(site), Arc::clone(trunks));
             site.spawn("dunlin-handshake".to_owned(), move || {
                 let _handshake = handshake;
                 if let Err(failure) = trunks.accept(stream, &opening) {
-                    let why = failure.to_string();
-                    own.report(Event::Rejected { from, why });
+                    own.reject(from, failure);
                 }
             });
         }
         Arrival::Lane { socket, opening } => {
             if let Err(why) = trunks.accept_lane(socket, &opening) {
-                let from = "a lane".to_owned();
-                let why = why.to_owned();
-                site.report(Event::Rejected { from, why });
+                site.reject("a lane", why);
             }
         }
-        Arrival::Rejected { from, reason } => site.report(Event::Rejected {
-            from: from.to_string(),
-            why: harmless(&reason.to_string()),
-        }),
+        Arrival::Rejected { from, reason } => site.reject(from, harmless(&reason.to_string())),
         Arrival::Starved(error) => {
             let text = format!("out of descriptors, cannot accept connections: {error}");
             site.report(Event::Warning(text));

@@ -78,8 +78,7 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                     .refuse_lane(lane, failure.code(), failure.for_peer());
                 hub.settle(&mut core);
             }
-            let (from, why) = ("a lane".to_owned(), failure.to_string());
-            hub.site.report(Event::Rejected { from, why });
+            hub.site.reject("a lane", failure);
             None
         }
     }
@@ -109,10 +108,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
         if core.control.is_over() {
             return Ok(());
         }
-        core.cutters.insert(
-            (Direction::In, lane),
-            Box::new(move || canceller.shutdown()),
-        );
+        core.cutters.insert((Direction::In, lane), canceller);
     }
     let mut header = [0; FRAME_HEADER_BYTES];
     loop {

@@ -89,10 +89,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     if !core.trunk.lane_established(lane, hub.now_ns()) {
         return Err(lost(format!("lane {lane} was opened too late")));
     }
-    core.cutters.insert(
-        (Direction::Out, lane),
-        Box::new(move || canceller.shutdown()),
-    );
+    core.cutters.insert((Direction::Out, lane), canceller);
     hub.settle(&mut core);
     Ok(sender)
 }
@@ -128,25 +125,16 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
             Work::Again { data, token } => send(&mut sender, &data, &token),
             Work::Read { channel, most } => {
                 let most = most as usize;
-                let (found, idle) = read(hub, lane, channel, most, socket, &mut scratch);
-                match found {
-                    // A thread that waits for a full lane cannot watch the sockets.
-                    Some((data, piece)) if is_full(&sender) => {
-                        watch_again(hub, channel, idle);
-                        promote(hub, &hub.lock());
-                        send(&mut sender, &data, &piece)
-                    }
-                    // Send first: the peer waits for the piece, and no thread waits for the watch.
-                    Some((data, piece)) => {
-                        let sent = send(&mut sender, &data, &piece);
-                        watch_again(hub, channel, idle);
-                        sent
-                    }
-                    None => {
-                        watch_again(hub, channel, idle);
-                        Ok(())
-                    }
+                let (found, mut idle) = read(hub, lane, channel, most, socket, &mut scratch);
+                // A thread that waits for a full lane cannot watch the sockets.
+                if found.is_some() && is_full(&sender) {
+                    watch_again(hub, channel, idle.take());
+                    promote(hub, &hub.lock());
                 }
+                let sent = found.map_or(Ok(()), |(data, piece)| send(&mut sender, &data, &piece));
+                // After the send: the peer waits for the piece, and no thread waits for the watch.
+                watch_again(hub, channel, idle);
+                sent
             }
         };
         if let Err(error) = sent {

@@ -15,7 +15,6 @@ use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
 use super::meter::Meter;
 use super::options::{Entrance, Exit, Limits, Routes};
-use super::route::RelayExit;
 use super::status::RouteStatus;
 use super::threads::Threads;
 use dunlin_lane::dial::{Connector, StandardConnector};
@@ -31,18 +30,16 @@ pub(super) struct Site {
     pub(super) sealed: Option<Arc<dyn SealedLanes>>,
     pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
-    exits: Mutex<BTreeMap<String, Exit>>,
-    entrances: Mutex<Vec<Entrance>>,
-    relay_exits: Mutex<Vec<RelayExit>>,
+    routes: Mutex<Routes>,
     /// By route name, for routes that are or were configured.
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// The lane count for each peer address.
-    lanes: Mutex<Vec<(String, u16)>>,
+    lanes: Mutex<BTreeMap<String, u16>>,
     draining: AtomicBool,
     events: SyncSender<Event>,
     /// Events dropped because the queue was full.
     dropped: AtomicUsize,
-    threads: Threads,
+    pub(super) threads: Threads,
     /// Control lanes and relays that are being dialled.
     pub(super) dials: Dials,
 }
@@ -57,14 +54,12 @@ impl Site {
         events: SyncSender<Event>,
     ) -> Self {
         Self {
-            limits: limits.bounded(),
+            limits,
             port,
             sealed,
             connector: Arc::new(StandardConnector),
             identities: Mutex::new(identities),
-            exits: Mutex::new(exits(routes)),
-            entrances: Mutex::new(routes.entrances.clone()),
-            relay_exits: Mutex::new(routes.relays.clone()),
+            routes: Mutex::new(routes.clone()),
             meters: Mutex::default(),
             lanes: Mutex::new(lanes(routes)),
             draining: AtomicBool::new(false),
@@ -78,20 +73,20 @@ impl Site {
     /// Replaces routes and identities for later connections.
     pub(super) fn replace(&self, identities: Identities, routes: &Routes) {
         *lock(&self.identities) = identities;
-        *lock(&self.exits) = exits(routes);
-        lock(&self.entrances).clone_from(&routes.entrances);
-        lock(&self.relay_exits).clone_from(&routes.relays);
+        *lock(&self.routes) = routes.clone();
         *lock(&self.lanes) = lanes(routes);
     }
 
     pub(super) fn exit(&self, route: &str) -> Option<Exit> {
-        lock(&self.exits).get(route).cloned()
+        let routes = lock(&self.routes);
+        routes.exits.iter().find(|one| one.route == route).cloned()
     }
 
     /// The entrance of a route.
     pub(super) fn entrance(&self, route: &str) -> Option<Entrance> {
-        let entrances = lock(&self.entrances);
-        entrances.iter().find(|one| one.route == route).cloned()
+        let routes = lock(&self.routes);
+        let mut entrances = routes.entrances.iter();
+        entrances.find(|one| one.route == route).cloned()
     }
 
     /// The counters of a route.
@@ -103,47 +98,42 @@ impl Site {
     /// The configured routes, and those that still have open connections.
     pub(super) fn routes(&self) -> Vec<RouteStatus> {
         let mut routes = BTreeMap::<String, RouteStatus>::new();
-        for one in lock(&self.entrances).iter() {
-            routes.entry(one.route.clone()).or_default().to = Some(one.to.clone());
+        let configured = lock(&self.routes).clone();
+        for one in configured.entrances {
+            routes.entry(one.route).or_default().to = Some(one.to);
         }
-        for exit in lock(&self.exits).values() {
-            routes.entry(exit.route.clone()).or_default().target = Some(exit.target.clone());
+        for exit in configured.exits {
+            routes.entry(exit.route).or_default().target = Some(exit.target);
         }
-        for exit in lock(&self.relay_exits).iter() {
-            routes.entry(exit.route.clone()).or_default().target = Some(exit.target.clone());
-        }
-        let mut meters = lock(&self.meters);
-        for (route, meter) in meters.iter() {
-            if meter.traffic().open > 0 {
-                routes.entry(route.clone()).or_default();
-            }
+        for exit in configured.relays {
+            routes.entry(exit.route).or_default().target = Some(exit.target);
         }
         // A route that was removed and has no open connections starts at zero if it is added again.
-        meters.retain(|route, _| routes.contains_key(route));
+        lock(&self.meters).retain(|route, meter| {
+            let traffic = *lock(meter);
+            if traffic.open > 0 {
+                routes.entry(route.clone()).or_default();
+            }
+            let status = routes.get_mut(route);
+            status.map(|status| status.traffic = traffic).is_some()
+        });
         for (route, status) in &mut routes {
             status.route.clone_from(route);
-            status.traffic = meters
-                .get(route)
-                .map(|meter| meter.traffic())
-                .unwrap_or_default();
         }
         routes.into_values().collect()
     }
 
     /// Raises the lane count for a peer to at least `lanes`, until the routes are replaced.
     pub(super) fn raise_lanes(&self, to: &str, lanes: u16) {
-        for (at, most) in lock(&self.lanes).iter_mut() {
-            if at == to {
-                *most = (*most).max(lanes);
-            }
+        if let Some(most) = lock(&self.lanes).get_mut(to) {
+            *most = (*most).max(lanes);
         }
     }
 
     /// The lane count of a trunk that this side dials to this address.
     pub(super) fn lanes_to(&self, to: &str) -> u16 {
-        let lanes = lock(&self.lanes);
-        let found = lanes.iter().find(|(at, _)| at == to);
-        found.map_or(self.limits.lanes, |(_, lanes)| *lanes)
+        let lanes = lock(&self.lanes).get(to).copied();
+        lanes.unwrap_or(self.limits.lanes)
     }
 
     pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
@@ -183,6 +173,12 @@ impl Site {
         }
     }
 
+    /// Reports that a connection of a peer was rejected.
+    pub(super) fn reject(&self, from: impl ToString, why: impl ToString) {
+        let (from, why) = (from.to_string(), why.to_string());
+        self.report(Event::Rejected { from, why });
+    }
+
     /// Starts a thread that is joined when the tunnel ends. Reports a failure as an event.
     pub(super) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> bool {
         self.spawn_in(&self.threads, name, body)
@@ -210,25 +206,14 @@ impl Site {
     pub(super) fn is_draining(&self) -> bool {
         self.draining.load(Ordering::SeqCst)
     }
-
-    /// Waits for all threads; the caller has made them end.
-    pub(super) fn join(&self) {
-        self.threads.join();
-    }
-}
-
-fn exits(routes: &Routes) -> BTreeMap<String, Exit> {
-    let named = |exit: &Exit| (exit.route.clone(), exit.clone());
-    routes.exits.iter().map(named).collect()
 }
 
 /// The largest lane count of the routes to each address.
-fn lanes(routes: &Routes) -> Vec<(String, u16)> {
-    let mut lanes = BTreeMap::<&str, u16>::new();
+fn lanes(routes: &Routes) -> BTreeMap<String, u16> {
+    let mut lanes = BTreeMap::new();
     for entrance in &routes.entrances {
-        let most = lanes.entry(&entrance.to).or_default();
-        *most = (*most).max(entrance.lanes);
+        let most = lanes.entry(entrance.to.clone()).or_default();
+        *most = entrance.lanes.max(*most);
     }
-    let owned = |(to, lanes): (&str, u16)| (to.to_owned(), lanes);
-    lanes.into_iter().map(owned).collect()
+    lanes
 }

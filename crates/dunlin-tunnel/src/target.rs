@@ -13,30 +13,40 @@ use std::time::Instant;
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::signals::unblock_in;
 use dunlin_linux::socket::connect_unix_unless;
+use dunlin_proto::fault::FaultCode;
 
 use super::counted::Counted;
 use super::event::Event;
+use super::failure::{Failure, OrFailure};
+use super::meter::Count;
 use super::route::Target;
 use super::site::Site;
-use super::socket::Stream;
+use super::socket::{Socket, Stream};
 
-/// Connects to a target. `programs` counts the programs that were started for the same peers and
-/// have not ended.
+/// Connects a channel of `route` to a target. `programs` counts the programs that were started for
+/// the same peers and have not ended.
 ///
 /// # Errors
-/// The target cannot be reached before `deadline`, or `stop` becomes readable first.
+/// The target cannot be reached in time, or `stop` becomes readable first.
 pub(super) fn open(
     site: &Arc<Site>,
     programs: &Arc<AtomicUsize>,
+    route: &str,
     target: &Target,
-    deadline: Instant,
     stop: &Wakeup,
-) -> io::Result<Stream> {
-    match target {
-        Target::Unix(path) => Stream::unix(connect_unix_unless(path, deadline, stop)?),
-        Target::Tcp(to) => Stream::tcp(site.connector.connect(to, deadline, stop)?),
+) -> Result<Socket, Failure> {
+    let deadline = Instant::now() + site.limits.connect;
+    let opened = match target {
+        Target::Unix(path) => connect_unix_unless(path, deadline, stop).and_then(Stream::unix),
+        Target::Tcp(to) => site
+            .connector
+            .connect(to, deadline, stop)
+            .and_then(Stream::tcp),
         Target::Exec(words) => execute(site, programs, words),
-    }
+    };
+    let text = format!("route {route:?}: {target} cannot be reached");
+    let stream = opened.or_failure(FaultCode::TargetUnreachable, text)?;
+    Ok(stream.counted(Count::new(site.meter(route), None)))
 }
 
 /// Starts a program with one end of a socket pair as its standard input and output.

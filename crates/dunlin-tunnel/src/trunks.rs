@@ -110,34 +110,32 @@ impl Trunks {
         };
         let mut peerings = lock(&self.peerings);
         let same = |one: &&mut Peering| one.destination == destination;
-        let failure = match peerings.iter_mut().find(same) {
-            Some(peering) => match &mut peering.state {
-                State::Dialling(waiting) if waiting.len() < WAITING => {
-                    return waiting.push(connection);
-                }
-                State::Dialling(_) => {
-                    let text = format!("{WAITING} connections already wait for {}", entrance.to);
-                    Failure::new(FaultCode::Busy, text)
-                }
-                State::Up(hub) => match self.open(hub, &connection) {
-                    Ok(()) => return,
-                    Err(OpenError::Over) => {
-                        // If the peer is still refused, the next handshake returns the reason.
-                        peering.state = State::Dialling(vec![connection]);
-                        drop(peerings);
-                        return self.dial(destination);
-                    }
-                    Err(error) => of_open(&error),
-                },
-            },
-            None => {
-                peerings.push(Peering {
-                    destination: destination.clone(),
-                    state: State::Dialling(vec![connection]),
-                });
-                drop(peerings);
-                return self.dial(destination);
+        let Some(peering) = peerings.iter_mut().find(same) else {
+            peerings.push(Peering {
+                destination: destination.clone(),
+                state: State::Dialling(vec![connection]),
+            });
+            drop(peerings);
+            return self.dial(destination);
+        };
+        let failure = match &mut peering.state {
+            State::Dialling(waiting) if waiting.len() < WAITING => {
+                return waiting.push(connection);
             }
+            State::Dialling(_) => {
+                let text = format!("{WAITING} connections already wait for {}", entrance.to);
+                Failure::new(FaultCode::Busy, text)
+            }
+            State::Up(hub) => match self.open(hub, &connection) {
+                Ok(()) => return,
+                Err(OpenError::Over) => {
+                    // If the peer is still refused, the next handshake returns the reason.
+                    peering.state = State::Dialling(vec![connection]);
+                    drop(peerings);
+                    return self.dial(destination);
+                }
+                Err(error) => of_open(&error),
+            },
         };
         drop(peerings);
         self.refuse(&connection, failure);
@@ -154,8 +152,7 @@ impl Trunks {
     fn dial(self: &Arc<Self>, to: Destination) {
         let (trunks, there) = (Arc::clone(self), to.clone());
         let body = move || {
-            let lanes = trunks.site.lanes_to(&there.to);
-            let made = trunks.make(&there, lanes);
+            let made = trunks.make(&there);
             let hub = made.as_ref().ok().cloned();
             trunks.dialled(&there, made);
             // An on-demand listener may have raised the lane count during the dial.
@@ -170,11 +167,11 @@ impl Trunks {
     }
 
     /// Dials a trunk and starts it.
-    fn make(self: &Arc<Self>, to: &Destination, lanes: u16) -> Result<Arc<Hub>, Failure> {
+    fn make(self: &Arc<Self>, to: &Destination) -> Result<Arc<Hub>, Failure> {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.vanished;
         let selected = Selected::dial(site, to, random()?, 1, deadline)?;
-        let agreed = selected.agree(site, to.clone(), lanes)?;
+        let agreed = selected.agree(site, to.clone())?;
         let kept = self.keep(agreed)?;
         let hub = Arc::clone(&kept.hub);
         self.start(kept);
@@ -185,12 +182,12 @@ impl Trunks {
     fn dialled(&self, to: &Destination, made: Result<Arc<Hub>, Failure>) {
         let mut peerings = lock(&self.peerings);
         let same =
-            |one: &Peering| one.destination == *to && matches!(one.state, State::Dialling(_));
-        let Some(at) = peerings.iter().position(same) else {
-            return;
-        };
-        let Peering { destination, state } = peerings.swap_remove(at);
-        let State::Dialling(dialling) = state else {
+            |one: &mut Peering| one.destination == *to && matches!(one.state, State::Dialling(_));
+        let Some(Peering {
+            destination,
+            state: State::Dialling(dialling),
+        }) = peerings.extract_if(.., same).next()
+        else {
             return;
         };
         let refused: Vec<_> = match made {
@@ -204,11 +201,10 @@ impl Trunks {
                 dialling.into_iter().filter_map(open).collect()
             }
             Err(failure) => {
+                let (to, why) = (to.to.clone(), failure.clone());
+                self.site.report(Event::TrunkFailed { to, failure: why });
                 let refused = dialling.into_iter().map(|one| (one, failure.clone()));
-                let refused = refused.collect();
-                let to = to.to.clone();
-                self.site.report(Event::TrunkFailed { to, failure });
-                refused
+                refused.collect()
             }
         };
         drop(peerings);

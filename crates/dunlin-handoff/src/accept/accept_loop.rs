@@ -13,7 +13,7 @@ use dunlin_proto::limits::MAX_CLIENT_FLIGHT_BYTES;
 use super::client::{Client, HelloBuffer, Step};
 use super::forwarded::Forwarded;
 use super::shared::Shared;
-use super::token::{Of, Side, token};
+use super::token::{Side, token};
 use super::{Event, Refusal, deliver};
 use dunlin_lane::accept::is_shortage;
 
@@ -123,7 +123,7 @@ impl AcceptLoop {
                     let number = self.next;
                     self.next += 1;
                     let client = Client::new(stream, from, limits.opening).and_then(|client| {
-                        let token = token(number, Of::Undecided);
+                        let token = token(number, None);
                         self.shared.epoll.add_news(&client.stream, token, true)?;
                         Ok(client)
                     });
@@ -179,7 +179,7 @@ impl AcceptLoop {
         if let Some(client) = self.clients.remove(&number)
             && !client.lingers()
         {
-            let name = client.name().map(str::to_owned);
+            let name = client.name.clone();
             self.shared.refused(client.from, name, refusal);
         }
     }
@@ -202,14 +202,14 @@ impl AcceptLoop {
             Step::Wait => {}
             Step::Gone => drop(self.clients.remove(&number)),
             Step::Refused(refusal) => {
-                let name = client.name().map(str::to_owned);
+                let name = client.name.clone();
                 shared.refused(client.from, name, refusal);
             }
             step => {
                 let Some(client) = self.clients.remove(&number) else {
                     return;
                 };
-                let (from, name) = (client.from, client.name().map(str::to_owned));
+                let (from, name) = (client.from, client.name.clone());
                 // epoll reports the socket until its last descriptor in any process is closed.
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));

@@ -35,7 +35,7 @@ pub(super) struct Client {
     pub(super) deadline: Instant,
     pub(super) began: Instant,
     /// The requested name, once known.
-    name: Option<String>,
+    pub(super) name: Option<String>,
     stage: Stage,
 }
 
@@ -88,10 +88,6 @@ impl Client {
 
     pub(super) fn lingers(&self) -> bool {
         matches!(self.stage, Stage::Lingering(_))
-    }
-
-    pub(super) fn name(&self) -> Option<&str> {
-        self.name.as_deref()
     }
 
     /// Proceeds until the socket has no more bytes. `ended`: no more bytes will arrive.
@@ -157,7 +153,7 @@ impl Client {
 
     /// The requested name, if it is one of ours.
     pub(super) fn own(&self, shared: &Shared) -> Option<usize> {
-        let name = self.name()?;
+        let name = self.name.as_deref()?;
         let mut names = shared.options.names.iter();
         names.position(|own| own.name.eq_ignore_ascii_case(name))
     }

@@ -18,7 +18,7 @@ use dunlin_linux::socket::{connect_unix_unless, set_reset_on_close};
 
 use super::forwarded::Forwarded;
 use super::shared::Shared;
-use super::token::{Of, Side, token};
+use super::token::{Side, token};
 use super::{Event, Other, Refusal, Target};
 use crate::connect::keep_alive;
 use dunlin_lane::dial::{Connector, StandardConnector};
@@ -51,15 +51,15 @@ impl Forwarded {
         hello_bytes: usize,
     ) {
         let refused = |refusal| shared.refused(from, name.clone(), refusal);
-        if !make_room(shared, Instant::now()) {
-            reset(&client);
-            return refused(Refusal::Full(shared.options.limits.forwarded));
-        }
-        let stop = match Stop::new() {
+        let stop = match make_room(shared, Instant::now()) {
+            true => Stop::new().map_err(Refusal::Io),
+            false => Err(Refusal::Full(shared.options.limits.forwarded)),
+        };
+        let stop = match stop {
             Ok(stop) => stop,
-            Err(error) => {
+            Err(refusal) => {
                 reset(&client);
-                return refused(Refusal::Io(error));
+                return refused(refusal);
             }
         };
         let own = Arc::new(Self {
@@ -164,7 +164,7 @@ impl Forwarded {
     fn carry(&self, shared: &Arc<Shared>, server: &Server) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
         // The next read or write finds a reset that is missed here.
-        let watched = |side| token(self.number, Of::Forwarded(side));
+        let watched = |side| token(self.number, Some(side));
         let _ = shared
             .epoll
             .add_news(&self.client, watched(Side::Client), false);
@@ -223,11 +223,8 @@ impl Forwarded {
             }
         };
         // After both ends, either program may close in any way.
-        match self
-            .has_ended
-            .iter()
-            .any(|ended| ended.load(Ordering::SeqCst))
-        {
+        let mut ended = self.has_ended.iter();
+        match ended.any(|ended| ended.load(Ordering::SeqCst)) {
             true => Ok(()),
             false => Err(Refusal::Broken(error)),
         }

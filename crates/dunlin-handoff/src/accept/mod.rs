@@ -266,12 +266,9 @@ pub enum Event {
 
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let who = |f: &mut fmt::Formatter<'_>, from: &SocketAddr, name: &Option<String>| {
-            write!(f, "client {from}")?;
-            match name {
-                Some(name) => write!(f, " for {name}"),
-                None => Ok(()),
-            }
+        let who = |from: &SocketAddr, name: &Option<String>| match name {
+            Some(name) => format!("client {from} for {name}"),
+            None => format!("client {from}"),
         };
         match self {
             Self::HandedOver { arrived, to } => {
@@ -286,18 +283,12 @@ impl fmt::Display for Event {
                     arrived.chosen
                 )
             }
-            Self::Forwarded { from, name } => {
-                who(f, from, name)?;
-                f.write_str(" is forwarded")
-            }
+            Self::Forwarded { from, name } => write!(f, "{} is forwarded", who(from, name)),
             Self::Refused {
                 from,
                 name,
                 refusal,
-            } => {
-                who(f, from, name)?;
-                write!(f, " is refused: {refusal}")
-            }
+            } => write!(f, "{} is refused: {refusal}", who(from, name)),
             Self::NoKernelTls(refused) => write!(
                 f,
                 "warning: clients of hand-off names are refused, all others are forwarded: {refused}"

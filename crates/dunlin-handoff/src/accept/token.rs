@@ -7,18 +7,7 @@ pub(super) enum Side {
     Server,
 }
 
-/// The kind of a socket, in addition to its client's number.
-#[derive(Clone, Copy)]
-pub(super) enum Of {
-    Undecided,
-    Forwarded(Side),
-}
-
-pub(super) fn token(number: u64, of: Of) -> u64 {
-    number << 2
-        | match of {
-            Of::Undecided => 0,
-            Of::Forwarded(Side::Client) => 1,
-            Of::Forwarded(Side::Server) => 2,
-        }
+/// The token of a client's socket: `None` while it is undecided, a side once it is forwarded.
+pub(super) fn token(number: u64, side: Option<Side>) -> u64 {
+    number << 2 | side.map_or(0, |side| side as u64 + 1)
 }

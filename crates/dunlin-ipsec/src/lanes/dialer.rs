@@ -1,7 +1,6 @@
 //! The side that opens lanes: sessions with a peer, and connections from their ports.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::mem;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex};
@@ -16,13 +15,10 @@ use super::{IpsecLanes, Shared};
 use crate::PortRange;
 use crate::dial;
 use crate::error::IpsecError;
-use crate::options::Options;
 use crate::session::{ends, random};
-use dunlin_lane::accept::Arrival;
 use dunlin_lane::data::{DataSender, PlainConsent, STALL_LIMIT};
 use dunlin_lane::dial::{DialError, LaneDialer, LaneRequest};
 use dunlin_lane::peers::Principal;
-use dunlin_lane::security::SealedLanes;
 use dunlin_lane::sync::{lock, wait};
 
 /// How many blocks of ports to try before giving up.
@@ -34,6 +30,7 @@ const STEP: Duration = Duration::from_millis(50);
 
 /// Opens lanes over IPsec. Dropping it ends its sessions, which waits until their connections are
 /// closed, or for the options' `quiet_wait`.
+#[derive(Debug)]
 pub struct IpsecDialer {
     lanes: IpsecLanes,
     /// Keyed by endpoint and required peer: a session is between two addresses.
@@ -44,7 +41,7 @@ pub struct IpsecDialer {
 /// An endpoint and the peer that must answer there.
 type Destination = (String, Principal);
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Toward {
     /// Whether a thread is setting up a session.
     is_making: bool,
@@ -81,14 +78,6 @@ impl LaneDialer for IpsecDialer {
     }
 }
 
-impl fmt::Debug for IpsecDialer {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("IpsecDialer")
-            .finish_non_exhaustive()
-    }
-}
-
 impl IpsecDialer {
     /// Creates a dialer without a session; the first lane starts one.
     #[must_use]
@@ -118,13 +107,6 @@ impl IpsecDialer {
                 other => return other,
             }
         }
-    }
-
-    /// Renews the keys of what this side sends.
-    pub fn rekey(&self) {
-        let toward = lock(&self.toward);
-        let all = toward.values().flat_map(|one| &one.sessions);
-        all.for_each(|one| one.session.rekey());
     }
 
     fn shared(&self) -> &Shared {
@@ -190,16 +172,11 @@ impl IpsecDialer {
             }
             let chosen = u64::from_le_bytes(*session.last_chunk().unwrap_or(&[0; 8]));
             let ports = blocks.swap_remove((chosen % blocks.len() as u64) as usize);
-            let options = Options {
-                ports,
-                timeout: shared
-                    .site
-                    .options
-                    .timeout
-                    .min(request.deadline.saturating_duration_since(Instant::now())),
-                ..shared.site.options.clone()
-            };
-            let (connector, limit) = (&**request.connector, options.timeout);
+            let mut options = shared.site.options.clone();
+            let left = request.deadline.saturating_duration_since(Instant::now());
+            let limit = options.timeout.min(left);
+            (options.ports, options.timeout) = (ports, limit);
+            let connector = &**request.connector;
             let to = request.endpoint;
             let opened = dial::open((to, connector), request.tls, session, limit, request.cancel);
             let control = opened.map_err(cancelled_or)?;
@@ -222,15 +199,5 @@ impl IpsecDialer {
         }
         let ports = shared.site.options.ports.to_string();
         Err(LaneError::NoPort { ports })
-    }
-}
-
-impl SealedLanes for IpsecLanes {
-    fn dialer(&self) -> Arc<dyn LaneDialer> {
-        Arc::new(IpsecDialer::new(self.clone()))
-    }
-
-    fn take(&self, arrival: Arrival) -> Option<Arrival> {
-        self.take_in(arrival)
     }
 }

@@ -48,15 +48,17 @@ pub use dialer::IpsecDialer;
 pub use session::{LaneError, LaneHold, ProtectedLane};
 
 use super::acceptor::{Held, Site};
-use super::error::{IpsecError, in_words};
+use super::error::IpsecError;
 use super::session::clean_up_lanes;
 use super::tables::Tables;
-use super::{Event, Observer, Options, PortRange, Status};
+use super::{Observer, Options, PortRange, Status};
 use dunlin_lane::accept::{Arrival, LaneSocket};
 use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
+use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::security::SealedLanes;
 use dunlin_lane::sync::lock;
 use session::{LaneSession, refresh_route};
 
@@ -100,11 +102,8 @@ struct Shared {
     answering: Mutex<Vec<Answering>>,
 }
 
-/// The offer of a session by a peer.
-struct Offered {
-    control: ControlStream,
-    opening: Opening,
-}
+/// The offer of a session by a peer, and its control connection.
+type Offered = (ControlStream, Opening);
 
 /// An accepted lane that still answers by the fallback SA.
 struct Answering {
@@ -138,14 +137,10 @@ impl IpsecLanes {
     /// The kernel or this process lacks something, or the range contains no block of ports.
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
-        // The observer has been notified of anything that cannot be removed.
         clean_up_lanes(&options, &observer)?;
-        let cpus = options.cpus.clone();
-        let options = Options {
-            // SAs for CPUs are requested when the first lane needs one.
-            cpus: Vec::new(),
-            ..options
-        };
+        let mut options = options;
+        // SAs for CPUs are requested when the first lane needs one.
+        let cpus = std::mem::take(&mut options.cpus);
         let shared = Arc::new(Shared {
             site: Site {
                 held: Arc::default(),
@@ -167,30 +162,6 @@ impl IpsecLanes {
             offers: Some(offers),
             keeper: Some(keeper),
         })))
-    }
-
-    /// Takes offers of IPsec sessions from what arrives at a listener of lanes; returns anything
-    /// else.
-    fn take_in(&self, arrival: Arrival) -> Option<Arrival> {
-        let Arrival::Control { stream, opening } = arrival else {
-            return Some(arrival);
-        };
-        let is_ours =
-            matches!(&opening, Opening::Offer(offer) if offer.required.contains(Features::IPSEC));
-        if !is_ours {
-            return Some(Arrival::Control { stream, opening });
-        }
-        let from = harmless(&stream.peer().to_string());
-        let control = stream;
-        let taken = self.0.offers.as_ref().map(|offers| {
-            // On failure the connection is dropped, and so closed, without an answer.
-            offers.try_send(Offered { control, opening }).is_ok()
-        });
-        if taken != Some(true) {
-            let why = "too many IPsec sessions requested at once".to_owned();
-            self.0.shared.tell(&Event::Rejected { from, why });
-        }
-        None
     }
 
     /// Checks that a plain lane of a session with this peer uses the SAs of an IPsec session with
@@ -251,13 +222,37 @@ impl IpsecLanes {
 
     /// Renews the keys of everything that this side sends.
     pub fn rekey(&self) {
-        let shared = &self.0.shared;
-        lock(&shared.site.held)
-            .iter()
-            .for_each(|one| one.session.rekey());
-        for begun in shared.begun() {
+        self.0.shared.site.rekey();
+        for begun in self.0.shared.begun() {
             begun.session.rekey();
         }
+    }
+}
+
+impl SealedLanes for IpsecLanes {
+    fn dialer(&self) -> Arc<dyn LaneDialer> {
+        Arc::new(IpsecDialer::new(self.clone()))
+    }
+
+    /// Takes offers of IPsec sessions from what arrives at a listener of lanes; returns anything
+    /// else.
+    fn take(&self, arrival: Arrival) -> Option<Arrival> {
+        let Arrival::Control { stream, opening } = arrival else {
+            return Some(arrival);
+        };
+        let is_ours =
+            matches!(&opening, Opening::Offer(offer) if offer.required.contains(Features::IPSEC));
+        if !is_ours {
+            return Some(Arrival::Control { stream, opening });
+        }
+        let from = harmless(&stream.peer().to_string());
+        // On failure the connection is dropped, and so closed, without an answer.
+        let offered = |offers: &SyncSender<_>| offers.try_send((stream, opening)).is_ok();
+        if !self.0.offers.as_ref().is_some_and(offered) {
+            let why = "too many IPsec sessions requested at once";
+            self.0.shared.site.reject(&from, why);
+        }
+        None
     }
 }
 
@@ -306,13 +301,7 @@ impl Shared {
         let mut watched = Instant::now();
         loop {
             match offered.recv_timeout(TICK) {
-                Ok(Offered { control, opening }) => {
-                    let from = harmless(&control.peer().to_string());
-                    if let Err(error) = self.site.begin(control, &opening) {
-                        let why = in_words(&error);
-                        self.tell(&Event::Rejected { from, why });
-                    }
-                }
+                Ok((control, opening)) => self.site.begin_or_reject(control, &opening),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
@@ -327,17 +316,11 @@ impl Shared {
                 begun.iter().for_each(|one| one.watch(&self.site.observer));
             }
         }
-        lock(&self.site.held)
-            .iter()
-            .for_each(|one| one.session.end());
+        self.site.end();
         while !lock(&self.site.held).is_empty() {
             thread::sleep(TICK);
             self.site.remove_ended();
         }
-    }
-
-    fn tell(&self, event: &Event) {
-        (self.site.observer)(event);
     }
 
     fn begun(&self) -> Vec<Arc<LaneSession>> {
@@ -417,14 +400,10 @@ fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
 /// Checks in advance for what would make the first lane fail.
 fn check(options: &Options) -> Result<(), IpsecError> {
     has_a_block(options.ports)?;
-    let kernel = |source| IpsecError::Kernel {
-        doing: "checking the kernel's IPsec".to_owned(),
-        source,
-    };
     let tables = Tables::open(None)?;
     tables.have_esp()?;
     match options.mode {
-        Mode::Connection => tables.xfrm.policies().map(drop).map_err(kernel),
+        Mode::Connection => tables.policies().map(drop),
         Mode::Cpu => tables.need_per_cpu_sas(),
     }
 }

@@ -1,7 +1,6 @@
 //! A session with a peer, and the lanes that use its SAs.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::io;
 use std::mem;
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -21,7 +20,8 @@ use crate::error::IpsecError;
 use crate::event::{Event, Observer};
 use crate::options::Options;
 use crate::session::Session;
-use crate::sockets::{Connection, connections};
+use crate::sock_diag::TcpConnection;
+use crate::sockets::connections;
 use crate::{AssociationStatus, Direction, PortRange};
 use dunlin_lane::data::LaneGuard;
 use dunlin_lane::dial::LaneRequest;
@@ -104,6 +104,7 @@ impl LaneError {
 }
 
 /// A session and its lanes.
+#[derive(Debug)]
 pub(super) struct LaneSession {
     pub(super) session: Session,
     pub(super) ports: PortRange,
@@ -121,6 +122,7 @@ pub(super) struct LaneSession {
 }
 
 /// The entry of a lane in its session.
+#[derive(Debug)]
 struct LaneEntry {
     number: u64,
     /// The CPU; `None` in mode connection.
@@ -139,6 +141,7 @@ pub struct ProtectedLane {
 }
 
 /// The entry of a lane in its session; dropped with the lane.
+#[derive(Debug)]
 pub struct LaneHold(Arc<LaneEntry>);
 
 impl LaneGuard for LaneHold {
@@ -161,15 +164,6 @@ impl LaneHold {
     #[must_use]
     pub fn cpu(&self) -> Option<u32> {
         self.0.cpu
-    }
-}
-
-impl fmt::Debug for LaneHold {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("LaneHold")
-            .field("cpu", &self.0.cpu)
-            .finish()
     }
 }
 
@@ -227,6 +221,11 @@ impl LaneSession {
             let port = self.ports.first() + ((start + at) % count) as u16;
             let mut local = self.local;
             local.set_port(port);
+            let failed = |source| LaneError::Connect {
+                from: port,
+                to: self.peer,
+                source,
+            };
             let connected = request.connector.connect_from(
                 local,
                 self.peer,
@@ -242,30 +241,16 @@ impl LaneSession {
                         let own = Sender::Connection { from: port, to };
                         self.await_own(own, request)?;
                     }
-                    let same = stream.try_clone().map_err(|source| LaneError::Connect {
-                        from: port,
-                        to: self.peer,
-                        source,
-                    })?;
+                    let same = stream.try_clone().map_err(failed)?;
                     let _ = entry.stream.set(same);
                     let hold = LaneHold(entry);
                     return Ok(ProtectedLane { stream, hold });
                 }
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable
-                    ) => {}
-                Err(source) if source.kind() == io::ErrorKind::ConnectionAborted => {
-                    return Err(LaneError::Stopped);
-                }
-                Err(source) => {
-                    return Err(LaneError::Connect {
-                        from: port,
-                        to: self.peer,
-                        source,
-                    });
-                }
+                Err(source) => match source.kind() {
+                    io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable => {}
+                    io::ErrorKind::ConnectionAborted => return Err(LaneError::Stopped),
+                    _ => return Err(failed(source)),
+                },
             }
         }
         let ports = self.ports.to_string();
@@ -310,7 +295,7 @@ impl LaneSession {
         }
     }
 
-    fn has(&self, connection: &Connection) -> bool {
+    fn has(&self, connection: &TcpConnection) -> bool {
         connection.local.ip() == self.local.ip().to_canonical()
             && connection.peer.ip() == self.peer.ip().to_canonical()
             && self.ports.contains(connection.local.port())

@@ -159,14 +159,7 @@ impl Driver {
             self.tables.remove_all(&gone, &mut record)?;
             // A replaced policy now belongs to this session, and the old record no longer waits for
             // it.
-            for object in record.objects().to_vec() {
-                if object
-                    .policy()
-                    .is_some_and(|policy| replaces(&adoption.begin, policy))
-                {
-                    record.gone(&object)?;
-                }
-            }
+            record.policies_gone(|policy| replaces(&adoption.begin, policy))?;
             let path = record.path().to_owned();
             if connections == 0 {
                 record.forget()?;

@@ -26,7 +26,8 @@ use crate::error::{IpsecError, in_words};
 use crate::event::{Event, Observer};
 use crate::options::Options;
 use crate::record::{Record, RecordDirectory};
-use crate::sockets::{Connection, connections};
+use crate::sock_diag::TcpConnection;
+use crate::sockets::connections;
 use crate::tables::{Tables, still_used};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::sync::lock;
@@ -84,7 +85,7 @@ pub(super) struct Blocked {
     /// SAs to be removed, with the time; the earliest first.
     late: Late,
     /// Connections for which an SA was requested.
-    known: BTreeSet<Connection>,
+    known: BTreeSet<Sender>,
     /// When the policies and SAs were last verified.
     verified: Instant,
 }
@@ -384,34 +385,28 @@ impl Driver {
     /// that has ended.
     fn follow_connections(&mut self) -> Result<(), IpsecError> {
         let parameters = self.parameters()?;
-        let ours = |one: &Connection| {
+        let ours = |one: &TcpConnection| {
             one.local.ip() == parameters.local
                 && one.peer.ip() == parameters.peer
                 && parameters.covers(one.local.port(), one.peer.port())
         };
-        let all = connections()?;
-        let sender = |one: &Connection| Sender::Connection {
+        let sender = |one: &TcpConnection| Sender::Connection {
             from: one.local.port(),
             to: one.peer.port(),
         };
-        let open: BTreeSet<Sender> = all.iter().filter(|one| ours(one)).map(sender).collect();
+        let mut all = connections()?;
+        all.retain(ours);
+        let open: BTreeSet<Sender> = all.iter().map(sender).collect();
         let Ports::Blocked(blocked) = &mut self.ports else {
             return Ok(());
         };
-        let known = &mut blocked.known;
-        known.retain(|one| {
-            let stays = open.contains(&sender(one));
-            if !stays {
-                self.exchange.release(sender(one));
-            }
-            stays
-        });
-        for one in all
-            .into_iter()
-            .filter(|one| ours(one) && one.is_established)
-        {
-            if known.insert(one) {
-                self.exchange.want(sender(&one));
+        for gone in blocked.known.extract_if(.., |one| !open.contains(one)) {
+            self.exchange.release(gone);
+        }
+        let established = all.iter().filter(|one| one.is_established());
+        for sender in established.map(sender) {
+            if blocked.known.insert(sender) {
+                self.exchange.want(sender);
             }
         }
         Ok(())
@@ -512,12 +507,8 @@ fn is_asked_for(why: &IpsecError) -> bool {
 /// Removes from `late` all steps for outbound SAs, due or not, and returns them.
 fn lingering(late: &mut Late) -> Vec<Step> {
     let outbound = |step: &Step| matches!(step, Step::Remove(Object::Association(one)) if one.direction == Direction::Out);
-    let (now, later) = std::mem::take(late)
-        .into_iter()
-        .partition(|(_, steps)| steps.iter().any(outbound));
-    *late = later;
-    let now: Late = now;
-    now.into_iter().flat_map(|(_, steps)| steps).collect()
+    let now = late.extract_if(.., |(_, steps)| steps.iter().any(outbound));
+    now.flat_map(|(_, steps)| steps).collect()
 }
 
 /// Removes the steps that are due from `late` and returns them; also the oldest while there are

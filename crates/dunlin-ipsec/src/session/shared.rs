@@ -23,7 +23,7 @@ pub(super) enum Command {
 }
 
 /// The status of a session for other threads.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct SharedStatus {
     /// What both sides have agreed on.
     pub(super) parameters: Option<SessionParameters>,

@@ -11,25 +11,31 @@ use crate::netlink::{Failure, Link, Request, number};
 /// How many times to read a list that changes during the read before using it as it is.
 const ATTEMPTS: usize = 4;
 
-/// A connection. Its state is a number of include/net/tcp_states.h.
+/// A connection of this host. An IPv4 address has IPv4 form regardless of the socket's family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TcpConnection {
-    /// The local address.
-    pub local: SocketAddr,
-    /// The peer's address.
-    pub peer: SocketAddr,
-    /// The state.
-    pub state: u8,
+pub(crate) struct TcpConnection {
+    pub(crate) local: SocketAddr,
+    pub(crate) peer: SocketAddr,
+    /// A number of include/net/tcp_states.h.
+    pub(crate) state: u8,
+}
+
+impl TcpConnection {
+    pub(crate) const ESTABLISHED: u8 = 1;
+
+    /// Whether its handshake is complete and neither side has closed it.
+    pub(crate) fn is_established(&self) -> bool {
+        self.state == Self::ESTABLISHED
+    }
 }
 
 /// Returns the connections of the calling thread's network namespace in the given states; `states`
-/// is a bit mask. Connections without an owner are included. An IPv4 address has IPv4 form
-/// regardless of the socket's family.
+/// is a bit mask. Connections without an owner are included.
 ///
 /// # Errors
 /// Errors of socket(2) and netlink; `NotFound` if the kernel has no inet_diag; `InvalidData` for a
 /// malformed answer.
-pub fn tcp_connections(states: u32) -> io::Result<Vec<TcpConnection>> {
+pub(crate) fn tcp_connections(states: u32) -> io::Result<Vec<TcpConnection>> {
     let mut link = Link::open(libc::NETLINK_SOCK_DIAG)?;
     let mut connections = Vec::new();
     for family in [libc::AF_INET, libc::AF_INET6] {
@@ -146,7 +152,7 @@ mod tests {
     /// Some kernels have no inet_diag, and some processes no netlink sockets.
     #[test]
     fn the_kernel_lists_a_connection_by_its_state() {
-        const ESTABLISHED: u8 = 1;
+        const ESTABLISHED: u8 = TcpConnection::ESTABLISHED;
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let at = listener.local_addr().unwrap();
         let near = TcpStream::connect(at).unwrap();

@@ -15,6 +15,7 @@ use super::values::{
     Action, Algorithm, Counters, Installed, KeyAndSalt, Network, Policy, Protocol, Selector,
     StateId,
 };
+use crate::netlink;
 use dunlin_proto::ipsec::object::{Direction, Encapsulation};
 use dunlin_proto::ipsec::ports::PortBlock;
 
@@ -103,10 +104,8 @@ pub(super) fn has_key(body: &[u8], key: &KeyAndSalt) -> bool {
         .map_while(Result::ok)
         .filter(|attribute| attribute.kind() == uapi::XFRMA_ALG_AEAD)
         .any(|attribute| {
-            attribute
-                .value()
-                .get(NAME_BYTES + 8..)
-                .and_then(|rest| rest.first_chunk::<{ KeyAndSalt::BYTES }>())
+            let held = attribute.value().get(NAME_BYTES + 8..);
+            held.and_then(|rest| rest.first_chunk::<{ KeyAndSalt::BYTES }>())
                 .is_some_and(|held| {
                     let pairs = held.iter().zip(key.bytes());
                     pairs.fold(0, |differing, (one, other)| differing | (one ^ other)) == 0
@@ -220,9 +219,6 @@ fn address(family: u16, address: &Address) -> Result<IpAddr, &'static str> {
 }
 
 fn number(value: &[u8], at: usize) -> Result<u32, &'static str> {
-    value
-        .get(at..)
-        .and_then(|rest| rest.first_chunk())
-        .map(|bytes| u32::from_ne_bytes(*bytes))
-        .ok_or(CUT_SHORT)
+    let bytes = netlink::number(value, at).ok_or(CUT_SHORT)?;
+    Ok(u32::from_ne_bytes(bytes))
 }

@@ -83,43 +83,9 @@ fn kernel_text(text: &Option<String>) -> String {
         .unwrap_or_default()
 }
 
-/// Why an exchange failed, before its meaning for the caller is determined.
-#[derive(Debug)]
-pub(super) struct Refusal {
-    /// The operation.
-    pub(super) doing: &'static str,
-    pub(super) why: Failure,
-}
-
-impl Refusal {
-    /// Returns the kernel's error number (errno(3)), positive.
-    pub(super) fn code(&self) -> Option<i32> {
-        match &self.why {
-            Failure::Kernel { code, .. } => Some(*code),
-            _ => None,
-        }
-    }
-
-    /// Converts to the error of adding an SA of `cpu`.
-    pub(super) fn of_state(self, cpu: Option<u32>) -> Error {
-        let code = self.code();
-        match (self.why, cpu) {
-            _ if code == Some(libc::EEXIST) => Error::Taken { what: "SPI" },
-            (_, Some(cpu)) if code == Some(libc::ERANGE) => Error::NoSuchCpu { cpu },
-            (
-                Failure::Kernel {
-                    code: libc::ENOSYS | libc::ENOENT | libc::EPROTONOSUPPORT,
-                    text,
-                },
-                _,
-            ) => Error::NoEsp(text),
-            (why, _) => Self { why, ..self }.into(),
-        }
-    }
-}
-
-impl From<Refusal> for Error {
-    fn from(Refusal { doing, why }: Refusal) -> Self {
+impl Error {
+    /// Why an operation failed, before its meaning for the caller is determined.
+    pub(super) fn of(doing: &'static str, why: Failure) -> Self {
         match why {
             Failure::Kernel {
                 code: libc::EPERM, ..
@@ -135,6 +101,28 @@ impl From<Refusal> for Error {
             },
             Failure::Socket(source) => Self::Socket { doing, source },
             Failure::Answer(what) => Self::Answer { doing, what },
+        }
+    }
+
+    /// Returns the kernel's error number (errno(3)), positive.
+    pub(super) fn code(&self) -> Option<i32> {
+        match self {
+            Self::Refused { source, .. } => source.raw_os_error(),
+            _ => None,
+        }
+    }
+
+    /// Converts to the error of adding an SA of `cpu`.
+    pub(super) fn of_state(self, cpu: Option<u32>) -> Self {
+        match (self.code(), self, cpu) {
+            (Some(libc::EEXIST), ..) => Self::Taken { what: "SPI" },
+            (Some(libc::ERANGE), _, Some(cpu)) => Self::NoSuchCpu { cpu },
+            (
+                Some(libc::ENOSYS | libc::ENOENT | libc::EPROTONOSUPPORT),
+                Self::Refused { text, .. },
+                _,
+            ) => Self::NoEsp(text),
+            (_, error, _) => error,
         }
     }
 }

@@ -47,7 +47,6 @@ pub use dunlin_proto::ipsec::ports::PortBlock;
 
 use dunlin_proto::ipsec::LEAST_SPI;
 
-use self::error::Refusal;
 use crate::netlink::{Failure, Link, Request};
 
 /// How many times to read a list that changes during the read.
@@ -90,7 +89,7 @@ impl Xfrm {
     pub fn add_state(&self, state: &State) -> Result<(), Error> {
         let request = encode::add_state(state);
         let added = self.exchange("adding an SA", request, |_, _| Ok(()));
-        added.map_err(|refusal| refusal.of_state(state.cpu))
+        added.map_err(|error| error.of_state(state.cpu))
     }
 
     /// Returns the SA or reservation with this identity; `None` if there is none.
@@ -128,18 +127,14 @@ impl Xfrm {
     fn read_state(
         &self,
         id: &StateId,
-        take: impl FnMut(&[u8]) -> Result<(), &'static str>,
+        mut take: impl FnMut(&[u8]) -> Result<(), &'static str>,
     ) -> Result<(), Error> {
-        let mut take = take;
         let request = encode::state_by_id(uapi::XFRM_MSG_GETSA, id);
         let answered = self.exchange("reading an SA", request, |kind, body| match kind {
             uapi::XFRM_MSG_NEWSA => take(body),
             _ => Ok(()),
         });
-        match answered {
-            Err(refusal) if refusal.code() == Some(libc::ESRCH) => Ok(()),
-            other => other.map_err(Error::from),
-        }
+        exists(answered, libc::ESRCH).map(drop)
     }
 
     /// Removes an SA; returns `false` if it did not exist. Connections that used it look for
@@ -149,11 +144,8 @@ impl Xfrm {
     /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn remove_state(&self, id: &StateId) -> Result<bool, Error> {
         let request = encode::state_by_id(uapi::XFRM_MSG_DELSA, id);
-        match self.exchange("removing an SA", request, |_, _| Ok(())) {
-            Ok(()) => Ok(true),
-            Err(refusal) if refusal.code() == Some(libc::ESRCH) => Ok(false),
-            Err(refusal) => Err(refusal.into()),
-        }
+        let removed = self.exchange("removing an SA", request, |_, _| Ok(()));
+        exists(removed, libc::ESRCH)
     }
 
     /// Returns all ESP SAs and reservations in the namespace, of any program.
@@ -177,10 +169,10 @@ impl Xfrm {
     pub fn add_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy);
         match self.exchange("adding a policy", request, |_, _| Ok(())) {
-            Err(refusal) if refusal.code() == Some(libc::EEXIST) => {
+            Err(error) if error.code() == Some(libc::EEXIST) => {
                 Err(Error::Taken { what: "selector" })
             }
-            other => other.map_err(Error::from),
+            other => other,
         }
     }
 
@@ -192,7 +184,6 @@ impl Xfrm {
     pub fn replace_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_UPDPOLICY, policy);
         self.exchange("replacing a policy", request, |_, _| Ok(()))
-            .map_err(Error::from)
     }
 
     /// Returns the policy with exactly this selector and direction.
@@ -204,9 +195,8 @@ impl Xfrm {
         selector: &Selector,
         direction: Direction,
     ) -> Result<Option<Policy>, Error> {
-        Ok(self
-            .indexed_policy(selector, direction)?
-            .map(|(policy, _)| policy))
+        let found = self.indexed_policy(selector, direction)?;
+        Ok(found.map(|(policy, _)| policy))
     }
 
     fn indexed_policy(
@@ -222,10 +212,8 @@ impl Xfrm {
             }
             Ok(())
         });
-        match answered {
-            Err(refusal) if refusal.code() == Some(libc::ENOENT) => Ok(None),
-            other => other.map(|()| found).map_err(Error::from),
-        }
+        exists(answered, libc::ENOENT)?;
+        Ok(found)
     }
 
     /// Removes exactly this policy; returns `false` if it does not exist. A policy with the same
@@ -239,11 +227,8 @@ impl Xfrm {
             _ => return Ok(false),
         };
         let request = encode::policy_by_index(uapi::XFRM_MSG_DELPOLICY, index, policy.direction);
-        match self.exchange("removing a policy", request, |_, _| Ok(())) {
-            Ok(()) => Ok(true),
-            Err(refusal) if refusal.code() == Some(libc::ENOENT) => Ok(false),
-            Err(refusal) => Err(refusal.into()),
-        }
+        let removed = self.exchange("removing a policy", request, |_, _| Ok(()));
+        exists(removed, libc::ENOENT)
     }
 
     /// Returns all policies of the namespace, of any program, except those of single sockets and of
@@ -350,7 +335,7 @@ impl Xfrm {
     ) -> Result<Vec<T>, Error> {
         for _ in 0..DUMP_ATTEMPTS {
             let mut all = Vec::new();
-            let listed = self.exchange(doing, encode::list(ask), |kind, body| {
+            let listed = lock(&self.0).exchange(encode::list(ask), |kind, body| {
                 if kind == answer {
                     all.extend(decode(body)?);
                 }
@@ -358,11 +343,8 @@ impl Xfrm {
             });
             match listed {
                 Ok(()) => return Ok(all),
-                Err(Refusal {
-                    why: Failure::Changed,
-                    ..
-                }) => {}
-                Err(refusal) => return Err(refusal.into()),
+                Err(Failure::Changed) => {}
+                Err(why) => return Err(Error::of(doing, why)),
             }
         }
         Err(Error::Answer {
@@ -376,10 +358,17 @@ impl Xfrm {
         doing: &'static str,
         request: Request,
         take: impl FnMut(u16, &[u8]) -> Result<(), &'static str>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), Error> {
         // The lock guards a socket and a counter; a panic leaves neither inconsistent.
-        let mut link = lock(&self.0);
-        link.exchange(request, take)
-            .map_err(|why| Refusal { doing, why })
+        let answered = lock(&self.0).exchange(request, take);
+        answered.map_err(|why| Error::of(doing, why))
+    }
+}
+
+/// Returns whether the kernel has the object of a request: if not, it refuses with `absent`.
+fn exists(answered: Result<(), Error>, absent: i32) -> Result<bool, Error> {
+    match answered {
+        Err(error) if error.code() == Some(absent) => Ok(false),
+        other => other.map(|()| true),
     }
 }

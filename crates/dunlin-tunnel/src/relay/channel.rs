@@ -127,7 +127,7 @@ impl Channel {
         }
         let loses_data = self.life().reset();
         if loses_data {
-            return self.abort(self.lost("closed by the peer before this side's end"));
+            return self.abort(self.closed_early());
         }
         if let Mover::Kernel(kernel) = &self.mover {
             kernel.inward.request();
@@ -159,6 +159,11 @@ impl Channel {
     pub(super) fn lost(&self, why: &str) -> Failure {
         let text = format!("connection to {} at {} lost: {why}", self.peer, self.at);
         Failure::new(FaultCode::LaneLost, text)
+    }
+
+    /// The peer has closed its connection, and data of this side is lost.
+    fn closed_early(&self) -> Failure {
+        self.lost("closed by the peer before this side's end")
     }
 
     pub(super) fn of_io(&self, error: &io::Error) -> Failure {
@@ -230,9 +235,17 @@ impl Channel {
 
     /// The peer has ended its direction: ends the one to the hypervisor, unless the channel is
     /// aborted.
-    pub(super) fn end_inward(&self) {
-        if self.life().end_inward() {
-            self.plain.end();
+    pub(super) fn end_inward(&self) -> Result<(), Failure> {
+        let mut life = self.life();
+        if !life.is_relaying() {
+            return Ok(());
+        }
+        let loses_data = life.end_inward();
+        drop(life);
+        self.plain.end();
+        match loses_data {
+            true => Err(self.closed_early()),
+            false => Ok(()),
         }
     }
 }

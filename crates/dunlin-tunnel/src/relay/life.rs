@@ -72,12 +72,14 @@ impl Life {
         self.is_relaying()
     }
 
-    /// The peer has ended its direction. Returns false if the channel is aborted.
+    /// The peer has ended its direction. Returns true if its connection was reset before, and that
+    /// loses data of this side: this side has not sent its own end.
     pub(super) fn end_inward(&mut self) -> bool {
+        let loses_data = matches!(self, Self::Relaying(Inward::Reset, Outward::Open, _));
         if let Self::Relaying(inward @ (Inward::Open | Inward::Reset), ..) = self {
             *inward = Inward::Ended;
         }
-        self.is_relaying()
+        loses_data
     }
 
     /// The peer's connection was reset. Returns true if that loses data of this side: the peer's
@@ -190,14 +192,14 @@ mod tests {
 
     /// Columns: send, end_outward, end_inward, reset, abort, leave.
     const TABLE: &str = "\
-Open/Open*2 | true | Open/Ended*2 true | Ended/Open*2 true | Reset/Open*2 false | ended*2 | Open/Open*1
+Open/Open*2 | true | Open/Ended*2 true | Ended/Open*2 false | Reset/Open*2 false | ended*2 | Open/Open*1
 Reset/Open*2 | true | Reset/Ended*2 true | Ended/Open*2 true | false | ended*2 | Reset/Open*1
-Ended/Open*2 | EndedThenSent/Open*2 true | Ended/Ended*2 true | true | true | ended*2 | Ended/Open*1
-EndedThenSent/Open*2 | true | EndedThenSent/Ended*2 true | true | true | ended*2 | EndedThenSent/Open*1
-Open/Ended*2 | true | true | Ended/Ended*2 true | Reset/Ended*2 false | ended*2 | Open/Ended*1
-Reset/Ended*2 | true | true | Ended/Ended*2 true | false | ended*2 | Reset/Ended*1
-Ended/Ended*2 | EndedThenSent/Ended*2 true | true | true | false | ended*2 | Ended/Ended*1
-EndedThenSent/Ended*2 | true | true | true | false | ended*2 | EndedThenSent/Ended*1
+Ended/Open*2 | EndedThenSent/Open*2 true | Ended/Ended*2 true | false | true | ended*2 | Ended/Open*1
+EndedThenSent/Open*2 | true | EndedThenSent/Ended*2 true | false | true | ended*2 | EndedThenSent/Open*1
+Open/Ended*2 | true | true | Ended/Ended*2 false | Reset/Ended*2 false | ended*2 | Open/Ended*1
+Reset/Ended*2 | true | true | Ended/Ended*2 false | false | ended*2 | Reset/Ended*1
+Ended/Ended*2 | EndedThenSent/Ended*2 true | true | false | false | ended*2 | Ended/Ended*1
+EndedThenSent/Ended*2 | true | true | false | false | ended*2 | EndedThenSent/Ended*1
 busy*2 | false | false | false | false |  | busy*1
 Settled | false | false | false | false |  | 
 ";

@@ -10,7 +10,7 @@
 //! - this file: queues of connections that wait for their other half. Each entrance and each port
 //!   has one, and connects its members one after the other, so that they arrive in the order of
 //!   acceptance.
-//! - `ready`: a channel with both halves, before its threads start.
+//! - `ready`: how a channel with both halves starts.
 //! - `channel`: what the two threads of a channel share; `life` has its states.
 //! - `process`: the threads, one per direction, which seal and open the records.
 //! - `splice`: the same threads when the kernel seals and opens the records.
@@ -44,7 +44,6 @@ use super::error::TunnelError;
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::identities::Identities;
-use super::meter::Count;
 use super::options::{Entrance, Routes};
 use super::route::{Listen, RelayExit};
 use super::site::Site;
@@ -53,38 +52,17 @@ use super::status::Status;
 use super::target;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::relay::{Relayed, client};
-use dunlin_lane::identity::SettingsError;
-use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::OldestTls;
-use dunlin_lane::policy::{ClientTls, ServerTls};
 use dunlin_lane::record::Alert;
 
+use channel::Channel;
 use port::Port;
 use process::CHANNEL_BYTES;
-use ready::{Ready, out_of_resources};
+use ready::out_of_resources;
 use watch::Watch;
 
 /// Connections that may wait in one queue.
 const WAITING: usize = 512;
-
-impl Identities {
-    fn relay_client(
-        &self,
-        peers: Peers,
-        oldest: OldestTls,
-        to: &str,
-    ) -> Result<ClientTls, SettingsError> {
-        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
-        self.connecting
-            .relay_client(&self.crypto, peers, oldest, host)
-    }
-
-    fn relay_server(&self, exit: &RelayExit) -> Result<ServerTls, SettingsError> {
-        let allow = exit.allow.clone();
-        self.accepting
-            .relay_server(&self.crypto, allow, exit.oldest_tls)
-    }
-}
 
 /// One half of a channel, while the other half is not connected.
 enum Half {
@@ -101,12 +79,6 @@ pub(super) struct Relays {
     ports: Mutex<Vec<Port>>,
     /// Running target programs, of all peers.
     programs: Arc<AtomicUsize>,
-}
-
-/// The ports of a new configuration.
-pub(super) struct Ports {
-    fresh: Vec<Port>,
-    stay: Vec<(RelayExit, ServerTls)>,
 }
 
 #[derive(Default)]
@@ -143,21 +115,24 @@ impl Relays {
         lock(&self.state)
     }
 
-    /// Opens the new ports. The present ones do not change until [`Self::open`].
+    /// Opens new ports, updates those that stay, and closes those that the configuration no longer
+    /// has.
     ///
     /// # Errors
     /// [`TunnelError`]; nothing is changed.
-    pub(super) fn prepare(
+    pub(super) fn listen(
         self: &Arc<Self>,
         identities: &Identities,
         routes: &Routes,
-    ) -> Result<Ports, TunnelError> {
-        let ports = lock(&self.ports);
+    ) -> Result<(), TunnelError> {
+        let mut ports = lock(&self.ports);
         let (mut fresh, mut stay) = (Vec::new(), Vec::new());
         for exit in &routes.relays {
-            let tls = identities.relay_server(exit)?;
+            let (crypto, allow) = (&identities.crypto, exit.allow.clone());
+            let accepting = &identities.accepting;
+            let tls = accepting.relay_server(crypto, allow, exit.oldest_tls)?;
             if ports.iter().any(|port| port.is_at(exit)) {
-                stay.push((exit.clone(), tls));
+                stay.push((exit, tls));
                 continue;
             }
             let relays = Arc::clone(self);
@@ -169,21 +144,15 @@ impl Relays {
                 error,
             })?);
         }
-        Ok(Ports { fresh, stay })
-    }
-
-    /// Updates the ports that stay, closes those that the configuration no longer has, and keeps
-    /// the new ones.
-    pub(super) fn open(&self, Ports { fresh, stay }: Ports) {
-        let mut ports = lock(&self.ports);
         ports.retain(|port| {
             let own = stay.iter().find(|(exit, _)| port.is_at(exit));
             if let Some((exit, tls)) = own {
-                port.renew(exit.clone(), tls);
+                port.renew((*exit).clone(), tls);
             }
             own.is_some()
         });
         ports.extend(fresh);
+        Ok(())
     }
 
     pub(super) fn close_ports(&self) {
@@ -251,11 +220,9 @@ impl Relays {
             }
         });
         if !serving {
+            let failure = Failure::new(FaultCode::Kernel, "cannot start a thread");
             while let Some((half, _)) = self.next(queue) {
-                half.refuse(
-                    site,
-                    Failure::new(FaultCode::Kernel, "cannot start a thread"),
-                );
+                half.refuse(site, failure.clone());
             }
         }
     }
@@ -290,27 +257,19 @@ impl Relays {
     /// Connects the other half of a channel.
     fn connect(&self, half: Half, counted: Counted) {
         let site = &self.site;
-        let deadline = Instant::now() + site.limits.connect;
         match half {
-            Half::Accepted(entrance, oldest, socket) => {
-                match reach(site, &entrance, oldest, deadline) {
-                    Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
-                    Err(failure) => Half::Accepted(entrance, oldest, socket).refuse(site, failure),
-                }
-            }
+            Half::Accepted(entrance, oldest, socket) => match reach(site, &entrance, oldest) {
+                Ok(relayed) => self.start(&entrance.route, socket, relayed, counted),
+                Err(failure) => Half::Accepted(entrance, oldest, socket).refuse(site, failure),
+            },
             Half::Authenticated(exit, relayed) => {
                 let (route, target) = (&exit.route, &exit.target);
                 let reached = site.dials.begin().and_then(|dialling| {
                     let stop = dialling.cancel.wakeup();
-                    let opened = target::open(site, &self.programs, target, deadline, stop);
-                    let text = format!("route {route:?}: {target} cannot be reached");
-                    opened.or_failure(FaultCode::TargetUnreachable, text)
+                    target::open(site, &self.programs, route, target, stop)
                 });
                 match reached {
-                    Ok(stream) => {
-                        let socket = stream.counted(Count::new(site.meter(route), None));
-                        self.start(route, socket, *relayed, counted);
-                    }
+                    Ok(socket) => self.start(route, socket, *relayed, counted),
                     Err(failure) => Half::Authenticated(exit, relayed).refuse(site, failure),
                 }
             }
@@ -331,21 +290,21 @@ impl Relays {
     fn start(&self, route: &str, socket: Socket, relayed: Relayed, counted: Counted) {
         let site = &self.site;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let started = Ready::new(site, number, route, socket, relayed, counted)
-            .and_then(|ready| self.watch(ready));
+        let made = Channel::new(site, number, route, socket, relayed);
+        let watched = made.and_then(|channel| self.watch(&channel).map(|()| channel));
         let route = route.to_owned();
-        match started {
+        match watched {
             Ok(ready) => {
                 let channel = number;
                 site.report(Event::Opened { route, channel });
-                ready.start();
+                ready.start(counted);
             }
             Err(failure) => site.report(Event::Refused { route, failure }),
         }
     }
 
-    /// Watches a channel from now on, or refuses it.
-    fn watch(&self, ready: Ready) -> Result<Ready, Failure> {
+    /// Watches a channel from now on, or aborts it.
+    fn watch(&self, channel: &Arc<Channel>) -> Result<(), Failure> {
         let mut state = self.lock();
         let watch = match &state.phase {
             Phase::Unwatched => Watch::start(&self.site).map_err(|error| out_of_resources(&error)),
@@ -354,13 +313,14 @@ impl Relays {
         };
         match watch {
             Ok(watch) => {
-                watch.add(&ready.channel);
+                watch.add(channel);
                 state.phase = Phase::Watched(watch);
-                Ok(ready)
+                Ok(())
             }
             Err(failure) => {
                 drop(state);
-                Err(ready.refuse(failure))
+                channel.abort(failure.clone());
+                Err(failure)
             }
         }
     }
@@ -421,20 +381,20 @@ fn ended() -> Failure {
 }
 
 /// Connects to a relay's peer and performs the handshake. The end of the tunnel cancels both.
-fn reach(
-    site: &Site,
-    entrance: &Entrance,
-    oldest: OldestTls,
-    deadline: Instant,
-) -> Result<Relayed, Failure> {
+fn reach(site: &Site, entrance: &Entrance, oldest: OldestTls) -> Result<Relayed, Failure> {
+    let deadline = Instant::now() + site.limits.connect;
     let dialling = site.dials.begin()?;
     let (to, cancel) = (&entrance.to, &dialling.cancel);
+    let host = to.rsplit_once(':').map_or(&**to, |(host, _)| host);
     let peers = entrance.peers.clone();
-    let tls = site.identities().relay_client(peers, oldest, to);
-    let tls = tls.or_failure(
-        FaultCode::Unauthorised,
-        "own identity cannot be used to connect",
-    )?;
+    let identities = site.identities().clone();
+    let tls = identities
+        .connecting
+        .relay_client(&identities.crypto, peers, oldest, host)
+        .or_failure(
+            FaultCode::Unauthorised,
+            "own identity cannot be used to connect",
+        )?;
     let connected = site.connector.connect(to, deadline, cancel.wakeup());
     let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));
     let stream = covered.map_err(|error| {

@@ -107,9 +107,6 @@ fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<R
             return None;
         }
     };
-    site.report(Event::Rejected {
-        from: from.to_string(),
-        why: harmless(&why),
-    });
+    site.reject(from, harmless(&why));
     None
 }

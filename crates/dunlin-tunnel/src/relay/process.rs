@@ -111,8 +111,7 @@ impl Channel {
             let opened = opened.map_err(|error| self.of_tls(&error))?;
             self.write(&content, opened.is_over)?;
             if opened.is_over {
-                self.end_inward();
-                return Ok(());
+                return self.end_inward();
             }
             records.copy_within(opened.taken..filled, 0);
             filled -= opened.taken;

@@ -1,4 +1,4 @@
-//! A channel that has both halves, before its threads start.
+//! The start of a channel that has both halves.
 
 use std::io;
 use std::net::TcpStream;
@@ -23,13 +23,8 @@ use dunlin_lane::splice::Stop;
 /// After this time without a byte a direction frees its buffer.
 const IDLE: Duration = Duration::from_secs(1);
 
-pub(super) struct Ready {
-    pub(super) channel: Arc<Channel>,
-    counted: Arc<Counted>,
-}
-
-impl Ready {
-    /// Sets the options of the sockets.
+impl Channel {
+    /// A channel without threads. Sets the options of the sockets.
     ///
     /// # Errors
     /// The error of setsockopt(2), or out of descriptors. Both connections are aborted.
@@ -39,12 +34,16 @@ impl Ready {
         route: &str,
         plain: Socket,
         relayed: Relayed,
-        counted: Counted,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Arc<Self>, Failure> {
         let tls = relayed.stream;
-        let mover = prepare(&plain, &tls, relayed.records, &site.limits)
-            .map_err(|error| refuse(&plain, &tls, out_of_resources(&error)))?;
-        let channel = Arc::new(Channel {
+        let mover = prepare(&plain, &tls, relayed.records, &site.limits).map_err(|error| {
+            let failure = out_of_resources(&error);
+            plain.fail(&failure);
+            // Fails only if the connection is closed.
+            let _ = set_reset_on_close(&tls);
+            failure
+        })?;
+        Ok(Arc::new(Self {
             number,
             route: route.to_owned(),
             peer: harmless(&relayed.peer.to_string()),
@@ -54,50 +53,40 @@ impl Ready {
             life: Mutex::new(Life::new()),
             mover,
             site: Arc::clone(site),
-        });
+        }))
+    }
+
+    /// Starts the threads. The last one to end frees the channel's place.
+    pub(super) fn start(self: &Arc<Self>, counted: Counted) {
         let counted = Arc::new(counted);
-        Ok(Self { channel, counted })
-    }
-
-    /// Aborts both connections. Returns the failure.
-    pub(super) fn refuse(self, failure: Failure) -> Failure {
-        refuse(&self.channel.plain, &self.channel.tls, failure)
-    }
-
-    /// Starts the threads.
-    pub(super) fn start(self) {
-        let Self { channel, counted } = self;
-        spawn(
-            &channel,
-            Arc::clone(&counted),
-            "out",
-            |channel| match &channel.mover {
-                Mover::Process(tls) => channel.carry_out(tls),
-                Mover::Kernel(kernel) => channel.splice_out(kernel),
-            },
-        );
-        spawn(&channel, counted, "in", |channel| match &channel.mover {
+        self.spawn("out", &counted, |channel| match &channel.mover {
+            Mover::Process(tls) => channel.carry_out(tls),
+            Mover::Kernel(kernel) => channel.splice_out(kernel),
+        });
+        self.spawn("in", &counted, |channel| match &channel.mover {
             Mover::Process(tls) => channel.carry_in(tls),
             Mover::Kernel(kernel) => channel.splice_in(kernel),
         });
     }
-}
 
-type Body = fn(&Channel) -> Result<(), Failure>;
-
-fn spawn(channel: &Arc<Channel>, counted: Arc<Counted>, way: &str, body: Body) {
-    let own = Arc::clone(channel);
-    let thread = move || {
-        let result = body(&own);
-        // The last thread frees the place before it reports the end: the next connection may follow
-        // at once.
-        drop(counted);
-        own.leave(result);
-    };
-    let name = format!("dunlin-relay-{}-{way}", channel.number);
-    if !channel.site.spawn(name, thread) {
-        let failure = Failure::new(FaultCode::Kernel, "cannot start a thread");
-        channel.leave(Err(failure));
+    fn spawn(
+        self: &Arc<Self>,
+        way: &str,
+        counted: &Arc<Counted>,
+        body: fn(&Self) -> Result<(), Failure>,
+    ) {
+        let (own, counted) = (Arc::clone(self), Arc::clone(counted));
+        let thread = move || {
+            let result = body(&own);
+            // Before the end is reported: the next connection may follow at once.
+            drop(counted);
+            own.leave(result);
+        };
+        let name = format!("dunlin-relay-{}-{way}", self.number);
+        if !self.site.spawn(name, thread) {
+            let failure = Failure::new(FaultCode::Kernel, "cannot start a thread");
+            self.leave(Err(failure));
+        }
     }
 }
 
@@ -105,13 +94,6 @@ fn spawn(channel: &Arc<Channel>, counted: Arc<Counted>, way: &str, body: Body) {
 pub(super) fn out_of_resources(error: &io::Error) -> Failure {
     let text = "out of descriptors or threads for a channel";
     Failure::new(FaultCode::DescriptorLimit, text).because(error)
-}
-
-fn refuse(plain: &Socket, tls: &TcpStream, failure: Failure) -> Failure {
-    plain.fail(&failure);
-    // Fails only if the connection is closed.
-    let _ = set_reset_on_close(tls);
-    failure
 }
 
 fn prepare(

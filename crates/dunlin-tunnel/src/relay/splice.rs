@@ -88,8 +88,7 @@ impl Channel {
                 Err(error) => return Err(self.of_read(&error)),
             };
             if is_over {
-                self.end_inward();
-                return Ok(());
+                return self.end_inward();
             }
             self.renew_by_kernel_unless_sending(kernel, stop)?;
         }
