@@ -224,7 +224,7 @@ fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
         }
         accept.process.signal("TERM");
         assert_eq!(accept.process.code(), Some(0));
-        let said = accept.process.said();
+        let said = accept.process.rest();
         assert_eq!(said.len(), 1, "{said:?}");
     }
 }

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -44,9 +44,18 @@ impl Log {
         }
     }
 
-    /// Lines that no `wait_for` has returned.
-    pub fn said(&self) -> Vec<String> {
-        self.0.try_iter().collect()
+    /// The lines that no `wait_for` has returned, until the process has closed its outputs.
+    pub fn rest(&self) -> Vec<String> {
+        let until = Instant::now() + TIMEOUT;
+        let mut lines = Vec::new();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.0.recv_timeout(left) {
+                Ok(line) => lines.push(line),
+                Err(RecvTimeoutError::Disconnected) => return lines,
+                Err(RecvTimeoutError::Timeout) => panic!("it does not end: {lines:#?}"),
+            }
+        }
     }
 }
 
@@ -100,8 +109,8 @@ impl Process {
     }
 
     /// Output that no `wait_for` has returned.
-    pub fn said(&self) -> Vec<String> {
-        self.log.said()
+    pub fn rest(&self) -> Vec<String> {
+        self.log.rest()
     }
 
     pub fn say(&mut self, text: &str) {
