@@ -166,8 +166,7 @@ impl<'a> Session<'a> {
             other => return Some(other),
         };
         let peer = peer_of(&stream);
-        self.observer
-            .event(&DestinationEvent::Inquired { peer: peer.clone() });
+        self.notify(DestinationEvent::Inquired { peer: peer.clone() });
         let journal = &self.options.journal;
         let begun = self.answers.begin(self.host, journal, None, stream, &offer);
         if let Err(refusal) = begun {
@@ -211,11 +210,15 @@ impl<'a> Session<'a> {
     }
 
     pub(super) fn reject(&self, reason: String) {
-        self.observer.event(&DestinationEvent::Rejected { reason });
+        self.notify(DestinationEvent::Rejected { reason });
+    }
+
+    pub(super) fn notify(&self, event: DestinationEvent) {
+        self.observer.event(&event);
     }
 
     pub(super) fn warn(&self, text: String) {
-        self.observer.event(&DestinationEvent::Warning(text));
+        self.notify(DestinationEvent::Warning(text));
     }
 
     /// Ends the listener, the control lane and every thread: `lanes`, the reader and

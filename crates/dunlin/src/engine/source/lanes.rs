@@ -255,9 +255,7 @@ impl<'a> Transfer<'a> {
                 if !self.lanes.established && fault.code != FaultCode::LaneLimit {
                     return Err(fault);
                 }
-                self.session
-                    .observer
-                    .event(&Event::Warning(fault.for_peer()));
+                self.session.warn(fault.for_peer());
                 self.lanes.first_fault.get_or_insert(fault);
             }
             Message::Fenced { lane, acks } => self.fenced(*lane, acks)?,
@@ -297,20 +295,18 @@ impl<'a> Transfer<'a> {
     /// Sends a message that would be repeated on a new control lane. If the control
     /// lane fails, it counts as lost and the migration continues.
     fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
-        match self.session.control.lane.send(message) {
-            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
-                // The reader reports the loss.
-                self.session.control.lane.shutdown();
-                Ok(())
-            }
-            result => result,
-        }
+        self.unless_resumable(self.session.control.lane.send(message))
     }
 
     /// Sends a ping to measure the round trip, unless one is outstanding.
     pub(super) fn ping_again(&self) -> Result<(), Fault> {
-        match self.session.control.lane.ping_again() {
+        self.unless_resumable(self.session.control.lane.ping_again())
+    }
+
+    fn unless_resumable(&self, sent: Result<(), Fault>) -> Result<(), Fault> {
+        match sent {
             Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                // The reader reports the loss.
                 self.session.control.lane.shutdown();
                 Ok(())
             }
@@ -330,10 +326,7 @@ impl<'a> Transfer<'a> {
         let mut last = lost;
         let stream = loop {
             if session.cancel.is_cancelled() {
-                return Err(Fault::new(
-                    FaultCode::Cancelled,
-                    "cancelled by the operator",
-                ));
+                return Err(Fault::cancelled());
             }
             if Instant::now() >= until {
                 return Err(given_up(last, session.options.control_limit));

@@ -57,7 +57,7 @@ use self::switchover::Switchover;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::{Event, Ignore, Observer, Report};
+use super::report::{Event, Observer, Report};
 use super::vmm::SourceVm;
 use crate::lane::policy::ClientTls;
 
@@ -91,7 +91,7 @@ impl<'a> Migration<'a> {
             tls,
             options: Options::default(),
             host: Arc::new(StandardHost),
-            observer: &Ignore,
+            observer: &|_: &Event| (),
             cancel: Cancel::new(),
         }
     }

@@ -91,10 +91,7 @@ impl Session<'_> {
                 self.warn("too late to cancel: the destination owns the VM".into());
                 Ok(None)
             }
-            SessionEvent::Cancelled => Err(Fault::new(
-                FaultCode::Cancelled,
-                "cancelled by the operator",
-            )),
+            SessionEvent::Cancelled => Err(Fault::cancelled()),
             event => Ok(Some(event)),
         }
     }
@@ -169,11 +166,10 @@ impl Session<'_> {
         self.control.lane.shutdown();
         let threads = lanes
             .chain(self.control.reader.take())
-            .chain(self.threads.drain(..));
+            .chain(std::mem::take(&mut self.threads));
         for thread in threads {
             if thread.join().is_err() {
-                self.observer
-                    .event(&Event::Warning("a thread of the session panicked".into()));
+                self.warn("a thread of the session panicked".into());
             }
         }
         while let Ok(event) = self.events.try_recv() {
