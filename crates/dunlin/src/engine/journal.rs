@@ -490,8 +490,6 @@ pub(crate) fn names_of(peer: &PeerIdentity) -> String {
     harmless(&names.join(", "))
 }
 
-/// Truncates a text for display to at most `bytes` bytes.
-
 /// Milliseconds since 1970; 0 if the clock is earlier.
 fn now_ms() -> u64 {
     SystemTime::now()

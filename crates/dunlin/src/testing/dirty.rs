@@ -215,12 +215,12 @@ fn first(reported: &Bitmaps) -> Option<(usize, u64)> {
     })
 }
 
-fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
+pub(super) fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
     move |source| Violation::Log { step, source }
 }
 
 /// Several logs as one.
-struct Union(Vec<Box<dyn DirtyLog>>);
+pub(super) struct Union(pub(super) Vec<Box<dyn DirtyLog>>);
 
 impl DirtyLog for Union {
     fn start(&mut self) -> io::Result<()> {

@@ -160,11 +160,8 @@ impl Lane {
         let mut ranges_bytes = vec![0; MAX_RANGES_PER_CHUNK * RANGE_BYTES];
         loop {
             let mut header = [0; FRAME_HEADER_BYTES];
-            if !self
-                .receiver
-                .next(&mut header, None)
-                .map_err(|error| self.failed(error))?
-            {
+            let more = self.receiver.next(&mut header, None);
+            if !more.map_err(|error| self.failed(error))? {
                 return Err(Fault::new(
                     FaultCode::LaneLost,
                     format!("lane {} closed before its end frame", self.number),

@@ -133,7 +133,7 @@ pub(super) fn next_event<'a>(
             Message::Inquire { attempt } => inquired(phase, attempt)?,
             Message::Fence { lane } => arriving.fence(lane)?,
             message => {
-                let epoch = arriving.control.lane.epoch();
+                let epoch = arriving.control.lane.epoch;
                 let message = FromPeer::Message(message);
                 return Ok(Some(SessionEvent::Control(epoch, message)));
             }

@@ -97,12 +97,8 @@ impl<'a> Receiving<'a> {
                 }
                 Some(_) | None => {}
             }
-            if self
-                .arriving
-                .lanes
-                .acks_due
-                .is_some_and(|due| due <= Instant::now())
-            {
+            let due = self.arriving.lanes.acks_due;
+            if due.is_some_and(|due| due <= Instant::now()) {
                 self.arriving.acknowledge()?;
             }
         }
@@ -158,10 +154,8 @@ impl<'a> Receiving<'a> {
                 ),
             ));
         }
-        self.arriving
-            .lanes
-            .barrier
-            .lanes(|lanes| lanes.finish(last));
+        let lanes = &self.arriving.lanes;
+        lanes.barrier.lanes(|lanes| lanes.finish(last));
         Ok(())
     }
 }

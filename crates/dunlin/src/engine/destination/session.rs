@@ -111,7 +111,7 @@ impl<'a> Session<'a> {
             acceptor,
             acceptor_thread,
             arrivals,
-            answers: Answers::default(),
+            answers: Answers::new(host, &options.journal, None),
             deferred: VecDeque::new(),
             cpu: CpuTime::default(),
             cpu_before,
@@ -135,7 +135,7 @@ impl<'a> Session<'a> {
         };
         match event {
             Ok(SessionEvent::Control(epoch, from_peer)) => {
-                let Some(control) = control.filter(|control| control.lane.epoch() == epoch) else {
+                let Some(control) = control.filter(|control| control.lane.epoch == epoch) else {
                     return Ok(Some(SessionEvent::Tended));
                 };
                 control.took(&from_peer);
@@ -167,9 +167,7 @@ impl<'a> Session<'a> {
         };
         let peer = peer_of(&stream);
         self.notify(DestinationEvent::Inquired { peer: peer.clone() });
-        let journal = &self.options.journal;
-        let begun = self.answers.begin(self.host, journal, None, stream, &offer);
-        if let Err(refusal) = begun {
+        if let Err(refusal) = self.answers.begin(stream, &offer) {
             self.reject(format!("inquiry of {peer}: {refusal}"));
         }
         None
@@ -233,7 +231,7 @@ impl<'a> Session<'a> {
         let mut reader = None;
         if let Some(control) = control {
             // Best effort: the peer may be gone.
-            let _ = control.lane.stream().close();
+            let _ = control.lane.stream.close();
             self.await_end_of_control(&control);
             control.lane.shutdown();
             reader = control.reader;
@@ -251,7 +249,7 @@ impl<'a> Session<'a> {
     fn await_end_of_control(&mut self, control: &ControlLink) {
         let until = Instant::now() + CLOSE_LIMIT;
         // The limit also holds for a peer that keeps sending.
-        while !control.has_ended() && Instant::now() < until {
+        while !control.ended.get() && Instant::now() < until {
             match self.receive(Some(control), Some(until)) {
                 Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(_, FromPeer::Lost(_))) | None) | Err(_) => return,

@@ -153,7 +153,7 @@ impl<'a> Describing<'a> {
     /// Allocates the session's journal file: a full disk fails the migration here,
     /// before anything is moved.
     fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
-        let stream = self.control.lane.stream();
+        let stream = &self.control.lane.stream;
         let record = Journal::first_record(
             State::Destination(DestinationRecord::Prepared),
             self.control.offer.session,

@@ -201,7 +201,7 @@ impl Doubt {
                         return Err(Fault::new(FaultCode::ControlLost, what));
                     }
                 };
-                lane.took();
+                lane.backlog.took();
                 match message {
                     Message::Answer {
                         attempt: theirs,
@@ -231,7 +231,7 @@ impl Doubt {
 
 /// Ends a lane. If `drain`, first gives the peer time to read the last message.
 fn end(lane: Arc<ControlLane>, reader: JoinHandle<()>, drain: bool) {
-    if drain && lane.stream().close().is_ok() {
+    if drain && lane.stream.close().is_ok() {
         let until = Instant::now() + CLOSE_LIMIT;
         while !reader.is_finished() && Instant::now() < until {
             thread::sleep(Duration::from_millis(2));

@@ -13,12 +13,11 @@ use dunlin_proto::negotiate::{Features, Offer, SessionId, VERSIONS};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
-use dunlin_proto::text::harmless;
 
 use super::super::control_link::ControlLink;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
+use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State, names_of};
 use super::super::report::{Event, Observer};
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
@@ -35,7 +34,7 @@ use crate::lane::security::dialer;
 
 /// The control lane is established; the destination has not accepted the VM yet.
 pub(super) struct Connecting<'a> {
-    session: Session<'a>,
+    pub(super) session: Session<'a>,
     described: VmDescription,
     to: &'a str,
     tls: &'a ClientTls,
@@ -157,10 +156,6 @@ impl<'a> Connecting<'a> {
         })
     }
 
-    pub(super) fn session(&self) -> &Session<'a> {
-        &self.session
-    }
-
     /// Describes the VM and waits until the destination accepts it.
     pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled<'a>> {
         match self.await_accept() {
@@ -215,11 +210,9 @@ impl<'a> Connecting<'a> {
                 ),
             ));
         }
-        let peer = session.control.lane.stream().peer();
-        let names = peer.names.iter().map(ToString::to_string);
+        let peer = session.control.lane.stream.peer();
         session.observer.event(&Event::Accepted {
-            // A certificate may contain any text.
-            peer: harmless(&names.collect::<Vec<_>>().join(", ")),
+            peer: names_of(peer),
         });
         let security = session.control.selection.security;
         let dialer = dialer(security, session.options.ipsec.as_ref())

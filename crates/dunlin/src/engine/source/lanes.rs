@@ -188,7 +188,7 @@ impl<'a> Transfer<'a> {
             connector: Arc::clone(&terms.connector),
             is_replacement: self.lanes.established,
             version: self.session.control.selection.version,
-            session: self.session.control.lane.session(),
+            session: self.session.control.lane.session,
             secret: terms.accept.secret.clone(),
             peer: terms.peer.clone(),
             rate: self.session.options.lane_rate,
@@ -221,31 +221,25 @@ impl<'a> Transfer<'a> {
             self.lanes.faults.insert(lane, fault.for_peer());
             self.lanes.first_fault.get_or_insert(fault);
         }
-        let now_ns = self.session.work_queue.now_ns();
-        self.session
-            .work_queue
-            .change(|state| state.lanes.thread_ended(lane, in_order, now_ns));
+        let work_queue = &self.session.work_queue;
+        let now_ns = work_queue.now_ns();
+        work_queue.change(|state| state.lanes.thread_ended(lane, in_order, now_ns));
         Ok(())
     }
 
     /// Handles a message about lanes. Returns false for any other message.
     fn lane_message(&mut self, message: &Message) -> Result<bool, Fault> {
-        let now_ns = self.session.work_queue.now_ns();
+        let work_queue = Arc::clone(&self.session.work_queue);
+        let now_ns = work_queue.now_ns();
         match message {
             Message::LaneUp { lane } => {
-                let news = self
-                    .session
-                    .work_queue
-                    .change(|state| state.lanes.lane_up(*lane, now_ns));
+                let news = work_queue.change(|state| state.lanes.lane_up(*lane, now_ns));
                 if news.map_err(wrong_report)? {
                     self.session.observer.event(&Event::LaneUp { lane: *lane });
                 }
             }
             Message::LaneRefused { lane, fault, text } => {
-                let refused = self
-                    .session
-                    .work_queue
-                    .change(|state| state.lanes.refused(*lane, now_ns));
+                let refused = work_queue.change(|state| state.lanes.refused(*lane, now_ns));
                 if !refused.map_err(wrong_report)? {
                     return Ok(true);
                 }
@@ -265,11 +259,10 @@ impl<'a> Transfer<'a> {
     }
 
     fn fenced(&mut self, lane: u16, acks: &[ChunkSet]) -> Result<(), Fault> {
-        let now_ns = self.session.work_queue.now_ns();
+        let work_queue = &self.session.work_queue;
+        let now_ns = work_queue.now_ns();
         let before = self.lanes.lost;
-        let (pages, lost) = self
-            .session
-            .work_queue
+        let (pages, lost) = work_queue
             .change(|state| {
                 let pages = state.lanes.fenced(lane, acks, now_ns)?;
                 Ok((pages, state.lanes.lost_count()))

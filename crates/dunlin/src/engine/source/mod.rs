@@ -133,12 +133,12 @@ impl<'a> Migration<'a> {
             &self.cancel,
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
-        let sender = connecting.session().sender.clone();
+        let sender = connecting.session.sender.clone();
         self.cancel.listen(move || {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
-        let work_queue = Arc::clone(&connecting.session().work_queue);
+        let work_queue = Arc::clone(&connecting.session.work_queue);
         self.options
             .tune
             .attach(move |rate| work_queue.set_rate(rate));

@@ -167,7 +167,7 @@ impl<'a> PreCopy<'a> {
                 wire_bytes,
                 predicted_downtime: Duration::from_nanos(Precopy::predict_ns(&pass))
                     + self.digest_cost(),
-                throttle: self.guest.throttled(),
+                throttle: self.guest.throttle,
             };
             observer.event(&Event::Iterated(ended.clone()));
             self.iterations.push(ended);
@@ -305,12 +305,12 @@ impl<'a> PreCopy<'a> {
         let state = lock(&self.transfer.session.work_queue.state);
         let wire_bytes = state.traffic().wire_bytes;
         let sent_before: u64 = self.iterations.iter().map(|one| one.wire_bytes).sum();
-        let bytes_per_s = if self.bytes_per_s == 0 {
-            let millis =
-                u64::try_from(self.transfer.session.started.elapsed().as_millis()).unwrap_or(1);
-            (wire_bytes - sent_before.min(wire_bytes)) * 1000 / millis.max(1)
-        } else {
-            self.bytes_per_s
+        let bytes_per_s = match self.bytes_per_s {
+            0 => per_second(
+                wire_bytes.saturating_sub(sent_before),
+                self.transfer.session.started.elapsed(),
+            ),
+            known => known,
         };
         let schedule = state.lanes.schedule();
         let remaining_bytes = schedule.pending_pages() * PAGE_BYTES;
