@@ -21,11 +21,8 @@ use super::handshake::{
     self, HandshakeError, Parameters, linger, parameters, peer_identity, read_record,
 };
 use super::peers::PeerIdentity;
-use super::policy::ServerSettings;
-use super::policy::{ClientTls, ServerTls};
-use super::provider::Provider;
+use super::policy::{ClientTls, ServerSettings, ServerTls, Side};
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
-use super::trust::Trust;
 
 pub use request::{OpenError, open};
 
@@ -96,13 +93,7 @@ pub fn client(
     deadline: Instant,
 ) -> Result<ControlStream, HandshakeError> {
     let connection = ClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
-    ControlStream::new(
-        stream,
-        connection.into(),
-        &tls.trust,
-        tls.provider,
-        deadline,
-    )
+    ControlStream::new(stream, connection.into(), &tls.side, None, deadline)
 }
 
 /// Turns a connection that this side accepted into the control lane.
@@ -116,38 +107,33 @@ pub fn server(
 ) -> Result<ControlStream, HandshakeError> {
     let settings = tls.settings();
     let connection = ServerConnection::new(Arc::clone(&settings.config))?;
-    let lane = ControlStream::new(
-        stream,
-        connection.into(),
-        &settings.trust,
-        settings.provider,
-        deadline,
-    )?;
-    Ok(lane.with_settings(settings))
+    let kept = Some(&settings);
+    ControlStream::new(stream, connection.into(), &settings.side, kept, deadline)
 }
 
 impl ControlStream {
     fn new(
         stream: TcpStream,
         mut connection: Connection,
-        trust: &Trust,
-        provider: Provider,
+        side: &Side,
+        settings: Option<&Arc<ServerSettings>>,
         deadline: Instant,
     ) -> Result<Self, HandshakeError> {
         stream.set_nodelay(true).map_err(HandshakeError::Io)?;
         drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
-        Self::established(stream, connection, trust, provider)
+        Self::established(stream, connection, side, settings)
     }
 
-    /// Returns the control lane on a connection after a complete handshake.
+    /// Returns the control lane on a connection after a complete handshake; `settings` are those of
+    /// the accepting side.
     pub(super) fn established(
         stream: TcpStream,
         connection: Connection,
-        trust: &Trust,
-        provider: Provider,
+        side: &Side,
+        settings: Option<&Arc<ServerSettings>>,
     ) -> Result<Self, HandshakeError> {
-        let peer = peer_identity(&connection, trust)?;
-        let parameters = parameters(&connection, provider)?;
+        let peer = peer_identity(&connection, &side.trust)?;
+        let parameters = parameters(&connection, side.provider)?;
         stream
             .set_read_timeout(Some(STALL_LIMIT))
             .map_err(HandshakeError::Io)?;
@@ -162,14 +148,8 @@ impl ControlStream {
             cancelled: AtomicBool::new(false),
             peer,
             parameters,
-            settings: None,
+            settings: settings.cloned(),
         })
-    }
-
-    /// Records the settings of the handshake, on the accepting side.
-    pub(super) fn with_settings(mut self, settings: Arc<ServerSettings>) -> Self {
-        self.settings = Some(settings);
-        self
     }
 
     /// The peer.

@@ -32,23 +32,33 @@ const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Opens TCP connections for lanes.
 pub trait Connector: Send + Sync {
-    /// Connects to `endpoint`, a host and a port.
+    /// Connects to `endpoint`, a host and a port. The caller makes the descriptor `stop`
+    /// ([`AsFd`](std::os::fd::AsFd)) readable to cancel the attempt; do not read from it. A
+    /// connector that ignores `stop` delays the cancellation until it has connected.
     ///
     /// # Errors
     /// No connection was established by `deadline` or before `stop` became readable.
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
 
-    /// Connects from the address and port `local` to `remote`.
+    /// Connects from the address and port `local` to `remote`. Only lanes over IPsec need it.
     ///
     /// # Errors
-    /// As [`Connector::connect`]. `AddrInUse` if the local port is in use.
+    /// As [`Connector::connect`]. `AddrInUse` if the local port is in use, and `Unsupported` if
+    /// this method is not implemented.
     fn connect_from(
         &self,
         local: SocketAddr,
         remote: SocketAddr,
         deadline: Instant,
         stop: &Wakeup,
-    ) -> io::Result<TcpStream>;
+    ) -> io::Result<TcpStream> {
+        let _ = (local, remote, deadline, stop);
+        Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "cannot connect from a given local port, which lanes over IPsec need: implement \
+             Connector::connect_from",
+        ))
+    }
 }
 
 /// Opens sockets of this process and connects to the first reachable address of a name. The thread

@@ -33,7 +33,7 @@ pub use self::error::{FLIGHT_LIMIT_BYTES, HandshakeError};
 use super::kernel;
 use super::offload::Offload;
 use super::peers::PeerIdentity;
-use super::policy::{ALPN, ClientTls, ServerTls};
+use super::policy::{ALPN, ClientTls, ServerTls, Side};
 use super::provider::{CipherSuite, Provider, ProviderError, parts};
 use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
 use super::trust::Trust;
@@ -96,15 +96,8 @@ pub fn client(
     tls: &ClientTls,
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
-    let connection = UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())
-        .map_err(HandshakeError::from)?;
-    secure(
-        stream,
-        connection,
-        &tls.trust,
-        (tls.provider, tls.offload),
-        deadline,
-    )
+    let connection = UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
+    secure(stream, connection, &tls.side, deadline)
 }
 
 /// Turns a connection that this side accepted into a data lane.
@@ -117,33 +110,23 @@ pub fn server(
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
     let settings = tls.settings();
-    let connection =
-        UnbufferedServerConnection::new(settings.config.clone()).map_err(HandshakeError::from)?;
-    secure(
-        stream,
-        connection,
-        &settings.trust,
-        (settings.provider, settings.offload),
-        deadline,
-    )
+    let connection = UnbufferedServerConnection::new(settings.config.clone())?;
+    secure(stream, connection, &settings.side, deadline)
 }
 
 fn secure<C: Unbuffered>(
     stream: TcpStream,
     mut connection: C,
-    trust: &Trust,
-    (provider, offload): (Provider, Offload),
+    side: &Side,
     deadline: Instant,
 ) -> Result<Secured, HandshakeError> {
     stream.set_nodelay(true).map_err(HandshakeError::Io)?;
     drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
-    let peer = peer_identity(connection.common(), trust)?;
-    let parameters = parameters(connection.common(), provider)?;
+    let peer = peer_identity(connection.common(), &side.trust)?;
+    let parameters = parameters(connection.common(), side.provider)?;
     // The key updater is unused: lanes are replaced instead of rekeyed.
     let (secrets, _) = connection.into_secrets()?;
-    let records = records(&stream, secrets, parameters, offload)?;
-    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
-    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
+    let records = records(&stream, secrets, parameters, side.offload)?;
     Ok(Secured {
         stream,
         peer,
@@ -297,7 +280,8 @@ fn local(reason: impl ToString) -> HandshakeError {
     HandshakeError::Local(reason.to_string())
 }
 
-/// Runs a handshake to completion. If TLS fails, sends the alert.
+/// Runs a handshake to completion, after which the socket has no timeouts. If TLS fails, sends the
+/// alert.
 fn drive<C: Unbuffered>(
     connection: &mut C,
     stream: &TcpStream,
@@ -314,7 +298,10 @@ fn drive<C: Unbuffered>(
                 outgoing.clear();
             }
             Ok(Next::Read) => read_record(stream, deadline, &mut incoming, &mut received)?,
-            Ok(Next::Done) => return Ok(()),
+            Ok(Next::Done) => {
+                stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
+                return stream.set_write_timeout(None).map_err(HandshakeError::Io);
+            }
             Err(error) => {
                 // Best effort: the connection may have ended, and the first error is the one to
                 // report.

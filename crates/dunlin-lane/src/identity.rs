@@ -33,11 +33,13 @@ use x509_parser::time::ASN1Time;
 use zeroize::Zeroizing;
 
 pub use self::dated::{Dated, Item};
+use self::error::bad_item;
 pub use self::error::{IdentityError, SettingsError, Warning};
 pub use self::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
     Role, UnknownLayout,
 };
+use self::options::DAY;
 pub use self::options::LoadOptions;
 use super::denied::Denied;
 use super::names::PeerName;
@@ -45,8 +47,6 @@ use super::peers::{AuthorisedBy, PeerIdentity, PeerRefused, Pin};
 use super::provider::{handshake_algorithms, load_key};
 use super::trust;
 use super::trust::{Authorities, UntrustedReason};
-
-const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// A host's certificate chain, key and trust anchors.
 pub struct Identity {
@@ -256,12 +256,10 @@ impl Identity {
                 key: self.files.key.clone(),
                 certificate: self.files.certificate.clone(),
             }),
-            Err(error) => Err(IdentityError::BadItem {
-                path: self.files.certificate.clone(),
-                what: Item::Certificate,
-                position: 0,
-                reason: error.to_string(),
-            }),
+            Err(error) => {
+                let path = &self.files.certificate;
+                Err(bad_item(path, Item::Certificate, 0)(error))
+            }
         }
     }
 
@@ -382,12 +380,7 @@ fn parse<'a>(
 ) -> Result<X509Certificate<'a>, IdentityError> {
     X509Certificate::from_der(certificate)
         .map(|(_, certificate)| certificate)
-        .map_err(|error| IdentityError::BadItem {
-            path: path.to_owned(),
-            what,
-            position,
-            reason: trust::readable(&error.to_string()),
-        })
+        .map_err(|error| bad_item(path, what, position)(trust::readable(&error.to_string())))
 }
 
 /// The issuer of a revocation list, and its date in seconds since 1970.

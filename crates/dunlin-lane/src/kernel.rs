@@ -121,11 +121,6 @@ pub struct Choice {
 /// # Errors
 /// [`Refused`], if the setting requires the kernel.
 pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
-    let process = |reason: &dyn fmt::Display| Choice {
-        is_kernel: false,
-        driver: None,
-        reason: format!("TLS records are sealed in this process: {reason}"),
-    };
     if offload == Offload::Process {
         return Ok(process(&"as configured"));
     }
@@ -148,6 +143,14 @@ pub fn choose(offload: Offload, suite: CipherSuite) -> Result<Choice, Refused> {
                 driver,
             })
         }
+    }
+}
+
+fn process(reason: &dyn fmt::Display) -> Choice {
+    Choice {
+        is_kernel: false,
+        driver: None,
+        reason: format!("TLS records are sealed in this process: {reason}"),
     }
 }
 
@@ -312,13 +315,10 @@ pub fn choose_for_relay(
     let choice = choose(offload, suite)?;
     let follows = || abilities(suite).is_ok_and(|abilities| abilities.renews_keys);
     if offload == Offload::Auto && choice.is_kernel && version == Version::V1_3 && !follows() {
-        return Ok(Choice {
-            is_kernel: false,
-            driver: None,
-            reason: "TLS records are sealed in this process: this kernel cannot replace a \
-             connection's keys, which the peer may request (needs Linux 6.14)"
-                .to_owned(),
-        });
+        return Ok(process(
+            &"this kernel cannot replace a connection's keys, which the peer may request (needs \
+              Linux 6.14)",
+        ));
     }
     Ok(choice)
 }

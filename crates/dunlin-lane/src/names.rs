@@ -118,20 +118,16 @@ impl FromStr for PeerName {
         if let Ok(address) = text.parse() {
             return Ok(Self::Ip(address));
         }
-        if has_port(text) {
-            return Err(BadName {
-                text: text.to_owned(),
-            });
-        }
-        if text.contains(':') && text.is_ascii() && !text.contains(char::is_whitespace) {
-            return Ok(Self::Uri(text.to_owned()));
-        }
-        if is_host(text) {
-            Ok(Self::Dns(text.to_owned()))
+        let is_uri = text.contains(':') && text.is_ascii() && !text.contains(char::is_whitespace);
+        let text = text.to_owned();
+        if has_port(&text) {
+            Err(BadName { text })
+        } else if is_uri {
+            Ok(Self::Uri(text))
+        } else if is_host(&text) {
+            Ok(Self::Dns(text))
         } else {
-            Err(BadName {
-                text: text.to_owned(),
-            })
+            Err(BadName { text })
         }
     }
 }

@@ -86,6 +86,12 @@ impl Terms {
 pub struct ClientTls {
     pub(super) config: Arc<ClientConfig>,
     pub(super) server_name: ServerName<'static>,
+    pub(super) side: Side,
+}
+
+/// What a handshake of either role needs beside rustls's configuration.
+#[derive(Clone, Debug)]
+pub(super) struct Side {
     pub(super) trust: Arc<Trust>,
     pub(super) provider: Provider,
     pub(super) offload: Offload,
@@ -103,9 +109,7 @@ pub struct ServerTls {
 #[derive(Debug)]
 pub(super) struct ServerSettings {
     pub(super) config: Arc<ServerConfig>,
-    pub(super) trust: Arc<Trust>,
-    pub(super) provider: Provider,
-    pub(super) offload: Offload,
+    pub(super) side: Side,
 }
 
 impl Identity {
@@ -163,8 +167,8 @@ fn client_tls(
     terms: Terms,
     server_name: Option<ServerName<'static>>,
 ) -> Result<ClientTls, SettingsError> {
-    let trust = trust(identity, &terms.rustls, peers, KeyUsage::server_auth())?;
-    let verifier: Arc<dyn ServerCertVerifier> = trust.clone();
+    let side = side(identity, crypto, &terms, peers, KeyUsage::server_auth())?;
+    let verifier: Arc<dyn ServerCertVerifier> = side.trust.clone();
     let mut config = ClientConfig::builder_with_provider(terms.rustls)
         .with_protocol_versions(terms.versions)
         .map_err(refused)?
@@ -180,9 +184,7 @@ fn client_tls(
     Ok(ClientTls {
         config: Arc::new(config),
         server_name,
-        trust,
-        provider: crypto.provider,
-        offload: offload(crypto)?,
+        side,
     })
 }
 
@@ -192,12 +194,10 @@ fn server_tls(
     peers: Peers,
     terms: Terms,
 ) -> Result<ServerTls, SettingsError> {
-    let trust = trust(identity, &terms.rustls, peers, KeyUsage::client_auth())?;
+    let side = side(identity, crypto, &terms, peers, KeyUsage::client_auth())?;
     Ok(ServerTls::new(ServerSettings {
-        config: server_config(identity, trust.clone(), terms)?,
-        trust,
-        provider: crypto.provider,
-        offload: offload(crypto)?,
+        config: server_config(identity, side.trust.clone(), terms)?,
+        side,
     }))
 }
 
@@ -221,13 +221,24 @@ fn server_config(
     Ok(Arc::new(config))
 }
 
-/// Returns what seals and opens records. If that must be the kernel, checks the kernel now instead
+/// Returns a side's settings. If the kernel must seal and open records, checks the kernel now instead
 /// of at the first connection.
-fn offload(crypto: &Crypto) -> Result<Offload, SettingsError> {
+fn side(
+    identity: &Identity,
+    crypto: &Crypto,
+    terms: &Terms,
+    peers: Peers,
+    usage: KeyUsage,
+) -> Result<Side, SettingsError> {
+    let trust = trust(identity, &terms.rustls, peers, usage)?;
     if let Some(&suite) = crypto.suites.first() {
         kernel::choose(crypto.offload, suite)?;
     }
-    Ok(crypto.offload)
+    Ok(Side {
+        trust,
+        provider: crypto.provider,
+        offload: crypto.offload,
+    })
 }
 
 fn trust(

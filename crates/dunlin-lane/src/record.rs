@@ -322,11 +322,6 @@ impl SealHalf {
         })
     }
 
-    /// The number of sealed records, alerts included.
-    pub fn sequence(&self) -> u64 {
-        self.sequence
-    }
-
     /// The number of data records that may still be sealed. Replace the lane before it reaches
     /// zero.
     pub fn records_left(&self) -> u64 {
@@ -450,16 +445,6 @@ impl OpenHalf {
             empty_run: 0,
             spent: false,
         })
-    }
-
-    /// The number of opened records, alerts included.
-    pub fn sequence(&self) -> u64 {
-        self.sequence
-    }
-
-    /// The number of data records that the peer may still send.
-    pub fn records_left(&self) -> u64 {
-        RECORD_LIMIT.saturating_sub(self.sequence)
     }
 
     /// Returns the length of the whole record with this header, at most [`RECEIVED_RECORD_BYTES`].

@@ -21,7 +21,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::{RunState, SourceVm, VmmError};
-use dunlin::engine::{Host, MigrateError, StandardHost, Wakeup};
+use dunlin::engine::{Connector, Host, MigrateError, StandardHost, Wakeup};
 use dunlin::{Incoming, Migration};
 use smallest::{Machines, Vm, certificates};
 
@@ -33,7 +33,7 @@ struct Jailed {
     broker: Mutex<Sender<Request>>,
 }
 
-impl Host for Jailed {
+impl Connector for Jailed {
     // This broker answers by the deadline but cannot be interrupted before: a
     // cancellation waits for its answer.
     fn connect(&self, endpoint: &str, deadline: Instant, _: &Wakeup) -> io::Result<TcpStream> {
@@ -48,7 +48,9 @@ impl Host for Jailed {
         // The descriptor must be a TCP connection.
         Ok(TcpStream::from(socket))
     }
+}
 
+impl Host for Jailed {
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         StandardHost.spawn(name, body)
     }

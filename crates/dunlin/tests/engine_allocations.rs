@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::SourceVm;
-use dunlin::engine::{Event, Host, StandardHost, Wakeup};
+use dunlin::engine::{Connector, Event, Host, StandardHost, Wakeup};
 use dunlin::{Incoming, Migration};
 use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
@@ -26,11 +26,13 @@ static ALLOCATOR: Counting = Counting;
 /// Marks the lanes' threads of both sides.
 struct Marking;
 
-impl Host for Marking {
+impl Connector for Marking {
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
         StandardHost.connect(endpoint, deadline, stop)
     }
+}
 
+impl Host for Marking {
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         let lane = name.starts_with("dunlin-lane-");
         StandardHost.spawn(

@@ -18,7 +18,7 @@ use super::{Arrival, LaneSocket, OPENING_DEADLINE, ServerTls};
 use crate::denied::Denied;
 use crate::offload::Offload;
 use crate::peers::Peers;
-use crate::policy::ServerSettings;
+use crate::policy::{ServerSettings, Side};
 use crate::provider::{Crypto, Provider};
 use crate::record::RECEIVED_RECORD_BYTES;
 use crate::trust::{Authorities, Trust};
@@ -45,18 +45,20 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
         .with_cert_resolver(Arc::new(NoCertificate));
     ServerTls::new(ServerSettings {
         config: Arc::new(config),
-        trust: Arc::new(Trust::new(
-            Arc::new(Authorities {
-                anchors: RootCertStore::empty(),
-                revocations: Vec::new(),
-                denied: Denied::default(),
-            }),
-            algorithms,
-            Peers::AnyFromAuthority,
-            KeyUsage::client_auth(),
-        )),
-        provider,
-        offload: Offload::Process,
+        side: Side {
+            trust: Arc::new(Trust::new(
+                Arc::new(Authorities {
+                    anchors: RootCertStore::empty(),
+                    revocations: Vec::new(),
+                    denied: Denied::default(),
+                }),
+                algorithms,
+                Peers::AnyFromAuthority,
+                KeyUsage::client_auth(),
+            )),
+            provider,
+            offload: Offload::Process,
+        },
     })
 });
 

@@ -185,7 +185,7 @@ impl Pending {
                     if !handshaking {
                         let common: &rustls::CommonState = &handshake.connection;
                         if handshake.peer.is_none() {
-                            let trust = &handshake.settings.trust;
+                            let trust = &handshake.settings.side.trust;
                             handshake.peer = Some(peer_identity(common, trust)?);
                         }
                         let wanted = wanted(&self.opening, &mut self.prelude)?;
@@ -249,25 +249,19 @@ impl Pending {
             let stream = ControlStream::established(
                 self.stream,
                 Connection::from(handshake.connection),
-                &handshake.settings.trust,
-                handshake.settings.provider,
-            )?
-            .with_settings(handshake.settings);
+                &handshake.settings.side,
+                Some(&handshake.settings),
+            )?;
             return Ok(Arrival::Control { stream, opening });
         }
         let peer = handshake.peer.ok_or(HandshakeError::NoCertificate)?;
-        let provider = handshake.settings.provider;
-        let parameters = parameters(&handshake.connection, provider)?;
+        let side = &handshake.settings.side;
+        let parameters = parameters(&handshake.connection, side.provider)?;
         let secrets = handshake
             .connection
             .dangerous_extract_secrets()
             .map_err(HandshakeError::from)?;
-        let records = records(
-            &self.stream,
-            secrets,
-            parameters,
-            handshake.settings.offload,
-        )?;
+        let records = records(&self.stream, secrets, parameters, side.offload)?;
         let socket = LaneSocket::Tls(Box::new(Secured {
             stream: self.stream,
             peer,

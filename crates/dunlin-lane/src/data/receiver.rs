@@ -14,8 +14,7 @@ use thiserror::Error;
 use vm_memory::VolatileSlice;
 
 use super::{
-    CLOSE_NOTIFY, Canceller, Counters, Keys, Link, PAGE_BYTES, PAGES_PER_FRAME, PlainConsent,
-    Security,
+    CLOSE_NOTIFY, Canceller, Counters, Link, PAGE_BYTES, PAGES_PER_FRAME, PlainConsent, Security,
 };
 use crate::handshake::Secured;
 use crate::record::{
@@ -295,7 +294,7 @@ impl DataReceiver {
                         let left = bytes.min(CONTROL_START) - filled;
                         filled += piece.copy_to(&mut start[filled..][..left]);
                     }
-                    let error = match self.control(content_type, &start[..filled]) {
+                    let error = match self.control(content_type, start, filled) {
                         Ok(_) => ReceiveError::ClosedInside,
                         Err(error) => error,
                     };
@@ -323,7 +322,7 @@ impl DataReceiver {
         let bytes = OpenHalf::record_bytes(*header)?;
         let content = bytes.saturating_sub(OVERHEAD_BYTES);
         // A record shorter than a page may be an alert, and is cheap to copy.
-        if !keys.opens_into_guest(content) || sealed.len() < bytes {
+        if content < PAGE_BYTES || !keys.open.opens_into_guest() || sealed.len() < bytes {
             return self.advance(wanted);
         }
         while waiting.bytes < content && waiting.count < TARGETS_PER_RECORD {
@@ -468,7 +467,7 @@ impl DataReceiver {
         let mut start = [0; CONTROL_START];
         let count = bytes.min(CONTROL_START);
         start[..count].copy_from_slice(&self.buffer[..count]);
-        self.control(content_type, &start[..count])
+        self.control(content_type, start, count)
     }
 
     /// Whether part of the next frame has arrived, although none of it can be read yet.
@@ -502,11 +501,14 @@ impl DataReceiver {
         }
     }
 
-    /// Interprets a record that is not data and begins with `start`. False at a clean close.
-    fn control(&mut self, content_type: u8, start: &[u8]) -> Result<bool, ReceiveError> {
-        let mut content = [0; CONTROL_START];
-        let mut count = start.len();
-        content[..count].copy_from_slice(start);
+    /// Interprets a record that is not data and begins with the first `count` bytes of `content`.
+    /// False at a clean close.
+    fn control(
+        &mut self,
+        content_type: u8,
+        mut content: [u8; CONTROL_START],
+        mut count: usize,
+    ) -> Result<bool, ReceiveError> {
         if content_type == ALERT && count == 1 {
             // A read of one byte returned one byte; the rest of the alert is still in the socket.
             let rest = &mut content[1..];
@@ -580,13 +582,6 @@ impl DataReceiver {
     fn fail(&mut self, error: ReceiveError) -> ReceiveError {
         self.state = State::Failed;
         error
-    }
-}
-
-impl Keys {
-    /// Whether a record with this much content may be opened into guest memory.
-    fn opens_into_guest(&self, content: usize) -> bool {
-        content >= PAGE_BYTES && self.open.opens_into_guest()
     }
 }
 

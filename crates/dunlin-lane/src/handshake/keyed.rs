@@ -101,8 +101,6 @@ pub(super) fn finish<C: Unbuffered>(
         .collect();
     // The key updater is unused: the socket's owner cannot renew keys.
     let (secrets, _) = connection.into_secrets()?;
-    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
-    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
     Ok(Keyed {
         stream,
         at,

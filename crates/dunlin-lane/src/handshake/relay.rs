@@ -17,14 +17,11 @@ use super::{
 };
 use crate::accept::reading::{Reading, RejectReason, would_block};
 use crate::kernel;
-use crate::offload::Offload;
 use crate::peers::PeerIdentity;
-use crate::policy::ServerSettings;
-use crate::policy::{ClientTls, ServerTls};
+use crate::policy::{ClientTls, ServerSettings, ServerTls, Side};
 use crate::relayed::Records;
 use crate::relayed::in_kernel::halves;
 use crate::relayed::session::Session;
-use crate::trust::Trust;
 
 /// A connection to an authenticated peer that need not be Dunlin.
 pub struct Relayed {
@@ -53,24 +50,23 @@ pub fn client(
     let mut connection =
         UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
     drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
-    finish((stream, at), connection, &tls.trust, tls.offload)
+    finish((stream, at), connection, &tls.side)
 }
 
 fn finish<C: Unbuffered + Send + 'static>(
     (stream, at): (TcpStream, SocketAddr),
     connection: C,
-    trust: &Trust,
-    offload: Offload,
+    side: &Side,
 ) -> Result<Relayed, HandshakeError> {
     let common = connection.common();
-    let peer = identity_of(common, trust)?;
+    let peer = identity_of(common, &side.trust)?;
     let version = match common.protocol_version() {
         Some(ProtocolVersion::TLSv1_3) => Version::V1_3,
         Some(ProtocolVersion::TLSv1_2) => Version::V1_2,
         other => return Err(local(format!("TLS {other:?} was negotiated"))),
     };
     let suite = negotiated_suite(common)?;
-    let records = if kernel::choose_for_relay(offload, suite, version)?.is_kernel
+    let records = if kernel::choose_for_relay(side.offload, suite, version)?.is_kernel
         && kernel::prepare(&stream, suite, version)?
     {
         let (secrets, next) = connection.into_secrets()?;
@@ -82,8 +78,6 @@ fn finish<C: Unbuffered + Send + 'static>(
     } else {
         Records::Process(Session::new(connection))
     };
-    stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
-    stream.set_write_timeout(None).map_err(HandshakeError::Io)?;
     Ok(Relayed {
         stream,
         at,
@@ -169,7 +163,7 @@ impl Greeting {
         stream.set_nonblocking(false)?;
         let keyed = keyed::finish(stream, at, self.connection)?;
         let peer = keyed.certificates.split_first();
-        let peer = peer.map(|(leaf, issuers)| self.settings.trust.identify(leaf, issuers));
+        let peer = peer.map(|(leaf, issuers)| self.settings.side.trust.identify(leaf, issuers));
         let peer = peer.transpose().map_err(HandshakeError::from)?;
         Ok((keyed, peer))
     }
@@ -177,12 +171,7 @@ impl Greeting {
     /// Returns the connection of a complete handshake.
     pub(crate) fn finish(self, stream: TcpStream, at: SocketAddr) -> Result<Relayed, RejectReason> {
         stream.set_nonblocking(false)?;
-        let Self {
-            settings,
-            connection,
-            ..
-        } = self;
-        let relayed = finish((stream, at), connection, &settings.trust, settings.offload)?;
+        let relayed = finish((stream, at), self.connection, &self.settings.side)?;
         Ok(relayed)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustls::pki_types::pem;
 use thiserror::Error;
@@ -154,6 +154,21 @@ pub enum IdentityError {
         /// The required usage.
         wanted: &'static str,
     },
+}
+
+/// Turns the reason why an item of a file is unusable into an error.
+pub(super) fn bad_item<E: ToString>(
+    path: &Path,
+    what: Item,
+    position: usize,
+) -> impl FnOnce(E) -> IdentityError {
+    let path = path.to_owned();
+    move |error| IdentityError::BadItem {
+        path,
+        what,
+        position,
+        reason: error.to_string(),
+    }
 }
 
 /// Why TLS settings cannot be made from an identity. The fault is in the configuration.

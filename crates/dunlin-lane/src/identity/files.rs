@@ -12,7 +12,7 @@ use webpki::OwnedCertRevocationList;
 use zeroize::Zeroizing;
 
 use super::dated::Item;
-use super::error::{FILE_LIMIT_BYTES, IdentityError, Warning};
+use super::error::{FILE_LIMIT_BYTES, IdentityError, Warning, bad_item};
 use super::options::LoadOptions;
 
 /// Reads a key, unless every user can read the file or the key is encrypted.
@@ -69,12 +69,7 @@ pub(super) fn anchors(
     for (position, certificate) in authorities.iter().enumerate() {
         store
             .add(certificate.clone())
-            .map_err(|error| IdentityError::BadItem {
-                path: path.to_owned(),
-                what: Item::Authority,
-                position,
-                reason: error.to_string(),
-            })?;
+            .map_err(bad_item(path, Item::Authority, position))?;
     }
     Ok(store)
 }
@@ -97,12 +92,7 @@ pub(super) fn revocations(
     let decoded = lists.iter().enumerate().map(|(position, list)| {
         OwnedCertRevocationList::from_der(list)
             .map(Into::into)
-            .map_err(|error| IdentityError::BadItem {
-                path: path.to_owned(),
-                what: Item::RevocationList,
-                position,
-                reason: error.to_string(),
-            })
+            .map_err(bad_item(path, Item::RevocationList, position))
     });
     decoded.collect()
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::layout::{Layout, Role};
 
-const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+pub(super) const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Which files of an identity to load, and how strictly to check them.
 #[derive(Clone, Copy, Debug)]

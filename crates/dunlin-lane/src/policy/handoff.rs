@@ -10,7 +10,9 @@ use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, SupportedProtocolVersion, version};
 use webpki::KeyUsage;
 
-use super::{ServerSettings, ServerTls, Terms, VERSIONS, no_name, refused, server_config, trust};
+use super::{
+    ServerSettings, ServerTls, Side, Terms, VERSIONS, no_name, refused, server_config, trust,
+};
 use crate::denied::Denied;
 use crate::fastest;
 use crate::identity::{Identity, Role, SettingsError};
@@ -115,10 +117,12 @@ impl Identity {
         };
         Ok(ServerTls::new(ServerSettings {
             config: server_config(self, verifier, terms)?,
-            trust,
-            provider: fastest::auto().provider,
-            // The hand-off chooses after the handshake; this value is unused.
-            offload: Offload::Auto,
+            side: Side {
+                trust,
+                provider: fastest::auto().provider,
+                // The hand-off chooses after the handshake; this value is unused.
+                offload: Offload::Auto,
+            },
         }))
     }
 }

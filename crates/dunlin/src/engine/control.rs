@@ -61,9 +61,9 @@ impl Sequences {
 
 /// One control lane of a session.
 pub(crate) struct ControlLane {
-    stream: ControlStream,
-    session: SessionId,
-    epoch: u32,
+    pub(crate) stream: ControlStream,
+    pub(crate) session: SessionId,
+    pub(crate) epoch: u32,
     sequences: Arc<Sequences>,
     /// The shortest round trip of any ping, in nanoseconds; 0 before the first pong.
     /// Longer ones measure how busy either process is (for example building a VM)
@@ -75,7 +75,7 @@ pub(crate) struct ControlLane {
     silence_limit: Duration,
     /// When the last message arrived.
     received_ns: AtomicU64,
-    backlog: Backlog,
+    pub(in crate::engine) backlog: Backlog,
     started: Instant,
 }
 
@@ -153,18 +153,6 @@ impl ControlLane {
         }
     }
 
-    pub(crate) fn stream(&self) -> &ControlStream {
-        &self.stream
-    }
-
-    pub(crate) fn session(&self) -> SessionId {
-        self.session
-    }
-
-    pub(crate) fn epoch(&self) -> u32 {
-        self.epoch
-    }
-
     /// Whether the peer has been silent for longer than it can be on a working lane:
     /// the reader pings it sooner than this, and it answers.
     pub(crate) fn is_silent(&self) -> bool {
@@ -219,11 +207,6 @@ impl ControlLane {
     pub(crate) fn shutdown(&self) {
         self.backlog.close();
         self.stream.shutdown();
-    }
-
-    /// Notes that the session has taken a message that [`ControlLane::read`] delivered.
-    pub(crate) fn took(&self) {
-        self.backlog.took();
     }
 
     /// Reads until the lane ends; runs on its own thread. `at_once` may handle a

@@ -28,7 +28,7 @@ pub(super) struct ControlLink {
     pub(super) offer: Offer,
     pub(super) selection: Selection,
     /// Whether `lane` has ended.
-    ended: Cell<bool>,
+    pub(super) ended: Cell<bool>,
 }
 
 impl ControlLink {
@@ -68,7 +68,7 @@ impl ControlLink {
     ) -> Result<(), Fault> {
         let lane = Arc::clone(&self.lane);
         let body = move || {
-            let epoch = lane.epoch();
+            let epoch = lane.epoch;
             lane.read(at_once, |from_peer| deliver(epoch, from_peer));
         };
         self.reader = Some(spawn_counted(host, "dunlin-control", cpu, body)?);
@@ -78,13 +78,9 @@ impl ControlLink {
     /// Notes that the session has taken what this lane's reader delivered.
     pub(super) fn took(&self, from_peer: &FromPeer) {
         match from_peer {
-            FromPeer::Message(_) => self.lane.took(),
+            FromPeer::Message(_) => self.lane.backlog.took(),
             FromPeer::Lost(_) => self.ended.set(true),
         }
-    }
-
-    pub(super) fn has_ended(&self) -> bool {
-        self.ended.get()
     }
 
     /// Whether both sides compare digests.

@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::io;
 
 use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::text::harmless;
 
 use crate::lane::control::ControlError;
@@ -55,6 +56,10 @@ impl Fault {
         self
     }
 
+    pub(crate) fn cancelled() -> Self {
+        Self::new(FaultCode::Cancelled, "cancelled by the operator")
+    }
+
     /// A fault that the peer reports.
     pub(crate) fn from_peer(code: FaultCode, text: String) -> Self {
         Self {
@@ -80,10 +85,10 @@ impl Fault {
     /// The text for the peer: the fault with its causes, within the limit.
     pub(crate) fn for_peer(&self) -> String {
         let mut text = self.what.clone();
-        let mut next: Option<&(dyn StdError + 'static)> = match &self.source {
-            Some(source) => Some(&**source),
-            None => None,
-        };
+        let mut next = self
+            .source
+            .as_ref()
+            .map(|source| &**source as &(dyn StdError + 'static));
         while let Some(cause) = next {
             let said = cause.to_string();
             // Some errors repeat their cause in their own text.
@@ -93,11 +98,7 @@ impl Fault {
             }
             next = cause.source();
         }
-        let mut end = text.len().min(dunlin_proto::limits::MAX_TEXT_BYTES);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        text.truncate(end);
+        text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
         text
     }
 }

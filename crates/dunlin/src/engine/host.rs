@@ -2,49 +2,15 @@
 
 use std::fmt;
 use std::io;
-use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Instant;
-
-use dunlin_linux::poll::Wakeup;
 
 use super::sync::{Interrupt, Mutex, lock};
-use crate::lane::dial::{Connector, StandardConnector};
+pub use crate::lane::dial::{Connector, StandardConnector as StandardHost};
 
 /// Opens connections and starts threads for the engine, so that it fits a VMM that must
 /// do neither by itself.
-pub trait Host: Send + Sync {
-    /// Opens a TCP connection to `endpoint`, a host and port. The migration makes the
-    /// descriptor `stop` ([`AsFd`](std::os::fd::AsFd)) readable to cancel the attempt;
-    /// do not read from it. A host that ignores `stop` delays the cancellation until it
-    /// has connected.
-    ///
-    /// # Errors
-    /// No connection by `deadline`, or `stop` became readable first.
-    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
-
-    /// Opens a TCP connection to `remote` from a local address and port. Only lanes
-    /// over IPsec need it.
-    ///
-    /// # Errors
-    /// As [`Host::connect`]; `AddrInUse` if the local port is in use, and `Unsupported`
-    /// if this method is not implemented.
-    fn connect_from(
-        &self,
-        local: SocketAddr,
-        remote: SocketAddr,
-        deadline: Instant,
-        stop: &Wakeup,
-    ) -> io::Result<TcpStream> {
-        let _ = (local, remote, deadline, stop);
-        Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "cannot connect from a given local port, which lanes over IPsec need: implement \
-             Host::connect_from",
-        ))
-    }
-
+pub trait Host: Connector {
     /// Runs `body` on a thread of its own.
     ///
     /// # Errors
@@ -52,51 +18,11 @@ pub trait Host: Send + Sync {
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>>;
 }
 
-/// Ordinary sockets and ordinary threads. A name is resolved on a thread that may outlive
-/// the connection attempt ([`resolve`](crate::lane::resolve)).
-#[derive(Clone, Copy, Debug, Default)]
-pub struct StandardHost;
-
 impl Host for StandardHost {
-    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
-        StandardConnector.connect(endpoint, deadline, stop)
-    }
-
-    fn connect_from(
-        &self,
-        local: SocketAddr,
-        remote: SocketAddr,
-        deadline: Instant,
-        stop: &Wakeup,
-    ) -> io::Result<TcpStream> {
-        StandardConnector.connect_from(local, remote, deadline, stop)
-    }
-
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         std::thread::Builder::new().name(name).spawn(body)
     }
 }
-
-/// Gives lane dialers connections from the VMM's [`Host`].
-pub(crate) struct FromHost(pub(crate) Arc<dyn Host>);
-
-impl Connector for FromHost {
-    fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
-        self.0.connect(endpoint, deadline, stop)
-    }
-
-    fn connect_from(
-        &self,
-        local: SocketAddr,
-        remote: SocketAddr,
-        deadline: Instant,
-        stop: &Wakeup,
-    ) -> io::Result<TcpStream> {
-        self.0.connect_from(local, remote, deadline, stop)
-    }
-}
-
-type Listener = Box<dyn Fn() + Send>;
 
 /// Cancels a session from another thread. Clones cancel the same session.
 #[derive(Clone, Default)]
@@ -105,7 +31,7 @@ pub struct Cancel(Arc<Mutex<CancelState>>);
 #[derive(Default)]
 struct CancelState {
     cancelled: bool,
-    listener: Option<Listener>,
+    listener: Option<Interrupt>,
     interrupt: Option<Interrupt>,
 }
 

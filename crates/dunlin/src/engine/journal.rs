@@ -133,7 +133,7 @@ impl Journal {
             epoch: 1,
             vm_uuid: *vm.0,
             vm_name: vm.1.into(),
-            peer: bounded(peer, MAX_ENDPOINT_BYTES).into(),
+            peer: peer[..peer.floor_char_boundary(MAX_ENDPOINT_BYTES)].into(),
             owner: owner.into(),
             started_ms: now_ms(),
             written_ms: 0,
@@ -488,15 +488,6 @@ pub(crate) fn names_of(peer: &PeerIdentity) -> String {
     let names: Vec<String> = peer.names.iter().map(ToString::to_string).collect();
     // A certificate may contain any text.
     harmless(&names.join(", "))
-}
-
-/// Truncates a text for display to at most `bytes` bytes.
-pub(crate) fn bounded(text: &str, bytes: usize) -> &str {
-    let mut end = text.len().min(bytes);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
 }
 
 /// Milliseconds since 1970; 0 if the clock is earlier.

@@ -68,6 +68,7 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
     }
 
     fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
+        let unsupported = |what: &str| io::Error::new(io::ErrorKind::Unsupported, what);
         let mapped = self.mapped(index)?;
         match (sys::is_private(mapped.flags()), mapped.file_offset()) {
             (false, Some(file)) => {
@@ -81,16 +82,10 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
                 pagemap::populated(&self.slice(index, 0, length)?, found)
             }
             // Written pages are in memory, the others in the file.
-            (true, Some(_)) => Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "private mapping of a file",
-            )),
+            (true, Some(_)) => Err(unsupported("private mapping of a file")),
             // The page table has no entry for pages that are swapped out or that
             // another process has written.
-            (false, None) => Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "shared memory without a known file",
-            )),
+            (false, None) => Err(unsupported("shared memory without a known file")),
         }
     }
 }

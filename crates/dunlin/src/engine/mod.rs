@@ -37,7 +37,7 @@ pub use dunlin_proto::fault::{AtFault, FaultCode};
 pub use dunlin_proto::text::{harmless, is_harmful};
 pub use error::MigrateError;
 pub use fault::{VmIs, fault_behind};
-pub use host::{Cancel, Host, StandardHost};
+pub use host::{Cancel, Connector, Host, StandardHost};
 pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};
 use sync::lock;

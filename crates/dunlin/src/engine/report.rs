@@ -196,10 +196,3 @@ impl<E, F: Fn(&E) + Send + Sync> Observer<E> for F {
         self(event);
     }
 }
-
-/// Ignores every event.
-pub(super) struct Ignore;
-
-impl<E> Observer<E> for Ignore {
-    fn event(&self, _: &E) {}
-}

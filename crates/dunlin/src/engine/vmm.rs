@@ -20,8 +20,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use dunlin_proto::control::{Region, RegionKind};
+pub use dunlin_proto::control::{Region, RegionKind, Section};
 pub use dunlin_proto::fault::FaultCode;
+pub use dunlin_proto::negotiate::Refusal;
 use vm_memory::VolatileSlice;
 
 /// The VMM failed to take a step; carries the VMM's own error.
@@ -98,21 +99,6 @@ pub enum RunState {
     PoweredOff,
     /// It reset, crashed or was stopped by a failure, for this reason.
     Stopped(String),
-}
-
-/// A named piece of device state.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Section {
-    /// The kind of state, such as `vcpu`; at most 255 bytes.
-    pub name: String,
-    /// Index among the sections of the same name.
-    pub instance: u32,
-    /// Version of the content's layout.
-    pub version: u32,
-    /// Whether a destination that does not support the section must refuse the VM.
-    pub required: bool,
-    /// The content, opaque to the engine.
-    pub bytes: Vec<u8>,
 }
 
 /// What the destination needs before any memory is sent.
@@ -229,15 +215,6 @@ pub struct Offered {
     pub regions: Vec<Region>,
     /// Whether the VM's owner has paused the guest. It then stays paused.
     pub paused: bool,
-}
-
-/// Why the destination does not accept a VM.
-#[derive(Clone, Debug)]
-pub struct Refusal {
-    /// The kind of reason.
-    pub fault: FaultCode,
-    /// The reason, for the source's operator; at most 1024 bytes are sent.
-    pub text: String,
 }
 
 /// A VM that has been built and waits for its memory and state.

@@ -4,9 +4,9 @@ use dunlin_proto::limits::MAX_TEXT_BYTES;
 
 use super::control::runs;
 use super::memory::{Copy, is_written};
-use super::state::{Moment, build, offer};
+use super::state::{Built, Moment, build, offer};
 use super::{Effort, Violation, Vmm, broken, failed};
-use crate::engine::vmm::RunState;
+use crate::engine::vmm::{RunState, SourceVm};
 
 /// Tests three ways of a VM to its destination: refused, given up after its disks were
 /// acquired, and arrived.
@@ -19,16 +19,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     check_refusal(vmm, &*source)?;
 
     // Given up at the last moment: the source continues.
-    let moment = Moment::of(&*source, effort)?;
-    source
-        .deactivate()
-        .map_err(failed("SourceVm::deactivate"))?;
-    let (there, _) = build(vmm, &*source)?;
-    moment.memory.write_to(&*there.memory())?;
-    let load = "DestinationVm::load";
-    there.load(&moment.sections).map_err(failed(load))?;
-    let acquire = "DestinationVm::acquire";
-    there.acquire().map_err(failed(acquire))?;
+    let (there, _) = arrive(vmm, &*source, effort)?;
     there.discard();
     drop(there);
     source
@@ -37,14 +28,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     runs(&*source, &*source.memory())?;
 
     // Arrived: the VM runs at the destination, and never again at the source.
-    let moment = Moment::of(&*source, effort)?;
-    source
-        .deactivate()
-        .map_err(failed("SourceVm::deactivate"))?;
-    let (there, as_source) = build(vmm, &*source)?;
-    moment.memory.write_to(&*there.memory())?;
-    there.load(&moment.sections).map_err(failed(load))?;
-    there.acquire().map_err(failed(acquire))?;
+    let (there, as_source) = arrive(vmm, &*source, effort)?;
     let before = Copy::of(&*source.memory())?;
     there.resume().map_err(failed("DestinationVm::resume"))?;
     let state = as_source.run_state();
@@ -75,10 +59,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
 }
 
 /// A builder that has refused one VM still builds the next.
-fn check_refusal(
-    vmm: &mut dyn Vmm,
-    source: &dyn crate::engine::vmm::SourceVm,
-) -> Result<(), Violation> {
+fn check_refusal(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<(), Violation> {
     let mut impossible = offer(source)?;
     impossible.vm.description.clear();
     for region in &mut impossible.regions {
@@ -99,4 +80,15 @@ fn check_refusal(
     let (there, _) = build(vmm, source)?;
     there.discard();
     Ok(())
+}
+
+/// Pauses the source, and builds the VM at the destination up to the point of no return.
+fn arrive(vmm: &mut dyn Vmm, source: &dyn SourceVm, effort: &Effort) -> Result<Built, Violation> {
+    let moment = Moment::of(source, effort)?;
+    source
+        .deactivate()
+        .map_err(failed("SourceVm::deactivate"))?;
+    let (there, as_source) = moment.load(vmm, source)?;
+    there.acquire().map_err(failed("DestinationVm::acquire"))?;
+    Ok((there, as_source))
 }

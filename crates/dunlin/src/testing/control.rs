@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use dunlin_proto::limits::{MAX_DESCRIPTION_BYTES, MAX_NAME_BYTES};
 
+use super::dirty::{self, Union};
 use super::memory::{Copy, is_written, table_changes};
 use super::{Effort, Violation, broken, failed};
-use crate::engine::vmm::{GuestMemory, RunState, SourceVm, VmDescription};
+use crate::engine::vmm::{DirtyLog, GuestMemory, RunState, SourceVm, VmDescription};
 
 /// Tests that a VM can be described, paused, resumed and throttled while its guest
 /// writes. Needs as much memory again as the VM has. The guest is paused afterwards.
@@ -144,28 +145,21 @@ fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
 /// Pages that the guest writes in a tenth of a second.
 fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     const WINDOW: Duration = Duration::from_millis(100);
-    let log_failed = |step| move |source| Violation::Log { step, source };
-    let mut logs = vm.dirty_logs();
-    for log in &mut logs {
-        log.start().map_err(log_failed("start"))?;
-    }
+    let mut log = Union(vm.dirty_logs());
+    log.start().map_err(dirty::failed("start"))?;
     // In short steps; otherwise a page that is written often would count once.
     let step = effort.between.max(Duration::from_millis(1)).min(WINDOW);
     let mut pages = 0;
     for _ in 0..WINDOW.as_millis() / step.as_millis() {
         std::thread::sleep(step);
-        for log in &mut logs {
-            log.fetch(&mut |_, words| {
-                pages += words
-                    .iter()
-                    .map(|word| u64::from(word.count_ones()))
-                    .sum::<u64>();
-            })
-            .map_err(log_failed("be read"))?;
-        }
+        log.fetch(&mut |_, words| {
+            pages += words
+                .iter()
+                .map(|word| u64::from(word.count_ones()))
+                .sum::<u64>();
+        })
+        .map_err(dirty::failed("be read"))?;
     }
-    for log in &mut logs {
-        log.stop().map_err(log_failed("stop"))?;
-    }
+    log.stop().map_err(dirty::failed("stop"))?;
     Ok(pages)
 }

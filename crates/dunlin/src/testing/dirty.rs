@@ -6,11 +6,10 @@
 //! equal the copy.
 
 use std::io;
-use std::ops::Range;
 
 use dunlin_proto::limits::PAGE_BYTES;
 
-use super::memory::ranges_to_read;
+use super::memory::Copy;
 use super::{Effort, Violation};
 use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
 
@@ -82,7 +81,7 @@ pub fn check_dirty_log<W: Writer + ?Sized>(
         log,
         writer,
         effort,
-        shadow: Vec::new(),
+        shadow: Copy::default(),
         seen: Seen::default(),
     };
     for running in [false, true, false] {
@@ -101,8 +100,8 @@ struct Test<'a, W: ?Sized> {
     log: &'a mut dyn DirtyLog,
     writer: &'a W,
     effort: &'a Effort,
-    /// The destination's copy of each region.
-    shadow: Vec<Vec<u8>>,
+    /// The destination's copy.
+    shadow: Copy,
     seen: Seen,
 }
 
@@ -125,7 +124,8 @@ impl<W: Writer + ?Sized> Test<'_, W> {
             }
             self.writer.resume().map_err(Violation::Writer)?;
         }
-        self.copy_all()?;
+        // Like the first pass of a migration.
+        self.shadow = Copy::of(self.memory)?;
         let before = self.seen.pages;
         for _ in 0..self.effort.pauses {
             self.writer.resume().map_err(Violation::Writer)?;
@@ -180,66 +180,28 @@ impl<W: Writer + ?Sized> Test<'_, W> {
         Ok(bitmaps)
     }
 
-    /// Copies all memory, like the first pass of a migration.
-    fn copy_all(&mut self) -> Result<(), Violation> {
-        self.shadow.clear();
-        for (index, region) in self.memory.regions().iter().enumerate() {
-            let length = usize::try_from(region.length).map_err(io::Error::other)?;
-            self.shadow.push(vec![0; length]);
-            for range in ranges_to_read(self.memory, index) {
-                self.copy_range(index, range)?;
-            }
-        }
-        Ok(())
-    }
-
     fn copy(&mut self, reported: &Bitmaps) -> Result<(), Violation> {
         for (index, words) in reported.iter().enumerate() {
             for (word, bits) in (0_u64..).zip(words) {
                 for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
                     let start = (word * 64 + bit) * PAGE_BYTES;
-                    self.copy_range(index, start..start + PAGE_BYTES)?;
+                    let page = start..start + PAGE_BYTES;
+                    self.shadow.renew(self.memory, index, page)?;
                 }
             }
         }
-        Ok(())
-    }
-
-    fn copy_range(&mut self, index: usize, range: Range<u64>) -> io::Result<()> {
-        let shadow = &mut self.shadow[index];
-        let end = range.end.min(shadow.len() as u64);
-        let copy = &mut shadow[range.start as usize..end as usize];
-        self.memory
-            .slice(index, range.start, copy.len())?
-            .copy_to(copy);
         Ok(())
     }
 
     /// Compares memory with the copy while the writer is paused.
     fn compare(&self) -> Result<(), Violation> {
-        let mut missed: Option<(usize, u64)> = None;
-        let mut pages = 0;
-        let mut page = [0; PAGE_BYTES as usize];
-        for (index, shadow) in self.shadow.iter().enumerate() {
-            for range in ranges_to_read(self.memory, index) {
-                let range = range.start as usize..(range.end as usize).min(shadow.len());
-                for (number, copy) in (0_u64..).zip(shadow[range.clone()].chunks(page.len())) {
-                    let offset = range.start as u64 + number * PAGE_BYTES;
-                    let now = &mut page[..copy.len()];
-                    self.memory.slice(index, offset, now.len())?.copy_to(now);
-                    if now != copy {
-                        missed.get_or_insert((index, offset / PAGE_BYTES));
-                        pages += 1;
-                    }
-                }
-            }
-        }
-        match missed {
+        let missed = self.shadow.differences(self.memory, usize::MAX)?;
+        match missed.first() {
             None => Ok(()),
-            Some((region, page)) => Err(Violation::Missed {
+            Some(&(region, page)) => Err(Violation::Missed {
                 region,
                 page,
-                pages,
+                pages: missed.len() as u64,
             }),
         }
     }
@@ -253,12 +215,12 @@ fn first(reported: &Bitmaps) -> Option<(usize, u64)> {
     })
 }
 
-fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
+pub(super) fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
     move |source| Violation::Log { step, source }
 }
 
 /// Several logs as one.
-struct Union(Vec<Box<dyn DirtyLog>>);
+pub(super) struct Union(pub(super) Vec<Box<dyn DirtyLog>>);
 
 impl DirtyLog for Union {
     fn start(&mut self) -> io::Result<()> {

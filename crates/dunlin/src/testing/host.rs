@@ -24,7 +24,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// # Errors
 /// The first [`Violation`].
 pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(), Violation> {
-    const CONNECT: &str = "Host::connect";
+    const CONNECT: &str = "Connector::connect";
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let port = listener.local_addr()?.port();
     let deadline = Instant::now() + Duration::from_secs(5);
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
     use crate::engine::journal::StandardDisk;
-    use crate::engine::{StandardHost, Wakeup};
+    use crate::engine::{Connector, StandardHost, Wakeup};
 
     /// The defect of a broken host.
     enum Fault {
@@ -156,7 +156,7 @@ mod tests {
         Late,
     }
 
-    impl Host for Fault {
+    impl Connector for Fault {
         fn connect(
             &self,
             endpoint: &str,
@@ -175,7 +175,9 @@ mod tests {
                 Self::SameThread => stream,
             }
         }
+    }
 
+    impl Host for Fault {
         fn spawn(
             &self,
             name: String,
@@ -198,10 +200,10 @@ mod tests {
         for (fault, sentence) in [
             (
                 Fault::NonBlocking,
-                "Host::connect promises that its sockets",
+                "Connector::connect promises that its sockets",
             ),
             (Fault::SameThread, "Host::spawn promises that the body"),
-            (Fault::Late, "Host::connect promises that it fails by"),
+            (Fault::Late, "Connector::connect promises that it fails by"),
         ] {
             let text = check_host(&fault, &endpoint).unwrap_err().to_string();
             assert!(text.starts_with(sentence), "{text}");

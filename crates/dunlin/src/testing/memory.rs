@@ -180,39 +180,67 @@ pub(super) fn ranges_to_read(memory: &dyn GuestMemory, index: usize) -> Vec<Rang
 }
 
 /// A copy of memory at one moment.
+#[derive(Default)]
 pub(super) struct Copy(Vec<Vec<u8>>);
 
 impl Copy {
     pub(super) fn of(memory: &dyn GuestMemory) -> io::Result<Self> {
-        let mut regions = Vec::new();
+        let mut copy = Self::default();
         for (index, region) in memory.regions().iter().enumerate() {
-            let mut bytes = vec![0; usize::try_from(region.length).map_err(io::Error::other)?];
+            let length = usize::try_from(region.length).map_err(io::Error::other)?;
+            copy.0.push(vec![0; length]);
             for range in ranges_to_read(memory, index) {
-                let part = &mut bytes[range.start as usize..range.end as usize];
-                memory.slice(index, range.start, part.len())?.copy_to(part);
+                copy.renew(memory, index, range)?;
             }
-            regions.push(bytes);
         }
-        Ok(Self(regions))
+        Ok(copy)
+    }
+
+    /// Copies a range again, up to the end of its region.
+    pub(super) fn renew(
+        &mut self,
+        memory: &dyn GuestMemory,
+        index: usize,
+        range: Range<u64>,
+    ) -> io::Result<()> {
+        let bytes = &mut self.0[index];
+        let end = bytes.len().min(range.end as usize);
+        let part = &mut bytes[range.start as usize..end];
+        memory.slice(index, range.start, part.len())?.copy_to(part);
+        Ok(())
     }
 
     /// The first page that has changed: region and page.
     pub(super) fn difference(&self, memory: &dyn GuestMemory) -> io::Result<Option<(usize, u64)>> {
+        Ok(self.differences(memory, 1)?.pop())
+    }
+
+    /// The first pages that have changed, at most `limit`.
+    pub(super) fn differences(
+        &self,
+        memory: &dyn GuestMemory,
+        limit: usize,
+    ) -> io::Result<Vec<(usize, u64)>> {
+        let mut found = Vec::new();
         let mut page = [0; PAGE_BYTES as usize];
         for (index, bytes) in self.0.iter().enumerate() {
             for range in ranges_to_read(memory, index) {
-                let before = &bytes[range.start as usize..range.end as usize];
+                let end = bytes.len().min(range.end as usize);
+                let before = &bytes[range.start as usize..end];
                 for (number, before) in (0_u64..).zip(before.chunks(page.len())) {
                     let offset = range.start + number * PAGE_BYTES;
                     let now = &mut page[..before.len()];
                     memory.slice(index, offset, now.len())?.copy_to(now);
                     if now != before {
-                        return Ok(Some((index, offset / PAGE_BYTES)));
+                        found.push((index, offset / PAGE_BYTES));
+                    }
+                    if found.len() == limit {
+                        return Ok(found);
                     }
                 }
             }
         }
-        Ok(None)
+        Ok(found)
     }
 
     /// Writes the copy into memory that reads as zeros.

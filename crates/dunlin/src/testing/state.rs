@@ -41,11 +41,7 @@ fn load_and_save(
     source: &dyn SourceVm,
     moment: &Moment,
 ) -> Result<Vec<Section>, Violation> {
-    let (there, as_source) = build(vmm, source)?;
-    moment.memory.write_to(&*there.memory())?;
-    there
-        .load(&moment.sections)
-        .map_err(failed("DestinationVm::load"))?;
+    let (there, as_source) = moment.load(vmm, source)?;
     if as_source.run_state() != RunState::Paused {
         return Err(broken(
             "DestinationVm::load",
@@ -60,8 +56,8 @@ fn load_and_save(
 
 /// Memory and state of a paused VM.
 pub(super) struct Moment {
-    pub(super) memory: Copy,
-    pub(super) sections: Vec<Section>,
+    memory: Copy,
+    sections: Vec<Section>,
     /// Names of sections that change while the VM is paused.
     unsteady: BTreeSet<String>,
 }
@@ -101,6 +97,20 @@ impl Moment {
             sections,
             unsteady,
         })
+    }
+
+    /// Builds the VM and loads this moment into it.
+    pub(super) fn load(
+        &self,
+        vmm: &mut dyn Vmm,
+        source: &dyn SourceVm,
+    ) -> Result<Built, Violation> {
+        let (there, as_source) = build(vmm, source)?;
+        self.memory.write_to(&*there.memory())?;
+        there
+            .load(&self.sections)
+            .map_err(failed("DestinationVm::load"))?;
+        Ok((there, as_source))
     }
 }
 
@@ -225,7 +235,7 @@ fn refuses_unsupported_sections(
 }
 
 /// A VM as the destination has it, and the same VM as a source.
-type Built = (Arc<dyn DestinationVm>, Arc<dyn SourceVm>);
+pub(super) type Built = (Arc<dyn DestinationVm>, Arc<dyn SourceVm>);
 
 /// Builds the VM that `source` describes.
 pub(super) fn build(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<Built, Violation> {

@@ -16,7 +16,7 @@ use dunlin::Migration;
 use dunlin::engine::destination;
 use dunlin::engine::source::{LaneSecurity, Options};
 use dunlin::engine::vmm::{FaultCode, SourceVm};
-use dunlin::engine::{Cancel, Event, Host, Report, StandardHost, VmIs, Wakeup};
+use dunlin::engine::{Cancel, Connector, Event, Host, Report, StandardHost, VmIs, Wakeup};
 use dunlin::lane::control;
 use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
@@ -318,7 +318,7 @@ struct Counting {
     from_a_port: AtomicU32,
 }
 
-impl Host for Counting {
+impl Connector for Counting {
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
         self.connected.fetch_add(1, SeqCst);
         StandardHost.connect(endpoint, deadline, stop)
@@ -334,7 +334,9 @@ impl Host for Counting {
         self.from_a_port.fetch_add(1, SeqCst);
         StandardHost.connect_from(local, remote, deadline, stop)
     }
+}
 
+impl Host for Counting {
     fn spawn(&self, name: String, body: Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> {
         StandardHost.spawn(name, body)
     }

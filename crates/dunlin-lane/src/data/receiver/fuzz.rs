@@ -9,9 +9,9 @@ use dunlin_proto::fuzz::Choices;
 use vm_memory::VolatileSlice;
 
 use super::{
-    Counters, DataReceiver, Keys, Link, OVERHEAD_BYTES, RECEIVE_BYTES, ReceiveError, Security,
-    State,
+    Counters, DataReceiver, Link, OVERHEAD_BYTES, RECEIVE_BYTES, ReceiveError, Security, State,
 };
+use crate::data::Keys;
 use crate::record::fuzz::halves;
 
 /// Bytes that a socket buffers without a reader.

@@ -65,8 +65,10 @@ struct Outcome {
 }
 
 /// Answers to inquiries, each on its own thread.
-#[derive(Default)]
 pub(super) struct Answers {
+    host: Arc<dyn Host>,
+    journal: Journal,
+    held: Option<Arc<Mutex<Held>>>,
     in_progress: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
 }
 
@@ -83,16 +85,25 @@ impl Held {
 }
 
 impl Answers {
-    /// Answers on a control lane of a session that is not in progress here.
-    pub(super) fn begin(
-        &mut self,
+    /// `held` is the VM that this process has received.
+    pub(super) fn new(
         host: &Arc<dyn Host>,
         journal: &Journal,
-        held: Option<&Arc<Mutex<Held>>>,
-        stream: ControlStream,
-        offer: &Offer,
-    ) -> Result<(), Refusal> {
-        let held = held
+        held: Option<Arc<Mutex<Held>>>,
+    ) -> Self {
+        Self {
+            host: Arc::clone(host),
+            journal: journal.clone(),
+            held,
+            in_progress: VecDeque::new(),
+        }
+    }
+
+    /// Answers on a control lane of a session that is not in progress here.
+    pub(super) fn begin(&mut self, stream: ControlStream, offer: &Offer) -> Result<(), Refusal> {
+        let held = self
+            .held
+            .as_ref()
             .filter(|held| lock(held).session == offer.session)
             .cloned();
         let mut bytes = Vec::new();
@@ -128,30 +139,31 @@ impl Answers {
             Arc::default(),
             SILENCE_LIMIT,
         ));
-        let (same, journal) = (Arc::clone(&lane), journal.clone());
+        let (same, journal) = (Arc::clone(&lane), self.journal.clone());
         let body = move || answer_on(&same, &journal, held.as_deref(), &peer);
         // If no thread can be started, the lane is dropped and the source asks again.
-        if let Ok(thread) = host.spawn("dunlin-answer".into(), Box::new(body)) {
+        if let Ok(thread) = self.host.spawn("dunlin-answer".into(), Box::new(body)) {
             self.in_progress.push_back((lane, thread));
         }
         Ok(())
     }
 
-    /// Accepts until `stopped`. Passes inquiries to `begin`, and refuses new sessions
-    /// with the text `busy`.
+    /// Accepts and answers until `stopped`. Refuses new sessions with the text `busy`.
     fn serve(
         &mut self,
         listener: &TcpListener,
         tls: &ServerTls,
         stopped: &Wakeup,
         busy: &str,
-        begin: impl Fn(&mut Self, ControlStream, &Offer),
     ) -> io::Result<()> {
-        accept(listener, tls, stopped, |arrival| match arrival {
+        let result = accept(listener, tls, stopped, |arrival| match arrival {
             Arrival::Control {
                 stream,
                 opening: Opening::Offer(offer),
-            } if is_inquiry(&offer) => begin(self, stream, &offer),
+            } if is_inquiry(&offer) => {
+                // A refusal has been sent.
+                let _ = self.begin(stream, &offer);
+            }
             Arrival::Control {
                 stream,
                 opening: Opening::Offer(_),
@@ -160,7 +172,9 @@ impl Answers {
                 refuse(&stream, &Refusal { fault, text });
             }
             _ => {}
-        })
+        });
+        self.end();
+        result
     }
 
     /// Ends all answers.
@@ -197,7 +211,7 @@ fn answer_on(
                 }
                 (None, Message::Inquire { attempt }) => {
                     if from_journal.is_none() {
-                        from_journal = Some(look_up(journal, lane.session(), peer)?);
+                        from_journal = Some(look_up(journal, lane.session, peer)?);
                     }
                     match &mut from_journal {
                         Some(found) => answer_of(found, *attempt, lane),
@@ -342,18 +356,13 @@ impl Answering {
             },
             done: Arc::clone(&stop),
         }));
-        let (same, host_there) = (Arc::clone(&held), Arc::clone(host));
+        let same = Arc::clone(&held);
+        let mut answers = Answers::new(host, &journal, Some(Arc::clone(&held)));
         let body = move || {
-            let mut answers = Answers::default();
             let text = "this process has already received a VM";
-            let ended = answers.serve(&listener, &tls, &stopped, text, |answers, stream, offer| {
-                // The refusal has been sent.
-                let _ = answers.begin(&host_there, &journal, Some(&same), stream, offer);
-            });
             // If the listener fails, inquiries stay unanswered and the source stays in
             // doubt.
-            drop(ended);
-            answers.end();
+            let _ = answers.serve(&listener, &tls, &stopped, text);
             // Leak the record: its lock shows that the VM's process lives, and `moved_on` may still
             // write it.
             let is_recorded = lock(&same).outcome.journal.is_some();
@@ -416,13 +425,8 @@ pub fn answer(
     };
     let (wake, stopped) = waker().map_err(failed)?;
     stop.listen(move || wake.wake());
-    let mut answers = Answers::default();
     let text = "this host is not receiving a VM";
-    let result = answers.serve(listener, tls, &stopped, text, |answers, stream, offer| {
-        // The refusal has been sent.
-        let _ = answers.begin(host, journal, None, stream, offer);
-    });
-    answers.end();
+    let result = Answers::new(host, journal, None).serve(listener, tls, &stopped, text);
     stop.unlisten();
     result.map_err(failed)
 }

@@ -172,9 +172,7 @@ impl<'a> Arriving<'a> {
     fn record(&mut self, record: DestinationRecord) -> On {
         match self.attempt.journal.write(State::Destination(record)) {
             Ok(_) => {
-                self.session
-                    .observer
-                    .event(&DestinationEvent::Recorded(record));
+                self.session.notify(DestinationEvent::Recorded(record));
                 On::Recorded
             }
             Err(error) => {
@@ -198,9 +196,7 @@ impl<'a> Arriving<'a> {
             }
             verdict => Message::Answer { attempt, verdict },
         };
-        self.session
-            .observer
-            .event(&DestinationEvent::Notified(verdict));
+        self.session.notify(DestinationEvent::Notified(verdict));
         self.control.notify(&message);
     }
 

@@ -52,8 +52,7 @@ impl Arriving<'_> {
                 if self.lanes.barrier.lanes(|lanes| lanes.gone(lane)) {
                     let why = fault.map_or_else(String::new, |fault| fault.for_peer());
                     self.session
-                        .observer
-                        .event(&DestinationEvent::LaneLost { lane, why });
+                        .notify(DestinationEvent::LaneLost { lane, why });
                     self.send_fenced(lane)?;
                 }
             }
@@ -115,8 +114,7 @@ impl Arriving<'_> {
         let thread = spawn(&**self.session.host, name, move || lane.run())?;
         self.lanes.threads.insert(number, thread);
         self.session
-            .observer
-            .event(&DestinationEvent::LaneUp { lane: number });
+            .notify(DestinationEvent::LaneUp { lane: number });
         self.send_resumable(&Message::LaneUp { lane: number })
     }
 

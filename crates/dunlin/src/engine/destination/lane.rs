@@ -160,11 +160,8 @@ impl Lane {
         let mut ranges_bytes = vec![0; MAX_RANGES_PER_CHUNK * RANGE_BYTES];
         loop {
             let mut header = [0; FRAME_HEADER_BYTES];
-            if !self
-                .receiver
-                .next(&mut header, None)
-                .map_err(|error| self.failed(error))?
-            {
+            let more = self.receiver.next(&mut header, None);
+            if !more.map_err(|error| self.failed(error))? {
                 return Err(Fault::new(
                     FaultCode::LaneLost,
                     format!("lane {} closed before its end frame", self.number),
@@ -175,7 +172,7 @@ impl Lane {
                     let bytes = &mut ranges_bytes[..chunk.ranges_bytes()];
                     self.receiver
                         .read_exact(bytes)
-                        .map_err(|error| failed(self.number, error))?;
+                        .map_err(|error| self.failed(error))?;
                     chunk
                         .decode_ranges(bytes, &self.memory.regions, &mut ranges)
                         .map_err(malformed)?;
@@ -273,7 +270,7 @@ impl Lane {
         });
         self.receiver
             .payload_into(targets)
-            .map_err(|error| failed(self.number, error))?;
+            .map_err(|error| self.failed(error))?;
         if let Some(error) = refused {
             return Err(unwritable(error));
         }
@@ -290,16 +287,13 @@ impl Lane {
     }
 
     fn failed(&self, error: ReceiveError) -> Fault {
-        failed(self.number, error)
+        let what = format!("lane {} was lost", self.number);
+        Fault::new(FaultCode::LaneLost, what).because(error)
     }
 }
 
 fn out_of_order(error: CourseError) -> Fault {
     Fault::new(FaultCode::Malformed, "frame out of order on a lane").because(error)
-}
-
-fn failed(lane: u16, error: ReceiveError) -> Fault {
-    Fault::new(FaultCode::LaneLost, format!("lane {lane} was lost")).because(error)
 }
 
 fn malformed(error: dunlin_proto::wire::DecodeError) -> Fault {

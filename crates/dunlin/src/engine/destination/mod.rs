@@ -42,11 +42,11 @@ use self::event::SessionEvent;
 use self::prepared::{Prepared, Running};
 use self::receiving::Receiving;
 use self::session::Session;
-use self::waiting::{Describing, Waiting};
+use self::waiting::Describing;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::{Ignore, Observer};
+use super::report::Observer;
 use super::vmm::Builder;
 use crate::lane::policy::ServerTls;
 
@@ -79,7 +79,7 @@ impl<'a> Incoming<'a> {
             tls,
             options: Options::default(),
             host: Arc::new(StandardHost),
-            observer: &Ignore,
+            observer: &|_: &DestinationEvent| (),
             cancel: Cancel::new(),
         }
     }
@@ -124,9 +124,8 @@ impl<'a> Incoming<'a> {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
-        let settled = Waiting::new(session)
-            .await_source()
-            .and_then(|describing: Describing<'_>| describing.build(builder))
+        let settled = Describing::await_source(session)
+            .and_then(|describing| describing.build(builder))
             .and_then(Receiving::await_everything)
             .and_then(Prepared::decide)
             .map_or_else(|settled| settled, Running::await_release);

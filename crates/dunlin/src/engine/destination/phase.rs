@@ -23,7 +23,9 @@ pub(super) trait Phase<'a> {
     fn arriving(&mut self) -> &mut Arriving<'a>;
 
     /// Executes one action; returns the resulting event, if any.
-    fn act(&mut self, action: Do) -> Option<On>;
+    fn act(&mut self, action: Do) -> Option<On> {
+        self.arriving().act(action)
+    }
 }
 
 /// Applies an event and executes the actions that follow.
@@ -131,7 +133,7 @@ pub(super) fn next_event<'a>(
             Message::Inquire { attempt } => inquired(phase, attempt)?,
             Message::Fence { lane } => arriving.fence(lane)?,
             message => {
-                let epoch = arriving.control.lane.epoch();
+                let epoch = arriving.control.lane.epoch;
                 let message = FromPeer::Message(message);
                 return Ok(Some(SessionEvent::Control(epoch, message)));
             }
@@ -151,10 +153,7 @@ pub(super) fn next_event<'a>(
             }
         },
         SessionEvent::Cancelled if arriving.attempt.state.may_cancel() => {
-            return Err(Fault::new(
-                FaultCode::Cancelled,
-                "cancelled by the operator",
-            ));
+            return Err(Fault::cancelled());
         }
         SessionEvent::LaneEnded {
             lane,
@@ -212,7 +211,7 @@ impl Arriving<'_> {
         if fault.code != FaultCode::ControlLost || !self.is_resumable() {
             return Err(fault);
         }
-        self.session.observer.event(&DestinationEvent::ControlLost {
+        self.session.notify(DestinationEvent::ControlLost {
             why: fault.for_peer(),
         });
         self.link = Link::Lost(Instant::now() + self.session.options.control_limit, fault);

@@ -36,10 +36,7 @@ impl<'a> Phase<'a> for Prepared<'a> {
         let attempt = &mut self.arriving.attempt;
         let (done, result) = match action {
             Do::Acquire => {
-                self.arriving
-                    .session
-                    .observer
-                    .event(&DestinationEvent::Committed);
+                self.arriving.session.notify(DestinationEvent::Committed);
                 let acquired = attempt
                     .vm
                     .acquire()
@@ -57,10 +54,7 @@ impl<'a> Phase<'a> for Prepared<'a> {
                 )
             }
             Do::SendReady => {
-                self.arriving
-                    .session
-                    .observer
-                    .event(&DestinationEvent::Ready);
+                self.arriving.session.notify(DestinationEvent::Ready);
                 attempt.reached = Reached::Ready;
                 let digest = self.digest;
                 self.arriving.control.notify(&Message::Ready { digest });
@@ -129,10 +123,6 @@ impl<'a> Phase<'a> for Running<'a> {
     fn arriving(&mut self) -> &mut Arriving<'a> {
         &mut self.arriving
     }
-
-    fn act(&mut self, action: Do) -> Option<On> {
-        self.arriving.act(action)
-    }
 }
 
 impl<'a> Running<'a> {
@@ -146,8 +136,7 @@ impl<'a> Running<'a> {
         }
         self.arriving
             .session
-            .observer
-            .event(&DestinationEvent::Running { runs });
+            .notify(DestinationEvent::Running { runs });
         if let Err(fault) = self.released() {
             self.arriving.session.warn(format!(
                 "the source did not confirm that it released the VM: {}",

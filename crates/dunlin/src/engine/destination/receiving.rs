@@ -2,15 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{self, Digest, Final, Message};
+use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
-use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
+use dunlin_proto::switchover::{Destination, DestinationEvent as On};
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
 use super::super::memory::digest;
-use super::super::vmm::Section;
 use super::arriving::Arriving;
 use super::event::SessionEvent;
 use super::phase::{Phase, begin, failed, next_event, take};
@@ -33,10 +32,6 @@ pub(super) struct Receiving<'a> {
 impl<'a> Phase<'a> for Receiving<'a> {
     fn arriving(&mut self) -> &mut Arriving<'a> {
         &mut self.arriving
-    }
-
-    fn act(&mut self, action: Do) -> Option<On> {
-        self.arriving.act(action)
     }
 }
 
@@ -102,12 +97,8 @@ impl<'a> Receiving<'a> {
                 }
                 Some(_) | None => {}
             }
-            if self
-                .arriving
-                .lanes
-                .acks_due
-                .is_some_and(|due| due <= Instant::now())
-            {
+            let due = self.arriving.lanes.acks_due;
+            if due.is_some_and(|due| due <= Instant::now()) {
                 self.arriving.acknowledge()?;
             }
         }
@@ -137,7 +128,7 @@ impl<'a> Receiving<'a> {
         Ok(digest)
     }
 
-    fn keep(&mut self, section: control::Section) -> Result<(), Fault> {
+    fn keep(&mut self, section: Section) -> Result<(), Fault> {
         self.state_bytes += section.bytes.len() + section.name.len();
         let count = self.sections.len() + 1;
         if self.state_bytes > MAX_STATE_BYTES || count > MAX_SECTIONS as usize {
@@ -148,13 +139,7 @@ impl<'a> Receiving<'a> {
                 ),
             ));
         }
-        self.sections.push(Section {
-            name: section.name,
-            instance: section.instance,
-            version: section.version,
-            required: section.required,
-            bytes: section.bytes,
-        });
+        self.sections.push(section);
         Ok(())
     }
 
@@ -169,10 +154,8 @@ impl<'a> Receiving<'a> {
                 ),
             ));
         }
-        self.arriving
-            .lanes
-            .barrier
-            .lanes(|lanes| lanes.finish(last));
+        let lanes = &self.arriving.lanes;
+        lanes.barrier.lanes(|lanes| lanes.finish(last));
         Ok(())
     }
 }

@@ -76,9 +76,7 @@ impl Arriving<'_> {
             // The lane is for an inquiry, which follows.
             return Ok(());
         }
-        self.session
-            .observer
-            .event(&DestinationEvent::ControlResumed);
+        self.session.notify(DestinationEvent::ControlResumed);
         self.repeat()
     }
 

@@ -111,7 +111,7 @@ impl<'a> Session<'a> {
             acceptor,
             acceptor_thread,
             arrivals,
-            answers: Answers::default(),
+            answers: Answers::new(host, &options.journal, None),
             deferred: VecDeque::new(),
             cpu: CpuTime::default(),
             cpu_before,
@@ -135,7 +135,7 @@ impl<'a> Session<'a> {
         };
         match event {
             Ok(SessionEvent::Control(epoch, from_peer)) => {
-                let Some(control) = control.filter(|control| control.lane.epoch() == epoch) else {
+                let Some(control) = control.filter(|control| control.lane.epoch == epoch) else {
                     return Ok(Some(SessionEvent::Tended));
                 };
                 control.took(&from_peer);
@@ -166,11 +166,8 @@ impl<'a> Session<'a> {
             other => return Some(other),
         };
         let peer = peer_of(&stream);
-        self.observer
-            .event(&DestinationEvent::Inquired { peer: peer.clone() });
-        let journal = &self.options.journal;
-        let begun = self.answers.begin(self.host, journal, None, stream, &offer);
-        if let Err(refusal) = begun {
+        self.notify(DestinationEvent::Inquired { peer: peer.clone() });
+        if let Err(refusal) = self.answers.begin(stream, &offer) {
             self.reject(format!("inquiry of {peer}: {refusal}"));
         }
         None
@@ -211,11 +208,15 @@ impl<'a> Session<'a> {
     }
 
     pub(super) fn reject(&self, reason: String) {
-        self.observer.event(&DestinationEvent::Rejected { reason });
+        self.notify(DestinationEvent::Rejected { reason });
+    }
+
+    pub(super) fn notify(&self, event: DestinationEvent) {
+        self.observer.event(&event);
     }
 
     pub(super) fn warn(&self, text: String) {
-        self.observer.event(&DestinationEvent::Warning(text));
+        self.notify(DestinationEvent::Warning(text));
     }
 
     /// Ends the listener, the control lane and every thread: `lanes`, the reader and
@@ -230,7 +231,7 @@ impl<'a> Session<'a> {
         let mut reader = None;
         if let Some(control) = control {
             // Best effort: the peer may be gone.
-            let _ = control.lane.stream().close();
+            let _ = control.lane.stream.close();
             self.await_end_of_control(&control);
             control.lane.shutdown();
             reader = control.reader;
@@ -248,7 +249,7 @@ impl<'a> Session<'a> {
     fn await_end_of_control(&mut self, control: &ControlLink) {
         let until = Instant::now() + CLOSE_LIMIT;
         // The limit also holds for a peer that keeps sending.
-        while !control.has_ended() && Instant::now() < until {
+        while !control.ended.get() && Instant::now() < until {
             match self.receive(Some(control), Some(until)) {
                 Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(_, FromPeer::Lost(_))) | None) | Err(_) => return,

@@ -33,101 +33,6 @@ use crate::lane::security::acceptor;
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
 
-/// No source with an acceptable offer has connected yet.
-pub(super) struct Waiting<'a> {
-    session: Session<'a>,
-}
-
-impl<'a> Waiting<'a> {
-    pub(super) fn new(session: Session<'a>) -> Self {
-        Self { session }
-    }
-
-    /// Waits for a control lane with an acceptable offer.
-    pub(super) fn await_source(mut self) -> Result<Describing<'a>, Settled> {
-        match self.next_source() {
-            Ok((control, secret)) => Ok(Describing {
-                session: self.session,
-                control,
-                secret,
-            }),
-            Err(fault) => {
-                self.session.close(None, std::iter::empty());
-                Err(Settled::Failed(fault, VmIs::AtSource))
-            }
-        }
-    }
-
-    fn next_source(&mut self) -> Result<(ControlLink, SessionSecret), Fault> {
-        loop {
-            let arrival = match self.session.receive(None, None)? {
-                Some(SessionEvent::Arrived(arrival)) => *arrival,
-                Some(SessionEvent::Cancelled) => return Err(cancelled()),
-                _ => continue,
-            };
-            match self.session.answer_inquiry(arrival) {
-                Some(Arrival::Control { stream, opening }) => {
-                    if let Some(agreed) = self.negotiate(stream, &opening)? {
-                        return Ok(agreed);
-                    }
-                }
-                Some(other) => self.session.turn_away(other, "no session is in progress"),
-                None => {}
-            }
-        }
-    }
-
-    fn negotiate(
-        &self,
-        stream: ControlStream,
-        opening: &Opening,
-    ) -> Result<Option<(ControlLink, SessionSecret)>, Fault> {
-        let session = &self.session;
-        let answer = match opening {
-            Opening::Offer(offer) => {
-                let supported = Supported {
-                    versions: VERSIONS,
-                    features: Features::VERIFY,
-                    required: Features::NONE,
-                    plain_allowed: session.options.allow_plain,
-                    ipsec: session.options.ipsec.is_some(),
-                };
-                select(offer, &supported).map(|selection| (offer, selection))
-            }
-            _ => Err(Refusal {
-                fault: FaultCode::Malformed,
-                text: "expected an offer as the first message of a control lane".into(),
-            }),
-        };
-        let (offer, selection) = match answer {
-            Ok(agreed) => agreed,
-            Err(refusal) => {
-                session.reject(format!("offer of {}: {refusal}", peer_of(&stream)));
-                refuse(&stream, &refusal);
-                return Ok(None);
-            }
-        };
-        let mut bytes = Vec::new();
-        selection
-            .encode(&mut bytes)
-            .or_fault(FaultCode::Internal, "cannot encode the selection")?;
-        if let Err(error) = stream.send(&bytes) {
-            session.reject(format!("control lane of {}: {error}", peer_of(&stream)));
-            return Ok(None);
-        }
-        session.tls.keep(&stream);
-        session.observer.event(&DestinationEvent::Connected {
-            peer: peer_of(&stream),
-        });
-        let mut secret = SessionSecret([0; 32]);
-        random::fill(&mut secret.0).map_err(|error| {
-            Fault::new(FaultCode::Internal, "the random number source failed").because(error)
-        })?;
-        let control = session.open_control(stream, Arc::default(), offer.clone(), selection)?;
-        Ok(Some((control, secret)))
-    }
-}
-
 /// The offer is accepted; the VM is not. This side has committed to nothing.
 pub(super) struct Describing<'a> {
     session: Session<'a>,
@@ -136,6 +41,21 @@ pub(super) struct Describing<'a> {
 }
 
 impl<'a> Describing<'a> {
+    /// Waits for a control lane with an acceptable offer.
+    pub(super) fn await_source(mut session: Session<'a>) -> Result<Self, Settled> {
+        match next_source(&mut session) {
+            Ok((control, secret)) => Ok(Self {
+                session,
+                control,
+                secret,
+            }),
+            Err(fault) => {
+                session.close(None, std::iter::empty());
+                Err(Settled::Failed(fault, VmIs::AtSource))
+            }
+        }
+    }
+
     /// Builds the VM that the source describes, and accepts it.
     pub(super) fn build(mut self, builder: &mut dyn Builder) -> Result<Receiving<'a>, Settled> {
         let (attempt, lanes) = match self.try_build(builder) {
@@ -173,8 +93,7 @@ impl<'a> Describing<'a> {
             paused,
         };
         self.session
-            .observer
-            .event(&DestinationEvent::Offered(offered.clone()));
+            .notify(DestinationEvent::Offered(offered.clone()));
         let journal = self.make_room(&offered, &builder.owner(&offered))?;
         let built = builder
             .build(&offered)
@@ -219,7 +138,7 @@ impl<'a> Describing<'a> {
                             .turn_away(arrival, "the VM has not been described yet");
                     }
                 }
-                Some(SessionEvent::Cancelled) => return Err(cancelled()),
+                Some(SessionEvent::Cancelled) => return Err(Fault::cancelled()),
                 Some(_) => {}
                 None => {
                     return Err(Fault::new(
@@ -234,7 +153,7 @@ impl<'a> Describing<'a> {
     /// Allocates the session's journal file: a full disk fails the migration here,
     /// before anything is moved.
     fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
-        let stream = self.control.lane.stream();
+        let stream = &self.control.lane.stream;
         let record = Journal::first_record(
             State::Destination(DestinationRecord::Prepared),
             self.control.offer.session,
@@ -252,10 +171,8 @@ impl<'a> Describing<'a> {
                 Err(error)
             }
         });
-        recorded.map_err(|error| {
-            let what = "cannot record the session at the destination";
-            Fault::new(FaultCode::Journal, what).because(error)
-        })
+        let what = "cannot record the session at the destination";
+        recorded.or_fault(FaultCode::Journal, what)
     }
 
     fn forget(&self, journal: SessionJournal) {
@@ -277,6 +194,68 @@ impl<'a> Describing<'a> {
     }
 }
 
-pub(super) fn cancelled() -> Fault {
-    Fault::new(FaultCode::Cancelled, "cancelled by the operator")
+fn next_source(session: &mut Session<'_>) -> Result<(ControlLink, SessionSecret), Fault> {
+    loop {
+        let arrival = match session.receive(None, None)? {
+            Some(SessionEvent::Arrived(arrival)) => *arrival,
+            Some(SessionEvent::Cancelled) => return Err(Fault::cancelled()),
+            _ => continue,
+        };
+        match session.answer_inquiry(arrival) {
+            Some(Arrival::Control { stream, opening }) => {
+                if let Some(agreed) = negotiate(session, stream, &opening)? {
+                    return Ok(agreed);
+                }
+            }
+            Some(other) => session.turn_away(other, "no session is in progress"),
+            None => {}
+        }
+    }
+}
+
+fn negotiate(
+    session: &Session<'_>,
+    stream: ControlStream,
+    opening: &Opening,
+) -> Result<Option<(ControlLink, SessionSecret)>, Fault> {
+    let answer = match opening {
+        Opening::Offer(offer) => {
+            let supported = Supported {
+                versions: VERSIONS,
+                features: Features::VERIFY,
+                required: Features::NONE,
+                plain_allowed: session.options.allow_plain,
+                ipsec: session.options.ipsec.is_some(),
+            };
+            select(offer, &supported).map(|selection| (offer, selection))
+        }
+        _ => Err(Refusal {
+            fault: FaultCode::Malformed,
+            text: "expected an offer as the first message of a control lane".into(),
+        }),
+    };
+    let (offer, selection) = match answer {
+        Ok(agreed) => agreed,
+        Err(refusal) => {
+            session.reject(format!("offer of {}: {refusal}", peer_of(&stream)));
+            refuse(&stream, &refusal);
+            return Ok(None);
+        }
+    };
+    let mut bytes = Vec::new();
+    selection
+        .encode(&mut bytes)
+        .or_fault(FaultCode::Internal, "cannot encode the selection")?;
+    if let Err(error) = stream.send(&bytes) {
+        session.reject(format!("control lane of {}: {error}", peer_of(&stream)));
+        return Ok(None);
+    }
+    session.tls.keep(&stream);
+    session.notify(DestinationEvent::Connected {
+        peer: peer_of(&stream),
+    });
+    let mut secret = SessionSecret([0; 32]);
+    random::fill(&mut secret.0).or_fault(FaultCode::Internal, "the random number source failed")?;
+    let control = session.open_control(stream, Arc::default(), offer.clone(), selection)?;
+    Ok(Some((control, secret)))
 }

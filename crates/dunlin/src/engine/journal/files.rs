@@ -40,12 +40,7 @@ pub(super) struct HeldFile {
 impl HeldFile {
     pub(super) fn write(&mut self, record: &Record) -> Result<(), JournalError> {
         let bytes = record.encode(self.generation + 1)?;
-        let offset = (self.next_slot * SLOT_BYTES) as u64;
-        let disk = &self.directory.disk;
-        disk.write(&self.file, &bytes, offset)
-            .map_err(io_error("written", &self.path))?;
-        disk.sync(&self.file)
-            .map_err(io_error("synced", &self.path))?;
+        self.put(&bytes, self.next_slot * SLOT_BYTES)?;
         // Only now: until the sync succeeds, the other slot is the only record known to
         // be on the disk.
         self.generation += 1;
@@ -59,9 +54,13 @@ impl HeldFile {
         peer: &Principal,
         session: SessionId,
     ) -> Result<(), JournalError> {
-        let bytes = peer.encode(session)?;
+        self.put(&peer.encode(session)?, PEER_BLOCK_AT)
+    }
+
+    /// Writes bytes at an offset and syncs them.
+    fn put(&self, bytes: &[u8], offset: usize) -> Result<(), JournalError> {
         let disk = &self.directory.disk;
-        disk.write(&self.file, &bytes, PEER_BLOCK_AT as u64)
+        disk.write(&self.file, bytes, offset as u64)
             .map_err(io_error("written", &self.path))?;
         disk.sync(&self.file)
             .map_err(io_error("synced", &self.path))
@@ -225,13 +224,8 @@ fn read(file: &File, path: &Path) -> Result<Newest, JournalError> {
 }
 
 pub(super) fn file_name(session: SessionId, role: Role) -> String {
-    let mut name = String::new();
-    for byte in session {
-        name.push_str(&format!("{byte:02x}"));
-    }
-    name.push('.');
-    name.push_str(role.name());
-    name
+    let session = u128::from_be_bytes(session);
+    format!("{session:032x}.{}", role.name())
 }
 
 fn parse_name(name: &str) -> Option<(SessionId, Role)> {
@@ -245,9 +239,6 @@ fn parse_name(name: &str) -> Option<(SessionId, Role)> {
     if digits.len() != 32 || !digits.bytes().all(lower_hex) {
         return None;
     }
-    let mut session = SessionId::default();
-    for (index, byte) in session.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).ok()?;
-    }
-    Some((session, role))
+    let session = u128::from_str_radix(digits, 16).ok()?;
+    Some((session.to_be_bytes(), role))
 }

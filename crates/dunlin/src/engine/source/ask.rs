@@ -24,6 +24,7 @@ use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
 use super::super::journal::{Journal, JournalError, Role};
+use super::super::threads::spawn;
 use super::super::vmm::SourceVm;
 use super::control::{another_peer, open_control};
 use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERDICT_LIMIT};
@@ -45,13 +46,6 @@ pub enum VmLocation {
     RanThenDied,
     /// Unknown, for this reason.
     InDoubt(String),
-}
-
-/// The lane on which the answer arrived, for the last message.
-struct Asked {
-    lane: Arc<ControlLane>,
-    reader: JoinHandle<()>,
-    answer: On,
 }
 
 impl Doubt {
@@ -121,9 +115,9 @@ impl Doubt {
         let mut why = None;
         loop {
             let fault = match self.inquire_once(tls, options, host, until) {
-                Ok(asked) => {
-                    let taken = self.take(asked.answer, vm, Some(&asked.lane));
-                    end(asked.lane, asked.reader, true);
+                Ok((lane, reader, answer)) => {
+                    let taken = self.take(answer, vm, Some(&lane));
+                    end(lane, reader, true);
                     taken?;
                     return Ok(self.location());
                 }
@@ -151,14 +145,15 @@ impl Doubt {
         }
     }
 
-    /// Asks once, on a control lane with a higher epoch than any before.
+    /// Asks once, on a control lane with a higher epoch than any before. Returns that lane, for
+    /// the last message, its reader's thread and the answer.
     fn inquire_once(
         &mut self,
         tls: &ClientTls,
         options: &Options,
         host: &Arc<dyn Host>,
         until: Instant,
-    ) -> Result<Asked, Fault> {
+    ) -> Result<(Arc<ControlLane>, JoinHandle<()>, On), Fault> {
         let record = self.journal.record();
         let (session, attempt, to) = (record.session, record.attempt, record.peer.clone());
         let epoch = record.epoch.saturating_add(1);
@@ -193,9 +188,7 @@ impl Doubt {
             // Fails once the answer has been received.
             same.read(|_| Ok(false), |message| drop(sender.send(message)));
         };
-        let reader = host
-            .spawn("dunlin-inquiry".into(), Box::new(body))
-            .or_fault(FaultCode::Kernel, "cannot start a thread")?;
+        let reader = spawn(&**host, "dunlin-inquiry", body)?;
         let answered = lane.send(&Message::Inquire { attempt }).and_then(|()| {
             let until = until.min(Instant::now() + VERDICT_LIMIT);
             loop {
@@ -208,7 +201,7 @@ impl Doubt {
                         return Err(Fault::new(FaultCode::ControlLost, what));
                     }
                 };
-                lane.took();
+                lane.backlog.took();
                 match message {
                     Message::Answer {
                         attempt: theirs,
@@ -218,9 +211,7 @@ impl Doubt {
                     }
                     // Sent before the inquiry was read.
                     Message::Running { .. } => return Ok(On::Running),
-                    Message::Cancel { .. } => {
-                        return Ok(On::PeerCancelled);
-                    }
+                    Message::Cancel { .. } => return Ok(On::PeerCancelled),
                     Message::Refuse { fault, text } => return Err(Fault::from_peer(fault, text)),
                     // A repeated message for a source that continues, or an answer
                     // about another attempt.
@@ -229,11 +220,7 @@ impl Doubt {
             }
         });
         match answered {
-            Ok(answer) => Ok(Asked {
-                lane,
-                reader,
-                answer,
-            }),
+            Ok(answer) => Ok((lane, reader, answer)),
             Err(fault) => {
                 end(lane, reader, false);
                 Err(fault)
@@ -244,7 +231,7 @@ impl Doubt {
 
 /// Ends a lane. If `drain`, first gives the peer time to read the last message.
 fn end(lane: Arc<ControlLane>, reader: JoinHandle<()>, drain: bool) {
-    if drain && lane.stream().close().is_ok() {
+    if drain && lane.stream.close().is_ok() {
         let until = Instant::now() + CLOSE_LIMIT;
         while !reader.is_finished() && Instant::now() < until {
             thread::sleep(Duration::from_millis(2));

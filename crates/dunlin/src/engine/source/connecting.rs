@@ -12,20 +12,19 @@ use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::negotiate::{Features, Offer, SessionId, VERSIONS};
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
-use dunlin_proto::switchover::{Source, SourceAction};
-use dunlin_proto::text::harmless;
+use dunlin_proto::switchover::Source;
 
 use super::super::control_link::ControlLink;
 use super::super::fault::{Fault, OrFault, VmIs};
-use super::super::host::{Cancel, FromHost, Host};
-use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State};
+use super::super::host::{Cancel, Host};
+use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State, names_of};
 use super::super::report::{Event, Observer};
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::control::open_control;
 use super::lanes::{LaneTerms, Lanes, Transfer};
 use super::options::Options;
-use super::phase::{Done, Phase, failed};
+use super::phase::{Phase, failed};
 use super::precopy::PreCopy;
 use super::session::{Session, unexpected};
 use super::settled::Settled;
@@ -35,7 +34,7 @@ use crate::lane::security::dialer;
 
 /// The control lane is established; the destination has not accepted the VM yet.
 pub(super) struct Connecting<'a> {
-    session: Session<'a>,
+    pub(super) session: Session<'a>,
     described: VmDescription,
     to: &'a str,
     tls: &'a ClientTls,
@@ -44,10 +43,6 @@ pub(super) struct Connecting<'a> {
 impl<'a> Phase<'a> for Connecting<'a> {
     fn session(&mut self) -> &mut Session<'a> {
         &mut self.session
-    }
-
-    fn act(&mut self, action: SourceAction) -> Done {
-        self.session.act(action)
     }
 }
 
@@ -84,9 +79,8 @@ impl<'a> Connecting<'a> {
             .describe()
             .or_fault(FaultCode::Internal, "cannot describe the VM")?;
         let mut session: SessionId = [0; 16];
-        random::fill(&mut session).map_err(|error| {
-            Fault::new(FaultCode::Internal, "the random number source failed").because(error)
-        })?;
+        random::fill(&mut session)
+            .or_fault(FaultCode::Internal, "the random number source failed")?;
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,
@@ -115,10 +109,7 @@ impl<'a> Connecting<'a> {
                     observer.event(&Event::Warning(error.to_string()));
                 }
                 if cancel.is_cancelled() {
-                    return Err(Fault::new(
-                        FaultCode::Cancelled,
-                        "cancelled by the operator",
-                    ));
+                    return Err(Fault::cancelled());
                 }
                 return Err(fault);
             }
@@ -163,10 +154,6 @@ impl<'a> Connecting<'a> {
             to,
             tls,
         })
-    }
-
-    pub(super) fn session(&self) -> &Session<'a> {
-        &self.session
     }
 
     /// Describes the VM and waits until the destination accepts it.
@@ -223,18 +210,16 @@ impl<'a> Connecting<'a> {
                 ),
             ));
         }
-        let peer = session.control.lane.stream().peer();
-        let names = peer.names.iter().map(ToString::to_string);
+        let peer = session.control.lane.stream.peer();
         session.observer.event(&Event::Accepted {
-            // A certificate may contain any text.
-            peer: harmless(&names.collect::<Vec<_>>().join(", ")),
+            peer: names_of(peer),
         });
         let security = session.control.selection.security;
         let dialer = dialer(security, session.options.ipsec.as_ref())
             .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         Ok(LaneTerms {
             dialer,
-            connector: Arc::new(FromHost(Arc::clone(session.host))),
+            connector: Arc::clone(session.host) as _,
             tls: self.tls.clone(),
             peer: peer.principal(),
             accept,

@@ -9,7 +9,7 @@ use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::text::harmless;
 
 use super::super::fault::{Fault, OrFault};
-use super::super::host::{Cancel, FromHost, Host};
+use super::super::host::{Cancel, Host};
 use super::super::journal::RecordedPeer;
 use crate::lane::control::{self as control_lane, ControlStream, OpenError};
 use crate::lane::dial::{DialCancel, DialError};
@@ -29,8 +29,7 @@ pub(super) fn open_control(
     let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
     let own = dial.clone();
     let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
-    let connector = FromHost(Arc::clone(host));
-    control_lane::open(to, &connector, tls, offer, deadline, &dial)
+    control_lane::open(to, &**host, tls, offer, deadline, &dial)
         .map_err(|error| not_opened(to, error))
 }
 

@@ -12,7 +12,7 @@ use super::session::Session;
 #[derive(Default)]
 pub(super) struct LoggedGuest {
     logs: Vec<Box<dyn DirtyLog>>,
-    throttle: u8,
+    pub(super) throttle: u8,
 }
 
 impl LoggedGuest {
@@ -37,11 +37,6 @@ impl LoggedGuest {
             .or_fault(FaultCode::Kernel, "cannot read a dirty log")?;
         }
         Ok(named)
-    }
-
-    /// How much the guest is throttled, in percent.
-    pub(super) fn throttled(&self) -> u8 {
-        self.throttle
     }
 
     pub(super) fn throttle(&mut self, session: &Session<'_>, percent: u8) {

@@ -78,10 +78,8 @@ impl Lane {
     }
 
     fn connect(&self) -> Result<DataSender, Fault> {
-        let cancel = DialCancel::new().map_err(|error| {
-            self.lost("cannot create an eventfd for a lane")
-                .because(error)
-        })?;
+        let what = "cannot create an eventfd for a lane";
+        let cancel = DialCancel::new().or_fault(FaultCode::LaneLost, what)?;
         let own = cancel.clone();
         self.interrupted_by(move || own.cancel())?;
         let request = LaneRequest {
@@ -98,7 +96,7 @@ impl Lane {
         self.interrupted_by(move || canceller.shutdown())?;
         sender
             .set_rate(self.rate)
-            .map_err(|error| self.lost("cannot set the lane's rate").because(error))?;
+            .or_fault(FaultCode::LaneLost, "cannot set the lane's rate")?;
         let ticket = LaneTicket {
             version: self.version,
             session: self.session,
@@ -258,13 +256,9 @@ impl Lane {
             .ok_or_else(|| Fault::new(FaultCode::LayoutChanged, "a region has disappeared"))
     }
 
-    fn lost(&self, what: impl Into<String>) -> Fault {
-        Fault::new(FaultCode::LaneLost, what)
-    }
-
     fn failed(&self, error: SendError) -> Fault {
-        self.lost(format!("lane {} was lost", self.number))
-            .because(error)
+        let what = format!("lane {} was lost", self.number);
+        Fault::new(FaultCode::LaneLost, what).because(error)
     }
 }
 

@@ -188,7 +188,7 @@ impl<'a> Transfer<'a> {
             connector: Arc::clone(&terms.connector),
             is_replacement: self.lanes.established,
             version: self.session.control.selection.version,
-            session: self.session.control.lane.session(),
+            session: self.session.control.lane.session,
             secret: terms.accept.secret.clone(),
             peer: terms.peer.clone(),
             rate: self.session.options.lane_rate,
@@ -221,31 +221,25 @@ impl<'a> Transfer<'a> {
             self.lanes.faults.insert(lane, fault.for_peer());
             self.lanes.first_fault.get_or_insert(fault);
         }
-        let now_ns = self.session.work_queue.now_ns();
-        self.session
-            .work_queue
-            .change(|state| state.lanes.thread_ended(lane, in_order, now_ns));
+        let work_queue = &self.session.work_queue;
+        let now_ns = work_queue.now_ns();
+        work_queue.change(|state| state.lanes.thread_ended(lane, in_order, now_ns));
         Ok(())
     }
 
     /// Handles a message about lanes. Returns false for any other message.
     fn lane_message(&mut self, message: &Message) -> Result<bool, Fault> {
-        let now_ns = self.session.work_queue.now_ns();
+        let work_queue = Arc::clone(&self.session.work_queue);
+        let now_ns = work_queue.now_ns();
         match message {
             Message::LaneUp { lane } => {
-                let news = self
-                    .session
-                    .work_queue
-                    .change(|state| state.lanes.lane_up(*lane, now_ns));
+                let news = work_queue.change(|state| state.lanes.lane_up(*lane, now_ns));
                 if news.map_err(wrong_report)? {
                     self.session.observer.event(&Event::LaneUp { lane: *lane });
                 }
             }
             Message::LaneRefused { lane, fault, text } => {
-                let refused = self
-                    .session
-                    .work_queue
-                    .change(|state| state.lanes.refused(*lane, now_ns));
+                let refused = work_queue.change(|state| state.lanes.refused(*lane, now_ns));
                 if !refused.map_err(wrong_report)? {
                     return Ok(true);
                 }
@@ -255,9 +249,7 @@ impl<'a> Transfer<'a> {
                 if !self.lanes.established && fault.code != FaultCode::LaneLimit {
                     return Err(fault);
                 }
-                self.session
-                    .observer
-                    .event(&Event::Warning(fault.for_peer()));
+                self.session.warn(fault.for_peer());
                 self.lanes.first_fault.get_or_insert(fault);
             }
             Message::Fenced { lane, acks } => self.fenced(*lane, acks)?,
@@ -267,11 +259,10 @@ impl<'a> Transfer<'a> {
     }
 
     fn fenced(&mut self, lane: u16, acks: &[ChunkSet]) -> Result<(), Fault> {
-        let now_ns = self.session.work_queue.now_ns();
+        let work_queue = &self.session.work_queue;
+        let now_ns = work_queue.now_ns();
         let before = self.lanes.lost;
-        let (pages, lost) = self
-            .session
-            .work_queue
+        let (pages, lost) = work_queue
             .change(|state| {
                 let pages = state.lanes.fenced(lane, acks, now_ns)?;
                 Ok((pages, state.lanes.lost_count()))
@@ -297,20 +288,18 @@ impl<'a> Transfer<'a> {
     /// Sends a message that would be repeated on a new control lane. If the control
     /// lane fails, it counts as lost and the migration continues.
     fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
-        match self.session.control.lane.send(message) {
-            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
-                // The reader reports the loss.
-                self.session.control.lane.shutdown();
-                Ok(())
-            }
-            result => result,
-        }
+        self.unless_resumable(self.session.control.lane.send(message))
     }
 
     /// Sends a ping to measure the round trip, unless one is outstanding.
     pub(super) fn ping_again(&self) -> Result<(), Fault> {
-        match self.session.control.lane.ping_again() {
+        self.unless_resumable(self.session.control.lane.ping_again())
+    }
+
+    fn unless_resumable(&self, sent: Result<(), Fault>) -> Result<(), Fault> {
+        match sent {
             Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
+                // The reader reports the loss.
                 self.session.control.lane.shutdown();
                 Ok(())
             }
@@ -330,10 +319,7 @@ impl<'a> Transfer<'a> {
         let mut last = lost;
         let stream = loop {
             if session.cancel.is_cancelled() {
-                return Err(Fault::new(
-                    FaultCode::Cancelled,
-                    "cancelled by the operator",
-                ));
+                return Err(Fault::cancelled());
             }
             if Instant::now() >= until {
                 return Err(given_up(last, session.options.control_limit));

@@ -57,7 +57,7 @@ use self::switchover::Switchover;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::{Event, Ignore, Observer, Report};
+use super::report::{Event, Observer, Report};
 use super::vmm::SourceVm;
 use crate::lane::policy::ClientTls;
 
@@ -91,7 +91,7 @@ impl<'a> Migration<'a> {
             tls,
             options: Options::default(),
             host: Arc::new(StandardHost),
-            observer: &Ignore,
+            observer: &|_: &Event| (),
             cancel: Cancel::new(),
         }
     }
@@ -133,12 +133,12 @@ impl<'a> Migration<'a> {
             &self.cancel,
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
-        let sender = connecting.session().sender.clone();
+        let sender = connecting.session.sender.clone();
         self.cancel.listen(move || {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
-        let work_queue = Arc::clone(&connecting.session().work_queue);
+        let work_queue = Arc::clone(&connecting.session.work_queue);
         self.options
             .tune
             .attach(move |rate| work_queue.set_rate(rate));

@@ -92,24 +92,6 @@ impl Options {
     pub fn to_builder(&self) -> OptionsBuilder {
         OptionsBuilder(self.clone())
     }
-
-    /// See [`OptionsBuilder::lanes`].
-    #[must_use]
-    pub fn lanes(&self) -> u16 {
-        self.lanes
-    }
-
-    /// See [`OptionsBuilder::downtime_limit`].
-    #[must_use]
-    pub fn downtime_limit(&self) -> Duration {
-        self.downtime_limit
-    }
-
-    /// See [`OptionsBuilder::doubt_limit`].
-    #[must_use]
-    pub fn doubt_limit(&self) -> Duration {
-        self.doubt_limit
-    }
 }
 
 /// Builds [`Options`]. An option that is not set keeps its value.

@@ -19,7 +19,9 @@ pub(super) trait Phase<'a> {
 
     /// Executes one action. [`Session::act`] executes or leaves the actions that the
     /// phase does not handle.
-    fn act(&mut self, action: Do) -> Done;
+    fn act(&mut self, action: Do) -> Done {
+        self.session().act(action)
+    }
 }
 
 /// Result of an action.

@@ -17,7 +17,7 @@ use super::super::threads::nanos;
 use super::event::SessionEvent;
 use super::guest::LoggedGuest;
 use super::lanes::Transfer;
-use super::phase::{Done, Phase, failed, take};
+use super::phase::{Phase, failed, take};
 use super::session::Session;
 use super::settled::Settled;
 use super::switchover::Switchover;
@@ -58,10 +58,6 @@ pub(super) struct PreCopy<'a> {
 impl<'a> Phase<'a> for PreCopy<'a> {
     fn session(&mut self) -> &mut Session<'a> {
         &mut self.transfer.session
-    }
-
-    fn act(&mut self, action: SourceAction) -> Done {
-        self.transfer.session.act(action)
     }
 }
 
@@ -131,38 +127,35 @@ impl<'a> PreCopy<'a> {
 
     fn iterate(&mut self) -> Result<(), Fault> {
         self.guest.start(&self.transfer.session)?;
-        self.mark_everything()?;
+        self.mark_everything();
+        let options = self.transfer.session.options;
+        let observer = self.transfer.session.observer;
+        let work_queue = Arc::clone(&self.transfer.session.work_queue);
         let mut precopy = Precopy::new(
             Goals {
-                downtime_limit_ns: nanos(self.transfer.session.options.downtime_limit),
-                time_limit_ns: self.transfer.session.options.time_limit.map(nanos),
-                at_time_limit: self.transfer.session.options.at_time_limit,
-                throttle: self.transfer.session.options.throttle,
+                downtime_limit_ns: nanos(options.downtime_limit),
+                time_limit_ns: options.time_limit.map(nanos),
+                at_time_limit: options.at_time_limit,
+                throttle: options.throttle,
             },
             PAGE_BYTES,
         );
         loop {
             self.transfer.ping_again()?;
-            let (iteration, waiting) = self.transfer.session.work_queue.begin_iteration(false);
+            let (iteration, waiting) = work_queue.begin_iteration(false);
             let began = Instant::now();
-            let bytes_before = lock(&self.transfer.session.work_queue.state)
-                .traffic()
-                .wire_bytes;
+            let bytes_before = lock(&work_queue.state).traffic().wire_bytes;
             self.await_cut(iteration, began)?;
             self.transfer.session.check_guest()?;
             let duration = began.elapsed();
             let dirtied_pages = self.guest.fetch(&self.transfer.session)?;
-            let now = lock(&self.transfer.session.work_queue.state).traffic();
+            let now = lock(&work_queue.state).traffic();
             let wire_bytes = now.wire_bytes - bytes_before;
             self.measure(&now, dirtied_pages, duration);
             let pass = Pass {
                 since_start_ns: nanos(self.transfer.session.started.elapsed()),
                 bytes_per_s: self.bytes_per_s,
-                remaining_bytes: remaining_bytes(
-                    lock(&self.transfer.session.work_queue.state)
-                        .lanes
-                        .schedule(),
-                ),
+                remaining_bytes: remaining_bytes(lock(&work_queue.state).lanes.schedule()),
                 dirtied_pages,
                 fixed_ns: nanos(self.fixed_cost()),
             };
@@ -174,12 +167,9 @@ impl<'a> PreCopy<'a> {
                 wire_bytes,
                 predicted_downtime: Duration::from_nanos(Precopy::predict_ns(&pass))
                     + self.digest_cost(),
-                throttle: self.guest.throttled(),
+                throttle: self.guest.throttle,
             };
-            self.transfer
-                .session
-                .observer
-                .event(&Event::Iterated(ended.clone()));
+            observer.event(&Event::Iterated(ended.clone()));
             self.iterations.push(ended);
             match precopy.after_iteration(&pass) {
                 Decision::SwitchOver => return Ok(()),
@@ -208,33 +198,26 @@ impl<'a> PreCopy<'a> {
     }
 
     /// Marks the pages of the first iteration.
-    fn mark_everything(&mut self) -> Result<(), Fault> {
-        let mut state = lock(&self.transfer.session.work_queue.state);
-        for (index, region) in self.transfer.session.memory.regions().iter().enumerate() {
+    fn mark_everything(&mut self) {
+        let session = &self.transfer.session;
+        let mut state = lock(&session.work_queue.state);
+        for (index, region) in session.memory.regions().iter().enumerate() {
             let schedule = state.lanes.schedule_mut();
-            let found = self
-                .transfer
-                .session
-                .memory
-                .ranges_to_send(index, &mut |range| {
-                    let first = range.start / PAGE_BYTES;
-                    let count = range.end.div_ceil(PAGE_BYTES) - first;
-                    schedule.mark_run(index, Run { first, count });
-                });
+            let found = session.memory.ranges_to_send(index, &mut |range| {
+                let first = range.start / PAGE_BYTES;
+                let count = range.end.div_ceil(PAGE_BYTES) - first;
+                schedule.mark_run(index, Run { first, count });
+            });
             if let Err(error) = found {
-                self.transfer
-                    .session
-                    .observer
-                    .event(&Event::Warning(format!(
-                        "cannot find holes in guest memory ({error}): reading all of {}",
-                        region.name
-                    )));
+                session.warn(format!(
+                    "cannot find holes in guest memory ({error}): reading all of {}",
+                    region.name
+                ));
                 let count = region.pages();
                 let schedule = state.lanes.schedule_mut();
                 schedule.mark_run(index, Run { first: 0, count });
             }
         }
-        Ok(())
     }
 
     /// Waits until the last chunk of `iteration` has been given to a lane and most of
@@ -322,12 +305,12 @@ impl<'a> PreCopy<'a> {
         let state = lock(&self.transfer.session.work_queue.state);
         let wire_bytes = state.traffic().wire_bytes;
         let sent_before: u64 = self.iterations.iter().map(|one| one.wire_bytes).sum();
-        let bytes_per_s = if self.bytes_per_s == 0 {
-            let millis =
-                u64::try_from(self.transfer.session.started.elapsed().as_millis()).unwrap_or(1);
-            (wire_bytes - sent_before.min(wire_bytes)) * 1000 / millis.max(1)
-        } else {
-            self.bytes_per_s
+        let bytes_per_s = match self.bytes_per_s {
+            0 => per_second(
+                wire_bytes.saturating_sub(sent_before),
+                self.transfer.session.started.elapsed(),
+            ),
+            known => known,
         };
         let schedule = state.lanes.schedule();
         let remaining_bytes = schedule.pending_pages() * PAGE_BYTES;
@@ -343,10 +326,8 @@ impl<'a> PreCopy<'a> {
             lanes: state.by_lane(),
         };
         drop(state);
-        self.transfer
-            .session
-            .observer
-            .event(&Event::Progress(progress));
+        let observer = self.transfer.session.observer;
+        observer.event(&Event::Progress(progress));
     }
 }
 

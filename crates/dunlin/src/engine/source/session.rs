@@ -77,7 +77,7 @@ impl Session<'_> {
     /// messages of earlier control lanes; a refusal or cancellation ends the migration.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {
-            SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch() => Ok(None),
+            SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch => Ok(None),
             SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
                 Err(Fault::from_peer(fault, text))
             }
@@ -91,10 +91,7 @@ impl Session<'_> {
                 self.warn("too late to cancel: the destination owns the VM".into());
                 Ok(None)
             }
-            SessionEvent::Cancelled => Err(Fault::new(
-                FaultCode::Cancelled,
-                "cancelled by the operator",
-            )),
+            SessionEvent::Cancelled => Err(Fault::cancelled()),
             event => Ok(Some(event)),
         }
     }
@@ -109,7 +106,7 @@ impl Session<'_> {
             }
         };
         if let SessionEvent::Control(epoch, from_peer) = &event
-            && *epoch == self.control.lane.epoch()
+            && *epoch == self.control.lane.epoch
         {
             self.control.took(from_peer);
         }
@@ -153,10 +150,7 @@ impl Session<'_> {
     }
 
     pub(super) fn guest_has_ended(&self) -> bool {
-        matches!(
-            self.vm.run_state(),
-            RunState::PoweredOff | RunState::Stopped(_)
-        )
+        self.check_guest().is_err()
     }
 
     /// Ends the control lane and joins every thread: `lanes`, the reader and the
@@ -164,16 +158,15 @@ impl Session<'_> {
     pub(super) fn close(&mut self, lanes: impl Iterator<Item = JoinHandle<()>>) {
         self.work_queue.stop();
         // Best effort: the peer may be gone.
-        let _ = self.control.lane.stream().close();
+        let _ = self.control.lane.stream.close();
         self.await_end_of_control();
         self.control.lane.shutdown();
         let threads = lanes
             .chain(self.control.reader.take())
-            .chain(self.threads.drain(..));
+            .chain(std::mem::take(&mut self.threads));
         for thread in threads {
             if thread.join().is_err() {
-                self.observer
-                    .event(&Event::Warning("a thread of the session panicked".into()));
+                self.warn("a thread of the session panicked".into());
             }
         }
         while let Ok(event) = self.events.try_recv() {
@@ -187,12 +180,12 @@ impl Session<'_> {
     fn await_end_of_control(&self) {
         let until = Instant::now() + CLOSE_LIMIT;
         // The limit also holds for a peer that keeps sending.
-        while !self.control.has_ended() && Instant::now() < until {
+        while !self.control.ended.get() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
                 Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(epoch, FromPeer::Lost(_))))
-                    if epoch == self.control.lane.epoch() =>
+                    if epoch == self.control.lane.epoch =>
                 {
                     return;
                 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{Digest, Final, Message, Section};
+use dunlin_proto::control::{Digest, Final, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{SourceAction as Do, SourceEvent};
@@ -244,9 +244,8 @@ impl<'a> Switchover<'a> {
     }
 
     fn send_state(&self) -> Result<u32, Fault> {
-        let sections = self
-            .transfer
-            .session
+        let session = &self.transfer.session;
+        let sections = session
             .vm
             .save()
             .or_fault(FaultCode::Internal, "cannot save the state")?;
@@ -263,17 +262,7 @@ impl<'a> Switchover<'a> {
             ));
         }
         for section in sections {
-            self.transfer
-                .session
-                .control
-                .lane
-                .send(&Message::Section(Section {
-                    name: section.name,
-                    instance: section.instance,
-                    version: section.version,
-                    required: section.required,
-                    bytes: section.bytes,
-                }))?;
+            session.control.lane.send(&Message::Section(section))?;
         }
         Ok(count)
     }
