@@ -3,7 +3,7 @@
 use super::lane::LaneOpen;
 use super::terms::VersionRange;
 use super::{Offer, OpeningKind, Prelude, Refusal, Selection};
-use crate::wire::{DecodeError, EncodeError};
+use crate::wire::{DecodeError, EncodeError, Reader};
 
 /// Any opening message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl Opening {
     /// # Errors
     /// [`DecodeError`], also if the body's length is not the announced one.
     pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
-        let reader = prelude.body(body)?;
+        let reader = Reader::over_body(body, prelude.body_bytes)?;
         match prelude.kind {
             OpeningKind::Offer => Offer::decode(prelude.versions, reader).map(Self::Offer),
             OpeningKind::Select => Selection::decode(prelude.versions, reader).map(Self::Select),
