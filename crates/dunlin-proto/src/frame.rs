@@ -225,11 +225,8 @@ impl ChunkHeader {
             let offset = reader.offset();
             let (range, payload_bytes) = Range::decode(&mut reader, regions)?;
             let why = "the ranges' payloads exceed the chunk's";
-            payload_left = payload_left.checked_sub(payload_bytes).ok_or(inconsistent(
-                "payload length",
-                why,
-                offset,
-            ))?;
+            let excess = inconsistent("payload length", why, offset);
+            payload_left = payload_left.checked_sub(payload_bytes).ok_or(excess)?;
             ranges.push(range);
         }
         if payload_left != 0 {

@@ -172,18 +172,16 @@ pub struct Offer {
 }
 
 impl Offer {
-    fn decode(versions: VersionRange, mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let offer = Self {
+    fn decode(versions: VersionRange, reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(Self {
             versions,
             optional: Features::from_bits(reader.u64("optional features")?),
             required: Features::from_bits(reader.u64("required features")?),
             session: reader.array("session")?,
             attempt: reader.u32("attempt")?,
             epoch: reader.u32("epoch")?,
-            security: LANE_SECURITY.decode("lane security", &mut reader)?,
-        };
-        reader.fields(|_, _| Ok(false))?;
-        Ok(offer)
+            security: LANE_SECURITY.decode("lane security", reader)?,
+        })
     }
 
     /// Appends the offer with its prelude.
@@ -214,14 +212,12 @@ pub struct Selection {
 }
 
 impl Selection {
-    fn decode(versions: VersionRange, mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let selection = Self {
+    fn decode(versions: VersionRange, reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(Self {
             version: versions.min,
             features: Features::from_bits(reader.u64("features")?),
-            security: LANE_SECURITY.decode("lane security", &mut reader)?,
-        };
-        reader.fields(|_, _| Ok(false))?;
-        Ok(selection)
+            security: LANE_SECURITY.decode("lane security", reader)?,
+        })
     }
 
     /// Appends the selection with its prelude.
@@ -250,12 +246,6 @@ pub struct Refusal {
 layout! { Refusal { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) } }
 
 impl Refusal {
-    fn decode(mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let refusal = Self::decode_fields(&mut reader)?;
-        reader.fields(|_, _| Ok(false))?;
-        Ok(refusal)
-    }
-
     /// Appends the refusal with its prelude; `versions` are this side's.
     ///
     /// # Errors

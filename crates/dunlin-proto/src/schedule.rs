@@ -287,7 +287,8 @@ impl Schedule {
         if state.course.ended {
             return Work::Wait;
         }
-        if state.leaving {
+        let is_past_last = self.finishing && self.iteration > 0 && state.iteration > self.iteration;
+        if state.leaving || is_past_last {
             state.course.ended = true;
             return Work::End {
                 chunks: state.course.chunks,
@@ -299,14 +300,8 @@ impl Schedule {
             state.course.mark = passed;
             return Work::Mark(passed);
         }
-        if self.iteration == 0 || state.iteration > self.iteration && !self.finishing {
+        if self.iteration == 0 || state.iteration > self.iteration {
             return Work::Wait;
-        }
-        if state.iteration > self.iteration {
-            state.course.ended = true;
-            return Work::End {
-                chunks: state.course.chunks,
-            };
         }
         let adding = self.adding && !planted(Mistake::CutBeforeIteration);
         if adding || self.in_flight_ranges >= MAX_IN_FLIGHT_RANGES {

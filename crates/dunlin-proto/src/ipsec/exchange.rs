@@ -179,7 +179,21 @@ impl Exchange {
 
     /// Ends the session and sends the reason to the peer.
     pub fn end(&mut self, fault: FaultCode, text: &str) {
-        self.give_up(fault, text);
+        if self.phase == Phase::Over {
+            return;
+        }
+        let text = text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned();
+        // Drops all pending actions.
+        self.actions.clear();
+        self.actions.push_back(Action::Send(Message::End {
+            fault,
+            text: text.clone(),
+        }));
+        self.over(Ending {
+            by_peer: false,
+            fault,
+            text,
+        });
     }
 
     // Events.
@@ -206,7 +220,7 @@ impl Exchange {
                 let granted = Message::Granted { epoch, spis };
                 self.actions.push_back(Action::Send(granted));
             }
-            None => self.give_up(FaultCode::Internal, "unrequested SAs were installed"),
+            None => self.end(FaultCode::Internal, "unrequested SAs were installed"),
         }
     }
 
@@ -259,7 +273,7 @@ impl Exchange {
             )),
         };
         if let Err(Breach(fault, text)) = result {
-            self.give_up(fault, &text);
+            self.end(fault, &text);
         }
     }
 
@@ -349,26 +363,8 @@ impl Exchange {
         if self.phase == Phase::Running
             && let Err(Breach(fault, text)) = self.sending.proceed(&mut self.actions)
         {
-            self.give_up(fault, &text);
+            self.end(fault, &text);
         }
-    }
-
-    fn give_up(&mut self, fault: FaultCode, text: &str) {
-        if self.phase == Phase::Over {
-            return;
-        }
-        let text = text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned();
-        // Drops all pending actions.
-        self.actions.clear();
-        self.actions.push_back(Action::Send(Message::End {
-            fault,
-            text: text.clone(),
-        }));
-        self.over(Ending {
-            by_peer: false,
-            fault,
-            text,
-        });
     }
 
     fn over(&mut self, ending: Ending) {

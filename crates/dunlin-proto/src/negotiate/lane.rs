@@ -29,16 +29,14 @@ pub struct LaneOpen {
 impl LaneOpen {
     pub(super) fn decode(
         versions: VersionRange,
-        mut reader: Reader<'_>,
+        reader: &mut Reader<'_>,
     ) -> Result<Self, DecodeError> {
-        let open = Self {
+        Ok(Self {
             version: versions.min,
             session: reader.array("session")?,
-            lane: NOT_ZERO.decode("lane", &mut reader)?,
+            lane: NOT_ZERO.decode("lane", reader)?,
             mac: reader.array("lane proof")?,
-        };
-        reader.finish("lane open")?;
-        Ok(open)
+        })
     }
 
     /// Appends the message with its prelude, [`LANE_OPEN_BYTES`] in all.
