@@ -41,10 +41,7 @@ const ENDPOINTS: List<Text> = List {
     each: "endpoint",
     item: Text(MAX_ENDPOINT_BYTES),
 };
-const SECTIONS: Within = Within {
-    least: 0,
-    most: MAX_SECTIONS as u64,
-};
+const SECTIONS: Within = Within(0..=MAX_SECTIONS as u64);
 const VERDICT: OneOf<u8, Verdict> = OneOf {
     rows: &[
         (1, Verdict::Running),

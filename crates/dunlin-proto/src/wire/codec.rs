@@ -2,6 +2,8 @@
 //! ([`layout!`] for a struct, [`bodies!`](super::message::bodies) for the
 //! messages of a protocol); the list serves both directions.
 
+use std::ops::RangeInclusive;
+
 use super::{
     DecodeError, EncodeError, Reader, Writer, bad_value, invalid, over, unsupported, within,
 };
@@ -29,7 +31,7 @@ pub(crate) trait Codec<T> {
     fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError>;
 }
 
-/// A struct with its fields in sequence.
+/// A value with one encoding, such as a struct with its fields in sequence.
 pub(crate) trait Layout: Sized {
     /// Appends the fields.
     ///
@@ -69,7 +71,7 @@ macro_rules! layout {
 }
 pub(crate) use layout;
 
-/// The fields of a struct.
+/// A value that has a [`Layout`].
 pub(crate) struct Fields;
 
 impl<T: Layout> Codec<T> for Fields {
@@ -150,23 +152,14 @@ impl Layout for FaultCode {
     }
 }
 
-/// A number from `least` to `most`.
-pub(crate) struct Within {
-    pub(crate) least: u64,
-    pub(crate) most: u64,
-}
+/// A number in a range.
+pub(crate) struct Within(pub(crate) RangeInclusive<u64>);
 
 /// A number that is not zero, such as the number of a data lane.
-pub(crate) const NOT_ZERO: Within = Within {
-    least: 1,
-    most: u64::MAX,
-};
+pub(crate) const NOT_ZERO: Within = Within(1..=u64::MAX);
 
 /// The number of data lanes that a peer may open.
-pub(crate) const LANES: Within = Within {
-    least: 1,
-    most: MAX_LANES as u64,
-};
+pub(crate) const LANES: Within = Within(1..=MAX_LANES as u64);
 
 impl<T: Copy + Into<u64>> Codec<T> for Within
 where
@@ -179,11 +172,11 @@ where
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         let number = (*value).into();
-        if number < self.least {
+        if number < *self.0.start() {
             return Err(invalid(what, "below the minimum"));
         }
-        if number > self.most {
-            return Err(over(what, number, self.most));
+        if number > *self.0.end() {
+            return Err(over(what, number, *self.0.end()));
         }
         Plain.encode(what, value, writer)
     }
@@ -192,10 +185,10 @@ where
         let offset = reader.offset();
         let value: T = Plain.decode(what, reader)?;
         let number = value.into();
-        if number < self.least {
+        if number < *self.0.start() {
             return Err(bad_value(what, number, offset));
         }
-        within(what, number, self.most, offset)?;
+        within(what, number, *self.0.end(), offset)?;
         Ok(value)
     }
 }

@@ -47,15 +47,9 @@ const MODE: OneOf<u8, Mode> = OneOf {
     rows: &[(1, Mode::Cpu), (2, Mode::Connection)],
     grows: true,
 };
-const SAS: Within = Within {
-    least: 1,
-    most: MAX_SAS as u64,
-};
+const SAS: Within = Within(1..=MAX_SAS as u64);
 /// Smaller SPIs are reserved.
-const SPI: Within = Within {
-    least: LEAST_SPI as u64,
-    most: u32::MAX as u64,
-};
+const SPI: Within = Within(LEAST_SPI as u64..=u32::MAX as u64);
 
 impl Message {
     /// Appends header and body. The header marks every message of version 1 as required.

@@ -10,10 +10,7 @@ use crate::wire::message::bodies;
 use crate::wire::{DecodeError, EncodeError, Start};
 
 /// A position in a channel; the limit makes sums with a length safe from overflow.
-const OFFSET: Within = Within {
-    least: 0,
-    most: MAX_CHANNEL_OFFSET,
-};
+const OFFSET: Within = Within(0..=MAX_CHANNEL_OFFSET);
 const MARKS: List<Fields> = List {
     most: MAX_CHANNELS,
     item_bytes: 12,
