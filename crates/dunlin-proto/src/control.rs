@@ -334,37 +334,26 @@ pub enum Message {
     },
 }
 
-/// Which side sends a kind of message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Sender {
-    /// Only the source.
-    Source,
-    /// Only the destination.
-    Destination,
-    /// Either.
-    Either,
-}
-
 kinds! {
-    Describe = 1, "describe", Source;
-    Accept = 2, "accept", Destination;
-    Refuse = 3, "refuse", Destination;
-    LaneUp = 4, "lane up", Destination;
-    LaneRefused = 5, "lane refused", Destination;
-    Ack = 6, "ack", Destination;
-    Section = 7, "section", Source;
-    Final = 8, "final", Source;
-    Ready = 9, "ready", Destination;
-    Commit = 10, "commit", Source;
-    Running = 11, "running", Destination;
-    Release = 12, "release", Source;
-    Cancel = 13, "cancel", Either;
-    Ping = 14, "ping", Either;
-    Pong = 15, "pong", Either;
-    Fence = 16, "fence", Source;
-    Fenced = 17, "fenced", Destination;
-    Inquire = 18, "inquire", Source;
-    Answer = 19, "answer", Destination;
+    Describe = 1, "describe";
+    Accept = 2, "accept";
+    Refuse = 3, "refuse";
+    LaneUp = 4, "lane up";
+    LaneRefused = 5, "lane refused";
+    Ack = 6, "ack";
+    Section = 7, "section";
+    Final = 8, "final";
+    Ready = 9, "ready";
+    Commit = 10, "commit";
+    Running = 11, "running";
+    Release = 12, "release";
+    Cancel = 13, "cancel";
+    Ping = 14, "ping";
+    Pong = 15, "pong";
+    Fence = 16, "fence";
+    Fenced = 17, "fenced";
+    Inquire = 18, "inquire";
+    Answer = 19, "answer";
 }
 
 #[cfg(test)]

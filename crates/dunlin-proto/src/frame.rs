@@ -15,7 +15,8 @@
 use crate::control::RegionTable;
 use crate::limits::{MAX_CHUNK_PAYLOAD_BYTES, MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use crate::wire::{
-    DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, bounded, wide, within,
+    DecodeError, EncodeError, Reader, Writer, bad_value, bounded, inconsistent, invalid, over,
+    over_limit, unsupported, wide, within,
 };
 
 /// Bytes of the header of a chunk, a mark or an end.
@@ -144,35 +145,24 @@ impl ChunkHeader {
     ) -> Result<Self, EncodeError> {
         let range_count = bounded("range count", ranges.len(), MAX_RANGES_PER_CHUNK)?;
         if range_count == 0 {
-            return Err(EncodeError::Invalid {
-                what: "range count",
-                why: "a chunk has at least one range",
-            });
+            return Err(invalid("range count", "a chunk has at least one range"));
         }
         if number == u64::MAX {
-            return Err(EncodeError::OverLimit {
-                what: "number",
-                value: number,
-                limit: u64::MAX - 1,
-            });
+            return Err(over("number", number, u64::MAX - 1));
         }
         let total: u64 = ranges
             .iter()
             .map(|range| range.payload_bytes())
             .fold(0, u64::saturating_add);
-        let over = EncodeError::OverLimit {
-            what: "payload length",
-            value: total,
-            limit: u64::from(MAX_CHUNK_PAYLOAD_BYTES),
-        };
+        let too_long = over("payload length", total, u64::from(MAX_CHUNK_PAYLOAD_BYTES));
         if total > u64::from(MAX_CHUNK_PAYLOAD_BYTES) {
-            return Err(over);
+            return Err(too_long);
         }
         let header = Self {
             number,
             iteration,
             range_count,
-            payload_bytes: u32::try_from(total).map_err(|_| over)?,
+            payload_bytes: u32::try_from(total).map_err(|_| too_long)?,
         };
         Writer::append(out, |writer| {
             writer.bytes(&Frame::Chunk(header).to_bytes());
@@ -234,19 +224,14 @@ impl ChunkHeader {
         for _ in 0..self.range_count {
             let offset = reader.offset();
             let (range, payload_bytes) = Range::decode(&mut reader, regions)?;
-            payload_left = payload_left.checked_sub(payload_bytes).ok_or(DecodeError {
-                what: "payload length",
-                why: DecodeReason::Inconsistent("the ranges' payloads exceed the chunk's"),
-                offset,
-            })?;
+            let why = "the ranges' payloads exceed the chunk's";
+            let excess = inconsistent("payload length", why, offset);
+            payload_left = payload_left.checked_sub(payload_bytes).ok_or(excess)?;
             ranges.push(range);
         }
         if payload_left != 0 {
-            return Err(DecodeError {
-                what: "payload length",
-                why: DecodeReason::Inconsistent("the chunk's payload exceeds its ranges'"),
-                offset: reader.offset(),
-            });
+            let why = "the chunk's payload exceeds its ranges'";
+            return Err(inconsistent("payload length", why, reader.offset()));
         }
         reader.finish("ranges")
     }
@@ -322,19 +307,16 @@ impl Range {
     }
 
     fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-        let invalid = |what, why| Err(EncodeError::Invalid { what, why });
         if self.page_count == 0 {
-            return invalid("page count", "a range needs at least one page");
+            return Err(invalid("page count", "a range needs at least one page"));
         }
         if !self.offset.is_multiple_of(PAGE_BYTES) {
-            return invalid("offset", "a range must start at a page boundary");
+            let why = "a range must start at a page boundary";
+            return Err(invalid("offset", why));
         }
-        let payload_bytes =
-            u32::try_from(self.payload_bytes()).map_err(|_| EncodeError::OverLimit {
-                what: "payload length",
-                value: self.payload_bytes(),
-                limit: u64::from(MAX_CHUNK_PAYLOAD_BYTES),
-            })?;
+        let longest = u64::from(MAX_CHUNK_PAYLOAD_BYTES);
+        let payload_bytes = u32::try_from(self.payload_bytes())
+            .map_err(|_| over("payload length", self.payload_bytes(), longest))?;
         let encoding = match self.encoding {
             Encoding::Raw => ENCODING_RAW,
             Encoding::Zero => ENCODING_ZERO,
@@ -352,21 +334,11 @@ impl Range {
     /// Reads one range and the length of its payload.
     fn decode(reader: &mut Reader<'_>, regions: &RegionTable) -> Result<(Self, u32), DecodeError> {
         let start = reader.offset();
-        let refuse = |what, why, at: usize| {
-            Err(DecodeError {
-                what,
-                why,
-                offset: start + at,
-            })
-        };
         let region_id = reader.u16("region")?;
         let encoding = match reader.u8("encoding")? {
             ENCODING_RAW => Encoding::Raw,
             ENCODING_ZERO => Encoding::Zero,
-            value => {
-                let value = u64::from(value);
-                return refuse("encoding", DecodeReason::Unsupported { value }, 2);
-            }
+            value => return Err(unsupported("encoding", u64::from(value), start + 2)),
         };
         reader.reserved::<1>("range flags")?;
         let page_count = reader.u32("page count")?;
@@ -393,15 +365,12 @@ impl Range {
         // page size stays below 2^44.
         let end = offset.checked_add(range.memory_bytes());
         if end.is_none_or(|end| end > region.length) {
-            let why = DecodeReason::OverLimit {
-                value: end.unwrap_or(u64::MAX),
-                limit: region.length,
-            };
-            return refuse("end of range", why, 8);
+            let end = end.unwrap_or(u64::MAX);
+            return Err(over_limit("end of range", end, region.length, start + 8));
         }
         if u64::from(payload_bytes) != range.payload_bytes() {
-            let why = DecodeReason::Inconsistent("it contradicts encoding and page count");
-            return refuse("payload length", why, 16);
+            let why = "it contradicts encoding and page count";
+            return Err(inconsistent("payload length", why, start + 16));
         }
         Ok((range, payload_bytes))
     }

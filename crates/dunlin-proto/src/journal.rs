@@ -23,6 +23,7 @@ use thiserror::Error;
 
 use crate::limits::{MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_SOCKET_PATH_BYTES};
 use crate::negotiate::SessionId;
+use crate::wire::codec::{Codec, NOT_ZERO};
 use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
 
 /// Bytes of a record. All records have this size: the longest name, peer and
@@ -244,8 +245,7 @@ impl Record {
     /// # Errors
     /// A text exceeds its limit.
     pub fn encode(&self, generation: u64) -> Result<[u8; RECORD_BYTES], EncodeError> {
-        let mut bytes = Vec::with_capacity(RECORD_BYTES);
-        Writer::append(&mut bytes, |writer| {
+        sealed(|writer| {
             writer.bytes(&MAGIC);
             writer.u16(VERSION);
             let (role, state) = match self.state {
@@ -265,13 +265,7 @@ impl Record {
             writer.text("VM name", &self.vm_name, MAX_NAME_BYTES)?;
             writer.text("peer", &self.peer, MAX_ENDPOINT_BYTES)?;
             writer.text("owner", &self.owner, MAX_SOCKET_PATH_BYTES)
-        })?;
-        bytes.resize(CHECKSUM_AT, 0);
-        let checksum = checksum(&bytes);
-        bytes.extend_from_slice(&checksum.to_le_bytes());
-        let mut record = [0; RECORD_BYTES];
-        record.copy_from_slice(&bytes);
-        Ok(record)
+        })
     }
 
     /// Reads one slot; returns the record and its generation.
@@ -298,8 +292,7 @@ impl Record {
         if version != VERSION {
             return Err(SlotError::Newer { version });
         }
-        let record = Self::read(&mut reader)?;
-        Ok(record)
+        Ok(Self::read(&mut reader)?)
     }
 
     fn read(reader: &mut Reader<'_>) -> Result<(Self, u64), DecodeError> {
@@ -313,19 +306,12 @@ impl Record {
             role => return Err(bad_value("role", u64::from(role), role_at)),
         };
         reader.reserved::<4>("reserved")?;
-        let generation = positive("generation", reader.offset(), reader.u64("generation")?)?;
-        let session = reader.array("session")?;
-        let attempt_at = reader.offset();
-        let attempt = reader.u32("attempt")?;
-        positive("attempt", attempt_at, u64::from(attempt))?;
-        let epoch_at = reader.offset();
-        let epoch = reader.u32("epoch")?;
-        positive("epoch", epoch_at, u64::from(epoch))?;
+        let generation = NOT_ZERO.decode("generation", reader)?;
         let record = Self {
             state,
-            session,
-            attempt,
-            epoch,
+            session: reader.array("session")?,
+            attempt: NOT_ZERO.decode("attempt", reader)?,
+            epoch: NOT_ZERO.decode("epoch", reader)?,
             vm_uuid: reader.array("VM UUID")?,
             started_ms: reader.u64("start")?,
             written_ms: reader.u64("time of writing")?,
@@ -368,18 +354,14 @@ pub fn newest(slots: &[[u8; RECORD_BYTES]; 2]) -> Result<Newest, Unreadable> {
                 torn: torn_once,
             });
         }
-        [Some(first), None] => (0, first),
-        [None, Some(second)] => (1, second),
-        [Some(first), Some(second)] => {
-            if first.1 == second.1 || first.0.session != second.0.session {
-                return Err(Unreadable::Mixed);
-            }
-            if first.1 > second.1 {
-                (0, first)
-            } else {
-                (1, second)
-            }
+        [Some((one, first)), Some((other, second))]
+            if first == second || one.session != other.session =>
+        {
+            return Err(Unreadable::Mixed);
         }
+        [Some(first), Some(second)] if second.1 > first.1 => (1, second),
+        [Some(first), _] => (0, first),
+        [None, Some(second)] => (1, second),
     };
     Ok(Newest {
         record: Some(record),
@@ -389,11 +371,17 @@ pub fn newest(slots: &[[u8; RECORD_BYTES]; 2]) -> Result<Newest, Unreadable> {
     })
 }
 
-fn positive(what: &'static str, offset: usize, value: u64) -> Result<u64, DecodeError> {
-    match value {
-        0 => Err(bad_value(what, 0, offset)),
-        value => Ok(value),
-    }
+/// A block with the fields that `write` appends, zeros, and a checksum at its end.
+fn sealed(
+    write: impl FnOnce(&mut Writer<'_>) -> Result<(), EncodeError>,
+) -> Result<[u8; RECORD_BYTES], EncodeError> {
+    let mut bytes = Vec::with_capacity(RECORD_BYTES);
+    Writer::append(&mut bytes, write)?;
+    let mut block = [0; RECORD_BYTES];
+    block[..bytes.len()].copy_from_slice(&bytes);
+    let checksum = checksum(&block[..CHECKSUM_AT]);
+    block[CHECKSUM_AT..].copy_from_slice(&checksum.to_le_bytes());
+    Ok(block)
 }
 
 /// CRC-64/XZ (ECMA-182, reflected, as in the .xz file format, section 1.4).

@@ -6,7 +6,7 @@
 //! has reached it. The source never waits.
 //!
 //! Getters: [`Marks::may_pass`]. Commands: [`Marks::open`]. Events:
-//! [`Marks::reach`], [`Marks::end`], [`Marks::give_up`]. The caller wakes every
+//! [`Marks::reach`], [`Marks::end`]. The caller wakes every
 //! waiting lane after each event, including one that returns an error.
 
 use std::collections::BTreeMap;
@@ -120,13 +120,9 @@ impl Marks {
         planted(Mistake::MarkPassedEarly) || self.live.values().all(|one| one.reached >= iteration)
     }
 
-    /// `lane` ended in order: nothing of it is in flight.
+    /// `lane` ended in order, or was given up and its thread is joined: nothing of
+    /// it is in flight.
     pub fn end(&mut self, lane: u16) {
-        self.live.remove(&lane);
-    }
-
-    /// `lane` was given up and its thread is joined: it can no longer write.
-    pub fn give_up(&mut self, lane: u16) {
         self.live.remove(&lane);
     }
 
@@ -159,7 +155,7 @@ mod tests {
         marks.open(1);
         marks.open(2);
         assert_eq!(marks.reach(1, 1), Ok(()));
-        marks.give_up(2);
+        marks.end(2);
         assert!(marks.may_pass(1));
     }
 

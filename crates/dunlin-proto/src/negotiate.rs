@@ -31,10 +31,11 @@ pub use terms::{Features, LaneSecurity, VERSIONS, VersionRange};
 
 use crate::fault::FaultCode;
 use crate::limits::{MAX_OPENING_BODY_BYTES, MAX_TEXT_BYTES, SESSION_ID_BYTES};
-use crate::wire::codec::{Layout, Plain, Text, layout};
+use crate::wire::codec::{Codec, Fields, Layout, OneOf, Text, layout};
 use crate::wire::{
-    DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, bounded, wide, within,
+    DecodeError, EncodeError, Reader, Writer, bounded, inconsistent, invalid, wide, within,
 };
+use terms::LANE_SECURITY;
 
 /// Bytes of the prelude.
 pub const PRELUDE_BYTES: usize = 16;
@@ -60,16 +61,15 @@ pub enum OpeningKind {
     Lane,
 }
 
-impl OpeningKind {
-    fn to_wire(self) -> u16 {
-        match self {
-            Self::Offer => 1,
-            Self::Select => 2,
-            Self::Refuse => 3,
-            Self::Lane => 4,
-        }
-    }
-}
+const KIND: OneOf<u16, OpeningKind> = OneOf {
+    rows: &[
+        (1, OpeningKind::Offer),
+        (2, OpeningKind::Select),
+        (3, OpeningKind::Refuse),
+        (4, OpeningKind::Lane),
+    ],
+    grows: false,
+};
 
 /// The first 16 bytes of an opening message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,20 +93,10 @@ impl Prelude {
     pub fn decode(bytes: &[u8; PRELUDE_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         if reader.array::<8>("magic")? != MAGIC {
-            return Err(DecodeError {
-                what: "magic",
-                why: DecodeReason::Inconsistent("the peer does not speak Dunlin's protocol"),
-                offset: 0,
-            });
+            let why = "the peer does not speak Dunlin's protocol";
+            return Err(inconsistent("magic", why, 0));
         }
-        let offset = reader.offset();
-        let kind = match reader.u16("opening kind")? {
-            1 => OpeningKind::Offer,
-            2 => OpeningKind::Select,
-            3 => OpeningKind::Refuse,
-            4 => OpeningKind::Lane,
-            value => return Err(bad_value("opening kind", u64::from(value), offset)),
-        };
+        let kind = KIND.decode("opening kind", &mut reader)?;
         let offset = reader.offset();
         let versions = VersionRange {
             min: reader.u16("oldest version")?,
@@ -117,11 +107,7 @@ impl Prelude {
             || versions.min > versions.max
             || (one_version && versions.min != versions.max)
         {
-            return Err(DecodeError {
-                what: "versions",
-                why: DecodeReason::Inconsistent("invalid version range"),
-                offset,
-            });
+            return Err(inconsistent("versions", "invalid version range", offset));
         }
         let offset = reader.offset();
         let body_bytes = usize::from(reader.u16("body length")?);
@@ -137,14 +123,6 @@ impl Prelude {
             body_bytes,
         })
     }
-
-    /// A reader over `body`, after a check that its length is the announced one.
-    fn body<'a>(&self, body: &'a [u8]) -> Result<Reader<'a>, DecodeError> {
-        let mut whole = Reader::new(body);
-        let announced = Reader::new(whole.bytes("body", self.body_bytes)?);
-        whole.finish("body")?;
-        Ok(announced)
-    }
 }
 
 /// Appends a prelude and the body that `write` appends.
@@ -155,14 +133,11 @@ fn append_opening(
     write: impl FnOnce(&mut Writer<'_>) -> Result<(), EncodeError>,
 ) -> Result<(), EncodeError> {
     if versions.min == 0 || versions.min > versions.max {
-        return Err(EncodeError::Invalid {
-            what: "versions",
-            why: "invalid version range",
-        });
+        return Err(invalid("versions", "invalid version range"));
     }
     Writer::append(out, |writer| {
         writer.bytes(&MAGIC);
-        writer.u16(kind.to_wire());
+        KIND.encode("opening kind", &kind, writer)?;
         writer.u16(versions.min);
         writer.u16(versions.max);
         let length_at = writer.position();
@@ -197,18 +172,16 @@ pub struct Offer {
 }
 
 impl Offer {
-    fn decode(versions: VersionRange, mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let offer = Self {
+    fn decode(versions: VersionRange, reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(Self {
             versions,
             optional: Features::from_bits(reader.u64("optional features")?),
             required: Features::from_bits(reader.u64("required features")?),
             session: reader.array("session")?,
             attempt: reader.u32("attempt")?,
             epoch: reader.u32("epoch")?,
-            security: LaneSecurity::decode(&mut reader)?,
-        };
-        reader.fields(|_, _| Ok(false))?;
-        Ok(offer)
+            security: LANE_SECURITY.decode("lane security", reader)?,
+        })
     }
 
     /// Appends the offer with its prelude.
@@ -222,8 +195,7 @@ impl Offer {
             writer.bytes(&self.session);
             writer.u32(self.attempt);
             writer.u32(self.epoch);
-            writer.u8(self.security.to_wire());
-            Ok(())
+            LANE_SECURITY.encode("lane security", &self.security, writer)
         })
     }
 }
@@ -240,14 +212,12 @@ pub struct Selection {
 }
 
 impl Selection {
-    fn decode(versions: VersionRange, mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let selection = Self {
+    fn decode(versions: VersionRange, reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(Self {
             version: versions.min,
             features: Features::from_bits(reader.u64("features")?),
-            security: LaneSecurity::decode(&mut reader)?,
-        };
-        reader.fields(|_, _| Ok(false))?;
-        Ok(selection)
+            security: LANE_SECURITY.decode("lane security", reader)?,
+        })
     }
 
     /// Appends the selection with its prelude.
@@ -258,8 +228,7 @@ impl Selection {
         let versions = VersionRange::only(self.version);
         append_opening(out, OpeningKind::Select, versions, |writer| {
             writer.u64(self.features.bits());
-            writer.u8(self.security.to_wire());
-            Ok(())
+            LANE_SECURITY.encode("lane security", &self.security, writer)
         })
     }
 }
@@ -274,15 +243,9 @@ pub struct Refusal {
     pub text: String,
 }
 
-layout! { Refusal { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) } }
+layout! { Refusal { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) } }
 
 impl Refusal {
-    fn decode(mut reader: Reader<'_>) -> Result<Self, DecodeError> {
-        let refusal = Self::decode_fields(&mut reader)?;
-        reader.fields(|_, _| Ok(false))?;
-        Ok(refusal)
-    }
-
     /// Appends the refusal with its prelude; `versions` are this side's.
     ///
     /// # Errors

@@ -97,11 +97,8 @@ struct RegionWork {
 struct LaneWork {
     /// The iteration of the lane's next chunk.
     iteration: u32,
-    chunks: u64,
-    acknowledged: u64,
-    mark: u32,
     leaving: bool,
-    ended: bool,
+    course: LaneCourse,
 }
 
 /// What a lane has carried, and what the destination has confirmed.
@@ -127,7 +124,7 @@ struct InFlight {
 }
 
 /// Pending pages, lanes, and chunks in flight.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Schedule {
     regions: Vec<RegionWork>,
     cursor: (usize, u64),
@@ -159,19 +156,7 @@ impl Schedule {
                     pending: PageBitmap::new(pages),
                 })
                 .collect(),
-            cursor: (0, 0),
-            iteration: 0,
-            adding: false,
-            finishing: false,
-            next_chunk: 0,
-            lanes: BTreeMap::new(),
-            in_flight: VecDeque::new(),
-            in_flight_ranges: 0,
-            in_flight_pages: 0,
-            pages: 0,
-            lost_chunks: 0,
-            lost_pages: 0,
-            spare: Vec::new(),
+            ..Self::default()
         }
     }
 
@@ -231,12 +216,7 @@ impl Schedule {
     /// A lane's progress; `None` if it is not open.
     #[must_use]
     pub fn course(&self, lane: u16) -> Option<LaneCourse> {
-        self.lanes.get(&lane).map(|state| LaneCourse {
-            chunks: state.chunks,
-            acknowledged: state.acknowledged,
-            mark: state.mark,
-            ended: state.ended,
-        })
+        self.lanes.get(&lane).map(|state| state.course)
     }
 
     /// Adds a lane, which takes part at once. The destination must have
@@ -246,11 +226,8 @@ impl Schedule {
             lane,
             LaneWork {
                 iteration: self.iteration.saturating_sub(1).max(1),
-                chunks: 0,
-                acknowledged: 0,
-                mark: 0,
                 leaving: false,
-                ended: false,
+                course: LaneCourse::default(),
             },
         );
     }
@@ -307,29 +284,24 @@ impl Schedule {
         let Some(state) = self.lanes.get_mut(&lane) else {
             return Work::Stop;
         };
-        if state.ended {
+        if state.course.ended {
             return Work::Wait;
         }
-        if state.leaving {
-            state.ended = true;
+        let is_past_last = self.finishing && self.iteration > 0 && state.iteration > self.iteration;
+        if state.leaving || is_past_last {
+            state.course.ended = true;
             return Work::End {
-                chunks: state.chunks,
+                chunks: state.course.chunks,
             };
         }
         if self.iteration > state.iteration {
             let passed = state.iteration;
             state.iteration += 1;
-            state.mark = passed;
+            state.course.mark = passed;
             return Work::Mark(passed);
         }
-        if self.iteration == 0 || state.iteration > self.iteration && !self.finishing {
+        if self.iteration == 0 || state.iteration > self.iteration {
             return Work::Wait;
-        }
-        if state.iteration > self.iteration {
-            state.ended = true;
-            return Work::End {
-                chunks: state.chunks,
-            };
         }
         let adding = self.adding && !planted(Mistake::CutBeforeIteration);
         if adding || self.in_flight_ranges >= MAX_IN_FLIGHT_RANGES {
@@ -342,7 +314,7 @@ impl Schedule {
         if self.finishing {
             if let Some(state) = self.lanes.get_mut(&lane) {
                 state.iteration += 1;
-                state.mark = self.iteration;
+                state.course.mark = self.iteration;
             }
             return Work::Mark(self.iteration);
         }
@@ -409,7 +381,7 @@ impl Schedule {
                 chunk.acknowledged = true;
                 pages += chunk.pages;
                 if let Some(lane) = self.lanes.get_mut(&chunk.lane) {
-                    lane.acknowledged += 1;
+                    lane.course.acknowledged += 1;
                 }
                 self.in_flight_ranges -= chunk.ranges.len();
                 let mut ranges = std::mem::take(&mut chunk.ranges);
@@ -500,7 +472,7 @@ impl Schedule {
         });
         self.next_chunk += 1;
         if let Some(state) = self.lanes.get_mut(&lane) {
-            state.chunks += 1;
+            state.course.chunks += 1;
         }
     }
 }

@@ -24,7 +24,7 @@
 //! **Memory (I8).** The bytes of a channel between its two sockets are limited by its window: what
 //! it delivered in the last round trip plus 10 ms. The windows of a peer share a bound
 //! ([`Config`]). A consumer that stalls fills its own window and delays no other channel.
-//! [`Trunk::granted`] and [`Trunk::held`] return the bytes that are granted and held.
+//! [`Trunk::usage`] returns the bytes that are granted and held.
 //!
 //! **Ends.** Each direction ends by itself, after its last byte. An abort takes effect at once,
 //! before the bytes that wait. A side that has aborted or refused a channel keeps a record of it

@@ -143,13 +143,7 @@ impl<'a> Reader<'a> {
         let offset = self.offset;
         let first_set = self.array::<N>(what)?.into_iter().find(|byte| *byte != 0);
         first_set.map_or(Ok(()), |byte| {
-            Err(DecodeError {
-                what,
-                why: DecodeReason::Unsupported {
-                    value: u64::from(byte),
-                },
-                offset,
-            })
+            Err(unsupported(what, u64::from(byte), offset))
         })
     }
 
@@ -226,23 +220,14 @@ impl<'a> Reader<'a> {
         let mut previous = None;
         while !self.rest.is_empty() {
             let offset = self.offset;
-            let refuse = |why| DecodeError {
-                what: WHAT,
-                why,
-                offset,
-            };
             let tag = self.u16(WHAT)?;
             let flags = self.u16(WHAT)?;
             if previous.is_some_and(|previous| tag <= previous) {
-                return Err(refuse(DecodeReason::Inconsistent(
-                    "tags must ascend strictly",
-                )));
+                return Err(inconsistent(WHAT, "tags must ascend strictly", offset));
             }
             previous = Some(tag);
             if flags & !FIELD_REQUIRED != 0 {
-                return Err(refuse(DecodeReason::Unsupported {
-                    value: u64::from(flags),
-                }));
+                return Err(unsupported(WHAT, u64::from(flags), offset));
             }
             let length = index(self.u32(WHAT)?);
             let start = self.offset;
@@ -253,7 +238,11 @@ impl<'a> Reader<'a> {
             if known(tag, &mut value)? {
                 value.finish(WHAT)?;
             } else if flags & FIELD_REQUIRED != 0 {
-                return Err(refuse(DecodeReason::UnknownRequiredField { tag }));
+                return Err(DecodeError {
+                    what: WHAT,
+                    why: DecodeReason::UnknownRequiredField { tag },
+                    offset,
+                });
             }
         }
         Ok(())
@@ -269,6 +258,14 @@ impl<'a> Reader<'a> {
         }
         let bytes = wide(self.rest.len());
         Err(self.refuse(what, DecodeReason::Trailing { bytes }))
+    }
+
+    /// A reader over a message's `body`, which must have the announced length.
+    pub(crate) fn over_body(body: &'a [u8], announced_bytes: usize) -> Result<Self, DecodeError> {
+        let mut whole = Self::new(body);
+        let announced = Self::new(whole.bytes("body", announced_bytes)?);
+        whole.finish("body")?;
+        Ok(announced)
     }
 
     /// Takes all remaining bytes.
@@ -302,11 +299,16 @@ pub(crate) fn within(
     if value <= limit {
         return Ok(());
     }
-    Err(DecodeError {
+    Err(over_limit(what, value, limit, offset))
+}
+
+/// The error for a number over its limit.
+pub(crate) fn over_limit(what: &'static str, value: u64, limit: u64, offset: usize) -> DecodeError {
+    DecodeError {
         what,
         why: DecodeReason::OverLimit { value, limit },
         offset,
-    })
+    }
 }
 
 /// The error for a value that a field cannot have.
@@ -314,6 +316,24 @@ pub(crate) fn bad_value(what: &'static str, value: u64, offset: usize) -> Decode
     DecodeError {
         what,
         why: DecodeReason::BadValue { value },
+        offset,
+    }
+}
+
+/// The error for a value that this release does not implement.
+pub(crate) fn unsupported(what: &'static str, value: u64, offset: usize) -> DecodeError {
+    DecodeError {
+        what,
+        why: DecodeReason::Unsupported { value },
+        offset,
+    }
+}
+
+/// The error for a value that contradicts another one or a rule.
+pub(crate) fn inconsistent(what: &'static str, why: &'static str, offset: usize) -> DecodeError {
+    DecodeError {
+        what,
+        why: DecodeReason::Inconsistent(why),
         offset,
     }
 }

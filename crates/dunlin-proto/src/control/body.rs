@@ -3,7 +3,7 @@
 
 use super::{
     Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Position, Reached,
-    RegionTable, Section, Verdict,
+    Section, Verdict,
 };
 use crate::limits::{
     MAX_ACK_SETS, MAX_CONTROL_BODY_BYTES, MAX_DESCRIPTION_BYTES, MAX_ENDPOINT_BYTES, MAX_ENDPOINTS,
@@ -14,7 +14,7 @@ use crate::wire::codec::{
 };
 use crate::wire::message::bodies;
 use crate::wire::{
-    DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, invalid,
+    DecodeError, EncodeError, Reader, Start, Writer, bad_value, inconsistent, invalid, unsupported,
 };
 
 /// The value that means a lane's end, in place of an iteration.
@@ -41,16 +41,16 @@ const ENDPOINTS: List<Text> = List {
     each: "endpoint",
     item: Text(MAX_ENDPOINT_BYTES),
 };
-const SECTIONS: Within = Within {
-    least: 0,
-    most: MAX_SECTIONS as u64,
+const SECTIONS: Within = Within(0..=MAX_SECTIONS as u64);
+const VERDICT: OneOf<u8, Verdict> = OneOf {
+    rows: &[
+        (1, Verdict::Running),
+        (2, Verdict::Aborted),
+        (3, Verdict::RanThenDied),
+        (4, Verdict::NoRecord),
+    ],
+    grows: false,
 };
-const VERDICT: OneOf<Verdict> = OneOf(&[
-    (1, Verdict::Running),
-    (2, Verdict::Aborted),
-    (3, Verdict::RanThenDied),
-    (4, Verdict::NoRecord),
-]);
 
 impl Message {
     /// Appends header and body. The header says that the message must be
@@ -89,21 +89,21 @@ impl Message {
 bodies! {
     Describe(describe: "describe" as Fields);
     Accept(accept: "accept" as Fields);
-    Refuse { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) };
+    Refuse { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
     LaneUp { lane: "lane" as NOT_ZERO };
     LaneRefused {
         lane: "lane" as NOT_ZERO,
-        fault: "fault" as Plain,
+        fault: "fault" as Fields,
         text: "text" as Text(MAX_TEXT_BYTES),
     };
     Ack { sets: "set count" as CHUNK_SETS, reached: "lane count" as REACHED };
     Section(section: "section" as Fields);
     Final(last: "final" as Fields);
-    Ready { digest: "digest" as DigestField };
+    Ready { digest: "digest" as Fields };
     Commit { run: "run" as Plain };
     Running { cpu_ns: "CPU time" as Plain, downtime_ns: "downtime" as Plain };
     Release;
-    Cancel { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) };
+    Cancel { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
     Ping { token: "token" as Plain };
     Pong { token: "token" as Plain };
     Fence { lane: "lane" as NOT_ZERO };
@@ -118,18 +118,18 @@ layout! { Describe {
     page_bytes: "page length" as PageLength,
     paused: "paused" as Plain,
     description: "description" as Blob(MAX_DESCRIPTION_BYTES),
-    regions: "regions" as Regions,
+    regions: "regions" as Fields,
 } }
 
 layout! { Accept {
-    secret: "session secret" as Plain,
+    secret: "session secret" as Fields,
     lanes_max: "number of lanes" as LANES,
     endpoints: "endpoint count" as ENDPOINTS,
 } }
 
 layout! { Reached {
     lane: "lane" as NOT_ZERO,
-    position: "iteration" as PositionCodec,
+    position: "iteration" as Fields,
 } }
 
 layout! { Section {
@@ -146,7 +146,7 @@ layout! { Final {
     sections: "section count" as SECTIONS,
     pages: "page count" as Plain,
     fenced: "fenced lanes" as Plain,
-    digest: "digest" as DigestField,
+    digest: "digest" as Fields,
 } }
 
 impl Layout for ChunkSet {
@@ -171,11 +171,8 @@ impl Layout for ChunkSet {
             return Err(bad_value(WHAT, 0, offset));
         }
         if set.first.checked_add(u64::from(set.count)).is_none() {
-            return Err(DecodeError {
-                what: WHAT,
-                why: DecodeReason::Inconsistent("beyond the last chunk number"),
-                offset,
-            });
+            let why = "beyond the last chunk number";
+            return Err(inconsistent(WHAT, why, offset));
         }
         Ok(set)
     }
@@ -203,86 +200,47 @@ impl Codec<u32> for PageLength {
         let page_bytes = reader.u32(what)?;
         let value = u64::from(page_bytes);
         if value != PAGE_BYTES {
-            return Err(DecodeError {
-                what,
-                why: DecodeReason::Unsupported { value },
-                offset,
-            });
+            return Err(unsupported(what, value, offset));
         }
         Ok(page_bytes)
     }
 }
 
-struct Regions;
-
-impl Codec<RegionTable> for Regions {
-    fn encode(
-        &self,
-        _: &'static str,
-        value: &RegionTable,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
-        value.encode(writer)
-    }
-
-    fn decode(&self, _: &'static str, reader: &mut Reader<'_>) -> Result<RegionTable, DecodeError> {
-        RegionTable::decode(reader)
-    }
-}
-
-/// The position of a lane.
-struct PositionCodec;
-
-impl Codec<Position> for PositionCodec {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &Position,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
-        writer.u32(match value {
-            Position::Mark(REACHED_END) => {
-                return Err(invalid(what, "the value is reserved for a lane's end"));
+impl Layout for Position {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        writer.u32(match self {
+            Self::Mark(REACHED_END) => {
+                let why = "the value is reserved for a lane's end";
+                return Err(invalid("iteration", why));
             }
-            Position::Mark(iteration) => *iteration,
-            Position::End => REACHED_END,
+            Self::Mark(iteration) => *iteration,
+            Self::End => REACHED_END,
         });
         Ok(())
     }
 
-    fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<Position, DecodeError> {
-        Ok(match reader.u32(what)? {
-            REACHED_END => Position::End,
-            iteration => Position::Mark(iteration),
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok(match reader.u32("iteration")? {
+            REACHED_END => Self::End,
+            iteration => Self::Mark(iteration),
         })
     }
 }
 
 /// The extension fields of a message that may carry a digest; always last.
-struct DigestField;
-
-impl Codec<Option<Digest>> for DigestField {
-    fn encode(
-        &self,
-        _: &'static str,
-        value: &Option<Digest>,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
-        match value {
+impl Layout for Option<Digest> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        match self {
             Some(digest) => writer.field(TAG_DIGEST, true, digest),
             None => Ok(()),
         }
     }
 
-    fn decode(
-        &self,
-        what: &'static str,
-        reader: &mut Reader<'_>,
-    ) -> Result<Option<Digest>, DecodeError> {
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
         let mut digest = None;
         reader.rest().fields(|tag, value| {
             if tag == TAG_DIGEST {
-                digest = Some(value.array(what)?);
+                digest = Some(value.array("digest")?);
             }
             Ok(tag == TAG_DIGEST)
         })?;

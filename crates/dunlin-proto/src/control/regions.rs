@@ -6,7 +6,11 @@ use std::collections::HashSet;
 use thiserror::Error;
 
 use crate::limits::{MAX_MEMORY_BYTES, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS, PAGE_BYTES};
-use crate::wire::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bad_value, wide};
+use crate::wire::codec::{Layout, OneOf, Plain, Text, layout};
+use crate::wire::{
+    DecodeError, EncodeError, Reader, Writer, bad_value, inconsistent, over_limit, unsupported,
+    wide,
+};
 
 /// Bytes of a region on the wire, without its name.
 const REGION_BYTES: usize = 30;
@@ -28,27 +32,15 @@ pub enum RegionKind {
     StateStream,
 }
 
-impl RegionKind {
-    fn to_wire(self) -> u16 {
-        match self {
-            Self::Ram => 1,
-            Self::Rom => 2,
-            Self::DeviceMemory => 3,
-            Self::StateStream => 4,
-        }
-    }
-
-    fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        let offset = reader.offset();
-        match reader.u16("region kind")? {
-            1 => Ok(Self::Ram),
-            2 => Ok(Self::Rom),
-            3 => Ok(Self::DeviceMemory),
-            4 => Ok(Self::StateStream),
-            value => Err(bad_value("region kind", u64::from(value), offset)),
-        }
-    }
-}
+const KIND: OneOf<u16, RegionKind> = OneOf {
+    rows: &[
+        (1, RegionKind::Ram),
+        (2, RegionKind::Rom),
+        (3, RegionKind::DeviceMemory),
+        (4, RegionKind::StateStream),
+    ],
+    grows: false,
+};
 
 /// One region.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,29 +99,17 @@ impl Region {
         }
         Ok(())
     }
-
-    fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
-        writer.u16(self.id);
-        writer.u16(self.kind.to_wire());
-        writer.u32(self.flags);
-        writer.u32(self.backing_page_bytes);
-        writer.u64(self.length);
-        writer.u64(self.guest_physical);
-        writer.text("region name", &self.name, MAX_NAME_BYTES)
-    }
-
-    fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        Ok(Self {
-            id: reader.u16("region id")?,
-            kind: RegionKind::decode(reader)?,
-            flags: reader.u32("region flags")?,
-            backing_page_bytes: reader.u32("backing page length")?,
-            length: reader.u64("region length")?,
-            guest_physical: reader.u64("guest-physical address")?,
-            name: reader.text("region name", MAX_NAME_BYTES)?.to_owned(),
-        })
-    }
 }
+
+layout! { Region {
+    id: "region id" as Plain,
+    kind: "region kind" as KIND,
+    flags: "region flags" as Plain,
+    backing_page_bytes: "backing page length" as Plain,
+    length: "region length" as Plain,
+    guest_physical: "guest-physical address" as Plain,
+    name: "region name" as Text(MAX_NAME_BYTES),
+} }
 
 /// An invalid region table. The describing side is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
@@ -187,39 +167,27 @@ pub enum RegionError {
 
 impl RegionError {
     fn into_decode(self, offset: usize) -> DecodeError {
-        let (what, why) = match self {
-            Self::Count(count) => ("region count", over(wide(count), wide(MAX_REGIONS))),
-            Self::Duplicate { .. } => (
-                "region id",
-                DecodeReason::Inconsistent("identifiers must ascend strictly"),
-            ),
+        match self {
+            Self::Count(count) => {
+                over_limit("region count", wide(count), wide(MAX_REGIONS), offset)
+            }
+            Self::Duplicate { .. } => {
+                inconsistent("region id", "identifiers must ascend strictly", offset)
+            }
             Self::Length { length, .. } if length > MAX_REGION_BYTES => {
-                ("region length", over(length, MAX_REGION_BYTES))
+                over_limit("region length", length, MAX_REGION_BYTES, offset)
             }
-            Self::Length { length, .. } => {
-                ("region length", DecodeReason::BadValue { value: length })
+            Self::Length { length, .. } => bad_value("region length", length, offset),
+            Self::Total => over_limit("memory length", u64::MAX, MAX_MEMORY_BYTES, offset),
+            Self::BackingPage { bytes, .. } => {
+                bad_value("backing page length", u64::from(bytes), offset)
             }
-            Self::Total => ("memory length", over(u64::MAX, MAX_MEMORY_BYTES)),
-            Self::BackingPage { bytes, .. } => (
-                "backing page length",
-                DecodeReason::BadValue {
-                    value: u64::from(bytes),
-                },
-            ),
-            Self::Flags { flags, .. } => (
-                "region flags",
-                DecodeReason::Unsupported {
-                    value: u64::from(flags),
-                },
-            ),
-            Self::Name { bytes, .. } => ("region name", over(wide(bytes), wide(MAX_NAME_BYTES))),
-        };
-        DecodeError { what, why, offset }
+            Self::Flags { flags, .. } => unsupported("region flags", u64::from(flags), offset),
+            Self::Name { bytes, .. } => {
+                over_limit("region name", wide(bytes), wide(MAX_NAME_BYTES), offset)
+            }
+        }
     }
-}
-
-fn over(value: u64, limit: u64) -> DecodeReason {
-    DecodeReason::OverLimit { value, limit }
 }
 
 /// The regions of a VM, ordered by identifier.
@@ -286,22 +254,24 @@ impl RegionTable {
     pub fn total_pages(&self) -> u64 {
         self.total_bytes / PAGE_BYTES
     }
+}
 
-    pub(super) fn encode(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+impl Layout for RegionTable {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
         writer.count("region count", self.regions.len(), MAX_REGIONS)?;
         for region in &self.regions {
-            region.encode(writer)?;
+            region.encode_fields(writer)?;
         }
         Ok(())
     }
 
-    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
         let start = reader.offset();
         let count = reader.count("region count", MAX_REGIONS, REGION_BYTES)?;
         let mut regions: Vec<Region> = Vec::with_capacity(count);
         for _ in 0..count {
             let offset = reader.offset();
-            let region = Region::decode(reader)?;
+            let region = Region::decode_fields(reader)?;
             region.check().map_err(|error| error.into_decode(offset))?;
             // Sorted on the wire, so each table has one encoding.
             if regions.last().is_some_and(|last| region.id <= last.id) {

@@ -105,7 +105,7 @@ pub fn fuzz_marks(bytes: &[u8]) {
                 new.remove(&lane);
             }
             2 => {
-                marks.give_up(lane);
+                marks.end(lane);
                 reached.remove(&lane);
                 new.remove(&lane);
             }

@@ -124,23 +124,17 @@ impl Exchange {
     /// Returns the message for which this side waits, so that the caller can time out.
     #[must_use]
     pub fn waits_for(&self) -> Option<Awaited> {
-        let first = |kind: Kind| Awaited {
-            word: kind.name(),
-            index: 0,
-        };
-        let granted = |index| Awaited {
-            word: Kind::Granted.name(),
-            index,
-        };
-        match self.phase {
-            Phase::Over => None,
-            Phase::Greeting => Some(first(Kind::Terms)),
+        let (kind, index) = match self.phase {
+            Phase::Over => return None,
+            Phase::Greeting => (Kind::Terms, 0),
             _ => match self.sending.awaits_grant() {
-                Some(index) => Some(granted(index)),
-                None if !self.peer_ready => Some(first(Kind::Ready)),
-                None => None,
+                Some(index) => (Kind::Granted, index),
+                None if !self.peer_ready => (Kind::Ready, 0),
+                None => return None,
             },
-        }
+        };
+        let word = kind.name();
+        Some(Awaited { word, index })
     }
 
     /// Returns the outbound SAs and their epoch.
@@ -185,7 +179,21 @@ impl Exchange {
 
     /// Ends the session and sends the reason to the peer.
     pub fn end(&mut self, fault: FaultCode, text: &str) {
-        self.give_up(fault, text);
+        if self.phase == Phase::Over {
+            return;
+        }
+        let text = text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned();
+        // Drops all pending actions.
+        self.actions.clear();
+        self.actions.push_back(Action::Send(Message::End {
+            fault,
+            text: text.clone(),
+        }));
+        self.over(Ending {
+            by_peer: false,
+            fault,
+            text,
+        });
     }
 
     // Events.
@@ -212,7 +220,7 @@ impl Exchange {
                 let granted = Message::Granted { epoch, spis };
                 self.actions.push_back(Action::Send(granted));
             }
-            None => self.give_up(FaultCode::Internal, "unrequested SAs were installed"),
+            None => self.end(FaultCode::Internal, "unrequested SAs were installed"),
         }
     }
 
@@ -265,7 +273,7 @@ impl Exchange {
             )),
         };
         if let Err(Breach(fault, text)) = result {
-            self.give_up(fault, &text);
+            self.end(fault, &text);
         }
     }
 
@@ -355,30 +363,8 @@ impl Exchange {
         if self.phase == Phase::Running
             && let Err(Breach(fault, text)) = self.sending.proceed(&mut self.actions)
         {
-            self.give_up(fault, &text);
+            self.end(fault, &text);
         }
-    }
-
-    fn give_up(&mut self, fault: FaultCode, text: &str) {
-        if self.phase == Phase::Over {
-            return;
-        }
-        let mut end = text.len().min(MAX_TEXT_BYTES);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        let text = text[..end].to_owned();
-        // Drops all pending actions.
-        self.actions.clear();
-        self.actions.push_back(Action::Send(Message::End {
-            fault,
-            text: text.clone(),
-        }));
-        self.over(Ending {
-            by_peer: false,
-            fault,
-            text,
-        });
     }
 
     fn over(&mut self, ending: Ending) {

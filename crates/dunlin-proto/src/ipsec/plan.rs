@@ -151,8 +151,8 @@ impl SessionParameters {
     /// Returns the steps that install inbound SAs.
     #[must_use]
     pub fn inbound(&self, epoch: u32, grants: &[Grant]) -> Vec<Step> {
-        let add = |grant: &Grant| Step::Add(Object::Association(self.incoming(epoch, grant)));
-        grants.iter().map(add).collect()
+        let associations = self.associations(Direction::In, epoch, grants);
+        associations.map(Step::Add).collect()
     }
 
     /// Returns the steps that install outbound SAs and the policies that use them. `first` means
@@ -166,13 +166,12 @@ impl SessionParameters {
         first: bool,
         known: &[Sender],
     ) -> Vec<Step> {
-        let add = |grant: &Grant| Step::Add(Object::Association(self.outgoing(epoch, grant)));
-        let fallback = |grant: &&Grant| grant.slot.sender == Sender::Fallback;
-        let mut steps: Vec<Step> = grants.iter().filter(fallback).map(add).collect();
-        let others = grants.iter().filter(|grant| !fallback(grant));
-        steps.extend(others.map(add));
+        let mut grants = grants.to_vec();
+        grants.sort_by_key(|grant| grant.slot.sender != Sender::Fallback);
+        let associations = self.associations(Direction::Out, epoch, &grants);
+        let mut steps: Vec<Step> = associations.map(Step::Add).collect();
         // Policies of connections first: no connection switches to the fallback in between.
-        for grant in grants {
+        for grant in &grants {
             if let Some(policy) = self.own_policy(epoch, grant) {
                 steps.push(if known.contains(&grant.slot.sender) {
                     Step::Replace(policy)
@@ -206,18 +205,16 @@ impl SessionParameters {
             .iter()
             .filter_map(|grant| self.own_policy(epoch, grant));
         let policies = policies.map(|policy| Step::Remove(Object::Policy(policy)));
-        let outgoing =
-            |grant: &Grant| Step::Remove(Object::Association(self.outgoing(epoch, grant)));
         let policies = policies.filter(|_| over);
-        policies.chain(grants.iter().rev().map(outgoing)).collect()
+        let associations = self.associations(Direction::Out, epoch, grants).rev();
+        policies.chain(associations.map(Step::Remove)).collect()
     }
 
     /// Returns the steps that remove inbound SAs that the peer no longer uses.
     #[must_use]
     pub fn retire_inbound(&self, epoch: u32, grants: &[Grant]) -> Vec<Step> {
-        let incoming =
-            |grant: &Grant| Step::Remove(Object::Association(self.incoming(epoch, grant)));
-        grants.iter().rev().map(incoming).collect()
+        let associations = self.associations(Direction::In, epoch, grants);
+        associations.rev().map(Step::Remove).collect()
     }
 
     /// Whether a connection with these ports, of either side, belongs to the session.
@@ -262,26 +259,44 @@ impl SessionParameters {
         })
     }
 
-    fn outgoing(&self, epoch: u32, grant: &Grant) -> Association {
-        let ports = self.udp.map(|(own, peer)| (own, peer.listener));
+    fn association(&self, direction: Direction, epoch: u32, grant: &Grant) -> Association {
+        let (source, destination, reqid) = match direction {
+            Direction::Out => (self.local, self.peer, self.reqid_of(epoch, grant)),
+            Direction::In => (self.peer, self.local, self.first_reqid),
+        };
+        let encapsulation = self.udp.map(|(own, peer)| {
+            let (sealing, opening) = match direction {
+                Direction::Out => (own, peer),
+                Direction::In => (peer, own),
+            };
+            Encapsulation {
+                // Below 65536: `first_source` is small enough for all ports.
+                source_port: sealing.first_source
+                    + (grant.slot.index % u32::from(UDP_SOURCE_PORTS)) as u16,
+                destination_port: opening.listener,
+            }
+        });
         Association {
-            direction: Direction::Out,
-            source: self.local,
-            destination: self.peer,
-            reqid: self.reqid_of(epoch, grant),
-            ..association(epoch, grant, ports)
+            direction,
+            source,
+            destination,
+            spi: grant.spi,
+            reqid,
+            epoch,
+            slot: grant.slot,
+            encapsulation,
         }
     }
 
-    fn incoming(&self, epoch: u32, grant: &Grant) -> Association {
-        let ports = self.udp.map(|(own, peer)| (peer, own.listener));
-        Association {
-            direction: Direction::In,
-            source: self.peer,
-            destination: self.local,
-            reqid: self.first_reqid,
-            ..association(epoch, grant, ports)
-        }
+    /// The SAs of one direction, as objects.
+    fn associations(
+        &self,
+        direction: Direction,
+        epoch: u32,
+        grants: &[Grant],
+    ) -> impl DoubleEndedIterator<Item = Object> {
+        let object = move |grant| Object::Association(self.association(direction, epoch, grant));
+        grants.iter().map(object)
     }
 
     /// The priority of policies for ports. Policies for a connection have one less, and so
@@ -308,27 +323,6 @@ impl SessionParameters {
                 self.first_reqid + FIRST + grant.slot.index % (REQIDS - FIRST)
             }
         }
-    }
-}
-
-/// The fields of an SA that are the same on both ends.
-fn association(epoch: u32, grant: &Grant, ports: Option<(Udp, u16)>) -> Association {
-    // The callers set both addresses.
-    let unset = IpAddr::from([0, 0, 0, 0]);
-    Association {
-        direction: Direction::In,
-        source: unset,
-        destination: unset,
-        spi: grant.spi,
-        reqid: 0,
-        epoch,
-        slot: grant.slot,
-        encapsulation: ports.map(|(sealing, destination_port)| Encapsulation {
-            // Below 65536: `first_source` is small enough for all ports.
-            source_port: sealing.first_source
-                + (grant.slot.index % u32::from(UDP_SOURCE_PORTS)) as u16,
-            destination_port,
-        }),
     }
 }
 

@@ -13,10 +13,10 @@ pub(crate) mod fuzz;
 
 use std::fmt;
 
-use super::{CHECKSUM_AT, RECORD_BYTES, SLOTS_BYTES, checksum};
-use crate::limits::MAX_PRINCIPAL_NAME_BYTES;
+use super::{CHECKSUM_AT, RECORD_BYTES, SLOTS_BYTES, sealed};
+use crate::limits::{MAX_PRINCIPAL_NAME_BYTES, SESSION_ID_BYTES};
 use crate::negotiate::SessionId;
-use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
+use crate::wire::{DecodeError, EncodeError, Reader};
 
 /// Offset of the block in a journal file.
 pub const PEER_BLOCK_AT: usize = SLOTS_BYTES;
@@ -91,8 +91,7 @@ impl Principal {
             Self::Name { authority, name } => (authority, &NONE, name.as_str()),
             Self::Names { authority, names } => (authority, names, ""),
         };
-        let mut bytes = Vec::with_capacity(PEER_BLOCK_BYTES);
-        Writer::append(&mut bytes, |writer| {
+        sealed(|writer| {
             writer.bytes(&MAGIC);
             writer.u16(VERSION);
             writer.u8(self.kind());
@@ -101,43 +100,33 @@ impl Principal {
             writer.bytes(authority);
             writer.bytes(digest);
             writer.text("peer name", name, MAX_PRINCIPAL_NAME_BYTES)
-        })?;
-        bytes.resize(CHECKSUM_AT, 0);
-        let checksum = checksum(&bytes);
-        bytes.extend_from_slice(&checksum.to_le_bytes());
-        let mut block = [0; PEER_BLOCK_BYTES];
-        block.copy_from_slice(&bytes);
-        Ok(block)
+        })
     }
 }
 
 impl fmt::Display for Principal {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hex = |formatter: &mut fmt::Formatter<'_>, digest: &[u8; 32]| {
-            digest
-                .iter()
-                .try_for_each(|byte| write!(formatter, "{byte:02x}"))
-        };
-        match self {
+        let digest = match self {
             Self::Certificate(digest) => {
                 formatter.write_str("the certificate sha256:")?;
-                hex(formatter, digest)
+                digest
             }
             Self::Key(digest) => {
                 formatter.write_str("the key spki-sha256:")?;
-                hex(formatter, digest)
+                digest
             }
             Self::Name { authority, name } => {
                 write!(formatter, "{name}, certified by the authority spki-sha256:")?;
-                hex(formatter, authority)
+                authority
             }
             Self::Names { authority, .. } => {
-                formatter.write_str(
-                    "a host with other names, certified by the authority spki-sha256:",
-                )?;
-                hex(formatter, authority)
+                let text = "a host with other names, certified by the authority spki-sha256:";
+                formatter.write_str(text)?;
+                authority
             }
-        }
+        };
+        let mut bytes = digest.iter();
+        bytes.try_for_each(|byte| write!(formatter, "{byte:02x}"))
     }
 }
 
@@ -147,61 +136,44 @@ impl RecordedPeer {
     /// admitting a wrong one.
     #[must_use]
     pub fn decode(bytes: &[u8; PEER_BLOCK_BYTES], session: SessionId) -> Self {
-        match read(bytes) {
-            Ok((owner, principal)) if owner == session => Self::Known(principal),
-            _ => Self::Unknown,
-        }
+        let principal = read(bytes).ok().flatten();
+        // Each principal of a session has one encoding: this compares everything else too.
+        let is_known = |one: &Principal| one.encode(session).as_ref() == Ok(bytes);
+        principal
+            .filter(is_known)
+            .map_or(Self::Unknown, Self::Known)
     }
 }
 
-fn read(bytes: &[u8; PEER_BLOCK_BYTES]) -> Result<(SessionId, Principal), DecodeError> {
-    let (body, tail) = bytes.split_at(CHECKSUM_AT);
-    let found = Reader::new(tail).u64("checksum")?;
-    if found != checksum(body) {
-        return Err(bad_value("checksum", found, CHECKSUM_AT));
-    }
-    let mut reader = Reader::new(body);
-    let magic = reader.array::<8>("magic")?;
-    if magic != MAGIC {
-        return Err(bad_value("magic", u64::from_le_bytes(magic), 0));
-    }
-    let version = reader.u16("version")?;
-    if version != VERSION {
-        return Err(bad_value("version", u64::from(version), 8));
-    }
-    let kind_at = reader.offset();
+/// The principal in a block, `None` if its kind is unknown; reads nothing else of the block.
+fn read(bytes: &[u8; PEER_BLOCK_BYTES]) -> Result<Option<Principal>, DecodeError> {
+    let mut reader = Reader::new(bytes);
+    reader.bytes("magic and version", MAGIC.len() + 2)?;
     let kind = reader.u8("kind")?;
-    reader.reserved::<5>("reserved")?;
-    let session = reader.array("session")?;
-    let authority_at = reader.offset();
+    reader.bytes("reserved and session", 5 + SESSION_ID_BYTES)?;
     let authority: [u8; 32] = reader.array("authority")?;
     let digest: [u8; 32] = reader.array("digest")?;
     let name = reader.text("peer name", MAX_PRINCIPAL_NAME_BYTES)?;
-    let principal = match kind {
-        1 => Principal::Certificate(digest),
-        2 => Principal::Key(digest),
-        3 => Principal::Name {
+    Ok(match kind {
+        1 => Some(Principal::Certificate(digest)),
+        2 => Some(Principal::Key(digest)),
+        3 => Some(Principal::Name {
             authority,
             name: name.into(),
-        },
-        4 => Principal::Names {
+        }),
+        4 => Some(Principal::Names {
             authority,
             names: digest,
-        },
-        kind => return Err(bad_value("kind", u64::from(kind), kind_at)),
-    };
-    // Each value has one encoding: unused fields and the padding are zero.
-    let canonical = principal.encode(session).ok();
-    if canonical.as_ref() != Some(bytes) {
-        return Err(bad_value("unused field", 1, authority_at));
-    }
-    Ok((session, principal))
+        }),
+        _ => None,
+    })
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use super::super::checksum;
     use super::*;
 
     const SESSION: SessionId = [7; 16];

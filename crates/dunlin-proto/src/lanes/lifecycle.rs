@@ -286,11 +286,8 @@ impl<L: Load> Lifecycle<L> {
 
     /// The peer has confirmed everything: removes the lane if it has ended.
     pub(crate) fn forget(&mut self, number: u16) {
-        if self
-            .lanes
-            .get(&number)
-            .is_some_and(|lane| lane.is(State::Ended))
-        {
+        let lane = self.lanes.get(&number);
+        if lane.is_some_and(|lane| lane.is(State::Ended)) {
             self.lanes.remove(&number);
         }
     }

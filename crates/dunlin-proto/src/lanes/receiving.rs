@@ -87,11 +87,6 @@ pub enum Fence {
     Answer,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct Carried {
-    chunks: u64,
-}
-
 /// The lanes of one attempt, at the destination.
 ///
 /// The lanes' threads call [`Receiving::check_chunk`], [`Receiving::written`],
@@ -103,7 +98,8 @@ struct Carried {
 pub struct Receiving {
     lanes_max: usize,
     marks: Marks,
-    lanes: BTreeMap<u16, Carried>,
+    /// Chunks that each open lane has carried.
+    lanes: BTreeMap<u16, u64>,
     used: BTreeSet<u16>,
     /// Open lanes that the source has asked to fence.
     asked: BTreeSet<u16>,
@@ -153,7 +149,7 @@ impl Receiving {
             return Err(LaneRefusal::Limit { open });
         }
         self.used.insert(lane);
-        self.lanes.insert(lane, Carried::default());
+        self.lanes.insert(lane, 0);
         self.marks.open(lane);
         Ok(())
     }
@@ -189,7 +185,7 @@ impl Receiving {
         self.marks.used(lane);
         self.pages += pages;
         if let Some(carried) = self.lanes.get_mut(&lane) {
-            carried.chunks += 1;
+            *carried += 1;
         }
         let wrong = u64::from(planted(Mistake::WrongChunkAcknowledged));
         self.acks.push(number + wrong);
@@ -223,12 +219,12 @@ impl Receiving {
     /// # Errors
     /// The count in *end* is wrong.
     pub fn ended(&mut self, lane: u16, chunks: u64) -> Result<(), CourseError> {
-        let carried = self.lanes.get(&lane).ok_or(MarkError::NotOpen { lane })?;
-        if carried.chunks != chunks {
+        let &carried = self.lanes.get(&lane).ok_or(MarkError::NotOpen { lane })?;
+        if carried != chunks {
             return Err(CourseError::Count {
                 lane,
                 counted: chunks,
-                carried: carried.chunks,
+                carried,
             });
         }
         self.lanes.remove(&lane);
@@ -256,7 +252,7 @@ impl Receiving {
         let asked = self.asked.remove(&lane);
         let open = self.lanes.remove(&lane).is_some();
         if open {
-            self.marks.give_up(lane);
+            self.marks.end(lane);
         }
         if asked || open {
             self.fenced.insert(lane);

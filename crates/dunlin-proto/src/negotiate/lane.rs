@@ -3,7 +3,8 @@
 use super::terms::VersionRange;
 use super::{OpeningKind, PRELUDE_BYTES, SessionId, append_opening};
 use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
-use crate::wire::{DecodeError, EncodeError, Reader, bad_value};
+use crate::wire::codec::{Codec, NOT_ZERO};
+use crate::wire::{DecodeError, EncodeError, Reader};
 
 /// Length of a *lane open* message. It has no variable part: a listener reads
 /// exactly this much from an unauthenticated peer.
@@ -28,22 +29,14 @@ pub struct LaneOpen {
 impl LaneOpen {
     pub(super) fn decode(
         versions: VersionRange,
-        mut reader: Reader<'_>,
+        reader: &mut Reader<'_>,
     ) -> Result<Self, DecodeError> {
-        let session = reader.array("session")?;
-        let offset = reader.offset();
-        let lane = reader.u16("lane")?;
-        if lane == 0 {
-            return Err(bad_value("lane", 0, offset));
-        }
-        let open = Self {
+        Ok(Self {
             version: versions.min,
-            session,
-            lane,
+            session: reader.array("session")?,
+            lane: NOT_ZERO.decode("lane", reader)?,
             mac: reader.array("lane proof")?,
-        };
-        reader.finish("lane open")?;
-        Ok(open)
+        })
     }
 
     /// Appends the message with its prelude, [`LANE_OPEN_BYTES`] in all.
@@ -51,16 +44,10 @@ impl LaneOpen {
     /// # Errors
     /// Lane 0 or version 0; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        if self.lane == 0 {
-            return Err(EncodeError::Invalid {
-                what: "lane",
-                why: "lane 0 is the control lane",
-            });
-        }
         let versions = VersionRange::only(self.version);
         append_opening(out, OpeningKind::Lane, versions, |writer| {
             writer.bytes(&self.session);
-            writer.u16(self.lane);
+            NOT_ZERO.encode("lane", &self.lane, writer)?;
             writer.bytes(&self.mac);
             Ok(())
         })

@@ -3,7 +3,8 @@
 use super::lane::LaneOpen;
 use super::terms::VersionRange;
 use super::{Offer, OpeningKind, Prelude, Refusal, Selection};
-use crate::wire::{DecodeError, EncodeError};
+use crate::wire::codec::Layout;
+use crate::wire::{DecodeError, EncodeError, Reader};
 
 /// Any opening message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,15 +25,19 @@ impl Opening {
     /// # Errors
     /// [`DecodeError`], also if the body's length is not the announced one.
     pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
-        let reader = prelude.body(body)?;
+        let mut body = Reader::over_body(body, prelude.body_bytes)?;
+        let (versions, reader) = (prelude.versions, &mut body);
+        let opening = match prelude.kind {
+            OpeningKind::Offer => Self::Offer(Offer::decode(versions, reader)?),
+            OpeningKind::Select => Self::Select(Selection::decode(versions, reader)?),
+            OpeningKind::Refuse => Self::Refuse(versions, Refusal::decode_fields(reader)?),
+            OpeningKind::Lane => Self::Lane(LaneOpen::decode(versions, reader)?),
+        };
         match prelude.kind {
-            OpeningKind::Offer => Offer::decode(prelude.versions, reader).map(Self::Offer),
-            OpeningKind::Select => Selection::decode(prelude.versions, reader).map(Self::Select),
-            OpeningKind::Refuse => {
-                Refusal::decode(reader).map(|refusal| Self::Refuse(prelude.versions, refusal))
-            }
-            OpeningKind::Lane => LaneOpen::decode(prelude.versions, reader).map(Self::Lane),
+            OpeningKind::Lane => body.finish("lane open")?,
+            _ => body.fields(|_, _| Ok(false))?,
         }
+        Ok(opening)
     }
 
     /// Appends the message with its prelude.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::wire::{DecodeError, DecodeReason, Reader, bad_value};
+use crate::wire::codec::OneOf;
 
 /// The versions that this release supports.
 pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 1 };
@@ -149,33 +149,14 @@ pub enum LaneSecurity {
     Ipsec,
 }
 
-impl LaneSecurity {
-    pub(super) fn to_wire(self) -> u8 {
-        match self {
-            Self::Tls => 1,
-            Self::Plain => 2,
-            Self::Ipsec => 3,
-        }
-    }
-
-    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        const WHAT: &str = "lane security";
-        let offset = reader.offset();
-        match reader.u8(WHAT)? {
-            1 => Ok(Self::Tls),
-            2 => Ok(Self::Plain),
-            3 => Ok(Self::Ipsec),
-            0 => Err(bad_value(WHAT, 0, offset)),
-            value => Err(DecodeError {
-                what: WHAT,
-                why: DecodeReason::Unsupported {
-                    value: u64::from(value),
-                },
-                offset,
-            }),
-        }
-    }
-}
+pub(super) const LANE_SECURITY: OneOf<u8, LaneSecurity> = OneOf {
+    rows: &[
+        (1, LaneSecurity::Tls),
+        (2, LaneSecurity::Plain),
+        (3, LaneSecurity::Ipsec),
+    ],
+    grows: true,
+};
 
 impl fmt::Display for LaneSecurity {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::limits::{LANE_MAC_BYTES, SESSION_SECRET_BYTES};
+use crate::wire::DecodeReason;
 
 fn offer() -> Offer {
     Offer {

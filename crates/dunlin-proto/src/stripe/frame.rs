@@ -10,7 +10,7 @@
 //! confused.
 
 use crate::limits::{MAX_CHANNEL_OFFSET, MAX_STRIPE_CHUNK_BYTES};
-use crate::wire::{DecodeError, DecodeReason, Reader, bad_value, within};
+use crate::wire::{DecodeError, Reader, bad_value, over_limit, within};
 
 /// Bytes of a frame's header.
 pub const FRAME_HEADER_BYTES: usize = 24;
@@ -100,16 +100,10 @@ impl Frame {
                 if length == 0 {
                     return Err(bad_value("payload length", 0, 4));
                 }
-                Data::new(channel, offset, length)
-                    .map(Self::Data)
-                    .ok_or(DecodeError {
-                        what: "offset",
-                        why: DecodeReason::OverLimit {
-                            value: offset,
-                            limit: MAX_CHANNEL_OFFSET - u64::from(length),
-                        },
-                        offset: 8,
-                    })
+                let last = MAX_CHANNEL_OFFSET - u64::from(length);
+                let data = Data::new(channel, offset, length);
+                data.map(Self::Data)
+                    .ok_or(over_limit("offset", offset, last, 8))
             }
             KIND_END if length != 0 => Err(bad_value("payload length", u64::from(length), 4)),
             KIND_END if channel != 0 => Err(bad_value("channel", u64::from(channel), 16)),

@@ -8,9 +8,10 @@ use super::frame::Data;
 use crate::limits::{MAX_CHANNEL_CHUNKS, MAX_CHANNEL_OFFSET, MAX_STRIPE_CHUNK_BYTES};
 
 /// Which thread may read the channel's socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Turn {
     /// None: there is nothing to read.
+    #[default]
     Idle,
     /// None, although there may be bytes to read: the window is full, or the socket's bytes are
     /// being counted.
@@ -24,7 +25,7 @@ pub(super) enum Turn {
 }
 
 /// The sending end of one direction of a channel.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Outbound {
     /// Bytes read from the socket.
     pub(super) sent: u64,
@@ -48,16 +49,9 @@ pub(super) struct Outbound {
 impl Outbound {
     pub(super) fn new(limit: u64, open: bool) -> Self {
         Self {
-            sent: 0,
             limit,
-            delivered: 0,
-            ends: VecDeque::new(),
-            turn: Turn::Idle,
-            bulk: false,
-            counted_for: 0,
             open,
-            eof: None,
-            closed: false,
+            ..Self::default()
         }
     }
 

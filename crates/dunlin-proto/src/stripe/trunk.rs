@@ -85,7 +85,7 @@ struct Ended {
 
 /// One side of a trunk. `T` is the caller's handle to bytes, such as a reference-counted buffer.
 ///
-/// Getters: [`Trunk::usage`], [`Trunk::granted`], [`Trunk::held`], [`Trunk::channels`],
+/// Getters: [`Trunk::usage`], [`Trunk::held`], [`Trunk::channels`],
 /// [`Trunk::ready`], [`Trunk::has_work`], [`Trunk::leaving`], [`Trunk::has_message`],
 /// [`Trunk::drained`], [`Trunk::due_ns`].
 ///
@@ -212,14 +212,6 @@ impl<T: Clone> Trunk<T> {
         self.channels.len()
     }
 
-    /// Bytes of a channel that may be in flight to this side or wait here; `None` if the channel
-    /// does not exist.
-    #[must_use]
-    pub fn granted(&self, channel: u32) -> Option<u64> {
-        let channel = self.channels.get(&channel)?;
-        Some(channel.inn.granted())
-    }
-
     /// Bytes of a channel that wait here for its consumer.
     #[must_use]
     pub fn held(&self, channel: u32) -> Option<u64> {
@@ -324,12 +316,7 @@ impl<T: Clone> Trunk<T> {
             .filter_map(|(channel, until_ns)| Some((*channel, verdict(channel, until_ns)?)))
             .collect();
         for (channel, fault) in decided {
-            self.actions.push_back(Action::Abort {
-                channel,
-                fault,
-                by_peer: false,
-            });
-            self.fail(channel, fault, now_ns);
+            self.abort(channel, fault, now_ns);
         }
     }
 
@@ -449,13 +436,18 @@ impl<T: Clone> Trunk<T> {
     fn abort_all(&mut self, fault: FaultCode, now_ns: u64) {
         let channels: Vec<u32> = self.channels.keys().copied().collect();
         for channel in channels {
-            self.actions.push_back(Action::Abort {
-                channel,
-                fault,
-                by_peer: false,
-            });
-            self.fail(channel, fault, now_ns);
+            self.abort(channel, fault, now_ns);
         }
+    }
+
+    /// Aborts a channel on both sides.
+    fn abort(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
+        self.actions.push_back(Action::Abort {
+            channel,
+            fault,
+            by_peer: false,
+        });
+        self.fail(channel, fault, now_ns);
     }
 
     /// Drops the state of a channel; no message becomes due.

@@ -2,7 +2,11 @@
 //! ([`layout!`] for a struct, [`bodies!`](super::message::bodies) for the
 //! messages of a protocol); the list serves both directions.
 
-use super::{DecodeError, EncodeError, Reader, Writer, bad_value, invalid, over, within};
+use std::ops::RangeInclusive;
+
+use super::{
+    DecodeError, EncodeError, Reader, Writer, bad_value, invalid, over, unsupported, within,
+};
 use crate::fault::FaultCode;
 use crate::limits::MAX_LANES;
 use crate::negotiate::SessionSecret;
@@ -27,7 +31,7 @@ pub(crate) trait Codec<T> {
     fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError>;
 }
 
-/// A struct with its fields in sequence.
+/// A value with one encoding, such as a struct with its fields in sequence.
 pub(crate) trait Layout: Sized {
     /// Appends the fields.
     ///
@@ -45,7 +49,7 @@ pub(crate) trait Layout: Sized {
 /// Implements [`Layout`] from the fields of a struct in wire order, each with
 /// its name in errors and its [`Codec`].
 macro_rules! layout {
-    ($type:ident { $( $field:ident: $what:literal as $codec:expr ),* $(,)? }) => {
+    ($type:ident { $( $field:tt: $what:literal as $codec:expr ),* $(,)? }) => {
         impl $crate::wire::codec::Layout for $type {
             fn encode_fields(
                 &self,
@@ -67,7 +71,7 @@ macro_rules! layout {
 }
 pub(crate) use layout;
 
-/// The fields of a struct.
+/// A value that has a [`Layout`].
 pub(crate) struct Fields;
 
 impl<T: Layout> Codec<T> for Fields {
@@ -113,6 +117,7 @@ macro_rules! plain {
 }
 plain! {
     bool, flag;
+    u8, u8;
     u16, u16;
     u32, u32;
     u64, u64;
@@ -134,63 +139,27 @@ impl<const N: usize> Codec<[u8; N]> for Plain {
     }
 }
 
-impl Codec<SessionSecret> for Plain {
-    fn encode(
-        &self,
-        _: &'static str,
-        value: &SessionSecret,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
-        writer.bytes(&value.0);
+layout! { SessionSecret { 0: "session secret" as Plain } }
+
+impl Layout for FaultCode {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        writer.u16(self.to_wire());
         Ok(())
     }
 
-    fn decode(
-        &self,
-        what: &'static str,
-        reader: &mut Reader<'_>,
-    ) -> Result<SessionSecret, DecodeError> {
-        reader.array(what).map(SessionSecret)
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        reader.u16("fault").map(Self::from_wire)
     }
 }
 
-impl Codec<FaultCode> for Plain {
-    fn encode(
-        &self,
-        _: &'static str,
-        value: &FaultCode,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
-        writer.u16(value.to_wire());
-        Ok(())
-    }
-
-    fn decode(
-        &self,
-        what: &'static str,
-        reader: &mut Reader<'_>,
-    ) -> Result<FaultCode, DecodeError> {
-        reader.u16(what).map(FaultCode::from_wire)
-    }
-}
-
-/// A number from `least` to `most`.
-pub(crate) struct Within {
-    pub(crate) least: u64,
-    pub(crate) most: u64,
-}
+/// A number in a range.
+pub(crate) struct Within(pub(crate) RangeInclusive<u64>);
 
 /// A number that is not zero, such as the number of a data lane.
-pub(crate) const NOT_ZERO: Within = Within {
-    least: 1,
-    most: u64::MAX,
-};
+pub(crate) const NOT_ZERO: Within = Within(1..=u64::MAX);
 
 /// The number of data lanes that a peer may open.
-pub(crate) const LANES: Within = Within {
-    least: 1,
-    most: MAX_LANES as u64,
-};
+pub(crate) const LANES: Within = Within(1..=MAX_LANES as u64);
 
 impl<T: Copy + Into<u64>> Codec<T> for Within
 where
@@ -203,11 +172,11 @@ where
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         let number = (*value).into();
-        if number < self.least {
+        if number < *self.0.start() {
             return Err(invalid(what, "below the minimum"));
         }
-        if number > self.most {
-            return Err(over(what, number, self.most));
+        if number > *self.0.end() {
+            return Err(over(what, number, *self.0.end()));
         }
         Plain.encode(what, value, writer)
     }
@@ -216,10 +185,10 @@ where
         let offset = reader.offset();
         let value: T = Plain.decode(what, reader)?;
         let number = value.into();
-        if number < self.least {
+        if number < *self.0.start() {
             return Err(bad_value(what, number, offset));
         }
-        within(what, number, self.most, offset)?;
+        within(what, number, *self.0.end(), offset)?;
         Ok(value)
     }
 }
@@ -294,27 +263,38 @@ impl<T, C: Codec<T>> Codec<Vec<T>> for List<C> {
     }
 }
 
-/// One of a fixed set of values, each with its number, in one byte.
-pub(crate) struct OneOf<T: 'static>(pub(crate) &'static [(u8, T)]);
+/// One of a fixed set of values, each with its number.
+pub(crate) struct OneOf<N: 'static, T: 'static> {
+    pub(crate) rows: &'static [(N, T)],
+    /// Whether later releases may add values: an unknown number other than 0
+    /// is then unsupported, not invalid.
+    pub(crate) grows: bool,
+}
 
-impl<T: Copy + PartialEq> Codec<T> for OneOf<T> {
+impl<N: Copy + PartialEq + Into<u64>, T: Copy + PartialEq> Codec<T> for OneOf<N, T>
+where
+    Plain: Codec<N>,
+{
     fn encode(
         &self,
         what: &'static str,
         value: &T,
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
-        let row = self.0.iter().find(|(_, one)| one == value);
+        let row = self.rows.iter().find(|(_, one)| one == value);
         let (number, _) = row.ok_or(invalid(what, "the value has no number"))?;
-        writer.u8(*number);
-        Ok(())
+        Plain.encode(what, number, writer)
     }
 
     fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError> {
         let offset = reader.offset();
-        let number = reader.u8(what)?;
-        let row = self.0.iter().find(|(one, _)| *one == number);
-        row.map(|(_, value)| *value)
-            .ok_or(bad_value(what, u64::from(number), offset))
+        let number: N = Plain.decode(what, reader)?;
+        match self.rows.iter().find(|(one, _)| *one == number) {
+            Some((_, value)) => Ok(*value),
+            None if self.grows && number.into() != 0 => {
+                Err(unsupported(what, number.into(), offset))
+            }
+            None => Err(bad_value(what, number.into(), offset)),
+        }
     }
 }

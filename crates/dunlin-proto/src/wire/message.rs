@@ -2,9 +2,9 @@
 //! and a table of their fields.
 
 /// Defines the message kinds of one protocol, one row each: a number that never
-/// changes, the name in docs/wire.md and logs, and optionally the sender.
+/// changes, and the name in docs/wire.md and logs.
 macro_rules! kinds {
-    ($( $variant:ident = $number:literal, $name:literal $(, $sender:ident)?; )*) => {
+    ($( $variant:ident = $number:literal, $name:literal; )*) => {
         /// The kinds of messages.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Kind {
@@ -22,8 +22,6 @@ macro_rules! kinds {
                     $( Self::$variant => $name, )*
                 }
             }
-
-            $crate::wire::message::kinds!(@sender $( $($variant = $sender;)? )*);
 
             /// The number on the wire.
             #[must_use]
@@ -54,16 +52,6 @@ macro_rules! kinds {
         impl std::fmt::Display for Kind {
             fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 formatter.write_str(self.name())
-            }
-        }
-    };
-    (@sender) => {};
-    (@sender $( $variant:ident = $sender:ident; )+) => {
-        /// The side that may send it. From the other side it is malformed.
-        #[must_use]
-        pub fn sender(self) -> Sender {
-            match self {
-                $( Self::$variant => Sender::$sender, )*
             }
         }
     };

@@ -8,7 +8,10 @@
 //!
 //! The rest of the header and the body depend on the protocol.
 
-use super::{DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, wide, within};
+use super::{
+    DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, unsupported, wide,
+    within,
+};
 
 /// Bit 0 of the flags.
 const FLAG_REQUIRED: u16 = 1;
@@ -34,13 +37,7 @@ impl Start {
         let offset = reader.offset();
         let flags = reader.u16("message flags")?;
         if flags & !FLAG_REQUIRED != 0 {
-            return Err(DecodeError {
-                what: "message flags",
-                why: DecodeReason::Unsupported {
-                    value: u64::from(flags),
-                },
-                offset,
-            });
+            return Err(unsupported("message flags", u64::from(flags), offset));
         }
         Ok(Self {
             kind,
@@ -92,9 +89,7 @@ impl Start {
         known: impl FnOnce(u16) -> Option<K>,
         read: impl FnOnce(K, Reader<'_>) -> Result<M, DecodeError>,
     ) -> Result<Option<M>, DecodeError> {
-        let mut whole = Reader::new(bytes);
-        let body = Reader::new(whole.bytes("body", self.body_bytes)?);
-        whole.finish("body")?;
+        let body = Reader::over_body(bytes, self.body_bytes)?;
         match known(self.kind) {
             Some(kind) => read(kind, body).map(Some),
             None if self.required => Err(DecodeError {

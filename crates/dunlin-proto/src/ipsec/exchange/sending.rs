@@ -8,7 +8,7 @@ use crate::ipsec::message::Message;
 use crate::ipsec::{Grant, Sender, Slot};
 use crate::mistake::{Mistake, planted};
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Sending {
     /// 0 until the first grant is installed.
     epoch: u32,
@@ -33,14 +33,9 @@ struct Pending {
 impl Sending {
     pub(super) fn new(requests: BTreeSet<Sender>) -> Self {
         Self {
-            epoch: 0,
-            live: Vec::new(),
-            next_index: 0,
-            pending: None,
             requests,
-            releases: BTreeSet::new(),
-            rekey: false,
             limit: 1,
+            ..Self::default()
         }
     }
 

@@ -7,13 +7,14 @@ use crate::ipsec::plan::{UDP_SOURCE_PORTS, Udp};
 use crate::ipsec::ports::PortRange;
 use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
-use crate::wire::codec::{Codec, Fields, Layout, List, NOT_ZERO, Plain, Text, Within};
+use crate::wire::codec::{Codec, Fields, Layout, List, NOT_ZERO, OneOf, Plain, Text, Within};
 use crate::wire::message::bodies;
 use crate::wire::{
-    DecodeError, DecodeReason, EncodeError, Reader, Start, Writer, bad_value, invalid, within,
+    DecodeError, EncodeError, Reader, Start, Writer, bad_value, inconsistent, invalid,
 };
 
 const NOT_ASCENDING: &str = "must be ascending and not empty";
+const MAPPED: &str = "IPv4-mapped address, must use the IPv4 form";
 
 const SLOTS: Ascending<Slot, Fields> = Ascending {
     list: List {
@@ -24,12 +25,12 @@ const SLOTS: Ascending<Slot, Fields> = Ascending {
     },
     index: |slot| slot.index,
 };
-const SPIS: Ascending<(u32, u32), Spi> = Ascending {
+const SPIS: Ascending<(u32, u32), Fields> = Ascending {
     list: List {
         most: MAX_SLOTS,
         item_bytes: 8,
         each: "SPI",
-        item: Spi,
+        item: Fields,
     },
     index: |(index, _)| *index,
 };
@@ -42,11 +43,13 @@ const INDICES: Ascending<u32, Plain> = Ascending {
     },
     index: |index| *index,
 };
-/// Smaller SPIs are reserved.
-const SPI: Within = Within {
-    least: LEAST_SPI as u64,
-    most: u32::MAX as u64,
+const MODE: OneOf<u8, Mode> = OneOf {
+    rows: &[(1, Mode::Cpu), (2, Mode::Connection)],
+    grows: true,
 };
+const SAS: Within = Within(1..=MAX_SAS as u64);
+/// Smaller SPIs are reserved.
+const SPI: Within = Within(LEAST_SPI as u64..=u32::MAX as u64);
 
 impl Message {
     /// Appends header and body. The header marks every message of version 1 as required.
@@ -80,7 +83,7 @@ bodies! {
     Ready;
     Retire { epoch: "epoch" as NOT_ZERO };
     Release { indices: "SA count" as INDICES };
-    End { fault: "fault" as Plain, text: "text" as Text(MAX_TEXT_BYTES) };
+    End { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
 }
 
 /// A non-empty list of SAs with ascending indices.
@@ -108,11 +111,7 @@ impl<T, C: Codec<T>> Codec<Vec<T>> for Ascending<T, C> {
         if self.is_in_order(&items) {
             return Ok(items);
         }
-        Err(DecodeError {
-            what: "indices",
-            why: DecodeReason::Inconsistent(NOT_ASCENDING),
-            offset,
-        })
+        Err(inconsistent("indices", NOT_ASCENDING, offset))
     }
 }
 
@@ -123,43 +122,26 @@ impl<T, C> Ascending<T, C> {
 }
 
 /// The index and SPI of an SA.
-struct Spi;
-
-impl Codec<(u32, u32)> for Spi {
-    fn encode(
-        &self,
-        what: &'static str,
-        (index, spi): &(u32, u32),
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
-        writer.u32(*index);
-        SPI.encode(what, spi, writer)
+impl Layout for (u32, u32) {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+        writer.u32(self.0);
+        SPI.encode("SPI", &self.1, writer)
     }
 
-    fn decode(
-        &self,
-        what: &'static str,
-        reader: &mut Reader<'_>,
-    ) -> Result<(u32, u32), DecodeError> {
-        Ok((reader.u32("index")?, SPI.decode(what, reader)?))
+    fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        Ok((reader.u32("index")?, SPI.decode("SPI", reader)?))
     }
 }
 
 impl Layout for Terms {
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
         let terms = self;
-        if terms.sas_max == 0 || terms.sas_max > MAX_SAS {
-            return Err(invalid("number of SAs", "must be from 1 to the limit"));
-        }
         if terms.own.is_ipv4() != terms.other.is_ipv4() {
             return Err(invalid("address", "both must have the same family"));
         }
-        writer.u8(match terms.mode {
-            Mode::Cpu => 1,
-            Mode::Connection => 2,
-        });
+        MODE.encode("mode", &terms.mode, writer)?;
         writer.u8(if terms.own.is_ipv4() { 4 } else { 6 });
-        writer.u16(terms.sas_max);
+        SAS.encode("number of SAs", &terms.sas_max, writer)?;
         writer.u16(terms.ports.first());
         writer.u16(terms.ports.last());
         if terms.udp.is_some_and(|udp| !is_udp(udp)) {
@@ -178,10 +160,7 @@ impl Layout for Terms {
                     bytes
                 }
                 IpAddr::V6(address) if address.to_ipv4_mapped().is_some() => {
-                    return Err(invalid(
-                        "address",
-                        "IPv4-mapped address, must use the IPv4 form",
-                    ));
+                    return Err(invalid("address", MAPPED));
                 }
                 IpAddr::V6(address) => address.octets(),
             };
@@ -191,43 +170,17 @@ impl Layout for Terms {
     }
 
     fn decode_fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        let offset = reader.offset();
-        let mode = match reader.u8("mode")? {
-            1 => Mode::Cpu,
-            2 => Mode::Connection,
-            0 => return Err(bad_value("mode", 0, offset)),
-            value => {
-                let value = u64::from(value);
-                return Err(DecodeError {
-                    what: "mode",
-                    why: DecodeReason::Unsupported { value },
-                    offset,
-                });
-            }
-        };
+        let mode = MODE.decode("mode", reader)?;
         let offset = reader.offset();
         let family = reader.u8("address family")?;
         if !matches!(family, 4 | 6) {
             return Err(bad_value("address family", u64::from(family), offset));
         }
-        let offset = reader.offset();
-        let sas_max = reader.u16("number of SAs")?;
-        if sas_max == 0 {
-            return Err(bad_value("number of SAs", 0, offset));
-        }
-        within(
-            "number of SAs",
-            u64::from(sas_max),
-            u64::from(MAX_SAS),
-            offset,
-        )?;
+        let sas_max = SAS.decode("number of SAs", reader)?;
         let offset = reader.offset();
         let (first, last) = (reader.u16("first port")?, reader.u16("last port")?);
-        let ports = PortRange::new(first, last).ok_or(DecodeError {
-            what: "ports",
-            why: DecodeReason::Inconsistent("not a range of ports"),
-            offset,
-        })?;
+        let ports = PortRange::new(first, last);
+        let ports = ports.ok_or(inconsistent("ports", "not a range of ports", offset))?;
         let offset = reader.offset();
         let udp = Udp {
             listener: reader.u16("UDP port")?,
@@ -235,11 +188,8 @@ impl Layout for Terms {
         };
         let none = udp.listener == 0 && udp.first_source == 0;
         if !none && !is_udp(udp) {
-            return Err(DecodeError {
-                what: "UDP ports",
-                why: DecodeReason::Inconsistent("invalid ports for ESP in UDP"),
-                offset,
-            });
+            let why = "invalid ports for ESP in UDP";
+            return Err(inconsistent("UDP ports", why, offset));
         }
         Ok(Terms {
             mode,
@@ -267,11 +217,7 @@ fn decode_address(family: u8, reader: &mut Reader<'_>) -> Result<IpAddr, DecodeE
     let offset = reader.offset();
     let address = Ipv6Addr::from(reader.array::<16>(WHAT)?);
     if address.to_ipv4_mapped().is_some() {
-        return Err(DecodeError {
-            what: WHAT,
-            why: DecodeReason::Inconsistent("IPv4-mapped address, must use the IPv4 form"),
-            offset,
-        });
+        return Err(inconsistent(WHAT, MAPPED, offset));
     }
     Ok(address.into())
 }

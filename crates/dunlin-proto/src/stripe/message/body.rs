@@ -10,10 +10,7 @@ use crate::wire::message::bodies;
 use crate::wire::{DecodeError, EncodeError, Start};
 
 /// A position in a channel; the limit makes sums with a length safe from overflow.
-const OFFSET: Within = Within {
-    least: 0,
-    most: MAX_CHANNEL_OFFSET,
-};
+const OFFSET: Within = Within(0..=MAX_CHANNEL_OFFSET);
 const MARKS: List<Fields> = List {
     most: MAX_CHANNELS,
     item_bytes: 12,
@@ -66,7 +63,7 @@ impl Message {
 
 bodies! {
     Accept {
-        secret: "session secret" as Plain,
+        secret: "session secret" as Fields,
         lanes_max: "number of lanes" as LANES,
         port: "port" as Plain,
     };
@@ -74,20 +71,20 @@ bodies! {
     Opened { channel: "channel" as Plain, limit: "limit" as OFFSET };
     Refused {
         channel: "channel" as Plain,
-        fault: "fault" as Plain,
+        fault: "fault" as Fields,
         text: "text" as Text(MAX_TEXT_BYTES),
     };
     Credit(credits: "credit count" as CREDITS);
     Ack(acks: "lane count" as LANE_ACKS);
     LaneRefused {
         lane: "lane" as NOT_ZERO,
-        fault: "fault" as Plain,
+        fault: "fault" as Fields,
         text: "text" as Text(MAX_TEXT_BYTES),
     };
     LaneLost(ack: "lane" as Fields);
     Eof(mark: "mark" as Fields);
     Closed { channel: "channel" as Plain };
-    Reset { channel: "channel" as Plain, fault: "fault" as Plain };
+    Reset { channel: "channel" as Plain, fault: "fault" as Fields };
     Gone { channel: "channel" as Plain };
     Ping { token: "token" as Plain };
     Pong { token: "token" as Plain };

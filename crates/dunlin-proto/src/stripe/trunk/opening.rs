@@ -150,9 +150,7 @@ impl<T: Clone> Trunk<T> {
             return;
         }
         self.forget(channel, now_ns);
-        let fits = |end: &usize| text.is_char_boundary(*end);
-        let end = (0..=MAX_TEXT_BYTES.min(text.len())).rev().find(fits);
-        text.truncate(end.unwrap_or(0));
+        text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
         let ended = Ended {
             fault,
             refused: Some(text),

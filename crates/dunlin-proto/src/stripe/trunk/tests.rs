@@ -263,7 +263,7 @@ fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
         pair.delivers(1, 1, &data);
         pair.settle();
     }
-    let granted = pair.sides[1].granted(channel).unwrap();
+    let granted = pair.sides[1].channels[&channel].inn.granted();
     assert!((12 << 20..=DEFAULT_WINDOW).contains(&granted), "{granted}");
     // A lower rate: nothing over the minimum is granted again.
     for _ in 0..200 {
@@ -272,7 +272,7 @@ fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
         pair.delivers(1, 1, &data);
         pair.settle();
     }
-    let granted = pair.sides[1].granted(channel).unwrap();
+    let granted = pair.sides[1].channels[&channel].inn.granted();
     assert!(granted <= LEAST_WINDOW_BYTES, "{granted}");
 }
 
