@@ -25,10 +25,10 @@
 //! fallback SA.
 
 mod dialer;
+mod sealed;
 mod session;
 mod watch;
 
-use dunlin_proto::text::harmless;
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -38,10 +38,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::{allowed, keep_to, pin_to};
-use dunlin_linux::socket::{Liveness, set_liveness};
 use dunlin_linux::tcp::{incoming_cpu, send_window};
 use dunlin_proto::ipsec::{Mode, Sender};
-use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
+use dunlin_proto::negotiate::Opening;
 use thiserror::Error;
 
 pub use dialer::IpsecDialer;
@@ -52,13 +51,8 @@ use super::error::IpsecError;
 use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Observer, Options, PortRange, Status};
-use dunlin_lane::accept::{Arrival, LaneSocket};
-use dunlin_lane::admit::{AdmitError, LaneAcceptor};
 use dunlin_lane::control::ControlStream;
-use dunlin_lane::data::{DataReceiver, PlainConsent, STALL_LIMIT};
-use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::{PeerIdentity, Principal};
-use dunlin_lane::security::SealedLanes;
 use dunlin_lane::sync::lock;
 use session::{LaneSession, refresh_route};
 
@@ -226,51 +220,6 @@ impl IpsecLanes {
         for begun in self.0.shared.begun() {
             begun.session.rekey();
         }
-    }
-}
-
-impl SealedLanes for IpsecLanes {
-    fn dialer(&self) -> Arc<dyn LaneDialer> {
-        Arc::new(IpsecDialer::new(self.clone()))
-    }
-
-    /// Takes offers of IPsec sessions from what arrives at a listener of lanes; returns anything
-    /// else.
-    fn take(&self, arrival: Arrival) -> Option<Arrival> {
-        let Arrival::Control { stream, opening } = arrival else {
-            return Some(arrival);
-        };
-        let is_ours =
-            matches!(&opening, Opening::Offer(offer) if offer.required.contains(Features::IPSEC));
-        if !is_ours {
-            return Some(Arrival::Control { stream, opening });
-        }
-        let from = harmless(&stream.peer().to_string());
-        // On failure the connection is dropped, and so closed, without an answer.
-        let offered = |offers: &SyncSender<_>| offers.try_send((stream, opening)).is_ok();
-        if !self.0.offers.as_ref().is_some_and(offered) {
-            let why = "too many IPsec sessions requested at once";
-            self.0.shared.site.reject(&from, why);
-        }
-        None
-    }
-}
-
-impl LaneAcceptor for IpsecLanes {
-    fn admit(
-        &self,
-        socket: LaneSocket,
-        is_peer: &dyn Fn(&PeerIdentity) -> bool,
-    ) -> Result<DataReceiver, AdmitError> {
-        let LaneSocket::Plain(stream) = socket else {
-            let agreed = LaneSecurity::Ipsec;
-            return Err(AdmitError::OtherSecurity { agreed });
-        };
-        self.covers_if(is_peer, &stream)
-            .map_err(|error| AdmitError::NotSealed(error.into()))?;
-        set_liveness(&stream, &Liveness::default())?;
-        let consent = PlainConsent::sealed_below();
-        Ok(DataReceiver::plain(stream, consent, STALL_LIMIT)?)
     }
 }
 
