@@ -77,7 +77,7 @@ pub trait Vmm {
     fn start(&mut self) -> Result<Arc<dyn SourceVm>, VmmError>;
 
     /// The builder of VMs, as passed to
-    /// [`receive`](crate::engine::destination::receive).
+    /// [`Incoming::run`](crate::engine::destination::Incoming::run).
     fn builder(&mut self) -> &mut dyn Builder;
 
     /// The VM that the builder has built last, as a source: a VMM that receives a VM

@@ -2,9 +2,10 @@
 //!
 //! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens
 //! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
-//! The side that accepts lanes passes each arrival to [`SealedLanes::take`], which takes the offers
-//! of IPsec sessions, and each plain lane to [`LaneAcceptor::admit`], which checks with
-//! [`IpsecLanes::covers`] that the lane belongs to such a session.
+//! The side that accepts lanes passes each arrival to
+//! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of IPsec
+//! sessions, and each plain lane to [`LaneAcceptor::admit`](dunlin_lane::admit::LaneAcceptor::admit),
+//! which checks with [`IpsecLanes::covers`] that the lane belongs to such a session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts

@@ -406,7 +406,7 @@ impl Answering {
 }
 
 /// Answers inquiries from `journal` on `listener` until `stop` is cancelled, for a host
-/// that is not receiving a VM. [`super::receive`] answers them too, while it waits and
+/// that is not receiving a VM. [`Incoming`](super::Incoming) answers them too, while it waits and
 /// while it receives another VM.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
 //! State common to all phases at the destination, on the thread that called
-//! [`receive`](super::receive).
+//! [`Incoming::run`](super::Incoming::run).
 
 use std::collections::VecDeque;
 use std::net::TcpListener;

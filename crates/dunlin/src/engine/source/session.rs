@@ -1,5 +1,5 @@
 //! State common to all phases of a migration, on the thread that called
-//! [`migrate`](super::migrate).
+//! [`Migration::run`](super::Migration::run).
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
