@@ -98,6 +98,11 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
+    // A client that is served: only then is the thread surely there under its name.
+    let mut first = accept.connect();
+    first.write_all(&hello).unwrap();
+    drop(scene.client_of_old());
+    drop(first);
     let before = waits(&accept, "dunlin-accept");
     let mut count = 0;
     for bytes in [&hello, &fine] {
