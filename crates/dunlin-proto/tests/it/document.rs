@@ -1,4 +1,4 @@
-//! The pages that define the wire format, and the vectors in them.
+//! The pages that define the wire format and the journal, and the vectors in them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,6 +7,8 @@ use std::sync::LazyLock;
 
 /// docs/wire.md, then the pages of docs/wire/.
 pub(crate) static WIRE: LazyLock<String> = LazyLock::new(|| pages("wire"));
+/// docs/journal.md, then the pages of docs/journal/.
+pub(crate) static JOURNAL: LazyLock<String> = LazyLock::new(|| pages("journal"));
 
 /// The text of an overview, then of each page in its folder.
 fn pages(name: &str) -> String {
