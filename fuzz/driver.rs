@@ -101,9 +101,17 @@ fn corpus(name: &str, made: Vec<Seed>) -> Vec<Seed> {
     found
 }
 
-/// The vectors of docs/wire.md with names that begin with `prefix`.
+/// The vectors of docs/wire/ with names that begin with `prefix`.
 pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
-    let document = fs::read_to_string(root().join("docs/wire.md")).unwrap();
+    let mut pages: Vec<PathBuf> = fs::read_dir(root().join("docs/wire"))
+        .unwrap()
+        .map(|page| page.unwrap().path())
+        .collect();
+    pages.sort();
+    let document: String = pages
+        .iter()
+        .map(|page| fs::read_to_string(page).unwrap())
+        .collect();
     let mut seeds = Vec::new();
     for block in document.split("```vector\n").skip(1) {
         let (block, _) = block.split_once("```").unwrap();
@@ -120,7 +128,7 @@ pub(super) fn vectors(prefix: &str) -> Vec<Seed> {
             seeds.push((file, bytes));
         }
     }
-    assert!(!seeds.is_empty(), "docs/wire.md has no vector {prefix}");
+    assert!(!seeds.is_empty(), "docs/wire/ has no vector {prefix}");
     seeds
 }
 

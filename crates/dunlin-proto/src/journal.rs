@@ -7,7 +7,7 @@
 //! the other slot intact, and a slot with a wrong checksum was being written
 //! and is ignored. The reader takes the valid slot with the higher generation.
 //! The slots lie [`SLOT_BYTES`] apart, because a disk may rewrite 4096 bytes to
-//! change 512 of them. docs/journal.md lists every byte.
+//! change 512 of them. docs/journal/format.md lists every byte.
 //!
 //! After a failed write, the next write goes to the same slot: the other slot
 //! holds the only record known to be on disk.

@@ -129,7 +129,7 @@ fn is_soak() -> bool {
 }
 
 impl Guest {
-    /// Whether to run more repetitions (docs/testing.md).
+    /// Whether to run more repetitions (docs/testing/soak.md).
     #[must_use]
     pub fn is_soak(&self) -> bool {
         is_soak()

@@ -1,8 +1,8 @@
 //! Tests inside virtual machines with Debian's kernels: `cargo xtask kernel`.
 //!
 //! The kernel of the build machine may lack kernel TLS or ESP. The tests run under the newest and
-//! the oldest supported kernel of Debian, in an emulated machine. docs/testing.md explains how to
-//! add a test.
+//! the oldest supported kernel of Debian, in an emulated machine. docs/testing/kernel-tests.md explains
+//! how to add a test.
 //!
 //! - [`program`]: builds the tests and asks each for its requirements
 //! - [`initramfs`], [`archive`]: the guest's files; `init.sh` runs in the guest

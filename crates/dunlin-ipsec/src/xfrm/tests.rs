@@ -1,5 +1,5 @@
 //! Compares requests with the kernel's structures, and tries queries on the running kernel. The
-//! behaviour of the kernel is tested inside Debian's kernels (docs/testing.md).
+//! behaviour of the kernel is tested inside Debian's kernels (docs/testing/ipsec.md).
 #![allow(clippy::unwrap_used)]
 
 use std::mem::offset_of;

@@ -1,5 +1,5 @@
 //! The fixed part and the extension fields of every control message, in the
-//! order of the tables in docs/wire.md.
+//! order of the tables in docs/wire/.
 
 use super::{
     Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Position, Reached,

@@ -138,7 +138,7 @@ mod tests {
     use super::driver::{Seed, check, vectors};
     use super::*;
 
-    /// The vectors of docs/wire.md for decoders, and noise for operations.
+    /// The vectors of docs/wire/ for decoders, and noise for operations.
     fn seeds(target: &str) -> Vec<Seed> {
         match target {
             "opening" => vectors("opening/"),

@@ -5,7 +5,7 @@
 //! names what a renewal keeps: the pin that admitted the peer, or its name
 //! together with the authority that certified it. The journal stores it in the
 //! *peer block* after the two slots. Each attempt writes and syncs the block
-//! once, before the first record that a peer may ask about. docs/journal.md
+//! once, before the first record that a peer may ask about. docs/journal/peer.md
 //! lists every byte.
 
 #[cfg(any(test, feature = "fuzzing"))]

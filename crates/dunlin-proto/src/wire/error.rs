@@ -8,7 +8,7 @@ use crate::fault::FaultCode;
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("invalid {what} at byte {offset}: {why}")]
 pub struct DecodeError {
-    /// The field's name in docs/wire.md.
+    /// The field's name in docs/wire/.
     pub what: &'static str,
     /// What is wrong with it.
     pub why: DecodeReason,
@@ -95,7 +95,7 @@ pub enum EncodeError {
     /// The number is over its limit in [`crate::limits`].
     #[error("{what} {value} exceeds the limit of {limit}")]
     OverLimit {
-        /// The field's name in docs/wire.md.
+        /// The field's name in docs/wire/.
         what: &'static str,
         /// The number.
         value: u64,
@@ -105,7 +105,7 @@ pub enum EncodeError {
     /// A peer would reject the value.
     #[error("{what}: {why}")]
     Invalid {
-        /// The field's name in docs/wire.md.
+        /// The field's name in docs/wire/.
         what: &'static str,
         /// What is wrong with it.
         why: &'static str,

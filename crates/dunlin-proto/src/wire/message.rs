@@ -2,7 +2,7 @@
 //! and a table of their fields.
 
 /// Defines the message kinds of one protocol, one row each: a number that never
-/// changes, and the name in docs/wire.md and logs.
+/// changes, and the name in docs/wire/ and logs.
 macro_rules! kinds {
     ($( $variant:ident = $number:literal, $name:literal; )*) => {
         /// The kinds of messages.

@@ -1,9 +1,31 @@
-//! docs/wire.md, and the vectors in it.
+//! The pages that define the wire format and the journal, and the vectors in them.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::LazyLock;
 
-/// The page.
-pub(crate) const WIRE: &str = include_str!("../../../../docs/wire.md");
+/// docs/wire.md, then the pages of docs/wire/.
+pub(crate) static WIRE: LazyLock<String> = LazyLock::new(|| pages("wire"));
+/// docs/journal.md, then the pages of docs/journal/.
+pub(crate) static JOURNAL: LazyLock<String> = LazyLock::new(|| pages("journal"));
+
+/// The text of an overview, then of each page in its folder.
+fn pages(name: &str) -> String {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let mut pages = vec![docs.join(name).with_extension("md")];
+    let folder = fs::read_dir(docs.join(name)).unwrap();
+    pages.extend(folder.map(|page| page.unwrap().path()));
+    pages[1..].sort();
+    let text = pages.iter().map(|page| fs::read_to_string(page).unwrap());
+    text.collect::<Vec<_>>().join("\n\n")
+}
+
+/// Whether a document contains `words`, on one line or broken over lines.
+pub(crate) fn contains(document: &str, words: &str) -> bool {
+    let flowing: Vec<&str> = document.split_whitespace().collect();
+    flowing.join(" ").contains(words.trim())
+}
 
 /// The vectors with names that begin with `prefix`, by the rest of the name.
 pub(crate) fn vectors_of(prefix: &str) -> BTreeMap<&'static str, Vec<u8>> {

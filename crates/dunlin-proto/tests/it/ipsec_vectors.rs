@@ -1,4 +1,4 @@
-//! The vectors of IPsec sessions in docs/wire.md: each decodes to the value that the
+//! The vectors of IPsec sessions in docs/wire/: each decodes to the value that the
 //! test names, encodes back to the same bytes, and there is one for every message.
 
 #![allow(clippy::unwrap_used)]
@@ -13,7 +13,7 @@ use dunlin_proto::ipsec::ports::PortRange;
 use dunlin_proto::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 
-use crate::document::{WIRE, assert_exact, vectors_of};
+use crate::document::{WIRE, assert_exact, contains, vectors_of};
 
 /// Every vector of an IPsec session by its name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
@@ -83,7 +83,7 @@ fn every_message_has_its_vector() {
         let name = kind.name();
         let bytes = vectors
             .remove(name)
-            .unwrap_or_else(|| panic!("docs/wire.md has no vector ipsec/{name}"));
+            .unwrap_or_else(|| panic!("docs/wire/ has no vector ipsec/{name}"));
         assert_eq!(expected(*kind).kind(), *kind);
         assert_eq!(decode(&bytes), Some(expected(*kind)), "{name}");
         assert_eq!(encode(&expected(*kind)), bytes, "{name}");
@@ -109,7 +109,7 @@ fn the_document_lists_every_message_and_limit() {
     for kind in Kind::ALL {
         let (number, name) = (kind.to_wire(), kind.name());
         let row = format!("| {number} | {name} | ");
-        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(contains(&WIRE, &row), "docs/wire/ lacks: {row}");
     }
     for words in [
         format!("body, at most {} KiB", MAX_IPSEC_BODY_BYTES / 1024),
@@ -122,10 +122,10 @@ fn the_document_lists_every_message_and_limit() {
             "{} bytes for AES-256-GCM and 4 bytes of salt",
             KEY_BYTES - 4
         ),
-        format!("with {CONTEXT_BYTES}\nbytes of context"),
+        format!("with {CONTEXT_BYTES} bytes of context"),
         format!("`{}`", String::from_utf8_lossy(EXPORTER_LABEL)),
     ] {
-        assert!(WIRE.contains(&words), "docs/wire.md lacks: {words}");
+        assert!(contains(&WIRE, &words), "docs/wire/ lacks: {words}");
     }
 }
 

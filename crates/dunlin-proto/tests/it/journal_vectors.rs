@@ -1,4 +1,4 @@
-//! The vectors and tables of docs/journal.md.
+//! The vectors and tables of docs/journal/.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,12 +10,12 @@ use dunlin_proto::limits::{
     MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_PRINCIPAL_NAME_BYTES, MAX_SOCKET_PATH_BYTES,
 };
 
-const DOCUMENT: &str = include_str!("../../../../docs/journal.md");
+use crate::document::{JOURNAL, contains};
 
 /// A vector, with the zeros before its checksum inserted.
 fn vector(name: &str) -> [u8; RECORD_BYTES] {
     let start = format!("```vector\nname: {name}\n");
-    let (_, block) = DOCUMENT.split_once(&start).unwrap();
+    let (_, block) = JOURNAL.split_once(&start).unwrap();
     let (block, _) = block.split_once("```").unwrap();
     let bytes: Vec<u8> = block
         .lines()
@@ -81,7 +81,7 @@ fn the_vectors_decode_to_these_records_and_back() {
         RecordedPeer::Known(principal.clone())
     );
     assert_eq!(principal.encode(session).unwrap(), bytes);
-    assert_eq!(DOCUMENT.matches("```vector").count(), 3);
+    assert_eq!(JOURNAL.matches("```vector").count(), 3);
 }
 
 #[test]
@@ -104,12 +104,12 @@ fn the_document_lists_every_state_and_size() {
     ] {
         for (number, name) in (1..).zip(states) {
             let row = format!("| {role} | {number} | {name} |");
-            assert!(DOCUMENT.contains(&row), "docs/journal.md lacks: {row}");
+            assert!(contains(&JOURNAL, &row), "docs/journal/ lacks: {row}");
         }
     }
     for words in [
         format!("A file has {JOURNAL_BYTES} bytes: two slots of {SLOT_BYTES}"),
-        format!("first {RECORD_BYTES}\nbytes"),
+        format!("first {RECORD_BYTES} bytes"),
         format!("VM name, at most {MAX_NAME_BYTES}"),
         format!("peer, at most {MAX_ENDPOINT_BYTES}"),
         format!("at most {MAX_SOCKET_PATH_BYTES}; empty"),
@@ -118,6 +118,6 @@ fn the_document_lists_every_state_and_size() {
         format!("at offset {PEER_BLOCK_AT} of the file"),
         format!("the name, at most {MAX_PRINCIPAL_NAME_BYTES}"),
     ] {
-        assert!(DOCUMENT.contains(&words), "docs/journal.md lacks: {words}");
+        assert!(contains(&JOURNAL, &words), "docs/journal/ lacks: {words}");
     }
 }

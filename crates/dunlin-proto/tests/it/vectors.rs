@@ -1,4 +1,4 @@
-//! The vectors of docs/wire.md: each decodes to the expected value and encodes
+//! The vectors of docs/wire/: each decodes to the expected value and encodes
 //! to the same bytes, and every message has one.
 
 #![allow(clippy::unwrap_used)]
@@ -22,7 +22,7 @@ use dunlin_proto::negotiate::{
     Selection, SessionSecret, VersionRange,
 };
 
-use crate::document::{WIRE, assert_exact, vectors_of};
+use crate::document::{WIRE, assert_exact, contains, vectors_of};
 
 const SESSION: [u8; 16] = [
     0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf,
@@ -308,7 +308,7 @@ fn every_control_message_has_its_vector() {
         let name = format!("control/{kind}");
         let bytes = vectors
             .get(name.as_str())
-            .unwrap_or_else(|| panic!("docs/wire.md has no vector {name}"));
+            .unwrap_or_else(|| panic!("docs/wire/ has no vector {name}"));
         let envelope = Envelope {
             session: SESSION,
             epoch: 3,
@@ -333,7 +333,7 @@ fn no_vector_is_left_unread() {
     assert_eq!(vectors().len(), read);
 }
 
-/// The side that sends a message, as docs/wire.md names it.
+/// The side that sends a message, as docs/wire/ names it.
 fn sender(kind: Kind) -> &'static str {
     match kind {
         Kind::Describe
@@ -365,11 +365,11 @@ fn the_document_lists_every_fault_and_message() {
             code.name(),
             code.at_fault()
         );
-        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(contains(&WIRE, &row), "docs/wire/ lacks: {row}");
     }
     for (number, kind) in (1..).zip(Kind::ALL) {
         let row = format!("| {number} | {kind} | {} |", sender(*kind));
-        assert!(WIRE.contains(&row), "docs/wire.md lacks: {row}");
+        assert!(contains(&WIRE, &row), "docs/wire/ lacks: {row}");
     }
 }
 
@@ -392,7 +392,7 @@ fn the_document_names_the_limits() {
         format!("at most 2^{} bytes", MAX_MEMORY_BYTES.ilog2()),
         format!("{PAGE_BYTES} × page count if raw"),
     ] {
-        assert!(WIRE.contains(&words), "docs/wire.md lacks: {words}");
+        assert!(contains(&WIRE, &words), "docs/wire/ lacks: {words}");
     }
     assert_eq!(MAX_SECTION_BYTES, 1024 * 1024 - 4 * 1024);
     assert_eq!(MAX_CHUNK_PAYLOAD_BYTES, 1024 * 1024);

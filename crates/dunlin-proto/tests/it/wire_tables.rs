@@ -1,4 +1,4 @@
-//! The tables of docs/wire.md, field by field: offsets follow from widths, and
+//! The tables of docs/wire.md and docs/wire/, field by field: offsets follow from widths, and
 //! lengths match the code. `vectors.rs` checks the bytes.
 #![allow(clippy::unwrap_used)]
 

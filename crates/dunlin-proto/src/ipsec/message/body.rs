@@ -1,4 +1,4 @@
-//! The fixed part of every message, in the order of the tables in docs/wire.md.
+//! The fixed part of every message, in the order of the tables in docs/wire/ipsec.md.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -1,4 +1,4 @@
-//! The fixed part of every message, in the order of the tables in docs/wire.md.
+//! The fixed part of every message, in the order of the tables in docs/wire/tunnel.md.
 
 use super::{Credit, Header, Kind, LaneAck, Mark, Message, Open};
 use crate::limits::{
