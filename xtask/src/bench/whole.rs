@@ -36,6 +36,8 @@ pub struct WholeOptions {
     output: Output,
 }
 
+/// Memory written to and freed before each migration, in sizes of the guest, as in `dunlin bench whole`.
+const TOUCHED: u64 = 4;
 /// Numbers of multifd channels.
 const CHANNELS: [u8; 2] = [2, 4];
 /// The names of the certificates.
@@ -98,7 +100,7 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
                         "{variant}, {} guest, channels: {channels}",
                         writes.guest
                     ));
-                    touch_physical_memory()?;
+                    touch_physical_memory(TOUCHED * (u64::from(options.size) << 20))?;
                     let moved = peer.migrate(writes, channels, tls).with_context(|| {
                         format!("{variant} with {channels} channels, {} guest", writes.guest)
                     })?;
