@@ -330,9 +330,9 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
         let hosts = Hosts::new();
         let state = Memory::of(&hosts.scratch);
         let (from, doubted, (proxy, direct)) = in_doubt_behind_a_proxy(&hosts, &state);
-        let resolve = || {
+        let resolve = |limit: &str| {
             let identity = hosts.scratch.join("a");
-            let line = format!("resolve {doubted} --doubt-limit 1s --peer b.test --identity");
+            let line = format!("resolve {doubted} --doubt-limit {limit} --peer b.test --identity");
             let mut command = words(&line);
             command
                 .arg(identity)
@@ -347,7 +347,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
             }
         }
         // The destination does not answer yet, so the operator is asked.
-        let asked = resolve().expect(2);
+        let asked = resolve("1s").expect(2);
         assert!(asked.err.contains("was asked again"), "{asked:?}");
         assert_eq!(state.sources().len(), 1);
 
@@ -356,7 +356,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
         let again = Process::start(again, &hosts.scratch.join("2"));
         again.wait_for("listening");
         proxy.hold(Duration::ZERO);
-        let settled = resolve();
+        let settled = resolve("1m");
         // Killed after, or before, it recorded that it runs the VM.
         let (code, says) = match (state.sources().is_empty(), lives) {
             (true, true) => (0, "goes on here"),

@@ -264,10 +264,9 @@ impl Doubt {
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
         // Longer than it takes to read the journal.
-        let held = Duration::from_secs(3);
         match recorded {
-            Recorded::Running => proxy.hold(held),
-            _ => proxy.hold_messages(held),
+            Recorded::Running => proxy.hold(Duration::from_secs(30)),
+            _ => proxy.hold_messages(Duration::from_secs(3)),
         }
         client.wait_for("committing");
         let phase = match recorded {
@@ -275,6 +274,10 @@ impl Doubt {
             Recorded::Aborted => "aborted",
             Recorded::Running => "running",
         };
+        if phase == "prepared" {
+            // Before the messages that the proxy holds arrive.
+            end(&destination);
+        }
         if phase != "running" {
             proxy.cut_messages();
             proxy.cut();
@@ -285,9 +288,6 @@ impl Doubt {
             assert!(Instant::now() < until, "the destination is not {phase}");
         }
         proxy.cut();
-        if phase == "prepared" {
-            end(&destination);
-        }
         let (code, last) = client.ended();
         assert_eq!((code, &last["vm"]), (3, &Value::from("in-doubt")));
         let sessions = same(pair, &hosts);

@@ -67,16 +67,16 @@ impl<'a> Selected<'a> {
     /// Connects a control lane, sends the offer and reads what the peer has selected.
     ///
     /// # Errors
-    /// No authenticated connection by `deadline`, the tunnel ends, the peer refuses, or it selects
-    /// something that was not offered.
+    /// No authenticated connection by `deadline`, `dialling` is cancelled, the peer refuses, or it
+    /// selects something that was not offered.
     pub(super) fn dial(
-        site: &'a Site,
+        site: &Site,
+        dialling: Dialling<'a>,
         to: &Destination,
         session: SessionId,
         epoch: u32,
         deadline: Instant,
     ) -> Result<Self, Failure> {
-        let dialling = site.dials.begin()?;
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,

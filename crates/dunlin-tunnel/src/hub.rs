@@ -66,14 +66,22 @@ pub(super) struct Hub {
     began: Instant,
 }
 
+/// What this side is opening.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Dial {
+    /// The next control lane.
+    Control,
+    Lane(u16),
+}
+
 pub(super) struct Core {
     pub(super) trunk: stripe::Trunk<Piece>,
     pub(super) channels: Channels,
     pub(super) control: Control,
     /// Cut the open lanes of both sides, from any thread.
     pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
-    /// Cancel this side's lanes that are being opened.
-    pub(super) dials: BTreeMap<u16, DialCancel>,
+    /// Cancel what this side is opening.
+    pub(super) dials: BTreeMap<Dial, DialCancel>,
     pub(super) senders: Senders,
     /// The number of threads that connect to targets. A thread continues for a while after the peer
     /// has aborted its channel.
@@ -374,7 +382,7 @@ impl Hub {
             } => core.channels.given_up(channel, fault, by_peer),
             Action::OpenLane(lane) => core.starts.push(Start::Lane(lane)),
             Action::CutLane(lane) => {
-                if let Some(dial) = core.dials.remove(&lane) {
+                if let Some(dial) = core.dials.remove(&Dial::Lane(lane)) {
                     dial.cancel();
                 }
                 if let Some(cut) = core.cutters.remove(&(Direction::Out, lane)) {

@@ -219,8 +219,8 @@ mod tests {
 
     #[test]
     fn a_stale_socket_is_replaced_and_no_other_file() {
-        let name = format!("dunlin-listen-{}", std::process::id());
-        let path = std::env::temp_dir().join(name);
+        let scratch = dunlin_test_base::Scratch::new();
+        let path = scratch.join("listen");
         drop(bind(&path).unwrap());
         assert!(file_id(&path).is_ok());
         let listener = bind(&path).unwrap();
@@ -235,6 +235,5 @@ mod tests {
         let refused = bind(&path).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists, "{refused}");
         assert_eq!(std::fs::read(&path).unwrap(), b"a disk");
-        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -18,7 +18,7 @@ use vm_memory::VolatileSlice;
 
 use super::event::Event;
 use super::failure::{Failure, OrFailure};
-use super::hub::{Core, Direction, Hub};
+use super::hub::{Core, Dial, Direction, Hub};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
 use dunlin_lane::data::{DataSender, SendError};
@@ -33,7 +33,7 @@ const MUCH_BYTES: usize = 16 * 1024;
 pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
     let result = open(hub, lane, dialer).and_then(|sender| send_all(hub, lane, sender));
     let mut core = hub.lock();
-    core.dials.remove(&lane);
+    core.dials.remove(&Dial::Lane(lane));
     core.cutters.remove(&(Direction::Out, lane));
     core.trunk.lane_over(lane, hub.now_ns());
     hub.settle(&mut core);
@@ -59,7 +59,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
         if core.control.is_over() {
             return Err(lost(format!("lane {lane} not opened: its trunk is over")));
         }
-        core.dials.insert(lane, cancel.clone());
+        core.dials.insert(Dial::Lane(lane), cancel.clone());
     }
     let tls = hub.site.client_tls(terms.peer.alone())?;
     let request = LaneRequest {
@@ -85,7 +85,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     presented.map_err(|error| failed(lane, &error))?;
     let canceller = sender.canceller();
     let mut core = hub.lock();
-    core.dials.remove(&lane);
+    core.dials.remove(&Dial::Lane(lane));
     if !core.trunk.lane_established(lane, hub.now_ns()) {
         return Err(lost(format!("lane {lane} was opened too late")));
     }

@@ -13,7 +13,8 @@ use zeroize::Zeroize;
 use super::event::Event;
 use super::failure::Failure;
 use super::handshake::Selected;
-use super::hub::{Control, Core, Hub, Start, Talker};
+use super::hub::{Control, Core, Dial, Hub, Start, Talker};
+use super::route::Destination;
 use super::terms::Origin;
 use super::{exit, receive, send};
 use dunlin_lane::control::{ControlError, ControlStream};
@@ -259,8 +260,8 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
     while !hub.lock().control.is_over() {
         next = next.saturating_add(1);
         let deadline = Instant::now() + hub.site.limits.silence();
-        let dialled = Selected::dial(&hub.site, to, hub.terms.session, next, deadline)
-            .and_then(|selected| selected.resumed(&hub.terms));
+        let dialled = dial_again(hub, to, next, deadline);
+        hub.lock().dials.remove(&Dial::Control);
         match dialled {
             Ok(control) => return resume(hub, control, next),
             Err(failure) if failure.code() == FaultCode::UnknownSession => {
@@ -271,6 +272,24 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
             Err(_) => std::thread::sleep(REDIAL),
         }
     }
+}
+
+/// Opens the control lane of epoch `next`, unless the trunk ends meanwhile.
+fn dial_again(
+    hub: &Hub,
+    to: &Destination,
+    next: u32,
+    deadline: Instant,
+) -> Result<ControlStream, Failure> {
+    let dialling = hub.site.dials.begin()?;
+    {
+        let mut core = hub.lock();
+        if let Some(fault) = core.control.fault() {
+            return Err(Failure::new(fault, "the trunk is over"));
+        }
+        core.dials.insert(Dial::Control, dialling.cancel.clone());
+    }
+    Selected::dial(&hub.site, dialling, to, hub.terms.session, next, deadline)?.resumed(&hub.terms)
 }
 
 /// Replaces the control lane with one of a higher epoch. A control lane that arrives too late is

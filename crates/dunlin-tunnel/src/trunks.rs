@@ -170,7 +170,7 @@ impl Trunks {
     fn make(self: &Arc<Self>, to: &Destination) -> Result<Arc<Hub>, Failure> {
         let site = &self.site;
         let deadline = Instant::now() + site.limits.vanished;
-        let selected = Selected::dial(site, to, random()?, 1, deadline)?;
+        let selected = Selected::dial(site, site.dials.begin()?, to, random()?, 1, deadline)?;
         let agreed = selected.agree(site, to.clone())?;
         let kept = self.keep(agreed)?;
         let hub = Arc::clone(&kept.hub);

@@ -2,8 +2,9 @@
 # the serial line. src/guest/mod.rs describes the contents of a page and the format of the lines.
 #
 # It boots with PVH (Xen's docs/misc/pvh.pandoc) in 32-bit protected mode without paging. It then
-# switches to long mode at privilege level 3 and stays there, because some KVMs emulate level 0. It
-# handles no interrupts; I/O privilege level 3 allows it to use ports.
+# switches to long mode at privilege level 3 and stays there, because some KVMs emulate level 0. A
+# guest without pages stays at level 0, reports and halts. No interrupts are handled; I/O privilege
+# level 3 allows it to use ports.
 #
 # Guest-physical memory, identity-mapped up to 4 GiB by pages of 2 MiB. They are marked accessed and
 # dirty, so the CPU never writes to the tables:
@@ -36,6 +37,9 @@
 
     .set SIGNATURE, 0x9e3779b97f4a7c15
     .set BATCH, 64                  # visits between two reads of the clock, without a limit
+
+    .set CPUID_HYPERVISOR, 0x40000000
+    .set CPUID_FREQUENCY, 0x40000010 # the clock's in kHz, from hypervisors that state it
 
     .set PIT_COUNTER, 0x40
     .set PIT_MODE, 0x43
@@ -98,6 +102,9 @@ start:
 
     .code64
 long_mode:
+    lea     rbp, [parameters]
+    cmp     qword ptr [rbp + PAGES], 0
+    je      halt
     mov     eax, 0x18 + 3
     mov     ds, eax
     mov     es, eax
@@ -108,20 +115,15 @@ long_mode:
     push    offset workload
     iretq
 
+halt:
+    call    report_ready
+1:  hlt
+    jmp     1b
+
 workload:
-    lea     rbp, [parameters]
     call    measure_clock
     call    fill
-    lea     rsi, [text_ready]
-    call    print
-    mov     rax, [rbp + PAGES]
-    call    print_hex
-    mov     rax, [rbp + HOT]
-    call    print_hex
-    mov     rax, [ticks]
-    call    print_hex
-    call    end_line
-
+    call    report_ready
     mov     rax, [rbp + HOT]
     mov     [left], rax
     call    clock
@@ -157,6 +159,17 @@ visits:
 idle:
     pause
     jmp     again
+
+report_ready:
+    lea     rsi, [text_ready]
+    call    print
+    mov     rax, [rbp + PAGES]
+    call    print_hex
+    mov     rax, [rbp + HOT]
+    call    print_hex
+    mov     rax, [ticks]
+    call    print_hex
+    jmp     end_line
 
 beat:
     add     rax, [twentieth]
@@ -340,9 +353,21 @@ wrong_content:
 7:  pause
     jmp     7b
 
-# Measures the clock's ticks in a twentieth of a second with the timer chip. Polls its status,
-# because interrupts are off.
+# Finds the clock's ticks in a twentieth of a second: as the hypervisor states them, or with the timer
+# chip. Polls the chip's status, because interrupts are off.
 measure_clock:
+    mov     eax, CPUID_HYPERVISOR
+    cpuid
+    sub     eax, CPUID_FREQUENCY
+    cmp     eax, 0xef               # the leaves of hypervisors end at 0x400000ff
+    ja      3f
+    mov     eax, CPUID_FREQUENCY
+    cpuid
+    test    eax, eax
+    jz      3f
+    imul    rax, rax, 50            # kHz
+    jmp     4f
+3:
     mov     al, PIT_ONE_SHOT
     out     PIT_MODE, al
     mov     al, PIT_TWENTIETH & 0xff
@@ -358,7 +383,7 @@ measure_clock:
     jz      1b
     call    clock
     sub     rax, r8
-    mov     [twentieth], rax
+4:  mov     [twentieth], rax
     imul    rax, rax, 20
     mov     [ticks], rax
     mov     rcx, [rbp + RATE]

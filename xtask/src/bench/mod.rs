@@ -2,8 +2,9 @@
 //!
 //! - [`tunnel`]: throughput and latency of the tunnel, a pair of stunnels, a pair of programs
 //!   without encryption, and a direct connection.
-//! - [`whole`]: whole migrations, with QEMU beside Dunlin.
+//! - [`whole`]: whole migrations, with QEMU and Cloud Hypervisor beside Dunlin.
 
+mod cloud_hypervisor;
 mod ends;
 mod forward;
 mod load;
@@ -22,7 +23,8 @@ use clap::Subcommand;
 pub enum Bench {
     /// Compares stunnel, relay and stripe mode: throughput, round trips, and QEMU's downtime.
     Tunnel(tunnel::TunnelOptions),
-    /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS.
+    /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS;
+    /// also Cloud Hypervisor, if `CLOUD_HYPERVISOR` names its binary.
     Whole(whole::WholeOptions),
     /// Runs one end of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]

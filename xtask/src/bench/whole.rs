@@ -1,12 +1,13 @@
 //! `cargo xtask bench whole`: whole migrations of Dunlin and of other VMMs, in turn.
 //!
 //! One turn is a migration between two new processes. Dunlin's own turns, and the floor, are those of
-//! `dunlin bench whole`, which this program runs for one round at a time. QEMU moves a guest with the
-//! same memory, content and rate of writes.
+//! `dunlin bench whole`, which this program runs for one round at a time. QEMU and Cloud Hypervisor
+//! move a guest with the same memory, content and rate of writes.
 
 use std::fs::File;
+use std::io::{self, Read};
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -16,9 +17,10 @@ use dunlin_bench::{Output, Progress, Results, process, touch_physical_memory};
 use dunlin_rig::debian::{self, Qemu};
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Credentials, Machine, Migration, Setup, begin, finish};
+use dunlin_test_base::Scratch;
 use serde_json::{Map, Value, json};
 
-use super::program;
+use super::{cloud_hypervisor, program};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
@@ -29,15 +31,21 @@ pub struct WholeOptions {
     /// MiB of guest memory, at most 2048.
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     size: u32,
-    /// Skips QEMU.
+    /// Leaves QEMU out.
     #[arg(long)]
     without_qemu: bool,
     #[command(flatten)]
     output: Output,
 }
 
-/// Numbers of multifd channels.
+/// Memory written to and freed before each migration, in sizes of the guest, as in `dunlin bench whole`.
+const TOUCHED: u64 = 4;
+/// Memory of a guest that halts which stays zero.
+const LEFT_OUT_MIB: u32 = 32;
+/// Numbers of QEMU's multifd channels.
 const CHANNELS: [u8; 2] = [2, 4];
+/// Numbers of Cloud Hypervisor's connections.
+const CONNECTIONS: [u8; 3] = [1, 2, 4];
 /// The names of the certificates.
 const SERVER: &str = "destination.bench";
 const CLIENT: &str = "source.bench";
@@ -52,72 +60,124 @@ const FIGURES: [&str; 7] = [
     "floor_ratio",
 ];
 
-/// What the guest does meanwhile: its name, and how many pages it writes of how many, per second, as in
-/// `dunlin bench whole`.
+/// What the guest does meanwhile, as in `dunlin bench whole`.
 #[derive(Clone, Copy)]
-struct Writes {
-    guest: &'static str,
-    pages_divisor: u64,
-    rate: u64,
+enum Activity {
+    /// It halts. Its memory has the content of a file.
+    Idle,
+    /// It writes 100 MiB/s to an eighth of its memory. It waits by spinning, so a CPU is never idle.
+    Writing,
 }
 
-const GUESTS: [Writes; 2] = [
-    Writes {
-        guest: "idle",
-        pages_divisor: u64::MAX,
-        rate: 1,
-    },
-    Writes {
-        guest: "writing",
-        pages_divisor: 8,
-        rate: 25_600,
-    },
-];
+impl Activity {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Writing => "writing",
+        }
+    }
+
+    fn workload(self, memory_mib: u32) -> Workload {
+        let pages = match self {
+            Self::Idle => 0,
+            Self::Writing => u64::from(memory_mib - 4) << 8,
+        };
+        Workload {
+            memory_mib,
+            pages,
+            hot: pages / 8,
+            rate: Some(25_600),
+            content: Content::Random,
+            seed: 0xbe7c,
+        }
+    }
+}
+
+/// A migration that is not Dunlin's.
+#[derive(Clone, Copy)]
+enum Peer {
+    Qemu { channels: u8, tls: bool },
+    CloudHypervisor { connections: u8, tls: bool },
+}
+
+impl Peer {
+    /// The variant's name and its number of connections.
+    fn variant(self) -> (&'static str, u8) {
+        match self {
+            Self::Qemu {
+                channels,
+                tls: true,
+            } => ("qemu-tls", channels),
+            Self::Qemu { channels, .. } => ("qemu-plain", channels),
+            Self::CloudHypervisor {
+                connections,
+                tls: true,
+            } => ("cloud-hypervisor-tls", connections),
+            Self::CloudHypervisor { connections, .. } => ("cloud-hypervisor-plain", connections),
+        }
+    }
+}
 
 pub(super) fn run(options: &WholeOptions) -> Result<()> {
     ensure!(options.rounds > 0, "--rounds must be 1 or more");
     let dunlin = program::dunlin()?;
-    let peer = match options.without_qemu {
+    let mut peers = Vec::new();
+    if !options.without_qemu {
+        for channels in CHANNELS {
+            peers.extend([true, false].map(|tls| Peer::Qemu { channels, tls }));
+        }
+    }
+    if cloud_hypervisor::program().is_some() {
+        for connections in CONNECTIONS {
+            let tls = true;
+            peers.push(Peer::CloudHypervisor { connections, tls });
+        }
+        peers.push(Peer::CloudHypervisor {
+            connections: 4,
+            tls: false,
+        });
+    } else {
+        eprintln!("CLOUD_HYPERVISOR names no binary: Cloud Hypervisor is left out");
+    }
+    let rig = match peers.is_empty() {
         true => None,
-        false => Some(Peer::new(options.size)?),
+        false => Some(Rig::new(options.size)?),
     };
+    let turns: Vec<_> = [Activity::Idle, Activity::Writing]
+        .into_iter()
+        .flat_map(|activity| peers.iter().map(move |&peer| (activity, peer)))
+        .collect();
     let mut results = Results::default();
-    let per_round = 1 + peer
-        .as_ref()
-        .map_or(0, |_| GUESTS.len() * CHANNELS.len() * 2);
-    let mut progress = Progress::new(options.rounds * per_round);
+    let mut progress = Progress::new(options.rounds * (1 + turns.len()));
     for _ in 0..options.rounds {
         progress.step("dunlin and the floor");
         own(&dunlin, options, &mut results)?;
-        let Some(peer) = &peer else { continue };
-        for writes in GUESTS {
-            for channels in CHANNELS {
-                for tls in [true, false] {
-                    let variant = if tls { "qemu-tls" } else { "qemu-plain" };
-                    progress.step(&format!(
-                        "{variant}, {} guest, channels: {channels}",
-                        writes.guest
-                    ));
-                    touch_physical_memory()?;
-                    let moved = peer.migrate(writes, channels, tls).with_context(|| {
-                        format!("{variant} with {channels} channels, {} guest", writes.guest)
-                    })?;
-                    let gibibytes = f64::from(options.size) / 1024.0;
-                    results
-                        .line("whole", variant)
-                        .with("guest", writes.guest)
-                        .with("lanes", channels)
-                        .with("guest_bytes", u64::from(options.size) << 20)
-                        .with("content", "random")
-                        .figure("total_s", moved.total_s)
-                        .figure("gib_per_s", gibibytes / moved.total_s)
-                        .figure("cpu_s_per_gib", moved.cpu_s / gibibytes)
-                        .figure("downtime_ms", moved.downtime_ms)
-                        .figure("iterations", moved.iterations)
-                        .figure("destination_peak_mib", moved.destination_peak_mib)
-                        .add();
-                }
+        let Some(rig) = &rig else { continue };
+        for &(activity, peer) in &turns {
+            let (variant, connections) = peer.variant();
+            let what = format!(
+                "{variant}, {} guest, connections: {connections}",
+                activity.name()
+            );
+            progress.step(&what);
+            touch_physical_memory(TOUCHED * (u64::from(options.size) << 20))?;
+            let moved = rig.migrate(activity, peer).context(what)?;
+            let gibibytes = f64::from(options.size) / 1024.0;
+            let mut line = results
+                .line("whole", variant)
+                .with("guest", activity.name())
+                .with("lanes", connections)
+                .with("guest_bytes", u64::from(options.size) << 20)
+                .with("content", "random")
+                .figure("total_s", moved.total_s)
+                .figure("gib_per_s", gibibytes / moved.total_s)
+                .figure("cpu_s_per_gib", moved.cpu_s / gibibytes)
+                .figure("downtime_ms", moved.downtime_ms)
+                .figure("destination_peak_mib", moved.destination_peak_mib);
+            if let Some(iterations) = moved.iterations {
+                line = line.figure("iterations", iterations);
             }
+            line.add();
         }
     }
     drop(progress);
@@ -155,54 +215,87 @@ fn own(dunlin: &Path, options: &WholeOptions, results: &mut Results) -> Result<(
     Ok(())
 }
 
-/// QEMU with its certificates.
-struct Peer {
+/// What the migrations of the peers share.
+struct Rig {
     qemu: Qemu,
     accelerator: Accelerator,
     credentials: Credentials,
     memory_mib: u32,
+    scratch: Scratch,
 }
 
 /// The measurements of one migration.
-struct Moved {
-    total_s: f64,
-    cpu_s: f64,
-    downtime_ms: f64,
-    iterations: f64,
-    destination_peak_mib: f64,
+pub(super) struct Moved {
+    pub(super) total_s: f64,
+    pub(super) cpu_s: f64,
+    pub(super) downtime_ms: f64,
+    /// Where the hypervisor reports them.
+    pub(super) iterations: Option<f64>,
+    pub(super) destination_peak_mib: f64,
 }
 
-impl Peer {
+impl Rig {
     fn new(memory_mib: u32) -> Result<Self> {
         ensure!(
-            (64..=2048).contains(&memory_mib),
-            "--size must be between 64 and 2048 for QEMU's guest; --without-qemu allows more"
+            (128..=2048).contains(&memory_mib),
+            "--size must be between 128 and 2048 for the guests of QEMU and Cloud Hypervisor"
         );
         let accelerator = match File::open("/dev/kvm") {
             Ok(_) => Accelerator::Kvm,
             Err(_) => Accelerator::Tcg,
         };
-        Ok(Self {
+        let rig = Self {
             qemu: debian::qemu()?,
             accelerator,
             credentials: Credentials::new(SERVER, CLIENT)?,
             memory_mib,
-        })
+            scratch: Scratch::try_new().context("cannot create a scratch folder")?,
+        };
+        // Both hypervisors load an initial RAM disk into the guest's memory.
+        let bytes = u64::from(memory_mib - LEFT_OUT_MIB) << 20;
+        let mut random = File::open("/dev/urandom").context("cannot open /dev/urandom")?;
+        let mut content = File::create(rig.content()).context("cannot create the content")?;
+        io::copy(&mut random.by_ref().take(bytes), &mut content).context("cannot write content")?;
+        Ok(rig)
+    }
+
+    /// The file with the memory of a guest that halts.
+    fn content(&self) -> PathBuf {
+        self.scratch.join("content")
+    }
+
+    fn migrate(&self, activity: Activity, peer: Peer) -> Result<Moved> {
+        let workload = activity.workload(self.memory_mib);
+        let content = match activity {
+            Activity::Idle => Some(self.content()),
+            Activity::Writing => None,
+        };
+        match peer {
+            Peer::Qemu { channels, tls } => {
+                self.migrate_qemu(workload, content.as_deref(), channels, tls)
+            }
+            Peer::CloudHypervisor { connections, tls } => {
+                let folder = self.credentials.folder();
+                let tls = tls.then_some(folder.as_path());
+                cloud_hypervisor::migrate(&workload, content.as_deref(), connections, tls)
+            }
+        }
     }
 
     /// Starts a guest and moves it once. Bandwidth is not limited, and the limit on the downtime is
     /// QEMU's own, 300 ms.
-    fn migrate(&self, writes: Writes, channels: u8, tls: bool) -> Result<Moved> {
-        let pages = u64::from(self.memory_mib - 4) << 8;
-        let workload = Workload {
-            memory_mib: self.memory_mib,
-            pages,
-            hot: (pages / writes.pages_divisor).max(1),
-            rate: Some(writes.rate),
-            content: Content::Random,
-            seed: 0xbe7c,
-        };
-        let setup = Setup::new(&self.qemu, Guest::Bare, workload, self.accelerator);
+    fn migrate_qemu(
+        &self,
+        workload: Workload,
+        content: Option<&Path>,
+        channels: u8,
+        tls: bool,
+    ) -> Result<Moved> {
+        let mut setup = Setup::new(&self.qemu, Guest::Bare, workload, self.accelerator);
+        if let Some(content) = content {
+            let content = content.to_string_lossy().into_owned();
+            setup.options = vec!["-initrd".to_owned(), content];
+        }
         let mut source = Machine::start(&setup, None)?;
         let mut destination = Machine::start_incoming(&setup, None)?;
         source.wait_ready()?;
@@ -237,9 +330,7 @@ impl Peer {
             total_s,
             cpu_s,
             downtime_ms: report["downtime"].as_f64().unwrap_or_default(),
-            iterations: report["ram"]["dirty-sync-count"]
-                .as_f64()
-                .unwrap_or_default(),
+            iterations: report["ram"]["dirty-sync-count"].as_f64(),
             destination_peak_mib: process::peak_bytes(destination.process())? as f64
                 / f64::from(1 << 20),
         })

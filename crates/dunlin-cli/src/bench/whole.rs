@@ -18,6 +18,8 @@ use crate::process::{Pair, Scratch};
 
 /// Pages that a writing guest writes per second: 100 MiB/s.
 const WRITES_PER_S: u64 = 25_600;
+/// Memory written to and freed before each migration, in sizes of the guest: both ends and room.
+const TOUCHED: u64 = 4;
 /// The part of the memory that a writing guest writes.
 const WORKING_SET_DIVISOR: u64 = 8;
 
@@ -32,7 +34,7 @@ pub(crate) struct Whole {
     /// Number of lanes; repeatable [default: 2 and 4].
     #[arg(long)]
     lanes: Vec<u16>,
-    /// Do not write to the host's free memory before each migration.
+    /// Do not write to free memory of the host before each migration.
     #[arg(long)]
     no_touch: bool,
     #[command(flatten)]
@@ -66,7 +68,7 @@ impl Whole {
             for &lanes in lanes {
                 progress.step(&format!("floor, lanes: {lanes}"));
                 if !self.no_touch {
-                    touch_physical_memory()?;
+                    touch_physical_memory(TOUCHED * self.size)?;
                 }
                 let target = fresh_memory(self.size)?;
                 let floor =
@@ -85,7 +87,7 @@ impl Whole {
                 for guest in guests {
                     progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
                     if !self.no_touch {
-                        touch_physical_memory()?;
+                        touch_physical_memory(TOUCHED * self.size)?;
                     }
                     let measured = self.migrate(&scratch, guest, lanes)?;
                     let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);

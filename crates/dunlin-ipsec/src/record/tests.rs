@@ -1,30 +1,23 @@
 #![allow(clippy::unwrap_used)]
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use dunlin_test_base::Scratch;
 
 use super::*;
 
 /// A directory that is removed with the test.
-struct Directory(PathBuf);
+struct Directory(Scratch);
 
 impl Directory {
     fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("dunlin-ipsec-record-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir(&path).unwrap();
-        Self(path.join("records"))
+        Self(Scratch::new())
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.join("records")
     }
 
     fn records(&self) -> RecordDirectory {
-        RecordDirectory::open(&self.0).unwrap()
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(self.0.parent().unwrap());
+        RecordDirectory::open(&self.path()).unwrap()
     }
 }
 
@@ -128,8 +121,8 @@ fn a_directory_writable_by_others_is_rejected() {
     use std::os::unix::fs::PermissionsExt;
     let directory = Directory::new();
     directory.records();
-    fs::set_permissions(&directory.0, fs::Permissions::from_mode(0o770)).unwrap();
-    let error = RecordDirectory::open(&directory.0).unwrap_err();
+    fs::set_permissions(&directory.path(), fs::Permissions::from_mode(0o770)).unwrap();
+    let error = RecordDirectory::open(&directory.path()).unwrap_err();
     assert!(
         matches!(error, IpsecError::Exposed { mode: 0o770, .. }),
         "{error}"
@@ -197,7 +190,7 @@ fn a_record_does_not_grow_with_removed_objects() {
     let record = left(&directory).remove(0);
     assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
     assert!(record.has_protected(), "the heir flag survives the rewrite");
-    let names = fs::read_dir(&directory.0).unwrap();
+    let names = fs::read_dir(&directory.path()).unwrap();
     let names: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
     assert!(
         !names

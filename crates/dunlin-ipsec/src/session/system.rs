@@ -87,7 +87,8 @@ mod tests {
 
     #[test]
     fn a_setting_by_which_the_device_or_all_devices_bypass_ipsec_is_named() {
-        let folder = std::env::temp_dir().join(format!("dunlin-linuxctls-{}", std::process::id()));
+        let scratch = dunlin_test_base::Scratch::new();
+        let folder = scratch.path();
         let set = |of: &str, name: &str, value: &str| {
             let folder = folder.join("ipv4/conf").join(of);
             fs::create_dir_all(&folder).unwrap();
@@ -97,15 +98,14 @@ mod tests {
             set(of, "disable_xfrm", "0\n");
             set(of, "disable_policy", "0\n");
         }
-        let found = || unguarded(&folder, "ipv4", "eth0.5");
+        let found = || unguarded(folder, "ipv4", "eth0.5");
         set("lo", "disable_policy", "1\n");
         assert_eq!(found(), None, "packets do not use that device");
         set("eth0.5", "disable_policy", "1\n");
         assert_eq!(found().unwrap(), "net/ipv4/conf/eth0.5/disable_policy");
-        assert_eq!(unguarded(&folder, "ipv6", "eth0.5"), None);
+        assert_eq!(unguarded(folder, "ipv6", "eth0.5"), None);
         set("eth0.5", "disable_policy", "0\n");
         set("all", "disable_xfrm", "1\n");
         assert_eq!(found().unwrap(), "net/ipv4/conf/all/disable_xfrm");
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

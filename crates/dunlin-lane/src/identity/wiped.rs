@@ -6,6 +6,8 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
 
+use dunlin_test_base::Scratch;
+
 use super::*;
 use crate::peers::Peers;
 use crate::provider::Crypto;
@@ -58,11 +60,11 @@ fn shell(directory: &Path, script: &str) -> String {
 
 #[test]
 fn key_material_is_wiped_when_its_identity_is_dropped() {
-    let directory = std::env::temp_dir().join(format!("dunlin-wiped-{}", std::process::id()));
-    fs::create_dir_all(&directory).unwrap();
+    let scratch = Scratch::new();
+    let directory = scratch.path();
     // OpenSSL makes the key, so this process has it only from loading the file.
     shell(
-        &directory,
+        directory,
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 \
          -subj /CN=a.test -addext subjectAltName=DNS:a.test -keyout key.pem -out cert.pem 2>&1
          cp cert.pem ca-cert.pem",
@@ -70,7 +72,7 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
     fs::set_permissions(directory.join("key.pem"), PermissionsExt::from_mode(0o600)).unwrap();
     let digits = |from: &str| {
         let script = format!("{from} | od -An -v -tx1 | tr -d ' \\n'");
-        shell(&directory, &script)
+        shell(directory, &script)
     };
     // Text around a line break, which no decoder buffers as one line.
     let text = digits("head -c 110 key.pem | tail -c 40");
@@ -83,7 +85,7 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
         role: Some(Role::Source),
         ..LoadOptions::default()
     };
-    let (identity, _) = Identity::load(&directory, options).unwrap();
+    let (identity, _) = Identity::load(directory, options).unwrap();
     assert_eq!(
         found(&content),
         1,
@@ -93,7 +95,6 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
         .client(&Crypto::auto(), Peers::AnyFromAuthority)
         .unwrap();
     drop((identity, tls));
-    fs::remove_dir_all(&directory).unwrap();
     assert_eq!(found(&text), 0, "the text of the file");
     assert_eq!(found(&content), 0, "the key");
 }

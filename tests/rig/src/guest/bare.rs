@@ -1,4 +1,4 @@
-//! The guest without an operating system, as an image for QEMU.
+//! The guest without an operating system, as an image.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ const MARK: &[u8] = b"Dunlin rig guest";
 /// The guest-physical address of the first page.
 const FIRST: u64 = 0x40_0000;
 
-pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
+pub(super) fn image(workload: &Workload) -> Vec<u8> {
     let end = FIRST + workload.pages * 4096;
     assert!(end <= u64::from(workload.memory_mib) << 20, "{workload:?}");
     let mut image = IMAGE.to_vec();
@@ -34,6 +34,10 @@ pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     for (place, parameter) in place.chunks_exact_mut(8).zip(parameters) {
         place.copy_from_slice(&parameter.to_le_bytes());
     }
+    image
+}
+
+pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     let path = folder.join("bare.elf");
     let options = [
         "-machine",
@@ -46,7 +50,7 @@ pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     ]
     .map(str::to_owned);
     Boot {
-        files: vec![(path, image)],
+        files: vec![(path, image(workload))],
         options: options.into(),
     }
 }

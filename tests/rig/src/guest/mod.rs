@@ -53,7 +53,8 @@ pub struct Workload {
     /// The size of the guest's memory in MiB; at most 2048.
     pub memory_mib: u32,
     /// The number of pages that it fills and checks. At most the memory minus 4 MiB for the bare
-    /// guest, minus 128 MiB for Linux.
+    /// guest, minus 128 MiB for Linux. The bare guest without pages reports that it is ready and
+    /// halts; nothing answers on its serial line.
     pub pages: u64,
     /// The number of these pages that it writes to.
     pub hot: u64,
@@ -97,6 +98,15 @@ pub enum Guest {
     Bare,
     /// Linux.
     Linux(Kernel),
+}
+
+/// The bare guest as an ELF image for a hypervisor that boots with PVH.
+///
+/// # Panics
+/// The pages do not fit into the memory.
+#[must_use]
+pub fn bare_image(workload: &Workload) -> Vec<u8> {
+    bare::image(workload)
 }
 
 /// Files and options with which QEMU starts a guest.

@@ -2,12 +2,13 @@
 
 use std::fs;
 use std::io::Write;
+use std::net::Ipv4Addr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
+    KeyUsagePurpose, SanType,
 };
 
 use super::{MachineError, at};
@@ -20,7 +21,7 @@ pub struct Credentials(Scratch);
 
 impl Credentials {
     /// Creates a new authority, and certificates for a server called `server` and a client called
-    /// `client`.
+    /// `client`. Both are also valid for 127.0.0.1.
     ///
     /// # Errors
     /// The folder cannot be written.
@@ -43,9 +44,10 @@ impl Credentials {
             ("client", client, ExtendedKeyUsagePurpose::ClientAuth),
         ] {
             let mut bearer = parameters(name);
-            bearer.subject_alt_names = vec![rcgen::SanType::DnsName(
-                name.try_into().expect("the name is a DNS name"),
-            )];
+            bearer.subject_alt_names = vec![
+                SanType::DnsName(name.try_into().expect("the name is a DNS name")),
+                SanType::IpAddress(Ipv4Addr::LOCALHOST.into()),
+            ];
             // QEMU requires keyEncipherment, which TLS 1.3 does not use.
             bearer.key_usages = vec![
                 KeyUsagePurpose::DigitalSignature,
