@@ -12,11 +12,10 @@ use super::source::doubt::Doubt;
 /// A failed migration: what failed, who is at fault, what to do, and where the VM is
 /// now.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub struct MigrateError {
-    /// The kind of fault, as seen from this side.
-    pub fault: FaultCode,
-    /// Who has to act, as seen from this side.
-    pub at_fault: AtFault,
+    pub(super) code: FaultCode,
+    pub(super) at_fault: AtFault,
     /// Where the VM is.
     pub vm: VmIs,
     /// What happened.
@@ -28,6 +27,20 @@ pub struct MigrateError {
     /// [`VmIs::RanThenDied`]: the handle with which an operator resolves it. Keep it
     /// while the VM is paused.
     pub doubt: Option<Box<Doubt>>,
+}
+
+impl MigrateError {
+    /// The kind of fault, as seen from this side.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        self.code
+    }
+
+    /// Who has to act, as seen from this side.
+    #[must_use]
+    pub fn at_fault(&self) -> AtFault {
+        self.at_fault
+    }
 }
 
 impl fmt::Display for MigrateError {
@@ -50,9 +63,9 @@ impl fmt::Display for MigrateError {
             formatter,
             "{} ({}, at fault: {}); {vm}. {}",
             self.what,
-            self.fault,
+            self.code,
             self.at_fault,
-            self.fault.advice()
+            self.code.advice()
         )
     }
 }
@@ -61,7 +74,7 @@ impl Fault {
     pub(crate) fn into_error(self, vm: VmIs) -> MigrateError {
         let kind = self.kind();
         MigrateError {
-            fault: kind,
+            code: kind,
             at_fault: if kind == self.code {
                 self.at_fault
             } else {
@@ -124,11 +137,18 @@ mod tests {
             assert_eq!(fault.code, FaultCode::LaneLost);
             assert_eq!(fault.kind(), kind);
             let error = fault.into_error(VmIs::AtSource);
-            assert_eq!((error.fault, error.at_fault), (kind, at_fault), "{error}");
+            assert_eq!(
+                (error.code(), error.at_fault()),
+                (kind, at_fault),
+                "{error}"
+            );
         }
         // A fault that the peer reports keeps its code, and is seen from this side.
         let reported = Fault::from_peer(FaultCode::DescriptorLimit, "none left".into());
-        assert_eq!(reported.into_error(VmIs::AtSource).at_fault, AtFault::Peer);
+        assert_eq!(
+            reported.into_error(VmIs::AtSource).at_fault(),
+            AtFault::Peer
+        );
     }
 
     #[test]
