@@ -277,7 +277,7 @@ impl Site {
         if let Ok(address) = control.socket().peer_addr() {
             let address = address.ip().to_canonical();
             let may = check_source(&self.options.bound, control.peer(), address);
-            may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
+            may.map_err(|error| refuse(error.code(), &error.to_string()))?;
         }
         let held = lock(&self.held);
         let peer = control.peer().principal();

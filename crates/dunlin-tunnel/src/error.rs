@@ -3,6 +3,7 @@
 use std::io;
 
 use dunlin_lane::identity::SettingsError;
+use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
 use crate::route::Listen;
@@ -33,4 +34,16 @@ pub enum TunnelError {
     /// Out of descriptors or threads.
     #[error("cannot start the tunnel: {0}")]
     Io(#[from] io::Error),
+}
+
+impl TunnelError {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Identity(_) => FaultCode::Unauthorised,
+            Self::NoIpsec { .. } => FaultCode::FeatureMissing,
+            Self::Listen { .. } | Self::Io(_) => FaultCode::Kernel,
+        }
+    }
 }

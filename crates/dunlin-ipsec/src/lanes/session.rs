@@ -79,15 +79,27 @@ pub enum LaneError {
 }
 
 impl LaneError {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Session(error) => error.code(),
+            Self::OtherPeer { .. } => FaultCode::WrongIdentity,
+            Self::NoPort { .. } => FaultCode::PortsTaken,
+            Self::Cpu { .. } => FaultCode::Kernel,
+            Self::Connect { .. } => FaultCode::LaneLost,
+            Self::Stopped => FaultCode::Cancelled,
+        }
+    }
+
     /// Returns the fault code if the next attempt would fail in the same way; `None` if it may
     /// succeed.
     #[must_use]
     pub fn permanent(&self) -> Option<FaultCode> {
+        let code = self.code();
         match self {
-            Self::OtherPeer { .. } => Some(FaultCode::WrongIdentity),
-            Self::Cpu { .. } => Some(FaultCode::Kernel),
-            Self::Session(error) => {
-                let code = error.fault();
+            Self::OtherPeer { .. } | Self::Cpu { .. } => Some(code),
+            Self::Session(_) => {
                 let lasts = matches!(
                     code,
                     FaultCode::FeatureMissing
