@@ -200,7 +200,7 @@ impl Site {
 
     pub(super) fn reject(&self, from: &str, why: &str) {
         let (from, why) = (from.to_owned(), why.to_owned());
-        (self.observer)(&Event::Rejected { from, why });
+        self.observer.event(&Event::Rejected { from, why });
     }
 
     /// Starts the session that an authenticated peer offers, or reports why not.
@@ -310,7 +310,7 @@ impl Site {
         drop(held);
         for Held { peer, session, .. } in over {
             let why = session.wait().err().map(|error| in_words(&error));
-            (self.observer)(&Event::Over { peer, why });
+            self.observer.event(&Event::Over { peer, why });
         }
     }
 }

@@ -25,7 +25,7 @@ pub enum TunnelError {
         /// The kernel's error.
         error: io::Error,
     },
-    /// A route needs IPsec, and [`Given::sealed`](crate::Given::sealed) is `None`.
+    /// A route needs IPsec, which [`sealed`](crate::TunnelBuilder::sealed) has not enabled.
     #[error("route {route:?} needs IPsec, which is not enabled in this tunnel")]
     NoIpsec {
         /// The route.

@@ -223,7 +223,7 @@ impl LaneSession {
             self.session.want_cpu(cpu);
             let is_served = self.await_own(Sender::Cpu(cpu), request)?;
             if !is_served && lock(&self.unserved).insert(cpu) {
-                observer(&Event::NoOwnAssociation { cpu });
+                observer.event(&Event::NoOwnAssociation { cpu });
             }
         }
         let count = u32::from(self.ports.last() - self.ports.first()) + 1;
@@ -355,7 +355,7 @@ impl LaneSession {
         // Do not report a permanent stray every second.
         if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
             for stray in strays {
-                observer(&Event::Strayed {
+                observer.event(&Event::Strayed {
                     cpu: stray.cpu,
                     sent: stray.sent,
                     carried: stray.carried,

@@ -445,7 +445,7 @@ impl Driver {
     }
 
     pub(super) fn tell(&self, event: Event) {
-        (self.observer)(&event);
+        self.observer.event(&event);
     }
 
     /// Removes what was installed. While connections use the ports, they stay blocked; after

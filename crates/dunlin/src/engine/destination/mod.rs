@@ -33,6 +33,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 
 pub use dunlin_proto::control::Verdict;
+use dunlin_proto::observe::Observer;
 
 pub use answer::Answering;
 pub use options::{Options, OptionsBuilder};
@@ -46,7 +47,6 @@ use self::waiting::Describing;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::Observer;
 use super::vmm::Builder;
 use crate::lane::policy::ServerTls;
 

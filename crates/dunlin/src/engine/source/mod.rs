@@ -42,6 +42,7 @@ use std::sync::Arc;
 
 use dunlin_linux::affinity::thread_cpu_time;
 pub use dunlin_proto::negotiate::LaneSecurity;
+use dunlin_proto::observe::Observer;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
 
@@ -57,7 +58,7 @@ use self::switchover::Switchover;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::{Event, Observer, Report};
+use super::report::{Event, Report};
 use super::tune::Tune;
 use super::vmm::SourceVm;
 use crate::lane::policy::ClientTls;
