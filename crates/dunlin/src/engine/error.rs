@@ -94,6 +94,8 @@ mod tests {
     use std::io;
 
     use super::*;
+    use crate::engine::journal::JournalError;
+    use crate::engine::source::ResolveError;
     use crate::lane::control::ControlError;
     use crate::lane::handshake::HandshakeError;
     use crate::lane::record::Alert;
@@ -149,6 +151,33 @@ mod tests {
             reported.into_error(VmIs::AtSource).at_fault(),
             AtFault::Peer
         );
+    }
+
+    #[test]
+    fn the_code_of_an_error_is_the_shortage_behind_it_or_that_of_its_kind() {
+        const EMFILE: i32 = 24;
+        const ENOSPC: i32 = 28;
+        let journal = |number| JournalError::Io {
+            what: "written",
+            path: "x".into(),
+            source: errno(number),
+        };
+        let resume = |source: io::Error| ResolveError::Resume {
+            what: "cannot resume",
+            source: source.into(),
+        };
+        for (found, code) in [
+            (journal(ENOSPC).code(), FaultCode::Journal),
+            (journal(EMFILE).code(), FaultCode::DescriptorLimit),
+            (
+                ResolveError::Journal(journal(ENOSPC)).code(),
+                FaultCode::Journal,
+            ),
+            (resume(io::Error::other("KVM")).code(), FaultCode::Internal),
+            (resume(errno(EMFILE)).code(), FaultCode::DescriptorLimit),
+        ] {
+            assert_eq!(found, code);
+        }
     }
 
     #[test]
