@@ -497,30 +497,36 @@ impl From<&Report> for MovedLine {
     }
 }
 
+/// An error and its causes, one to a line. Only the line breaks are ours; a peer may have sent the
+/// text.
+fn escaped(error: &dyn std::error::Error) -> String {
+    let mut text = harmless(&error.to_string());
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str("\n  because ");
+        text.push_str(&harmless(&cause.to_string()));
+        next = cause.source();
+    }
+    text
+}
+
 impl From<&MigrateError> for FailedLine {
     fn from(error: &MigrateError) -> Self {
         let (vm, code) = match error.vm {
-            VmIs::AtSource if error.fault == FaultCode::Cancelled => ("at-source", CANCELLED),
+            VmIs::AtSource if error.code() == FaultCode::Cancelled => ("at-source", CANCELLED),
             VmIs::AtSource => ("at-source", FAILED),
             VmIs::StuckAtSource => ("stuck-at-source", FAILED),
             VmIs::InDoubt => ("in-doubt", IN_DOUBT),
             VmIs::RanThenDied => ("ran-then-died", IN_DOUBT),
             VmIs::Gone => ("gone", FAILED),
         };
-        // Only the line breaks are ours; a peer may have sent the text.
-        let mut text = harmless(&error.to_string());
-        let mut next = std::error::Error::source(error);
-        while let Some(cause) = next {
-            text.push_str("\n  because ");
-            text.push_str(&harmless(&cause.to_string()));
-            next = cause.source();
-        }
+        let mut text = escaped(error);
         if let VmIs::InDoubt | VmIs::RanThenDied = error.vm {
             text.push_str("\n  `dunlin resolve` queries the destination and settles the session");
         }
         Self {
-            at_fault: error.at_fault.to_string(),
-            ..Self::new(error.fault, vm, text, code)
+            at_fault: error.at_fault().to_string(),
+            ..Self::new(error.code(), vm, text, code)
         }
     }
 }
@@ -540,17 +546,10 @@ mod tests {
         let back: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!(back["text"], text);
 
-        let error = MigrateError {
-            fault: FaultCode::Internal,
-            at_fault: FaultCode::Internal.at_fault(),
-            vm: VmIs::AtSource,
-            what: text.into(),
-            source: Some(text.into()),
-            doubt: None,
-        };
-        let failed: FailedLine = (&error).into();
-        let [first, because] = failed.text.lines().collect::<Vec<_>>()[..] else {
-            panic!("{}", failed.text)
+        let error = anyhow::Error::msg(text).context(text);
+        let failed = escaped(error.as_ref());
+        let [first, because] = failed.lines().collect::<Vec<_>>()[..] else {
+            panic!("{failed}")
         };
         for line in [first, because] {
             assert!(line.contains(r"\u{1b}]0;x\u{7}\u{9b}2J\r\n{"), "{line}");

@@ -266,7 +266,7 @@ pub(crate) fn ipsec_lanes(
     if let Some(text) = offload_advice() {
         warn(text);
     }
-    let observer: Observer = Arc::new(move |event| match event {
+    let observer: Observer = Arc::new(move |event: &Event| match event {
         Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {}
         event => warn(event_text(event)),
     });

@@ -200,7 +200,7 @@ impl Site {
 
     pub(super) fn reject(&self, from: &str, why: &str) {
         let (from, why) = (from.to_owned(), why.to_owned());
-        (self.observer)(&Event::Rejected { from, why });
+        self.observer.event(&Event::Rejected { from, why });
     }
 
     /// Starts the session that an authenticated peer offers, or reports why not.
@@ -277,7 +277,7 @@ impl Site {
         if let Ok(address) = control.socket().peer_addr() {
             let address = address.ip().to_canonical();
             let may = check_source(&self.options.bound, control.peer(), address);
-            may.map_err(|error| refuse(error.fault(), &error.to_string()))?;
+            may.map_err(|error| refuse(error.code(), &error.to_string()))?;
         }
         let held = lock(&self.held);
         let peer = control.peer().principal();
@@ -310,7 +310,7 @@ impl Site {
         drop(held);
         for Held { peer, session, .. } in over {
             let why = session.wait().err().map(|error| in_words(&error));
-            (self.observer)(&Event::Over { peer, why });
+            self.observer.event(&Event::Over { peer, why });
         }
     }
 }

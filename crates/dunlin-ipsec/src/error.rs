@@ -232,7 +232,7 @@ impl IpsecError {
 
     /// The fault code that is sent to the peer. It also identifies the side at fault.
     #[must_use]
-    pub fn fault(&self) -> FaultCode {
+    pub fn code(&self) -> FaultCode {
         match self {
             Self::Kernel { .. }
             | Self::System { .. }

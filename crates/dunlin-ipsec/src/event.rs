@@ -131,5 +131,6 @@ impl fmt::Display for Event {
     }
 }
 
-/// Receives each event, on the thread where it happens.
-pub type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
+/// Receives each event, on the thread where it happens. `Arc::new` makes one of a closure that takes
+/// a `&Event`.
+pub type Observer = Arc<dyn dunlin_proto::observe::Observer<Event>>;

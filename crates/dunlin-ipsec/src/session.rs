@@ -216,7 +216,7 @@ fn clean_up_records(
         });
         if let Err(error) = done {
             let why = in_words(&error);
-            observer(&Event::NotCleaned { why });
+            observer.event(&Event::NotCleaned { why });
             first.get_or_insert(error);
         }
     }
@@ -233,16 +233,16 @@ fn clean(
     let undo = tables.remove_recorded(&mut record)?;
     let path = record.path().to_owned();
     if !frees {
-        observer(&Event::StaysBlocked { record: path });
+        observer.event(&Event::StaysBlocked { record: path });
     } else if tables.finish(&undo.when_quiet, &mut record)? {
         record.forget()?;
-        observer(&Event::Cleaned {
+        observer.event(&Event::Cleaned {
             record: path,
             objects,
         });
     } else {
         let connections = still_used(&undo.when_quiet)?;
-        observer(&Event::Left {
+        observer.event(&Event::Left {
             record: path,
             connections,
         });

@@ -78,7 +78,7 @@ fn is_given_up(peer: Silent) {
         &at,
         &client,
         &options,
-        &(Arc::new(|_: &_| {}) as _),
+        &(Arc::new(|_: &dunlin_ipsec::Event| {}) as _),
         &cancel,
     );
     let since = since.lock().unwrap().unwrap();

@@ -213,7 +213,7 @@ fn i1_a_guest_that_has_moved_cannot_be_resumed_at_the_source() {
         &mut MachineBuilder::default(),
         &|_| (),
     );
-    assert_eq!(again.source.unwrap_err().fault, FaultCode::GuestStopped);
+    assert_eq!(again.source.unwrap_err().code(), FaultCode::GuestStopped);
 }
 
 #[test]
@@ -241,12 +241,12 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
         },
     );
     let error = moved.source.unwrap_err();
-    assert_eq!(error.fault, FaultCode::GuestPoweredOff);
+    assert_eq!(error.code(), FaultCode::GuestPoweredOff);
     assert_eq!(error.vm, VmIs::Gone);
     assert_eq!(vm.vm().state(), VmState::PoweredOff);
     // The destination gets the reason, and can receive the next VM.
     let error = moved.destination.err().unwrap();
-    assert_eq!(error.fault, FaultCode::GuestPoweredOff, "{error}");
+    assert_eq!(error.code(), FaultCode::GuestPoweredOff, "{error}");
     assert!(asked.into_inner() > 0);
 }
 

@@ -154,13 +154,13 @@ fn i3_one_damaged_byte_ends_a_verified_migration_and_the_next_one_works() {
     let mut builder = Damaging::new(When::Hashing, CONTENT);
     let moved = attempt(&vm, &tls, &verified(2), &mut builder, &|_| ());
     let error = moved.source.unwrap_err();
-    assert_eq!(error.fault, FaultCode::VerificationFailed, "{error}");
+    assert_eq!(error.code(), FaultCode::VerificationFailed, "{error}");
     assert_eq!(error.vm, VmIs::AtSource);
     // The destination never ran it.
     let there = builder.built.take().unwrap();
     assert_eq!(there.vm().state(), VmState::Paused);
     let error = moved.destination.err().unwrap();
-    assert_eq!(error.fault, FaultCode::VerificationFailed, "{error}");
+    assert_eq!(error.code(), FaultCode::VerificationFailed, "{error}");
     drop(there);
     // The guest goes on where it was, and is none the worse.
     assert_eq!(vm.vm().state(), VmState::Running);

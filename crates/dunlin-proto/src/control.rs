@@ -189,6 +189,20 @@ pub struct Section {
     pub bytes: Vec<u8>,
 }
 
+impl Section {
+    /// A section that a destination must support, of a device with one instance.
+    #[must_use]
+    pub fn required(name: &str, version: u32, bytes: Vec<u8>) -> Self {
+        Self {
+            name: name.to_owned(),
+            instance: 0,
+            version,
+            required: true,
+            bytes,
+        }
+    }
+}
+
 impl fmt::Debug for Section {
     /// The content may hold guest secrets (its registers), so only its length
     /// prints.

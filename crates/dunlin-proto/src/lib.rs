@@ -33,6 +33,7 @@ pub mod limits;
 pub mod marks;
 pub mod mistake;
 pub mod negotiate;
+pub mod observe;
 pub mod pace;
 pub mod precopy;
 pub mod received;

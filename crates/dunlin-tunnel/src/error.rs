@@ -3,6 +3,7 @@
 use std::io;
 
 use dunlin_lane::identity::SettingsError;
+use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
 use crate::route::Listen;
@@ -24,7 +25,7 @@ pub enum TunnelError {
         /// The kernel's error.
         error: io::Error,
     },
-    /// A route needs IPsec, and [`Given::sealed`](crate::Given::sealed) is `None`.
+    /// A route needs IPsec, which [`sealed`](crate::TunnelBuilder::sealed) has not enabled.
     #[error("route {route:?} needs IPsec, which is not enabled in this tunnel")]
     NoIpsec {
         /// The route.
@@ -33,4 +34,16 @@ pub enum TunnelError {
     /// Out of descriptors or threads.
     #[error("cannot start the tunnel: {0}")]
     Io(#[from] io::Error),
+}
+
+impl TunnelError {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Identity(_) => FaultCode::Unauthorised,
+            Self::NoIpsec { .. } => FaultCode::FeatureMissing,
+            Self::Listen { .. } | Self::Io(_) => FaultCode::Kernel,
+        }
+    }
 }

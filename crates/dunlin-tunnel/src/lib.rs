@@ -83,6 +83,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::limits::MAX_LANES;
+use dunlin_proto::observe::Observer;
 
 use dunlin_lane::peers::Peers;
 use dunlin_lane::policy::ServerTls;
@@ -118,14 +119,48 @@ const EVENTS: usize = 1024;
 /// How often [`Tunnel::drain`] checks whether all channels have ended.
 const DRAIN_STEP: Duration = Duration::from_millis(20);
 
-/// What the process passes to its tunnel.
-#[derive(Debug, Default)]
-pub struct Given {
-    /// Sockets of routes that listen on [`Listen::Passed`].
-    pub sockets: Sockets,
+/// Starts a [`Tunnel`]; made by [`Tunnel::builder`].
+#[must_use = "no tunnel runs before `start`"]
+pub struct TunnelBuilder<'a> {
+    listener: TcpListener,
+    identities: Identities,
+    routes: &'a Routes,
+    limits: Limits,
+    sockets: Sockets,
+    sealed: Option<Arc<dyn SealedLanes>>,
+    observer: Box<dyn Observer<Event>>,
+}
+
+impl TunnelBuilder<'_> {
+    /// Sets the limits.
+    pub fn limits(self, limits: Limits) -> Self {
+        Self { limits, ..self }
+    }
+
+    /// Passes sockets for routes that listen on [`Listen::Passed`].
+    pub fn sockets(self, sockets: Sockets) -> Self {
+        Self { sockets, ..self }
+    }
+
     /// Makes lanes over IPsec: for routes with [`Mode::StripeOverIpsec`] and for peers that offer
     /// IPsec. Without it, the tunnel refuses such peers.
-    pub sealed: Option<Arc<dyn SealedLanes>>,
+    pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
+        Self { sealed, ..self }
+    }
+
+    /// Reports events to `observer`, on a thread of its own.
+    pub fn observer(self, observer: impl Observer<Event> + 'static) -> Self {
+        let observer = Box::new(observer);
+        Self { observer, ..self }
+    }
+
+    /// Starts the tunnel.
+    ///
+    /// # Errors
+    /// [`TunnelError`]; nothing is left running.
+    pub fn start(self) -> Result<Tunnel, TunnelError> {
+        Tunnel::start(self)
+    }
 }
 
 /// A running tunnel. Dropping it ends the tunnel and aborts its channels.
@@ -142,35 +177,33 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Starts a tunnel that accepts its peers on `listener` and reports events to `observer`, which
-    /// runs on a thread of its own.
-    ///
-    /// # Errors
-    /// [`TunnelError`]; nothing is left running.
-    pub fn start(
+    /// A tunnel that accepts its peers on `listener`, with default limits and no observer.
+    pub fn builder(
         listener: TcpListener,
         identities: Identities,
         routes: &Routes,
-        limits: Limits,
-        observer: impl FnMut(Event) + Send + 'static,
-    ) -> Result<Self, TunnelError> {
-        let nothing = Given::default();
-        Self::start_with(listener, nothing, identities, routes, limits, observer)
+    ) -> TunnelBuilder<'_> {
+        TunnelBuilder {
+            listener,
+            identities,
+            routes,
+            limits: Limits::default(),
+            sockets: Sockets::default(),
+            sealed: None,
+            observer: Box::new(|_: &Event| ()),
+        }
     }
 
-    /// Like [`Tunnel::start`], with sockets or IPsec lanes that the process passes.
-    ///
-    /// # Errors
-    /// [`TunnelError`]; nothing is left running.
-    pub fn start_with(
-        listener: TcpListener,
-        given: Given,
-        identities: Identities,
-        routes: &Routes,
-        limits: Limits,
-        mut observer: impl FnMut(Event) + Send + 'static,
-    ) -> Result<Self, TunnelError> {
-        let Given { sockets, sealed } = given;
+    fn start(builder: TunnelBuilder<'_>) -> Result<Self, TunnelError> {
+        let TunnelBuilder {
+            listener,
+            identities,
+            routes,
+            limits,
+            sockets,
+            sealed,
+            observer,
+        } = builder;
         check_sealed(sealed.is_some(), routes)?;
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
@@ -181,7 +214,7 @@ impl Tunnel {
         let site = Site::new(limits, address.port(), sealed, own, routes, events);
         let site = Arc::new(site);
         // The thread ends when the last sender of events is dropped.
-        let body = move || queue.iter().for_each(&mut observer);
+        let body = move || queue.iter().for_each(|event| observer.event(&event));
         let observing = thread::Builder::new().name("dunlin-events".to_owned());
         drop(observing.spawn(body)?);
         let carriers = Carriers {

@@ -52,7 +52,7 @@ impl Sockets {
         Ok(())
     }
 
-    /// The TCP socket of this name, for [`super::Tunnel::start`].
+    /// The TCP socket of this name, for [`super::TunnelBuilder::sockets`].
     ///
     /// # Errors
     /// `NotFound`, `InvalidInput` if it is not a TCP socket, or the error of dup(2).

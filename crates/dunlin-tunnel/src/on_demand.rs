@@ -16,6 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use thiserror::Error;
 
@@ -79,6 +80,20 @@ pub enum DemandError {
         /// The kernel's error.
         error: io::Error,
     },
+}
+
+impl DemandError {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Route { .. } => FaultCode::UnknownRoute,
+            Self::Lanes { .. } => FaultCode::LaneLimit,
+            Self::Busy => FaultCode::Busy,
+            Self::Ending => FaultCode::Ended,
+            Self::Listen { .. } => FaultCode::Kernel,
+        }
+    }
 }
 
 /// A listener that [`super::Tunnel::open`] opened. Clones refer to the same listener, which stays

@@ -24,7 +24,7 @@ pub enum Mode {
     #[default]
     Stripe,
     /// Striped over plain TCP lanes that IPsec protects, with SAs that the two tunnels negotiate.
-    /// Both need [`super::Given::sealed`].
+    /// Both need [`super::TunnelBuilder::sealed`].
     StripeOverIpsec,
     /// Each on a TLS connection of its own, to a peer that may be any TLS server. The value is the
     /// oldest TLS version that the peer may use. Lane count and window are ignored.

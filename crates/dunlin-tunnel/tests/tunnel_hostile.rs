@@ -33,7 +33,7 @@ use dunlin_test_support::tunnel::{
     Events, FAR, NEAR, OTHER, Pair, Setup, TIMEOUT, fill_backlog, identities,
 };
 use dunlin_tunnel::{
-    Entrance, Event, Exit, Given, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
+    Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -297,14 +297,13 @@ fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     };
     let routes = Routes::new(Vec::new(), vec![exit]).unwrap();
     let sealed: Arc<dyn SealedLanes> = ipsec.clone();
-    let given = Given {
-        sealed: Some(sealed),
-        ..Given::default()
-    };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (own, events) = (identities(authority.identity(&[FAR])), Events::default());
-    let limits = Limits::default();
-    let far = Tunnel::start_with(listener, given, own, &routes, limits, events.observer()).unwrap();
+    let far = Tunnel::builder(listener, own, &routes)
+        .sealed(Some(sealed))
+        .observer(events.observer())
+        .start()
+        .unwrap();
     let peer = Peer::trunk_over_ipsec(far.address(), tls(&authority.identity(&[NEAR])));
     (far, events, peer)
 }
@@ -388,7 +387,9 @@ impl Far {
         };
         let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
         let own = identities(identity);
-        let near = Tunnel::start(any(), own, &routes, Limits::default(), events.observer());
+        let near = Tunnel::builder(any(), own, &routes)
+            .observer(events.observer())
+            .start();
         Self {
             near: near.unwrap(),
             events,

@@ -69,13 +69,20 @@ impl Scene {
         let limits = Limits::default();
         let far = identities(authority.identity(&[FAR]));
         let routes = Routes::new(Vec::new(), exits).unwrap();
-        let far = Tunnel::start(any(), far, &routes, limits, |_| {}).unwrap();
+        let far = Tunnel::builder(any(), far, &routes)
+            .limits(limits)
+            .start()
+            .unwrap();
         let near_events = Events::default();
         let near = identities(authority.identity(&[NEAR]));
         let to = far.address().to_string();
         let entrances = ["ram", "plain", "echo"].map(|route| entrance(route, &to));
         let routes = Routes::new(entrances.to_vec(), Vec::new()).unwrap();
-        let near = Tunnel::start(any(), near, &routes, limits, near_events.observer()).unwrap();
+        let near = Tunnel::builder(any(), near, &routes)
+            .limits(limits)
+            .observer(near_events.observer())
+            .start()
+            .unwrap();
         Self {
             near,
             far,

@@ -84,7 +84,11 @@ impl Scene {
         let routes = none.with_relays(vec![exit]).unwrap();
         let far_events = Events::default();
         let far = identities(setup.far);
-        let far = Tunnel::start(any(), far, &routes, setup.limits, far_events.observer()).unwrap();
+        let far = Tunnel::builder(any(), far, &routes)
+            .limits(setup.limits)
+            .observer(far_events.observer())
+            .start()
+            .unwrap();
         let port = far.relay_ports()[0].1;
         let network = setup.relayed.then(|| Relay::start(port));
         let scratch = Scratch::new();
@@ -106,8 +110,11 @@ impl Scene {
         let routes = Routes::new(entrances, Vec::new()).unwrap();
         let near_events = Events::default();
         let near = identities(setup.near);
-        let near =
-            Tunnel::start(any(), near, &routes, setup.limits, near_events.observer()).unwrap();
+        let near = Tunnel::builder(any(), near, &routes)
+            .limits(setup.limits)
+            .observer(near_events.observer())
+            .start()
+            .unwrap();
         Self {
             near: Some(near),
             far: Some(far),

@@ -42,7 +42,10 @@ impl Scene {
         };
         let routes = Routes::new(Vec::new(), exits.iter().map(exit).collect()).unwrap();
         let far = identities(authority.identity(&[FAR]));
-        let far = Tunnel::start(any(), far, &routes, limits, |_| {}).unwrap();
+        let far = Tunnel::builder(any(), far, &routes)
+            .limits(limits)
+            .start()
+            .unwrap();
         let entrance = |(route, _, _): &(&str, Target, &str)| Entrance {
             route: (*route).to_owned(),
             listen: Listen::Tcp("127.0.0.1:0".parse().unwrap()),
@@ -55,7 +58,11 @@ impl Scene {
         let routes = Routes::new(exits.iter().map(entrance).collect(), Vec::new()).unwrap();
         let near_events = Events::default();
         let near = identities(authority.identity(&[NEAR]));
-        let near = Tunnel::start(any(), near, &routes, limits, near_events.observer()).unwrap();
+        let near = Tunnel::builder(any(), near, &routes)
+            .limits(limits)
+            .observer(near_events.observer())
+            .start()
+            .unwrap();
         Self {
             near,
             far,
@@ -461,9 +468,14 @@ fn a_route_over_ipsec_needs_a_tunnel_with_ipsec() {
     let near = || identities(authority.identity(&[NEAR]));
     let limits = Limits::default();
     let over_ipsec = routes(Mode::StripeOverIpsec);
-    let refused = Tunnel::start(any(), near(), &over_ipsec, limits, |_| {});
+    let refused = Tunnel::builder(any(), near(), &over_ipsec)
+        .limits(limits)
+        .start();
     assert!(matches!(refused, Err(TunnelError::NoIpsec { route }) if route == "ram"));
-    let tunnel = Tunnel::start(any(), near(), &routes(Mode::Stripe), limits, |_| {}).unwrap();
+    let tunnel = Tunnel::builder(any(), near(), &routes(Mode::Stripe))
+        .limits(limits)
+        .start()
+        .unwrap();
     let refused = tunnel.replace(near(), &over_ipsec);
     assert!(matches!(refused, Err(TunnelError::NoIpsec { .. })));
     assert_eq!(tunnel.routes().len(), 1, "nothing is changed");

@@ -20,10 +20,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin::engine::vmm::{RunState, SourceVm, VmmError};
-use dunlin::engine::{Connector, Host, MigrateError, StandardHost, Wakeup};
+use dunlin::engine::vmm::{Built, Offered, RunState, SourceVm, VmmError};
+use dunlin::engine::{Connector, Host, StandardHost, Wakeup};
 use dunlin::{Incoming, Migration};
-use smallest::{Machines, Vm, certificates};
+use smallest::{Vm, certificates};
 
 /// A request to the broker: endpoint, deadline, and the channel for the connection.
 type Request = (String, Instant, Sender<io::Result<OwnedFd>>);
@@ -97,11 +97,8 @@ fn main() -> Result<(), VmmError> {
     let inherited = OwnedFd::from(TcpListener::bind("127.0.0.1:0")?);
     let listener = TcpListener::from(inherited);
     let to = listener.local_addr()?.to_string();
-    let destination = thread::spawn(move || {
-        let mut machines = Machines::default();
-        Incoming::builder(listener, &server).run(&mut machines)?;
-        Ok::<_, MigrateError>(machines.0)
-    });
+    let there = Vm::new()?;
+    let incoming = Incoming::builder(listener, &server);
 
     let (broker, made) = start_broker();
     let host = Arc::new(Jailed {
@@ -110,13 +107,13 @@ fn main() -> Result<(), VmmError> {
     let vm = Vm::new()?;
     SourceVm::resume(&*vm)?;
     thread::sleep(Duration::from_millis(100));
-    Migration::builder(vm, to, &client).host(host).run()?;
-
-    let moved = destination.join().expect("the thread does not panic")?;
-    let moved = moved.ok_or("no VM was built")?;
+    thread::scope(|hosts| {
+        hosts.spawn(|| incoming.run(&mut |_: &Offered| -> Built { Ok(there.clone()) }));
+        Migration::builder(vm, to, &client).host(host).run()
+    })?;
     // One for the control lane and one for each data lane.
     println!("connections handed in: {}", made.load(SeqCst));
-    println!("it runs there: {}", moved.run_state() == RunState::Running);
-    println!("memory is whole: {}", moved.is_whole());
+    println!("it runs there: {}", there.run_state() == RunState::Running);
+    println!("memory is whole: {}", there.is_whole());
     Ok(())
 }

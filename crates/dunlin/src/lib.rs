@@ -1,19 +1,129 @@
-//! Live migration of virtual machines over many encrypted lanes at once.
+#![doc = include_str!("../README.md")]
 //!
-//! A VMM implements the traits of [`engine::vmm`], and runs a [`Migration`] on one host
-//! and an [`Incoming`] migration on the other. Both run on the caller's thread, take
-//! sockets and threads from [`engine::Host`], and report events to an observer. [`lane::identity::Identity`] loads certificates, decides which peers
-//! are authorised, and makes the TLS settings of both sides.
+//! # What a VMM implements
 //!
-//! - [`engine`]: the migration: pre-copy, switchover, and the traits a VMM implements.
+//! | trait | side | what it does |
+//! | --- | --- | --- |
+//! | [`SourceVm`] | source | describes, pauses, saves, resumes and at last destroys the VM |
+//! | [`DirtyLog`] | source | reports which pages were written since the last call |
+//! | [`GuestMemory`] | both | regions of guest memory, read and written in place |
+//! | [`Builder`] | destination | builds the VM that the source describes, or refuses; closures are builders |
+//! | [`DestinationVm`] | destination | loads the state, and starts the VM or discards it |
+//!
+//! [`MappedMemory`] implements [`GuestMemory`] over vm-memory. There are two ready dirty
+//! logs: [`OwnWrites`] for what the VMM writes itself, and [`WriteProtectLog`] for the
+//! writes of every thread. A VMM on KVM implements a third over KVM's bitmap or ring. Every
+//! writer needs a log: vCPUs, emulated devices, vhost back ends, direct I/O.
+//!
+//! Methods with a default body serve VMMs with disks, a throttle or a toolstack:
+//! [`SourceVm::throttle`], [`SourceVm::deactivate`] and [`SourceVm::reactivate`],
+//! [`SourceVm::hold`], [`DestinationVm::acquire`], [`DestinationVm::announce`],
+//! [`DestinationVm::discard`]. If the VM has disk locks or devices that only one host may hold, implement
+//! `deactivate`, `reactivate`, `acquire` and `discard` together. [`engine::vmm`] shows
+//! in which order the engine calls them. [`testing::check_vmm`] tests an implementation.
+//!
+//! # Who may connect
+//!
+//! [`Identity`] loads a host's certificate, key and authority. Each side names the peers
+//! that it accepts; an empty list accepts none.
+//!
+//! ```no_run
+//! use std::path::Path;
+//!
+//! use dunlin::lane::identity::{Identity, LoadOptions};
+//! use dunlin::lane::provider::Crypto;
+//!
+//! let (identity, warnings) = Identity::load(Path::new("/etc/my-vmm/pki"), LoadOptions::default())?;
+//! let peers = ["host-b.example".parse()?].into_iter().collect();
+//! let source_tls = identity.client(&Crypto::auto(), peers)?; // for `Migration`
+//! let peers = ["host-a.example".parse()?].into_iter().collect();
+//! let destination_tls = identity.server(&Crypto::auto(), peers)?; // for `Incoming`
+//! # drop((warnings, source_tls, destination_tls));
+//! # Ok::<(), dunlin::engine::vmm::VmmError>(())
+//! ```
+//!
+//! # Migrate and receive
+//!
+//! [`Migration::run`] and [`Incoming::run`] block the calling thread until the outcome is
+//! certain. Everything but the VM, the address and the TLS settings has a default:
+//!
+//! - **Options** come from a builder that checks them: [`engine::source::Options`],
+//!   [`engine::destination::Options`]. Give both sides a [`Journal`]; without one, a
+//!   process that dies after *commit* leaves it to an operator to find the VM.
+//! - **Events** go to an [`Observer`], which may be a closure.
+//! - **Stopping**: [`Cancel`] stops a run from another thread. After *commit* it is too late.
+//!   [`Tune`] changes the rate cap of a running migration.
+//! - **Threads and connections** come from a [`Host`], by default [`StandardHost`].
+//!
+//! # Where the VM is after an error
+//!
+//! A failed run returns a [`MigrateError`]: a stable [`code`](engine::MigrateError::code), [who has to
+//! act](engine::MigrateError::at_fault), and where the VM is ([`VmIs`]). At the source:
+//!
+//! | [`MigrateError::vm`] | the engine has | the VMM |
+//! | --- | --- | --- |
+//! | [`AtSource`] | undone everything; the guest runs, or is paused if its owner had paused it | reports the error, and may retry |
+//! | [`StuckAtSource`] | tried `reactivate` and `resume`, and one failed | repairs the cause and resumes the guest |
+//! | [`InDoubt`] | sent *commit* and got no answer; the guest is paused | keeps it paused, and asks again with [`MigrateError::doubt`] |
+//! | [`RanThenDied`] | learnt that the destination started the VM and lost it | keeps it paused until an operator decides: [`Doubt::resolve`] |
+//! | [`Gone`] | ended; the guest powered off or stopped by itself | frees the VM |
+//!
+//! At the destination the VM does not run after an error, and the engine has called
+//! [`DestinationVm::discard`] on what was built. What the engine calls when a
+//! step fails:
+//!
+//! | what fails | calls at the source | at the destination |
+//! | --- | --- | --- |
+//! | `describe` | none | |
+//! | `build`, or another region table | none: the guest was never paused | `discard`, if something was built |
+//! | a dirty log | `stop` | `discard` |
+//! | `pause` | `resume`, `stop` | `discard` |
+//! | `deactivate`, `save`, `load`, `hold` | `reactivate`, `resume`, `stop` | `discard` |
+//! | `acquire` | `reactivate`, `resume`, `stop` | `discard` |
+//! | the destination's `resume` | `stop`; the guest stays paused: `RanThenDied` | `discard` |
+//! | `reactivate`, or the source's `resume` | `stop`: `StuckAtSource` | `discard` |
+//!
+//! # Modules
+//!
+//! - [`engine`]: the migration, its events, errors and journal, and the traits of a VMM.
 //! - [`lane`]: authenticated TCP connections, and the bytes on them.
-//! - [`testing`]: conformance tests for a VMM's implementation of those traits.
+//! - [`testing`]: conformance tests for a VMM's implementation of the traits.
 //!
-//! `docs/integrating.md` is a guide to a first migration. `examples/` has three
-//! complete VMMs.
+//! `docs/integrating.md` in the repository is a guide to a first migration. `examples/two_logs.rs` has
+//! two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open no socket.
 //!
-//! Features: `ring` (the default) and `aws-lc-rs` select crypto libraries; at least one
-//! is required. With both, a probe at start-up picks the faster one.
+//! [`SourceVm`]: engine::vmm::SourceVm
+//! [`SourceVm::throttle`]: engine::vmm::SourceVm::throttle
+//! [`SourceVm::deactivate`]: engine::vmm::SourceVm::deactivate
+//! [`SourceVm::reactivate`]: engine::vmm::SourceVm::reactivate
+//! [`SourceVm::hold`]: engine::vmm::SourceVm::hold
+//! [`DirtyLog`]: engine::vmm::DirtyLog
+//! [`GuestMemory`]: engine::vmm::GuestMemory
+//! [`Builder`]: engine::vmm::Builder
+//! [`DestinationVm`]: engine::vmm::DestinationVm
+//! [`DestinationVm::acquire`]: engine::vmm::DestinationVm::acquire
+//! [`DestinationVm::announce`]: engine::vmm::DestinationVm::announce
+//! [`DestinationVm::discard`]: engine::vmm::DestinationVm::discard
+//! [`MappedMemory`]: engine::memory::MappedMemory
+//! [`OwnWrites`]: engine::memory::OwnWrites
+//! [`WriteProtectLog`]: engine::dirty::WriteProtectLog
+//! [`Identity`]: lane::identity::Identity
+//! [`Journal`]: engine::journal::Journal
+//! [`Observer`]: engine::Observer
+//! [`Cancel`]: engine::Cancel
+//! [`Tune`]: engine::Tune
+//! [`Host`]: engine::Host
+//! [`StandardHost`]: engine::StandardHost
+//! [`MigrateError`]: engine::MigrateError
+//! [`MigrateError::vm`]: engine::MigrateError::vm
+//! [`MigrateError::doubt`]: engine::MigrateError::doubt
+//! [`Doubt::resolve`]: engine::source::Doubt::resolve
+//! [`VmIs`]: engine::VmIs
+//! [`AtSource`]: engine::VmIs::AtSource
+//! [`StuckAtSource`]: engine::VmIs::StuckAtSource
+//! [`InDoubt`]: engine::VmIs::InDoubt
+//! [`RanThenDied`]: engine::VmIs::RanThenDied
+//! [`Gone`]: engine::VmIs::Gone
 #![forbid(unsafe_code)]
 
 pub mod engine;

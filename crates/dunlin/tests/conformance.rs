@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
 use std::time::Duration;
 
 use dunlin::engine::vmm::{
-    Builder, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, RunState, Section, SourceVm,
-    VmDescription, VmmError,
+    Builder, Built, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, RunState, Section,
+    SourceVm, VmDescription, VmmError,
 };
 use dunlin::testing::{Conformance, Effort, Violation, Vmm, check_vmm};
 
@@ -44,9 +44,21 @@ impl<B: Builder, V: SourceVm + 'static> Vmm for Example<B, V> {
     }
 }
 
-fn smallest() -> Example<smallest::Machines, smallest::Vm> {
+/// Builds VMs of the smallest example; keeps the last one.
+#[derive(Default)]
+struct Smallest(Option<Arc<smallest::Vm>>);
+
+impl Builder for Smallest {
+    fn build(&mut self, _: &Offered) -> Built {
+        let vm = smallest::Vm::new().unwrap();
+        self.0 = Some(vm.clone());
+        Ok(vm)
+    }
+}
+
+fn smallest() -> Example<Smallest, smallest::Vm> {
     Example {
-        builder: smallest::Machines::default(),
+        builder: Smallest::default(),
         start: smallest::Vm::new,
         last: |machines| machines.0.clone(),
     }

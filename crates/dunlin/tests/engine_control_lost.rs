@@ -170,7 +170,7 @@ fn cancelling_does_not_wait_for_a_control_lane_that_is_being_made_anew() {
             .await_progress(3, |progress| progress.struck.is_some());
         let began = Instant::now();
         scene.cancel.cancel();
-        assert_eq!(sending.join().unwrap().fault, FaultCode::Cancelled);
+        assert_eq!(sending.join().unwrap().code(), FaultCode::Cancelled);
         began.elapsed()
     });
     assert!(took < Duration::from_secs(1), "{took:?}");

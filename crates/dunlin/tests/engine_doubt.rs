@@ -11,13 +11,14 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use dunlin::Incoming;
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
     DestinationRecord, Disk, Journal, Record, Role, SourceRecord, State,
 };
 use dunlin::engine::source::Resolution;
 use dunlin::engine::vmm::{FaultCode, RunState};
-use dunlin::engine::{Cancel, Event, Host, StandardHost, VmIs};
+use dunlin::engine::{Cancel, Event, VmIs};
 use dunlin::lane::peers::Principal;
 use dunlin_proto::control::Verdict;
 use dunlin_proto::journal::SlotError;
@@ -223,7 +224,7 @@ fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
         let vm = running();
         let error = send(&vm, receiving.address, &client, source(&here), &|_| ()).unwrap_err();
         assert_eq!(
-            (error.fault, error.vm),
+            (error.code(), error.vm),
             (FaultCode::Journal, VmIs::AtSource),
             "{error}"
         );
@@ -247,7 +248,7 @@ fn i2_running_that_cannot_be_recorded_gives_the_vm_back() {
     let vm = running();
     let error = send(&vm, destination.address, &client, here.journal(), &|_| ()).unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::Journal, VmIs::AtSource),
         "{error}"
     );
@@ -474,8 +475,12 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     let stop = Cancel::new();
     let (same, stopped) = (there.journal(), stop.clone());
     let thread = std::thread::spawn(move || {
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
-        destination::answer(&listener, &server, &same, &host, &stopped).unwrap();
+        let options = destination::Options::builder()
+            .journal(same)
+            .build()
+            .unwrap();
+        let incoming = Incoming::builder(listener, &server).options(options);
+        incoming.cancel(&stopped).answer().unwrap();
     });
     for to in [waiting.address, answering] {
         for (number, verdict) in [

@@ -327,7 +327,7 @@ fn i2_no_lane_at_set_up_fails_at_once_with_the_first_reason() {
     let began = Instant::now();
     let error = scene.send(&quick(4, 24)).unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::LaneLost, VmIs::AtSource)
     );
     assert!(error.what.contains("cannot reach"), "{error}");
@@ -372,7 +372,7 @@ fn cancelling_does_not_wait_for_a_lane_that_is_being_connected() {
         scene.await_events(1, |event| matches!(event, Event::Accepted { .. }));
         let began = Instant::now();
         scene.cancel.cancel();
-        assert_eq!(sending.join().unwrap().fault, FaultCode::Cancelled);
+        assert_eq!(sending.join().unwrap().code(), FaultCode::Cancelled);
         began.elapsed()
     });
     assert!(took < Duration::from_secs(1), "{took:?}");

@@ -134,7 +134,7 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     let moved = moved(&vm, &verified(2), builder);
     let error = moved.source.unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::VerificationFailed, VmIs::AtSource)
     );
     assert!(vm.goes_on());
@@ -259,7 +259,7 @@ fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
 
             let verified = moved(&vm, &verified(2), TestBuilder::default());
             let error = verified.source.unwrap_err();
-            let found = (error.fault, error.vm);
+            let found = (error.code(), error.vm);
             let expected = (FaultCode::VerificationFailed, VmIs::AtSource);
             assert_eq!(found, expected, "{context}: {error}");
             assert_eq!(vm.digest(), digest, "{context}");
@@ -396,9 +396,9 @@ fn i2_a_destination_that_refuses_or_cannot_load_gives_its_reason() {
         let vm = running(4 << 20);
         let moved = moved(&vm, &verified(2), builder);
         let error = moved.source.unwrap_err();
-        assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource));
+        assert_eq!((error.code(), error.vm), (fault, VmIs::AtSource));
         assert!(error.what.contains(words), "{error}");
-        assert_eq!(moved.destination.err().unwrap().fault, fault);
+        assert_eq!(moved.destination.err().unwrap().code(), fault);
         assert!(vm.goes_on());
         if let Some(built) = moved.builder.built {
             assert_eq!(built.calls(), ["load", "discard"]);
@@ -471,14 +471,14 @@ fn a_guest_that_powers_off_on_the_way_ends_the_migration_on_both_sides() {
         let moved = moved(&vm, &verified(2), TestBuilder::default());
         let error = moved.source.unwrap_err();
         assert_eq!(
-            (error.fault, error.vm),
+            (error.code(), error.vm),
             (FaultCode::GuestPoweredOff, VmIs::Gone),
             "{step}"
         );
         assert!(!vm.calls().contains(&"resume"));
         assert_eq!(vm.calls().contains(&"reactivate"), step == "hold");
         assert_eq!(
-            moved.destination.err().unwrap().fault,
+            moved.destination.err().unwrap().code(),
             FaultCode::GuestPoweredOff
         );
         assert_eq!(
@@ -518,12 +518,15 @@ fn i2_cancelled_at_any_time_before_commit_the_vm_goes_on() {
         let (vm, moved) = cancelled_at(step);
         let error = moved.source.unwrap_err();
         assert_eq!(
-            (error.fault, error.vm),
+            (error.code(), error.vm),
             (FaultCode::Cancelled, VmIs::AtSource),
             "{step}"
         );
         assert!(vm.goes_on(), "{step}");
-        assert_eq!(moved.destination.err().unwrap().fault, FaultCode::Cancelled);
+        assert_eq!(
+            moved.destination.err().unwrap().code(),
+            FaultCode::Cancelled
+        );
         if let Some(built) = moved.builder.built {
             assert_eq!(built.calls().last(), Some(&"discard"));
         }
@@ -577,7 +580,7 @@ fn i6_plain_lanes_need_the_destinations_consent() {
     let moved = moved(&vm, &options, TestBuilder::default());
     let error = moved.source.unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::SecurityNotAgreed, VmIs::AtSource)
     );
     assert!(moved.builder.built.is_none());
@@ -672,7 +675,7 @@ fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
             AtTimeLimit::Cancel => {
                 let error = moved.source.unwrap_err();
                 assert_eq!(
-                    (error.fault, error.vm),
+                    (error.code(), error.vm),
                     (FaultCode::TimeLimit, VmIs::AtSource)
                 );
                 assert!(vm.goes_on());
@@ -694,7 +697,7 @@ fn a_downtime_limit_below_the_fixed_cost_is_named_as_such() {
         .source
         .unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::NotConverging, VmIs::AtSource),
         "{error}"
     );
@@ -801,7 +804,7 @@ fn a_panic_in_the_vmms_memory_ends_the_session_and_not_the_process() {
         .run();
     let error = result.unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::Internal, VmIs::AtSource),
         "{error}"
     );

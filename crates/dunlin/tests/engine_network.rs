@@ -116,7 +116,7 @@ fn cancelling_does_not_wait_for_a_stalled_handshake() {
         cancel.cancel();
         let error = sending.join().unwrap().0.unwrap_err();
         assert_eq!(
-            (error.fault, error.vm),
+            (error.code(), error.vm),
             (FaultCode::Cancelled, VmIs::AtSource),
             "{error}"
         );
@@ -223,14 +223,14 @@ fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
         proxy.cut(0);
         let error = sending.join().unwrap().0.unwrap_err();
         assert_eq!(
-            (error.fault, error.vm),
+            (error.code(), error.vm),
             (FaultCode::ControlLost, VmIs::AtSource),
             "{error}"
         );
     });
     assert!(vm.goes_on());
     assert_eq!(
-        receiving.finish(false).0.err().unwrap().fault,
+        receiving.finish(false).0.err().unwrap().code(),
         FaultCode::ControlLost
     );
     // The next attempt works (I5).
@@ -254,7 +254,7 @@ fn what_is_no_address_is_the_configurations_fault_and_an_unheard_one_the_network
             .0
             .unwrap_err();
         assert_eq!(
-            (error.vm, error.at_fault),
+            (error.vm, error.at_fault()),
             (VmIs::AtSource, at_fault),
             "{error}"
         );

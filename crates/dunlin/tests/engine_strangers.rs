@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin::Incoming;
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
     DestinationRecord, Journal, Record, RecordedPeer, Role, SessionId, SourceRecord, State,
@@ -89,8 +90,12 @@ impl Answerer {
         let stop = Cancel::new();
         let (tls, stopped) = (tls.clone(), stop.clone());
         let thread = std::thread::spawn(move || {
-            let host: Arc<dyn Host> = Arc::new(StandardHost);
-            destination::answer(&listener, &tls, &journal, &host, &stopped).unwrap();
+            let options = destination::Options::builder()
+                .journal(journal)
+                .build()
+                .unwrap();
+            let incoming = Incoming::builder(listener, &tls).options(options);
+            incoming.cancel(&stopped).answer().unwrap();
         });
         Self {
             address,

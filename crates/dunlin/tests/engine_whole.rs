@@ -78,7 +78,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
     let refused = attempt(&vm, &mut machines, &tls, &verified(2), &|_| ());
     let error = refused.0.unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::NoMemory, VmIs::AtSource)
     );
     assert!(

@@ -29,8 +29,20 @@ fn i3_the_smallest_integration_moves_its_vm() {
         printed.ends_with("it runs there: true\nmemory is whole: true\n"),
         "{printed}"
     );
-    let source = include_str!("../examples/smallest.rs");
-    assert!(source.lines().count() < 200, "it has grown");
+}
+
+/// The crate's README is the example.
+#[test]
+fn the_readme_has_the_smallest_example() {
+    let example = include_str!("../examples/smallest.rs");
+    assert!(example.lines().count() < 120, "it has grown");
+    let readme = include_str!("../README.md");
+    let (_, block) = readme.split_once("```rust,ignore\n").unwrap();
+    let (block, _) = block.split_once("\n```\n").unwrap();
+    for (number, (of_readme, of_example)) in block.lines().zip(example.lines()).enumerate() {
+        assert_eq!(of_readme, of_example, "line {}", number + 1);
+    }
+    assert_eq!(block.lines().count(), example.lines().count());
 }
 
 #[test]

@@ -331,7 +331,7 @@ fn i7_a_lane_to_another_host_of_the_same_name_is_refused() {
         send(&vm, &to, &client, &one_lane(), &cancel).0.unwrap_err()
     });
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::WrongIdentity, VmIs::AtSource)
     );
     assert!(vm.goes_on());

@@ -44,7 +44,7 @@ fn outlasts_within(limit: Duration, fault: FaultCode, text: &str, play: impl FnO
     assert!(began.elapsed() < limit, "{:?}", began.elapsed());
     let error = result.err().unwrap();
     let said = with_causes(&error);
-    assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource), "{said}");
+    assert_eq!((error.code(), error.vm), (fault, VmIs::AtSource), "{said}");
     assert!(said.contains(text), "{said}");
     if let Some(vm) = builder.built {
         assert_eq!(runs(&vm), 0);
@@ -209,7 +209,7 @@ fn i2_a_destination_that_acknowledges_nothing_does_not_hold_the_source() {
     });
     let error = result.unwrap_err();
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::Cancelled, VmIs::AtSource),
         "{error}"
     );
@@ -238,7 +238,7 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     assert!(reply.is_some());
     drop(liar);
     let (result, builder, _) = receiving.finish(false);
-    assert_eq!(result.err().unwrap().fault, FaultCode::Cancelled);
+    assert_eq!(result.err().unwrap().code(), FaultCode::Cancelled);
     assert_eq!(runs(&builder.built.unwrap()), 0);
 }
 
@@ -283,7 +283,7 @@ fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
         let (result, builder, _) = receiving.finish(false);
         let error = result.err().unwrap();
         let said = with_causes(&error);
-        assert_eq!(error.fault, FaultCode::Standstill, "{said}");
+        assert_eq!(error.code(), FaultCode::Standstill, "{said}");
         for part in ["answers pings", "for 2s", "at fault: peer"] {
             assert!(said.contains(part), "no {part:?} in {said}");
         }

@@ -58,7 +58,7 @@ fn meets(before: &Identity, after: &Identity, source: &Identity) -> FaultCode {
             .unwrap_err()
     });
     assert!(vm.goes_on());
-    error.fault
+    error.code()
 }
 
 #[test]

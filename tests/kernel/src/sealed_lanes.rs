@@ -53,7 +53,7 @@ pub fn ipsec_lanes_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (I
     options.timeout = Duration::from_secs(30);
     let said = Said::default();
     let (heard, at) = (said.clone(), host.to_owned());
-    let observer: Observer = Arc::new(move |event| {
+    let observer: Observer = Arc::new(move |event: &dunlin_ipsec::Event| {
         println!("{at}: {event}");
         let mut said = heard.0.lock().expect("no thread panicked");
         said.push(event.to_string());

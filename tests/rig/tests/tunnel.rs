@@ -243,7 +243,11 @@ fn a_relay_speaks_with_qemus_own_tls() {
     let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
     let events = Events::default();
     let limits = Limits::default();
-    let _tunnel = Tunnel::start(any(), identities, &routes, limits, events.observer()).unwrap();
+    let _tunnel = Tunnel::builder(any(), identities, &routes)
+        .limits(limits)
+        .observer(events.observer())
+        .start()
+        .unwrap();
 
     let mut source = Machine::start(&setup, None).unwrap();
     let mut destination = Machine::start_incoming(&setup, None).unwrap();

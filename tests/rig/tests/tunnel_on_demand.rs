@@ -11,9 +11,7 @@ use dunlin_rig::need;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, names};
 use dunlin_test_support::tunnel::{FAR, NEAR, TIMEOUT, identities};
-use dunlin_tunnel::{
-    Demand, Entrance, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES,
-};
+use dunlin_tunnel::{Demand, Entrance, Exit, Listen, Mode, Routes, Target, Tunnel, WINDOW_BYTES};
 
 const WORKLOAD: Workload = Workload {
     memory_mib: 128,
@@ -44,7 +42,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     };
     let routes = Routes::new(Vec::new(), vec![exit]).unwrap();
     let far = identities(authority.identity(&[FAR]));
-    let far = Tunnel::start(any(), far, &routes, Limits::default(), |_| {}).unwrap();
+    let far = Tunnel::builder(any(), far, &routes).start().unwrap();
     let entrance = Entrance {
         route: "ram".to_owned(),
         listen: Listen::OnDemand,
@@ -56,7 +54,7 @@ fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     };
     let routes = Routes::new(vec![entrance], Vec::new()).unwrap();
     let near = identities(authority.identity(&[NEAR]));
-    let near = Tunnel::start(any(), near, &routes, Limits::default(), |_| {}).unwrap();
+    let near = Tunnel::builder(any(), near, &routes).start().unwrap();
     let place = scratch.join("web.listener");
     let demand = Demand {
         route: "ram".to_owned(),

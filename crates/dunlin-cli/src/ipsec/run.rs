@@ -99,7 +99,7 @@ struct Blocked(Arc<Mutex<BTreeSet<PathBuf>>>);
 impl Blocked {
     fn observer(&self) -> Observer {
         let blocked = self.clone();
-        Arc::new(move |event| {
+        Arc::new(move |event: &Event| {
             if let Event::Left { record, .. } = event {
                 lock(&blocked.0).insert(record.clone());
             }

@@ -13,7 +13,7 @@ use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Observer, Options};
 use dunlin_linux::affinity::keep_to;
 use dunlin_linux::signals::{EndSignals, HangUps};
-use dunlin_tunnel::{Given, Identities, Tunnel};
+use dunlin_tunnel::{Event, Identities, Tunnel};
 
 use super::config::table::Port;
 use super::config::{Config, Ipsec};
@@ -75,7 +75,7 @@ impl Run {
         let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
         let listener = config.listen.open(&passed, "listen in the configuration")?;
-        let observer = |event| say(&format!("{event}"));
+        let observer = |event: &Event| say(&format!("{event}"));
         let socket = self.control_socket()?;
         // Threads that already exist would stay unconfined.
         let control = socket
@@ -88,18 +88,12 @@ impl Run {
             Some(ipsec) => Some(self.ipsec_lanes(ipsec)?),
             None => None,
         };
-        let given = Given {
-            sockets: passed,
-            sealed: sealed.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>),
-        };
-        let tunnel = Tunnel::start_with(
-            listener,
-            given,
-            identities,
-            &config.routes,
-            config.limits,
-            observer,
-        )?;
+        let tunnel = Tunnel::builder(listener, identities, &config.routes)
+            .limits(config.limits)
+            .sockets(passed)
+            .sealed(sealed.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
+            .observer(observer)
+            .start()?;
         let tunnel = Arc::new(tunnel);
         let service = match &socket {
             Some(socket) => Some(ControlService::serve(
@@ -165,7 +159,7 @@ impl Run {
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         options.cpus = ipsec_cpus(ipsec.cpus.as_ref())?;
-        let observer: Observer = Arc::new(|event| say(&event_text(event)));
+        let observer: Observer = Arc::new(|event: &dunlin_ipsec::Event| say(&event_text(event)));
         IpsecLanes::new(options, observer).context("cannot use IPsec for lanes")
     }
 }

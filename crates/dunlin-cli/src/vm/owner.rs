@@ -215,7 +215,6 @@ fn move_away(
     let options = flags
         .options()
         .ipsec(ipsec.map(|lanes| Arc::new(lanes) as Arc<dyn SealedLanes>))
-        .tune(moving.tune.clone())
         .journal(service.journal.clone())
         .owner(service.owner())
         .build()?;
@@ -229,6 +228,7 @@ fn move_away(
             .options(options)
             .observer(&observe)
             .cancel(cancel)
+            .tune(&for_thread.tune)
             .run()
         {
             Ok(report) => Line::Moved(Box::new((&report).into())),

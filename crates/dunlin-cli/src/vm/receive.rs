@@ -242,7 +242,7 @@ fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Resul
 /// Whether the failure is a lack of resources or kernel support on this host.
 fn is_local_fault(error: &MigrateError) -> bool {
     matches!(
-        error.fault,
+        error.code(),
         FaultCode::DescriptorLimit | FaultCode::NoMemory | FaultCode::Kernel
     )
 }

@@ -113,7 +113,7 @@ fn i7_a_description_that_does_not_fit_its_memory_is_refused_and_said_at_both_sid
         as_if: machine(128),
     });
     let error = send(&hosts, Arc::clone(&vm) as _, &destination.address);
-    assert_eq!(error.fault, FaultCode::DescriptionRefused);
+    assert_eq!(error.code(), FaultCode::DescriptionRefused);
     let parts = [
         "the source's memory has regions of [67108864] bytes",
         "has [134217728] here",

@@ -193,7 +193,7 @@ impl IpsecDialer {
                 }
                 // Another session on one of the hosts has the ports: the other side opens lanes
                 // too.
-                Err(error) if error.fault() == FaultCode::PortsTaken => {}
+                Err(error) if error.code() == FaultCode::PortsTaken => {}
                 Err(error) => return Err(cancelled_or(error)),
             }
         }

@@ -40,6 +40,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::affinity::{allowed, keep_to, pin_to};
 use dunlin_linux::tcp::{incoming_cpu, send_window};
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::{Mode, Sender};
 use dunlin_proto::negotiate::Opening;
 use thiserror::Error;
@@ -120,6 +121,17 @@ pub enum NotProtected {
         /// The source address of the lane.
         from: SocketAddr,
     },
+}
+
+impl NotProtected {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Socket(_) => FaultCode::Kernel,
+            Self::NoSession { .. } => FaultCode::SecurityNotAgreed,
+        }
+    }
 }
 
 impl IpsecLanes {

@@ -79,15 +79,27 @@ pub enum LaneError {
 }
 
 impl LaneError {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Session(error) => error.code(),
+            Self::OtherPeer { .. } => FaultCode::WrongIdentity,
+            Self::NoPort { .. } => FaultCode::PortsTaken,
+            Self::Cpu { .. } => FaultCode::Kernel,
+            Self::Connect { .. } => FaultCode::LaneLost,
+            Self::Stopped => FaultCode::Cancelled,
+        }
+    }
+
     /// Returns the fault code if the next attempt would fail in the same way; `None` if it may
     /// succeed.
     #[must_use]
     pub fn permanent(&self) -> Option<FaultCode> {
+        let code = self.code();
         match self {
-            Self::OtherPeer { .. } => Some(FaultCode::WrongIdentity),
-            Self::Cpu { .. } => Some(FaultCode::Kernel),
-            Self::Session(error) => {
-                let code = error.fault();
+            Self::OtherPeer { .. } | Self::Cpu { .. } => Some(code),
+            Self::Session(_) => {
                 let lasts = matches!(
                     code,
                     FaultCode::FeatureMissing
@@ -211,7 +223,7 @@ impl LaneSession {
             self.session.want_cpu(cpu);
             let is_served = self.await_own(Sender::Cpu(cpu), request)?;
             if !is_served && lock(&self.unserved).insert(cpu) {
-                observer(&Event::NoOwnAssociation { cpu });
+                observer.event(&Event::NoOwnAssociation { cpu });
             }
         }
         let count = u32::from(self.ports.last() - self.ports.first()) + 1;
@@ -343,7 +355,7 @@ impl LaneSession {
         // Do not report a permanent stray every second.
         if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
             for stray in strays {
-                observer(&Event::Strayed {
+                observer.event(&Event::Strayed {
                     cpu: stray.cpu,
                     sent: stray.sent,
                     carried: stray.carried,

@@ -150,7 +150,7 @@ impl Driver {
             Ok(_) => self.serve(commands, &dealt),
             Err(source) => IpsecError::resources("a thread")(source.kind().into()),
         };
-        self.exchange.end(why.fault(), &in_words(&why));
+        self.exchange.end(why.code(), &in_words(&why));
         // Sends the reason to the peer, unless the session is over. Returns it once more.
         let _ = self.settle();
         // Unblocks the reader.
@@ -445,7 +445,7 @@ impl Driver {
     }
 
     pub(super) fn tell(&self, event: Event) {
-        (self.observer)(&event);
+        self.observer.event(&event);
     }
 
     /// Removes what was installed. While connections use the ports, they stay blocked; after

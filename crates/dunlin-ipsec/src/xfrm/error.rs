@@ -2,6 +2,8 @@
 
 use std::io;
 
+use dunlin_proto::fault::FaultCode;
+
 use crate::netlink::Failure;
 
 /// Why a request failed; the kernel has changed nothing.
@@ -84,6 +86,15 @@ fn kernel_text(text: &Option<String>) -> String {
 }
 
 impl Error {
+    /// [`FaultCode::Kernel`], or [`FaultCode::PortsTaken`] for an object of another program.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Taken { .. } => FaultCode::PortsTaken,
+            _ => FaultCode::Kernel,
+        }
+    }
+
     /// Why an operation failed, before its meaning for the caller is determined.
     pub(super) fn of(doing: &'static str, why: Failure) -> Self {
         match why {
@@ -105,7 +116,7 @@ impl Error {
     }
 
     /// Returns the kernel's error number (errno(3)), positive.
-    pub(super) fn code(&self) -> Option<i32> {
+    pub(super) fn errno(&self) -> Option<i32> {
         match self {
             Self::Refused { source, .. } => source.raw_os_error(),
             _ => None,
@@ -114,7 +125,7 @@ impl Error {
 
     /// Converts to the error of adding an SA of `cpu`.
     pub(super) fn of_state(self, cpu: Option<u32>) -> Self {
-        match (self.code(), self, cpu) {
+        match (self.errno(), self, cpu) {
             (Some(libc::EEXIST), ..) => Self::Taken { what: "SPI" },
             (Some(libc::ERANGE), _, Some(cpu)) => Self::NoSuchCpu { cpu },
             (

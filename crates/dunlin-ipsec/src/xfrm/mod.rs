@@ -169,7 +169,7 @@ impl Xfrm {
     pub fn add_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy);
         match self.exchange("adding a policy", request, |_, _| Ok(())) {
-            Err(error) if error.code() == Some(libc::EEXIST) => {
+            Err(error) if error.errno() == Some(libc::EEXIST) => {
                 Err(Error::Taken { what: "selector" })
             }
             other => other,
@@ -368,7 +368,7 @@ impl Xfrm {
 /// Returns whether the kernel has the object of a request: if not, it refuses with `absent`.
 fn exists(answered: Result<(), Error>, absent: i32) -> Result<bool, Error> {
     match answered {
-        Err(error) if error.code() == Some(absent) => Ok(false),
+        Err(error) if error.errno() == Some(absent) => Ok(false),
         other => other.map(|()| true),
     }
 }

@@ -12,11 +12,10 @@ use super::source::doubt::Doubt;
 /// A failed migration: what failed, who is at fault, what to do, and where the VM is
 /// now.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub struct MigrateError {
-    /// The kind of fault, as seen from this side.
-    pub fault: FaultCode,
-    /// Who has to act, as seen from this side.
-    pub at_fault: AtFault,
+    pub(super) code: FaultCode,
+    pub(super) at_fault: AtFault,
     /// Where the VM is.
     pub vm: VmIs,
     /// What happened.
@@ -28,6 +27,20 @@ pub struct MigrateError {
     /// [`VmIs::RanThenDied`]: the handle with which an operator resolves it. Keep it
     /// while the VM is paused.
     pub doubt: Option<Box<Doubt>>,
+}
+
+impl MigrateError {
+    /// The kind of fault, as seen from this side.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        self.code
+    }
+
+    /// Who has to act, as seen from this side.
+    #[must_use]
+    pub fn at_fault(&self) -> AtFault {
+        self.at_fault
+    }
 }
 
 impl fmt::Display for MigrateError {
@@ -50,9 +63,9 @@ impl fmt::Display for MigrateError {
             formatter,
             "{} ({}, at fault: {}); {vm}. {}",
             self.what,
-            self.fault,
+            self.code,
             self.at_fault,
-            self.fault.advice()
+            self.code.advice()
         )
     }
 }
@@ -61,7 +74,7 @@ impl Fault {
     pub(crate) fn into_error(self, vm: VmIs) -> MigrateError {
         let kind = self.kind();
         MigrateError {
-            fault: kind,
+            code: kind,
             at_fault: if kind == self.code {
                 self.at_fault
             } else {
@@ -81,6 +94,8 @@ mod tests {
     use std::io;
 
     use super::*;
+    use crate::engine::journal::JournalError;
+    use crate::engine::source::ResolveError;
     use crate::lane::control::ControlError;
     use crate::lane::handshake::HandshakeError;
     use crate::lane::record::Alert;
@@ -124,11 +139,45 @@ mod tests {
             assert_eq!(fault.code, FaultCode::LaneLost);
             assert_eq!(fault.kind(), kind);
             let error = fault.into_error(VmIs::AtSource);
-            assert_eq!((error.fault, error.at_fault), (kind, at_fault), "{error}");
+            assert_eq!(
+                (error.code(), error.at_fault()),
+                (kind, at_fault),
+                "{error}"
+            );
         }
         // A fault that the peer reports keeps its code, and is seen from this side.
         let reported = Fault::from_peer(FaultCode::DescriptorLimit, "none left".into());
-        assert_eq!(reported.into_error(VmIs::AtSource).at_fault, AtFault::Peer);
+        assert_eq!(
+            reported.into_error(VmIs::AtSource).at_fault(),
+            AtFault::Peer
+        );
+    }
+
+    #[test]
+    fn the_code_of_an_error_is_the_shortage_behind_it_or_that_of_its_kind() {
+        const EMFILE: i32 = 24;
+        const ENOSPC: i32 = 28;
+        let journal = |number| JournalError::Io {
+            what: "written",
+            path: "x".into(),
+            source: errno(number),
+        };
+        let resume = |source: io::Error| ResolveError::Resume {
+            what: "cannot resume",
+            source: source.into(),
+        };
+        for (found, code) in [
+            (journal(ENOSPC).code(), FaultCode::Journal),
+            (journal(EMFILE).code(), FaultCode::DescriptorLimit),
+            (
+                ResolveError::Journal(journal(ENOSPC)).code(),
+                FaultCode::Journal,
+            ),
+            (resume(io::Error::other("KVM")).code(), FaultCode::Internal),
+            (resume(errno(EMFILE)).code(), FaultCode::DescriptorLimit),
+        ] {
+            assert_eq!(found, code);
+        }
     }
 
     #[test]

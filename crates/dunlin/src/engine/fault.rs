@@ -11,21 +11,26 @@ use crate::lane::control::ControlError;
 use crate::lane::handshake::HandshakeError;
 use crate::lane::record::Alert;
 
-/// Where the VM is after a failed migration.
+/// Where the VM is after a failed migration, and what its VMM has to do. The destination
+/// reports [`VmIs::AtSource`], [`VmIs::InDoubt`] and [`VmIs::RanThenDied`] as far as it
+/// can tell; it has discarded its copy and has nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmIs {
     /// It continues at the source, or is paused there because its owner had paused it.
+    /// Nothing to do; another migration may follow.
     AtSource,
-    /// It is paused at the source and could not be resumed.
+    /// It is paused at the source: its VMM's `reactivate` or `resume` failed. It exists
+    /// nowhere else, so the source may repair the cause and resume it.
     StuckAtSource,
     /// *commit* was sent and not answered. The VM is paused at the source and may run
-    /// at the destination.
+    /// at the destination. Keep it paused, keep the process alive, and use
+    /// [`MigrateError::doubt`](super::MigrateError::doubt).
     InDoubt,
     /// It was started at the destination and no longer runs there. The source has its
     /// copy, paused as it was at the switchover. An operator decides whether to resume
-    /// that copy.
+    /// that copy, through [`MigrateError::doubt`](super::MigrateError::doubt).
     RanThenDied,
-    /// The guest has ended: it powered off or stopped.
+    /// The guest has ended: it powered off or stopped. The source may free it.
     Gone,
 }
 

@@ -33,12 +33,13 @@ pub mod vmm;
 
 pub use dunlin_linux::poll::Wakeup;
 pub use dunlin_proto::fault::{AtFault, FaultCode};
+pub use dunlin_proto::observe::Observer;
 
 pub use dunlin_proto::text::{harmless, is_harmful};
 pub use error::MigrateError;
 pub use fault::{VmIs, fault_behind};
 pub use host::{Cancel, Connector, Host, StandardHost};
 pub use options::OptionError;
-pub use report::{Downtime, Event, Iteration, Observer, Progress, Report, Traffic};
+pub use report::{Downtime, Event, Iteration, Progress, Report, Traffic};
 use sync::lock;
 pub use tune::{Tune, TuneError};

@@ -182,17 +182,3 @@ pub struct Progress {
     /// Bytes of guest memory by lane number so far.
     pub lanes: Vec<(u16, u64)>,
 }
-
-/// Receives a session's events: [`Event`] at the source and
-/// [`DestinationEvent`](super::destination::DestinationEvent) at the destination. The
-/// session's own threads call it: return quickly. Closures are observers.
-pub trait Observer<E>: Send + Sync {
-    /// Handles one event.
-    fn event(&self, event: &E);
-}
-
-impl<E, F: Fn(&E) + Send + Sync> Observer<E> for F {
-    fn event(&self, event: &E) {
-        self(event);
-    }
-}

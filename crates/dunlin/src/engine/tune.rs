@@ -24,8 +24,10 @@ enum State {
     Over,
 }
 
-/// A rate that cannot be set.
+/// A rate that cannot be set. Like an [`OptionError`](super::OptionError) it rejects an
+/// argument and changes nothing, so it has no fault code: the variant is the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum TuneError {
     /// At this rate no data would ever arrive.
     #[error("rate 0 would never finish: use no cap instead")]

@@ -113,6 +113,18 @@ pub struct VmDescription {
     pub description: Vec<u8>,
 }
 
+impl VmDescription {
+    /// A description without anything of the VMM's own.
+    #[must_use]
+    pub fn new(uuid: [u8; 16], name: &str) -> Self {
+        Self {
+            uuid,
+            name: name.to_owned(),
+            description: Vec::new(),
+        }
+    }
+}
+
 /// A VM that can be migrated to another host.
 pub trait SourceVm: Send + Sync {
     /// Describes the VM that the destination must build. Returns the same description
@@ -148,11 +160,16 @@ pub trait SourceVm: Send + Sync {
     fn resume(&self) -> Result<(), VmmError>;
 
     /// Slows the guest so that it dirties memory at about (100 − `percent`) % of its
-    /// normal rate; 0 is full speed. Returns whether the VMM supports throttling.
+    /// normal rate; 0 is full speed. Returns whether the VMM supports throttling; by
+    /// default it does not, and a guest that writes faster than the link carries its
+    /// memory is not moved.
     ///
     /// # Errors
     /// Handled as if the VMM did not support throttling.
-    fn throttle(&self, percent: u8) -> Result<bool, VmmError>;
+    fn throttle(&self, percent: u8) -> Result<bool, VmmError> {
+        let _ = percent;
+        Ok(false)
+    }
 
     /// Saves the CPU and device state of the paused guest: at most 4096 sections of
     /// just under 1 MiB each, and 32 MiB in total. Must not write guest memory, because
@@ -163,18 +180,23 @@ pub trait SourceVm: Send + Sync {
     fn save(&self) -> Result<Vec<Section>, VmmError>;
 
     /// Releases what only one host may hold: disk locks, devices. Called on the paused
-    /// guest, before the destination may run it. Must not write guest memory.
+    /// guest, before the destination may run it. Must not write guest memory. The
+    /// default is for a VM that holds nothing of the kind.
     ///
     /// # Errors
     /// The migration fails. The engine calls [`SourceVm::reactivate`].
-    fn deactivate(&self) -> Result<(), VmmError>;
+    fn deactivate(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
     /// Takes back what [`SourceVm::deactivate`] released, before the guest resumes at
     /// the source.
     ///
     /// # Errors
     /// The guest stays paused. The error is reported to the caller.
-    fn reactivate(&self) -> Result<(), VmmError>;
+    fn reactivate(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
     /// Called on the paused guest immediately before *commit*, the point of no return.
     /// A toolstack may block here until it has moved storage or network. Return an
@@ -182,20 +204,27 @@ pub trait SourceVm: Send + Sync {
     ///
     /// # Errors
     /// The migration fails and the guest resumes.
-    fn hold(&self) -> Result<(), VmmError>;
+    fn hold(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
-    /// Destroys the copy at the source: the destination runs the VM.
+    /// Destroys the copy at the source: the destination has the VM. Until this call
+    /// the paused copy must be kept, because the engine may still resume it.
     fn destroy(&self);
 }
 
-/// Builds the VM that the source describes, without starting it.
+/// A VM that was built, or why it was not.
+pub type Built = Result<Arc<dyn DestinationVm>, Refusal>;
+
+/// Builds the VM that the source describes, without starting it. Closures that take
+/// [`Offered`] are builders.
 pub trait Builder: Send {
     /// Builds the VM, or refuses. Its memory must read as zeros.
     ///
     /// # Errors
     /// A [`Refusal`] with a reason for the source's operator. Nothing has been moved
     /// yet.
-    fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal>;
+    fn build(&mut self, offered: &Offered) -> Built;
 
     /// Path of the control socket of this process, stored in the journal: an operator
     /// who finds the record can cancel there. At most 107 bytes; empty if there is
@@ -203,6 +232,15 @@ pub trait Builder: Send {
     fn owner(&self, offered: &Offered) -> String {
         let _ = offered;
         String::new()
+    }
+}
+
+impl<F> Builder for F
+where
+    F: FnMut(&Offered) -> Built + Send,
+{
+    fn build(&mut self, offered: &Offered) -> Built {
+        self(offered)
     }
 }
 
@@ -235,7 +273,9 @@ pub trait DestinationVm: Send + Sync {
     /// # Errors
     /// Nothing has run here. The engine calls [`DestinationVm::discard`], and the guest
     /// resumes at the source.
-    fn acquire(&self) -> Result<(), VmmError>;
+    fn acquire(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
     /// Starts the guest. Returns the downtime as the guest saw it, if the VMM can
     /// measure it to within a few milliseconds.
@@ -243,14 +283,54 @@ pub trait DestinationVm: Send + Sync {
     /// # Errors
     /// Part of the guest may have run. The engine calls [`DestinationVm::discard`]; the
     /// source keeps its paused copy until an operator decides.
-    /// source keeps its copy, paused, until an operator decides.
     fn resume(&self) -> Result<Option<Duration>, VmmError>;
 
     /// Announces the guest's new location to the network (gratuitous ARP and the like).
     /// The guest already runs.
-    fn announce(&self);
+    fn announce(&self) {}
 
-    /// Drops this copy, because the VM stays at the source: releases everything that
-    /// [`DestinationVm::acquire`] took, even if it took only a part.
-    fn discard(&self);
+    /// Drops this copy, because it must not run here: releases everything that
+    /// [`DestinationVm::acquire`] took, even if it took only a part. The engine then
+    /// drops its references to the VM.
+    fn discard(&self) {}
+}
+
+/// The content of the sections `supported`, each a name and a version, in this order: what
+/// [`DestinationVm::load`] needs if no device has several instances. Skips other sections that are
+/// not required.
+///
+/// ```
+/// # use dunlin::engine::vmm::{Section, known_sections};
+/// let saved = [Section::required("timer", 2, vec![7]), Section::required("cpu", 1, vec![1, 2])];
+/// let [cpu, timer] = known_sections(&saved, [("cpu", 1), ("timer", 2)])?;
+/// assert_eq!((cpu, timer), (&[1, 2][..], &[7][..]));
+/// assert!(known_sections(&saved, [("cpu", 1)]).is_err(), "timer is required");
+/// # Ok::<(), dunlin::engine::vmm::VmmError>(())
+/// ```
+///
+/// # Errors
+/// A supported section is missing, or a required one is not supported.
+pub fn known_sections<'a, const N: usize>(
+    sections: &'a [Section],
+    supported: [(&str, u32); N],
+) -> Result<[&'a [u8]; N], VmmError> {
+    let known = |section: &Section| {
+        section.instance == 0 && supported.contains(&(section.name.as_str(), section.version))
+    };
+    if let Some(other) = sections.iter().find(|one| one.required && !known(one)) {
+        let (name, instance, version) = (&other.name, other.instance, other.version);
+        return Err(format!(
+            "section {name}, instance {instance}, version {version}: not supported"
+        )
+        .into());
+    }
+    let mut contents = [&[][..]; N];
+    for (content, (name, version)) in contents.iter_mut().zip(supported) {
+        let found = sections
+            .iter()
+            .find(|one| (&*one.name, one.instance, one.version) == (name, 0, version))
+            .ok_or_else(|| format!("section {name} version {version} is missing"))?;
+        *content = &found.bytes;
+    }
+    Ok(contents)
 }

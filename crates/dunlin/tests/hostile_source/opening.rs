@@ -197,7 +197,7 @@ fn i7_a_second_source_is_refused_as_busy() {
         );
         let error = result.unwrap_err();
         assert_eq!(
-            (error.fault, error.vm),
+            (error.code(), error.vm),
             (FaultCode::Busy, dunlin::engine::VmIs::AtSource),
             "{error}"
         );

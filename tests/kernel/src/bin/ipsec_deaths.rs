@@ -346,7 +346,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         let tls = identity
             .client(&Crypto::auto(), peers)
             .expect("the settings are valid");
-        let observer: Observer = Arc::new(|event| println!("a: {event}"));
+        let observer: Observer = Arc::new(|event: &Event| println!("a: {event}"));
         let never = DialCancel::new().expect("an eventfd");
         let session = match up(SERVER, &tls, &options, &observer, &never) {
             Ok(session) => session,
@@ -383,7 +383,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
         .server(&Crypto::auto(), peers)
         .expect("the settings are valid");
     let (sender, events) = channel();
-    let observer: Observer = Arc::new(move |event| {
+    let observer: Observer = Arc::new(move |event: &Event| {
         println!("b: {event}");
         let _ = sender.send(event.clone());
     });

@@ -234,7 +234,7 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     );
     let (result, _) = inside("a", || send(&vm, AT, &tls.0, &options, &Cancel::new()));
     let error = result.expect_err("the migration is refused");
-    assert_eq!(error.fault, FaultCode::SecurityNotAgreed);
+    assert_eq!(error.code(), FaultCode::SecurityNotAgreed);
     assert!(error.to_string().contains("IPsec"), "{error}");
     assert!(receiving.finish(true).0.is_err());
 }
@@ -291,7 +291,7 @@ fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls
     let error = result.expect_err("the migration is cancelled");
     println!("cancelled after {took:?}: {error}");
     assert_eq!(
-        (error.fault, error.vm),
+        (error.code(), error.vm),
         (FaultCode::Cancelled, VmIs::AtSource),
         "{error}"
     );

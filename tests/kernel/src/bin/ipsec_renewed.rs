@@ -280,7 +280,7 @@ fn slowly(mode: &str) -> ExitCode {
         println!("{change:?}");
         thread::sleep(STEP);
     }));
-    let observer: Observer = Arc::new(|event| eprintln!("{event}"));
+    let observer: Observer = Arc::new(|event: &dunlin_ipsec::Event| eprintln!("{event}"));
     let never = DialCancel::new().expect("an eventfd");
     let session: Session =
         up(SERVER, &tls, &options, &observer, &never).expect("the session comes up");

@@ -311,7 +311,7 @@ pub fn refused_by_destination(
         panic!("{row}: it was believed")
     };
     let said = with_causes(&error);
-    assert_eq!((error.fault, error.vm), (fault, VmIs::AtSource), "{said}");
+    assert_eq!((error.code(), error.vm), (fault, VmIs::AtSource), "{said}");
     assert!(said.contains(text), "{row}: {said}");
     assert!(
         ["the source", "the peer", "lane "]
@@ -376,7 +376,7 @@ pub fn refused_by_source(
         error
     });
     let said = with_causes(&error);
-    assert_eq!((error.fault, error.vm), (fault, at), "{said}");
+    assert_eq!((error.code(), error.vm), (fault, at), "{said}");
     assert!(said.contains(text), "{row}: {said}");
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))

@@ -58,9 +58,9 @@ pub fn identities_with(identity: Identity, offload: Offload) -> Identities {
 pub struct Events(Arc<Mutex<Vec<Event>>>);
 
 impl Events {
-    pub fn observer(&self) -> impl FnMut(Event) + Send + 'static {
+    pub fn observer(&self) -> impl Fn(&Event) + Send + Sync + 'static {
         let events = self.clone();
-        move |event| events.0.lock().unwrap().push(event)
+        move |event: &Event| events.0.lock().unwrap().push(event.clone())
     }
 
     pub fn all(&self) -> Vec<String> {
@@ -147,16 +147,17 @@ impl Pair {
         )
         .unwrap();
         let far_events = Events::default();
-        let far = Tunnel::start(
+        let far = Tunnel::builder(
             TcpListener::bind("127.0.0.1:0").unwrap(),
             identities_with(host(FAR), setup.offload[1]),
             &far_routes,
-            Limits {
-                lanes: setup.lanes,
-                ..setup.limits
-            },
-            far_events.observer(),
         )
+        .limits(Limits {
+            lanes: setup.lanes,
+            ..setup.limits
+        })
+        .observer(far_events.observer())
+        .start()
         .unwrap();
         let relay = setup.relayed.then(|| Relay::start(far.address()));
         let to = relay.as_ref().map_or(far.address(), |relay| relay.address);
@@ -174,13 +175,14 @@ impl Pair {
         )
         .unwrap();
         let near_events = Events::default();
-        let near = Tunnel::start(
+        let near = Tunnel::builder(
             TcpListener::bind("127.0.0.1:0").unwrap(),
             identities_with(host(NEAR), setup.offload[0]),
             &near_routes,
-            setup.limits,
-            near_events.observer(),
         )
+        .limits(setup.limits)
+        .observer(near_events.observer())
+        .start()
         .unwrap();
         Self {
             near: Some(near),

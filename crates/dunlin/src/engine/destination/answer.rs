@@ -18,8 +18,7 @@ use dunlin_proto::negotiate::{
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 
 use super::super::control::{ControlLane, SILENCE_LIMIT};
-use super::super::error::MigrateError;
-use super::super::fault::{Fault, VmIs};
+use super::super::fault::{Fault, OrFault};
 use super::super::host::{Cancel, Host};
 use super::super::journal::{Journal, JournalError, RecordedPeer, Role, SessionJournal};
 use super::super::lock;
@@ -405,28 +404,19 @@ impl Answering {
     }
 }
 
-/// Answers inquiries from `journal` on `listener` until `stop` is cancelled, for a host
-/// that is not receiving a VM. [`Incoming`](super::Incoming) answers them too, while it waits and
-/// while it receives another VM.
-///
-/// # Errors
-/// The listener failed, or no descriptor was available.
-pub fn answer(
+/// Answers inquiries from `journal` on `listener` until `cancel` is cancelled.
+pub(super) fn answer(
     listener: &TcpListener,
     tls: &ServerTls,
     journal: &Journal,
     host: &Arc<dyn Host>,
-    stop: &Cancel,
-) -> Result<(), MigrateError> {
-    let failed = |error| {
-        Fault::new(FaultCode::Kernel, "cannot answer inquiries")
-            .because(error)
-            .into_error(VmIs::AtSource)
-    };
-    let (wake, stopped) = waker().map_err(failed)?;
-    stop.listen(move || wake.wake());
+    cancel: &Cancel,
+) -> Result<(), Fault> {
+    const FAILED: &str = "cannot answer inquiries";
+    let (wake, stopped) = waker().or_fault(FaultCode::Kernel, FAILED)?;
+    cancel.listen(move || wake.wake());
     let text = "this host is not receiving a VM";
     let result = Answers::new(host, journal, None).serve(listener, tls, &stopped, text);
-    stop.unlisten();
-    result.map_err(failed)
+    cancel.unlisten();
+    result.or_fault(FaultCode::Kernel, FAILED)
 }

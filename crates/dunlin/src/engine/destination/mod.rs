@@ -33,8 +33,9 @@ use std::net::TcpListener;
 use std::sync::Arc;
 
 pub use dunlin_proto::control::Verdict;
+use dunlin_proto::observe::Observer;
 
-pub use answer::{Answering, answer};
+pub use answer::Answering;
 pub use options::{Options, OptionsBuilder};
 pub use received::{DestinationEvent, Received};
 
@@ -46,11 +47,13 @@ use self::waiting::Describing;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::Observer;
 use super::vmm::Builder;
 use crate::lane::policy::ServerTls;
 
 /// An incoming migration: accepts on a listener and receives one VM.
+///
+/// A host that receives VMs all the time runs one after the other, each with a clone of
+/// the listener. Whether a VM arrives or an attempt fails, the next one can run.
 ///
 /// ```no_run
 /// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};
@@ -109,7 +112,9 @@ impl<'a> Incoming<'a> {
     /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait.
     ///
     /// # Errors
-    /// [`MigrateError`]: what failed, who is at fault, and where the VM is.
+    /// [`MigrateError`]: what failed, who is at fault, and where the VM is. The VM does not run
+    /// here, and what was built of it has been discarded
+    /// ([`DestinationVm::discard`](super::vmm::DestinationVm::discard)).
     pub fn run(self, builder: &mut dyn Builder) -> Result<Received, MigrateError> {
         let session = Session::start(
             self.listener,
@@ -131,5 +136,24 @@ impl<'a> Incoming<'a> {
             .map_or_else(|settled| settled, Running::await_release);
         self.cancel.unlisten();
         settled.into_result()
+    }
+
+    /// Receives no VM, and answers sources that ask for the outcome of an earlier session, from
+    /// the journal of the options, until it is cancelled. [`Incoming::run`] answers them too. The
+    /// observer gets no events.
+    ///
+    /// # Errors
+    /// The listener failed, or no descriptor was available.
+    pub fn answer(self) -> Result<(), MigrateError> {
+        let Self {
+            listener,
+            tls,
+            options,
+            host,
+            cancel,
+            ..
+        } = self;
+        answer::answer(&listener, tls, &options.journal, &host, &cancel)
+            .map_err(|fault| fault.into_error(VmIs::AtSource))
     }
 }

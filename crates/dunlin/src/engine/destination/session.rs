@@ -14,12 +14,12 @@ use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{Offer, Opening, Refusal, Selection};
+use dunlin_proto::observe::Observer;
 
 use super::super::control::{FromPeer, Sequences};
 use super::super::control_link::{CLOSE_LIMIT, ControlLink};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
-use super::super::report::Observer;
 use super::super::threads::{CpuTime, spawn};
 use super::answer::{Answers, is_inquiry};
 use super::event::SessionEvent;

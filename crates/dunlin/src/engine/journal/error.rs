@@ -3,9 +3,12 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{State, Unreadable};
 use dunlin_proto::wire::EncodeError;
 use thiserror::Error;
+
+use super::super::fault::fault_behind;
 
 /// An error of the journal.
 #[derive(Debug, Error)]
@@ -71,6 +74,14 @@ pub enum JournalError {
     /// The record does not fit into a slot: an error of the engine.
     #[error("cannot encode the record")]
     Record(#[from] EncodeError),
+}
+
+impl JournalError {
+    /// [`FaultCode::Journal`], or the shortage behind the error ([`fault_behind`]).
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        fault_behind(self).unwrap_or(FaultCode::Journal)
+    }
 }
 
 pub(super) fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JournalError {

@@ -4,11 +4,13 @@
 use std::time::Duration;
 
 use dunlin_proto::control::Message;
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{Record, State};
 use dunlin_proto::switchover::{Resolution, Source, SourceAction as Do, SourceEvent as On};
 use thiserror::Error;
 
 use super::super::control::ControlLane;
+use super::super::fault::fault_behind;
 use super::super::journal::{JournalError, SessionJournal};
 use super::super::vmm::{SourceVm, VmmError};
 
@@ -23,6 +25,10 @@ pub(super) const NO_RECORD: &str = "the destination has no record of the session
 
 /// A VM that the source holds paused until an operator decides. It keeps the record
 /// locked, which shows other processes that the VM's process lives.
+///
+/// [`Doubt::ask`] asks the destination again. If it cannot answer any more,
+/// [`Doubt::resolve`] carries out what an operator has found out there. Do not resume
+/// or destroy the VM in any other way: it may run at the destination.
 #[derive(Debug)]
 pub struct Doubt {
     pub(super) journal: SessionJournal,
@@ -32,6 +38,7 @@ pub struct Doubt {
 
 /// A resolution that could not be carried out.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum ResolveError {
     /// The resolution could not be recorded. Nothing has changed.
     #[error("cannot record the resolution; the VM stays in doubt")]
@@ -44,6 +51,19 @@ pub enum ResolveError {
         /// The VMM's error.
         source: VmmError,
     },
+}
+
+impl ResolveError {
+    /// The fault code; [`FaultCode::Internal`] if the VMM failed.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Journal(error) => error.code(),
+            Self::Resume { source, .. } => {
+                fault_behind(source.as_ref()).unwrap_or(FaultCode::Internal)
+            }
+        }
+    }
 }
 
 impl Doubt {

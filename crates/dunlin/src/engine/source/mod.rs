@@ -42,6 +42,7 @@ use std::sync::Arc;
 
 use dunlin_linux::affinity::thread_cpu_time;
 pub use dunlin_proto::negotiate::LaneSecurity;
+use dunlin_proto::observe::Observer;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
 
@@ -57,7 +58,8 @@ use self::switchover::Switchover;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
-use super::report::{Event, Observer, Report};
+use super::report::{Event, Report};
+use super::tune::Tune;
 use super::vmm::SourceVm;
 use crate::lane::policy::ClientTls;
 
@@ -98,6 +100,8 @@ impl<'a> Migration<'a> {
 
     /// Sets the options.
     pub fn options(self, options: Options) -> Self {
+        let tune = self.options.tune;
+        let options = Options { tune, ..options };
         Self { options, ..self }
     }
 
@@ -117,10 +121,19 @@ impl<'a> Migration<'a> {
         Self { cancel, ..self }
     }
 
-    /// Moves the VM, on this thread.
+    /// Lets `tune` change the rate cap while the migration runs.
+    pub fn tune(mut self, tune: &Tune) -> Self {
+        self.options.tune = tune.clone();
+        self
+    }
+
+    /// Moves the VM, on this thread. Afterwards the destination runs it, and the copy
+    /// here is destroyed ([`SourceVm::destroy`]).
     ///
     /// # Errors
-    /// [`MigrateError`]: what failed, who is at fault, and where the VM is.
+    /// [`MigrateError`]: what failed, who is at fault, and where the VM is
+    /// ([`MigrateError::vm`]). Nothing of the migration remains: no thread, no socket, no
+    /// running dirty log; except, if the VM is in doubt, [`MigrateError::doubt`].
     pub fn run(self) -> Result<Report, MigrateError> {
         let cpu_before = thread_cpu_time();
         let connecting = Connecting::new(

@@ -187,12 +187,6 @@ impl OptionsBuilder {
         self
     }
 
-    /// Changes the rate cap while the migration runs.
-    pub fn tune(mut self, tune: Tune) -> Self {
-        self.0.tune = tune;
-        self
-    }
-
     /// Rate cap over all data lanes during the last pass, while the guest is paused, in
     /// bytes per second.
     pub fn last_pass_rate(mut self, last_pass_rate: impl Into<Option<u64>>) -> Self {

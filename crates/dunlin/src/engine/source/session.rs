@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::observe::Observer;
 use dunlin_proto::switchover::Source;
 
 use super::super::control::FromPeer;
@@ -15,7 +16,7 @@ use super::super::control_link::{CLOSE_LIMIT, ControlLink};
 use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
-use super::super::report::{Event, Observer};
+use super::super::report::Event;
 use super::super::threads::CpuTime;
 use super::super::vmm::{GuestMemory, RunState, SourceVm};
 use super::event::SessionEvent;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dunlin::Incoming;
-use dunlin::engine::destination::{DestinationEvent, Options, answer};
+use dunlin::engine::VmIs;
+use dunlin::engine::destination::{DestinationEvent, Options};
 use dunlin::engine::journal::{DestinationRecord, Journal};
-use dunlin::engine::{Cancel, Host, StandardHost, VmIs};
 use dunlin::lane::policy::ServerTls;
 use dunlin_crash_tests::files::Files;
 
@@ -81,8 +81,12 @@ pub(crate) fn restarted(files: &Files, listen: &str, stage: &Stage) -> Result<()
 
 fn answer_on(listener: TcpListener, tls: ServerTls, journal: Journal) {
     std::thread::spawn(move || {
-        let host: Arc<dyn Host> = Arc::new(StandardHost);
-        answer(&listener, &tls, &journal, &host, &Cancel::new())
+        let options = Options::builder().journal(journal).build()?;
+        Ok::<_, Failure>(
+            Incoming::builder(listener, &tls)
+                .options(options)
+                .answer()?,
+        )
     });
 }
 
