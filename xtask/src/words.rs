@@ -1,5 +1,5 @@
-//! The word check: retired names and phrases of `tools/words`, searched for in comments, string
-//! literals, identifiers and Markdown pages.
+//! The word check: searches the retired names and phrases of `tools/words` in comments, string literals
+//! and identifiers of sources, and in the whole text of other files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,14 +10,33 @@ use clap::Args;
 
 /// The list, relative to the workspace.
 const LIST: &str = "tools/words";
-/// What is never searched: builds, quotations of recorded output, and decisions, which keep the words
-/// of their time.
-const SKIPPED: [&str; 5] = ["target", ".git", "decisions", "recorded", "seeds"];
+/// Files and folders that are not searched: the list, texts that this project did not write, builds,
+/// generated inputs, lists of interfaces (`api`, with the names of the sources), recorded
+/// sessions, and decisions, which keep the words of their time.
+const SKIPPED: [&str; 11] = [
+    "words",
+    "LICENSE",
+    "target",
+    ".git",
+    "api",
+    "artifacts",
+    "corpus",
+    "coverage",
+    "decisions",
+    "recorded",
+    "seeds",
+];
+/// Extensions of sources, which have comments, string literals and identifiers as in Rust.
+const SOURCES: [&str; 3] = ["rs", "c", "h"];
+/// Extensions of texts. A file without an extension is a text too: a script or a Makefile.
+const TEXTS: [&str; 10] = [
+    "md", "toml", "txt", "sh", "py", "S", "ld", "css", "service", "socket",
+];
 
 /// What to search.
 #[derive(Debug, Args)]
 pub struct WordOptions {
-    /// Files and folders to search; without it those that `tools/words` lists as finished.
+    /// Files and folders to search [default: the whole workspace].
     paths: Vec<PathBuf>,
 }
 
@@ -38,7 +57,6 @@ struct Entry {
 #[derive(Debug, Default)]
 struct List {
     entries: Vec<Entry>,
-    finished: Vec<PathBuf>,
 }
 
 /// A word of a text, in lower case, or one character of punctuation; with its offset in bytes.
@@ -55,8 +73,9 @@ struct Hit {
 /// Searches, prints each occurrence, and fails if there is one.
 pub(crate) fn command(options: &WordOptions) -> Result<ExitCode> {
     let list = List::parse(&fs::read_to_string(LIST).with_context(|| LIST.to_owned())?)?;
+    let workspace = [PathBuf::from(".")];
     let paths = match options.paths.as_slice() {
-        [] => &list.finished,
+        [] => &workspace[..],
         paths => paths,
     };
     let mut files = Vec::new();
@@ -66,8 +85,7 @@ pub(crate) fn command(options: &WordOptions) -> Result<ExitCode> {
     let mut hits = 0;
     for file in &files {
         let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
-        let is_page = file.extension().is_some_and(|extension| extension == "md");
-        for hit in list.search(&text, is_page) {
+        for hit in list.search(&text, has_extension(file, &SOURCES)) {
             hits += 1;
             let (
                 file,
@@ -87,7 +105,13 @@ pub(crate) fn command(options: &WordOptions) -> Result<ExitCode> {
     })
 }
 
-/// Adds the sources and pages at or under `path`, in order.
+/// Whether the file's extension is one of these.
+fn has_extension(path: &Path, extensions: &[&str]) -> bool {
+    let extension = path.extension();
+    extension.is_some_and(|extension| extensions.iter().any(|&one| extension == one))
+}
+
+/// Adds the sources and texts at or under `path`, in order.
 pub(crate) fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let metadata = fs::metadata(path).with_context(|| path.display().to_string())?;
     if metadata.is_file() {
@@ -99,9 +123,9 @@ pub(crate) fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in entries {
         let path = entry.path();
         let is_skipped = SKIPPED.iter().any(|&name| entry.file_name() == name);
-        let is_text = path
-            .extension()
-            .is_some_and(|extension| extension == "rs" || extension == "md");
+        let is_text = path.extension().is_none()
+            || has_extension(&path, &SOURCES)
+            || has_extension(&path, &TEXTS);
         if !is_skipped && (entry.file_type()?.is_dir() || is_text) {
             collect(&path, files)?;
         }
@@ -119,8 +143,7 @@ impl List {
             match line {
                 "" => {}
                 _ if line.starts_with('#') => {}
-                "[prose]" | "[names]" | "[finished]" => section = line,
-                _ if section == "[finished]" => list.finished.push(line.into()),
+                "[prose]" | "[names]" => section = line,
                 _ => {
                     ensure!(!section.is_empty(), "{} precedes a section", at());
                     let entry = Entry::parse(line, section == "[names]");
@@ -131,10 +154,10 @@ impl List {
         Ok(list)
     }
 
-    /// Occurrences in a page or a Rust source, in order.
-    fn search(&self, text: &str, is_page: bool) -> Vec<Hit> {
+    /// Occurrences in a source or another text, in order.
+    fn search(&self, text: &str, is_source: bool) -> Vec<Hit> {
         let mut found = Vec::new();
-        if is_page {
+        if !is_source {
             let prose = without_quotations(text);
             self.search_words(&words(&prose, 0), &mut found);
         } else {
@@ -239,7 +262,7 @@ fn words(text: &str, offset: usize) -> Vec<Word> {
                 _ => list.push((offset + at, lower.collect())),
             }
             end = at + character.len_utf8();
-        } else if !character.is_whitespace() && character != '/' && character != '!' {
+        } else if !character.is_whitespace() && !['/', '!', '#', '*'].contains(&character) {
             list.push((offset + at, character.to_string()));
         }
     }
@@ -264,7 +287,7 @@ fn name_parts(name: &str) -> Vec<Word> {
     parts
 }
 
-/// A Markdown page with its quotations blanked, of the same length.
+/// A text with its Markdown quotations blanked, of the same length.
 fn without_quotations(text: &str) -> String {
     text.split_inclusive('\n')
         .map(|line| match line.trim_start().starts_with('>') {
@@ -286,7 +309,7 @@ enum Kind {
     Code,
 }
 
-/// The comments, string literals and identifiers of a Rust source, with their offsets.
+/// The comments, string literals and identifiers of a source, with their offsets.
 fn tokens(source: &str) -> Vec<(usize, Kind, &str)> {
     let mut list = Vec::new();
     let mut at = 0;
@@ -378,19 +401,23 @@ mod tests {
     use super::*;
 
     const WORDS: &str = "[prose]\nat all [not at all] = delete it\n[names]\ngadget = device\n\
-        idle [idle timeout] = unused\n[finished]\nxtask";
+        idle [idle timeout] = unused";
 
-    fn found(text: &str, is_page: bool) -> Vec<(usize, String)> {
+    fn found(text: &str, is_source: bool) -> Vec<(usize, String)> {
         let list = List::parse(WORDS).unwrap();
-        let hits = list.search(text, is_page).into_iter();
+        let hits = list.search(text, is_source).into_iter();
         hits.map(|hit| (hit.line, hit.found)).collect()
     }
 
     #[test]
-    fn phrases_are_found_across_lines_of_comments_and_of_pages() {
+    fn phrases_are_found_across_lines_of_comments_and_of_texts() {
         let source = "fn a() {}\n// Lanes at\n/// all.\n";
-        assert_eq!(found(source, false), [(2, "at all".into())]);
-        assert_eq!(found("Lanes at\nall.\n", true), [(1, "at all".into())]);
+        assert_eq!(found(source, true), [(2, "at all".into())]);
+        let source = "int a;\n/* Lanes at\n * all. */\n";
+        assert_eq!(found(source, true), [(2, "at all".into())]);
+        assert_eq!(found("Lanes at\nall.\n", false), [(1, "at all".into())]);
+        let script = "run\n# Lanes at\n# all.\n";
+        assert_eq!(found(script, false), [(2, "at all".into())]);
     }
 
     #[test]
@@ -399,7 +426,7 @@ mod tests {
             "struct WorkGadget;\nlet my_gadget = GADGET_SIZE;\nlet gadgets = \"a Gadget\";\n";
         let names = ["WorkGadget", "my_gadget", "GADGET_SIZE", "gadget"];
         assert_eq!(
-            found(source, false),
+            found(source, true),
             [(1, names[0]), (2, names[1]), (2, names[2]), (3, names[3])]
                 .map(|(line, name)| (line, name.to_owned()))
         );
@@ -407,16 +434,16 @@ mod tests {
 
     #[test]
     fn allowed_phrases_quotations_and_code_are_not_found() {
-        assert!(found("// Not at all, and the idle timeout is short.", false).is_empty());
-        assert!(found("let idle_timeout = at.all();", false).is_empty());
-        assert!(found("> Lanes at all.\n", true).is_empty());
-        assert_eq!(found("// An idle lane.", false).len(), 1);
+        assert!(found("// Not at all, and the idle timeout is short.", true).is_empty());
+        assert!(found("let idle_timeout = at.all();", true).is_empty());
+        assert!(found("> Lanes at all.\n", false).is_empty());
+        assert_eq!(found("// An idle lane.", true).len(), 1);
     }
 
     #[test]
     fn literals_end_where_rust_ends_them() {
         let source = "let a = ['\"', '\\'', '\\\\']; let b: &'a str = r#\"gadget \" at all\"#; let c = b\"\\\"gadget\"; // at all";
-        let found: Vec<_> = found(source, false)
+        let found: Vec<_> = found(source, true)
             .into_iter()
             .map(|(_, hit)| hit)
             .collect();

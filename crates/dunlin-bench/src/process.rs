@@ -4,8 +4,7 @@ use std::fs;
 
 use anyhow::{Context, Result, bail};
 
-/// User and system time, in steps of 10 ms (proc_pid_stat(5)); also of a process that has ended and
-/// whose parent has not waited for it.
+/// User and system time, in steps of 10 ms (proc_pid_stat(5)); also of a zombie process.
 ///
 /// # Errors
 /// There is no such process.

@@ -1,8 +1,8 @@
 //! No bytes of guests and private keys in the command's output, with or without JSON, nor in
 //! journals, status or errors.
 //!
-//! A guest's canary is written into its memory from outside; a key's is the secret number in its
-//! file. Parts of each are searched for raw and in hexadecimal, decimal and base64.
+//! The canaries are bytes that the test writes into a guest's memory, and the secret number in a key's
+//! file. The test searches for parts of each, raw and in hexadecimal, decimal and base64.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -283,7 +283,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
     source.wait_for("control");
     let (memory, start) = source.memory();
-    // Beyond the guest's working set and the filled part.
+    // After the guest's working set and the filled part.
     let place = 24 << 20;
     memory.write_all_at(canary, start + place).unwrap();
 
@@ -400,7 +400,7 @@ fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
 }
 
 #[test]
-fn a_canary_is_found_however_it_is_written() {
+fn a_canary_is_found_in_every_encoding() {
     let canary = Canary {
         name: String::new(),
         bytes: random(32),

@@ -1,4 +1,4 @@
-//! Steering a migration: limits, signals, another shell, clients that disappear.
+//! Control of a running migration: limits, signals, requests from another shell, clients that end.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/proxy.rs"]
@@ -11,7 +11,7 @@ use std::time::Duration;
 use dunlin_test_base::kvm;
 use proxy::Proxy;
 use serde_json::Value;
-use support::{Done, Hosts, Process, finish, words};
+use support::{Done, Hosts, Process, assert_at_source, finish, words};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 /// Slow enough for a first pass of a minute.
@@ -32,13 +32,11 @@ fn under_way(hosts: &Hosts, from: &Process, to: &Process) -> Process {
 fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     let (code, last) = client.ended();
     assert_eq!(code, 4, "{last}");
-    assert_eq!(last["event"], "failed");
-    assert_eq!(last["fault"], "cancelled");
-    assert_eq!(last["vm"], "at-source");
+    assert_eq!(
+        [&last["event"], &last["fault"], &last["vm"]],
+        ["failed", "cancelled", "at-source"]
+    );
     assert_eq!(last["code"], 4);
-    let text = last["text"].as_str().unwrap();
-    assert!(text.contains("cancelled by the operator"), "{text}");
-    assert!(text.contains("goes on at the source"), "{text}");
     hosts.assert_runs(at);
     assert_eq!(hosts.status(at)["migration"], Value::Null);
 }
@@ -64,8 +62,7 @@ fn i2_i5_a_signal_at_the_client_cancels_and_the_next_attempt_succeeds() {
         assert_cancelled(&hosts, client, &source);
         let rejected = destination.wait_for("rejected");
         let text = rejected["text"].as_str().unwrap();
-        assert!(text.contains("cancelled by the operator"), "{text}");
-        assert!(text.contains("at fault: peer"), "{text}");
+        assert!(text.contains("(cancelled, at fault: peer)"), "{text}");
     }
     assert_moves(&hosts, source, &destination);
 }
@@ -109,13 +106,7 @@ fn a_signal_at_the_destination_cancels_with_its_reason_and_ends_it() {
     destination.signal("INT");
     let (code, last) = destination.ended();
     assert_eq!(code, 4);
-    assert_eq!(last["vm"], "at-source");
-    assert!(
-        last["text"]
-            .as_str()
-            .unwrap()
-            .contains("cancelled by the operator")
-    );
+    assert_at_source(&last, "cancelled", "this side");
     assert_cancelled(&hosts, client, &source);
 
     let idle = hosts.receive("b", "3", "");
@@ -144,7 +135,7 @@ fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
     assert!(!hosts.scratch.join("1").join("vm.sock").exists());
     destination.wait_for("rejected");
 
-    // A process without a migration just ends, and so does one after an arrival.
+    // A process without a migration ends at once, also after it has received a VM.
     let next = hosts.run("3", GUEST);
     assert_moves(&hosts, next, &destination);
     destination.signal("INT");
@@ -160,10 +151,10 @@ fn i2_a_killed_or_stopped_client_does_not_end_the_migration() {
     let destination = hosts.receive("b", "2", "");
     let client = under_way(&hosts, &source, &destination);
     client.kill();
-    // The process reports it; the migration can be shown, followed and steered.
+    // The VM's process reports it; status, watch and set still work.
     let warning = source.wait_for("warning");
     let text = warning["text"].as_str().unwrap();
-    assert!(text.contains("has gone; it goes on"), "{text}");
+    assert!(text.contains("has gone"), "{text}");
     let migration = hosts.status(&source)["migration"].clone();
     assert_eq!(migration["role"], "source");
     assert_eq!(migration["phase"], "pre-copy");
@@ -173,7 +164,7 @@ fn i2_a_killed_or_stopped_client_does_not_end_the_migration() {
     watch.arg(&source.control);
     let follower = Process::follow(watch, &source.control);
     follower.wait_for("progress");
-    // A follower that does not read must not delay it either.
+    // A follower that does not read does not delay the migration.
     follower.signal("STOP");
     set_rate(&source, "none").expect(0);
     destination.wait_for("received");
@@ -191,7 +182,7 @@ fn set_rate(of: &Process, rate: &str) -> Done {
 }
 
 #[test]
-fn the_rate_can_be_changed_while_it_runs() {
+fn the_rate_of_a_running_migration_can_be_changed() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
@@ -211,17 +202,15 @@ fn the_rate_can_be_changed_while_it_runs() {
 }
 
 #[test]
-fn at_the_time_limit_the_flag_decides() {
+fn the_flag_decides_what_happens_at_the_time_limit() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
-    // 40 MB/s onto a lane of 8.
+    // The guest writes 40 MB/s, the lane carries 8 MB/s.
     let source = hosts.run("1", "--memory 64M --working-set 16M --dirty-rate 10000");
     let destination = hosts.receive("b", "2", "");
     let flags = "--json --peer b.test --rate 8M --throttle never --time-limit 500ms";
     let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
-    let last = done.last();
-    assert_eq!(last["fault"], "time-limit");
-    assert_eq!(last["vm"], "at-source");
+    assert_at_source(&done.last(), "time-limit", "configuration");
     hosts.assert_runs(&source);
     let flags = format!("{flags} --at-time-limit stop");
     let done = finish(hosts.migrate(&source, &destination, "a", &flags)).expect(0);
@@ -230,7 +219,7 @@ fn at_the_time_limit_the_flag_decides() {
 }
 
 #[test]
-fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
+fn i1_after_commit_every_cancellation_is_refused() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
@@ -240,7 +229,7 @@ fn i1_after_commit_a_cancellation_is_refused_from_everywhere() {
     let client = hosts.begin(&source, &destination, "a", "--peer b.test");
     client.wait_for("paused");
     proxy.hold(Duration::from_millis(1500));
-    // From here on the relay delays the answer beyond the end of the test.
+    // The proxy holds the answer back until all cancellations have been refused.
     client.wait_for("committing");
     let refused = hosts.cancel(&source).expect(1);
     assert!(refused.err.contains("too late to cancel"), "{refused:?}");
@@ -276,7 +265,7 @@ fn a_second_signal_does_not_wait() {
     let client = Process::follow(client, &source.control);
     let _connection = silent.accept().unwrap();
     assert_eq!(hosts.status(&source)["migration"]["phase"], "connecting");
-    // A VM's process that cannot answer.
+    // The VM's process cannot answer.
     source.signal("STOP");
     client.signal("INT");
     client.signal("TERM");

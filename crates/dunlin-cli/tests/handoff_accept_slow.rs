@@ -1,5 +1,5 @@
-//! Silent and slow clients of `dunlin handoff accept`, and slow takers: they delay nobody else, and
-//! wake nobody.
+//! Silent and slow clients of `dunlin handoff accept`, and slow receivers: they delay no other client
+//! and do not wake the process.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]
@@ -22,10 +22,10 @@ use dunlin_test_base::sockets::ReadOnce as _;
 use support::process::Process;
 
 const SLOW: usize = 1_000;
-/// Those of whom nothing is decided, and what the process has itself.
+/// The descriptors of pending clients, and those of the process itself.
 const FILES: usize = 128 + 32;
 
-/// A client of each kind gets through.
+/// A forwarded client and a client to hand over are served.
 fn both(scene: &Scene, accept: &Accept) {
     let hello = real_hello(scene, "old.test", "");
     let mut near = accept.connect();
@@ -33,7 +33,7 @@ fn both(scene: &Scene, accept: &Accept) {
     let mut far = scene.client_of_old();
     let mut came = vec![0; hello.len()];
     far.read_exact(&mut came).unwrap();
-    assert!(came == hello, "not a byte is changed");
+    assert!(came == hello, "the bytes are changed");
     far.write_all(b"y").unwrap();
     near.read_exact(&mut [0]).unwrap();
     let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
@@ -41,27 +41,27 @@ fn both(scene: &Scene, accept: &Accept) {
 }
 
 #[test]
-fn i7_a_thousand_slow_clients_disturb_neither_kind() {
+fn i7_a_thousand_slow_clients_delay_no_other_client() {
     if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
-    // A client that waited for a slow one would wait for longer than this test does.
+    // Longer than the test, so that no client is served only because a slow one timed out.
     let accept = scene.start("--timeout 10m");
     let before = accept.held();
     both(&scene, &accept);
     let hello = cut(&real_hello(&scene, "own.test", ""), 20);
     let mut slow: Vec<(TcpStream, usize)> = Vec::new();
     for number in 0..SLOW {
-        // One silent, one with half a hello, one that is near its end.
+        // In turn: silent, with half a hello, and with almost a whole one.
         let mut client = TcpStream::connect(&accept.address).unwrap();
         let part = [0, hello.len() / 2, hello.len() - 40][number % 3];
         let _ = client.write_all(&hello[..part]);
         slow.push((client, part));
-        // Those who are there say another byte.
+        // Each sends another byte.
         if number % 100 == 99 {
             for (client, part) in &mut slow {
-                // Many have been given up by now.
+                // Many have been evicted by now.
                 let _ = client.write(&hello[*part..=*part]);
                 *part += 1;
             }
@@ -75,7 +75,7 @@ fn i7_a_thousand_slow_clients_disturb_neither_kind() {
     accept.settles(before);
 }
 
-/// How often a thread of the process has waited and was woken (proc_pid_status(5)).
+/// How often a thread of the process has waited (proc_pid_status(5)).
 fn waits(accept: &Accept, thread: &str) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{}/task", accept.process.child.id())).unwrap();
     let mut tasks = tasks.map(|task| task.unwrap().path());
@@ -86,19 +86,19 @@ fn waits(accept: &Accept, thread: &str) -> u64 {
     waits.unwrap().trim().parse().unwrap()
 }
 
-/// That the kernel reports nothing in between is a unit test of `accept::client`.
+/// A unit test of `accept::client` checks that the kernel reports no single bytes.
 #[test]
 fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     if !are_here(&["openssl"]) {
         return;
     }
-    // A look for each, and as often the ends of connections and threads.
+    // The looks of one client, and as many waits for ends of connections and threads.
     const WAITS_A_CLIENT: u64 = 2 * 50;
     let scene = Scene::new();
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    // A client that is served: only then is the thread surely there under its name.
+    // After a client is served, the thread has its name.
     let mut first = accept.connect();
     first.write_all(&hello).unwrap();
     drop(scene.client_of_old());
@@ -122,9 +122,9 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     assert!(waits <= 2 * WAITS_A_CLIENT, "{waits}");
 }
 
-/// Who is cut, and after how long, are unit tests of `accept::forward`.
+/// Unit tests of `accept::forward` check which client is evicted, and after how long.
 #[test]
-fn i7_a_silent_client_of_the_server_behind_gives_its_place_to_the_next() {
+fn i7_an_idle_forwarded_client_is_evicted_for_the_next() {
     if !are_here(&["openssl"]) {
         return;
     }
@@ -142,7 +142,7 @@ fn i7_a_silent_client_of_the_server_behind_gives_its_place_to_the_next() {
         far.read_exact(&mut vec![0; hello.len()]).unwrap();
         far
     };
-    // One of them has said more than a hello.
+    // One has sent more than a hello.
     let mut busy = connect();
     let mut server = serve();
     busy.write_all(b"more").unwrap();
@@ -171,13 +171,13 @@ fn i7_a_silent_client_of_the_server_behind_gives_its_place_to_the_next() {
 }
 
 #[test]
-fn i7_whoever_does_not_take_the_sockets_of_one_name_keeps_nobody_from_another() {
+fn i7_a_receiver_that_does_not_accept_delays_no_other_name() {
     if !are_here(&["openssl"]) {
         return;
     }
     let scene = Scene::new();
     let path = scene.path("slow");
-    let _nobody = UnixListener::bind(&path).unwrap();
+    let _receiver = UnixListener::bind(&path).unwrap();
     let mut queue = Vec::new();
     while let Ok(one) = connect_unix(&path, Instant::now() + Duration::from_millis(50)) {
         queue.push(one);
@@ -192,13 +192,13 @@ fn i7_whoever_does_not_take_the_sockets_of_one_name_keeps_nobody_from_another() 
             .arg(&accept.address);
         Process::start(command)
     };
-    // One more than may wait.
+    // One more than the limit.
     let clients: Vec<_> = (0..17).map(|_| slow()).collect();
     let why = accept.process.wait_for("is refused");
-    assert!(why.contains("16 sockets of that name wait"), "{why}");
+    assert!(why.contains("16 sockets"), "{why}");
     let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
     scene.delivers(&accept, &mut client);
-    // The one too many was told, and in the end all are.
+    // The client over the limit got an alert, and in the end the others get one too.
     for client in &clients {
         client.wait_for("alert internal error");
     }

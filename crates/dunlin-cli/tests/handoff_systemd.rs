@@ -48,7 +48,7 @@ fn the_units_example_configuration_is_accepted() {
         .replace("/etc/dunlin/pool.pem", &of("cert.pem"))
         .replace("/etc/dunlin/pool.key", &of("key.pem"));
     let done = finish(words(&line)).expect(1);
-    // It got as far as the socket, which was not passed.
+    // The first error is the missing passed socket.
     assert!(
         done.err.contains("systemd:clients: no socket of that name"),
         "{done:?}"

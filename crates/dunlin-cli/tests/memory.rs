@@ -158,7 +158,7 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
                 highest = peak(watched).unwrap_or(0).max(highest);
                 thread::sleep(Duration::from_millis(2));
             }
-            assert!(highest > 0, "the source was never seen alive");
+            assert!(highest > 0, "no sample of the source");
             highest
         });
         let flags = "--json --lanes 2 --peer b.test";

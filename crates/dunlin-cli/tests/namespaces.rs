@@ -101,7 +101,7 @@ fn the_rate_limit_holds_over_the_run_and_after_a_change() {
     assert_eq!(client.ended().0, 0);
 }
 
-/// A guest that writes 40 MiB/s onto a wire of 24.
+/// A guest that writes 40 MiB/s; the wire carries 24 MiB/s.
 const OUTRUNS: &str = "--memory 64M --fill-size 24M --working-set 16M --dirty-rate 10000 \
                        --workload sequential";
 const WIRE_MEGABITS: u32 = 200;
@@ -165,7 +165,7 @@ fn throttling_makes_a_guest_that_outruns_its_link_converge() {
             downtime.was_promised() && downtime.is_kept(),
             "{downtime:?}"
         );
-        // At the destination it runs at full speed.
+        // At the destination the guest runs at full speed.
         hosts.assert_runs(&destination);
     }
 }
@@ -179,7 +179,7 @@ fn a_slow_link_with_many_lanes_does_not_throttle_the_guest() {
         return;
     };
     let hosts = Hosts::new();
-    // 0.8 MiB/s onto a wire of 4.8.
+    // The guest writes 0.8 MiB/s, the wire carries 4.8 MiB/s.
     let guest = "--memory 64M --fill-size 24M --working-set 16M --dirty-rate 200 --workload random";
     let (source, destination) = both_ends(&hosts, &wire, guest);
     let flags = "--json --peer b.test --lanes 8";
@@ -196,7 +196,7 @@ fn a_slow_link_with_many_lanes_does_not_throttle_the_guest() {
 }
 
 #[test]
-fn at_the_time_limit_it_stays_with_cancel_and_moves_with_stop() {
+fn at_the_time_limit_a_vm_stays_with_cancel_and_moves_with_stop() {
     let Some(_turn) = kvm() else { return };
     let Some(wire) = Wire::new(Some(WIRE_MEGABITS)) else {
         return;
@@ -225,7 +225,7 @@ fn at_the_time_limit_it_stays_with_cancel_and_moves_with_stop() {
 }
 
 #[test]
-fn the_downtime_keeps_its_limit_if_predicted() {
+fn a_predicted_downtime_stays_within_its_limit() {
     let Some(_turn) = kvm() else { return };
     let mut broken = Vec::new();
     for round in 0..rounds(3) {

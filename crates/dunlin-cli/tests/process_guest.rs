@@ -1,4 +1,4 @@
-//! The guest without KVM: it moves like a VM, and a host without /dev/kvm suggests it.
+//! The guest without KVM: it migrates like a VM, and errors on a host without /dev/kvm suggest it.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -50,7 +50,7 @@ fn a_process_guest_that_outruns_the_link_is_throttled_and_moves() {
     let flags = "--guest process --memory 24M --workload sequential --dirty-rate 10000";
     let here = hosts.run("1", flags);
     let there = hosts.receive("b", "2", "");
-    // It writes 39 MiB/s, the link carries 30.
+    // The guest writes 39 MiB/s, the link carries 30 MiB/s.
     let flags =
         "--json --verify --peer b.test --rate 30M --last-pass-rate 400M --downtime-limit 20ms";
     let done = finish(hosts.migrate(&here, &there, "a", flags)).expect(0);

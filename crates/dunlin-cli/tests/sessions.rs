@@ -175,7 +175,7 @@ fn starting_a_vm_that_may_run_elsewhere_warns() {
 }
 
 #[test]
-fn a_session_that_is_under_way_is_shown_live_and_cancelled_by_its_name() {
+fn a_running_session_is_shown_live_and_cancelled_by_its_name() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
@@ -296,13 +296,13 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
     state.ask("resolve 0101 --destroy --run-here").expect(2);
 }
 
-/// A VM with a destination that was killed after *commit*, and the record of that.
+/// A VM in doubt, because its destination was killed after *commit*; and the name of its session.
 fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
     let (from, doubted, _) = in_doubt_behind_a_proxy(hosts, state);
     (from, doubted)
 }
 
-/// The same, with the relay, and its destination.
+/// As [`in_doubt`], and returns the proxy and the destination's address too.
 fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (Proxy, String)) {
     let from = hosts.run("1", GUEST);
     let mut to = hosts.receive("b", "2", "");
@@ -441,7 +441,7 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
 }
 
 #[test]
-fn a_vm_in_doubt_that_the_operator_gives_up_ends_its_process() {
+fn the_process_of_a_vm_in_doubt_ends_when_the_operator_destroys_the_vm() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);

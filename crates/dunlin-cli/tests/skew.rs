@@ -1,5 +1,5 @@
-//! The command of an earlier commit and today's work with each other, in both directions, and read
-//! each other's journals. `make soak` builds the earlier one (`tools/previous`).
+//! Interoperation with the command of an earlier commit, in both directions: migrations, tunnels,
+//! hand-offs, and each other's journals. `make soak` builds the earlier one (`tools/previous`).
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]
@@ -84,7 +84,7 @@ fn i3_a_vm_moves_over_tls_and_over_plain_lanes() {
 }
 
 #[test]
-fn i6_a_source_that_wants_plain_lanes_is_refused_by_one_that_does_not() {
+fn i6_plain_lanes_are_refused_by_a_destination_that_does_not_allow_them() {
     let Some(pairs) = pairs() else { return };
     let Some(_turn) = kvm() else { return };
     for (from, to) in &pairs {
@@ -104,7 +104,7 @@ fn i6_a_source_that_wants_plain_lanes_is_refused_by_one_that_does_not() {
     }
 }
 
-/// Asks about the sessions of a host with this command.
+/// Runs this command for the sessions of a host.
 fn ask(binary: &Path, hosts: &Hosts, line: &str) -> Done {
     with_binary(binary, || {
         let mut command = words(line);
@@ -129,7 +129,7 @@ fn one(sessions: &[Value], role: &str) -> Value {
     found.clone()
 }
 
-/// What a listed session has of its record.
+/// The fields of a listed session that come from its record.
 fn read(session: &Value) -> [&Value; 8] {
     [
         "session",
@@ -144,7 +144,7 @@ fn read(session: &Value) -> [&Value; 8] {
     .map(|key| &session[key])
 }
 
-/// Both commands read the same from the journals of a host; returned as today's says it.
+/// Asserts that both commands list the same sessions of a host, and returns the list.
 fn same(pair: &(PathBuf, PathBuf), hosts: &Hosts) -> Vec<Value> {
     let [mut one, mut other] = [&pair.0, &pair.1].map(|binary| listed(binary, hosts));
     for sessions in [&mut one, &mut other] {
@@ -159,7 +159,7 @@ fn same(pair: &(PathBuf, PathBuf), hosts: &Hosts) -> Vec<Value> {
 }
 
 #[test]
-fn either_reads_what_the_other_wrote_in_pre_copy() {
+fn each_command_reads_the_other_ones_journals_in_pre_copy() {
     let Some(pairs) = pairs() else { return };
     let Some(_turn) = kvm() else { return };
     for pair in &pairs {
@@ -186,7 +186,7 @@ fn either_reads_what_the_other_wrote_in_pre_copy() {
     }
 }
 
-/// Every kind of record, as today's code writes it. The other tests read records that the earlier
+/// Every kind of record, written by the current code. The other tests read records that the earlier
 /// command has written.
 #[test]
 fn the_earlier_command_reads_every_record() {
@@ -235,7 +235,7 @@ fn end(process: &Process) {
 enum Recorded {
     /// *prepared*: *commit* was lost, and its process was killed.
     Prepared,
-    /// *aborted*: *commit* was lost, and its process has given the VM up.
+    /// *aborted*: *commit* was lost, and its process has discarded the VM.
     Aborted,
     /// *running*: the answer was lost.
     Running,
@@ -312,7 +312,7 @@ impl Doubt {
         ask(by, &self.hosts, &line)
     }
 
-    /// The same, without a decision: it asks the destination.
+    /// The same without a decision, so that it queries the destination.
     fn resolve_by_asking(&self, by: &Path) -> Done {
         let identity = self.hosts.scratch.join("a");
         let line = format!(
@@ -322,7 +322,7 @@ impl Doubt {
         self.resolve(by, &line)
     }
 
-    /// Kills the destination's process and has this command listen in its place.
+    /// Kills the destination's process and starts this command at its address.
     fn restart(self, by: &Path) -> Self {
         let Self {
             hosts,

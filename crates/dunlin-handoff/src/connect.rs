@@ -17,49 +17,47 @@ use dunlin_lane::policy::HandoffTls;
 use dunlin_lane::provider::{TlsVersion, group_name, suite_name};
 use dunlin_lane::resolve;
 
-/// Why there is no connection. Nothing but handshake messages has been sent.
+/// Why no connection was established. Only handshake messages have been sent.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
     /// The name does not resolve.
-    #[error("{host} has no address: {source}; correct the name, or the host's resolver")]
-    Unknown {
+    #[error("cannot resolve {host}: {source}; correct the name or this host's resolver")]
+    Unresolved {
         /// The name.
         host: String,
         /// The resolver's error.
         source: io::Error,
     },
     /// No address accepted the connection in time.
-    #[error(
-        "{to} cannot be reached: {source}; see that it listens there and that no firewall is between"
-    )]
+    #[error("cannot reach {to}: {source}; check that the peer listens there, and the firewalls")]
     Unreachable {
         /// Name and port.
         to: String,
         /// The error of the last address.
         source: io::Error,
     },
-    /// The peer's certificate is not trusted by the CA bundle.
-    #[error("the certificate that {at} shows is not among the trusted ones, and none of them vouches for it: {}", unissued(.why))]
+    /// The CA bundle contains neither the peer's certificate nor its issuer.
+    #[error("the certificate of {at} is not trusted: {}", untrusted(.why))]
     NotTrusted {
         /// The peer's address.
         at: SocketAddr,
-        /// Why the certificate is not trusted.
+        /// Where its chain ends, if the certificate can be decoded.
         why: Option<UntrustedReason>,
     },
     /// The handshake failed.
-    #[error("no TLS with {at}: {source}")]
+    #[error("TLS handshake with {at} failed: {source}")]
     Handshake {
         /// The peer's address.
         at: SocketAddr,
-        /// Why.
+        /// The handshake's error.
         source: Box<HandshakeError>,
     },
     /// The peer supports no offered version, cipher or curve.
     #[error(
-        "no TLS with {at}: it takes none of what was offered ({reason}); it must allow {version} with one of the ciphers and one of the curves that were asked for"
+        "{at} rejected the offered TLS parameters ({reason}): it must allow {version}, one of the offered ciphers and one of the offered curves"
     )]
-    NothingInCommon {
+    Incompatible {
         /// The peer's address.
         at: SocketAddr,
         /// The version offered.
@@ -68,30 +66,30 @@ pub enum ConnectError {
         reason: String,
     },
     /// A socket operation failed.
-    #[error("the socket to {at} cannot be set up: {source}")]
+    #[error("cannot set up the socket to {at}: {source}")]
     Socket {
         /// The peer's address.
         at: SocketAddr,
         /// The error.
         source: io::Error,
     },
-    /// The caller cancelled it.
-    #[error("cancelled before the connection was ready")]
+    /// The caller cancelled the call.
+    #[error("cancelled before the handshake was complete")]
     Cancelled,
 }
 
-/// A connection with an authenticated peer. Dropping it closes it without an alert.
+/// A connection after its handshake. Dropping it closes the socket without an alert.
 pub struct Connected {
-    /// What the handshake established.
-    pub facts: Facts,
+    /// The negotiated parameters and the peer.
+    pub info: ConnectionInfo,
     pub(super) keyed: Keyed,
     /// How long the handshake took.
     pub(super) took: Duration,
 }
 
-/// What a handshake established.
+/// The negotiated parameters of a connection, and its peer.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct ConnectionInfo {
     /// The peer's address.
     pub at: SocketAddr,
     /// The version of TLS.
@@ -104,10 +102,11 @@ pub struct Facts {
     pub peer: Option<PeerIdentity>,
 }
 
-/// Connects to `host` and performs the handshake, before `deadline` and unless `cancel` is cancelled.
+/// Connects to `host` and performs the handshake. Returns at `deadline` at the latest, and soon after
+/// `cancel` is cancelled.
 ///
 /// # Errors
-/// [`ConnectError`]; the connection is closed then.
+/// [`ConnectError`], after closing the connection.
 pub fn connect(
     host: &str,
     port: u16,
@@ -119,7 +118,7 @@ pub fn connect(
         let stop = cancel.wakeup();
         let addresses = resolve::host(host, port, deadline, stop).map_err(|source| {
             let host = host.to_owned();
-            ConnectError::Unknown { host, source }
+            ConnectError::Unresolved { host, source }
         })?;
         let stream = connect_to_any(&addresses, deadline, stop).map_err(|source| {
             let to = format!("{host}:{port}");
@@ -136,12 +135,12 @@ pub fn connect(
         let keyed = keyed::client(stream, tls, deadline).map_err(|error| failed(at, tls, error))?;
         let leaf = keyed.certificates.first();
         let peer = leaf.and_then(|leaf| tls.identity_of(leaf));
-        let facts = Facts::of(&keyed, peer);
+        let info = ConnectionInfo::of(&keyed, peer);
         let took = begin.elapsed();
-        Ok(Connected { facts, keyed, took })
+        Ok(Connected { info, keyed, took })
     };
     let connected = connect_covered();
-    // The connection's owner closes it.
+    // The socket belongs to the caller from now on.
     cancel.release();
     if cancel.is_cancelled() {
         return Err(ConnectError::Cancelled);
@@ -149,8 +148,8 @@ pub fn connect(
     connected
 }
 
-impl Facts {
-    /// Combines the parameters of `keyed` with `peer`, as the caller identified it.
+impl ConnectionInfo {
+    /// The parameters of `keyed`, and the peer's identity as the caller determined it.
     pub(super) fn of(keyed: &Keyed, peer: Option<PeerIdentity>) -> Self {
         Self {
             at: keyed.at,
@@ -162,8 +161,8 @@ impl Facts {
     }
 }
 
-/// Sets keep-alive alone, and no bound on unacknowledged data: the programs at both ends decide how
-/// long a peer may stall.
+/// Enables keep-alive. Sets no limit for unacknowledged data (TCP_USER_TIMEOUT): the programs at both
+/// ends decide how long a peer may stall.
 pub(super) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     let liveness = Liveness {
         user_timeout: Duration::ZERO,
@@ -176,17 +175,19 @@ fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectErr
     let version = tls.version();
     match error {
         HandshakeError::UnknownAuthority(why) => ConnectError::NotTrusted { at, why },
-        HandshakeError::Incompatible(reason) => ConnectError::NothingInCommon {
+        HandshakeError::Incompatible(reason) => ConnectError::Incompatible {
             at,
             version,
             reason,
         },
         // handshake_failure, protocol_version, insufficient_security (RFC 8446, section 6.2).
         HandshakeError::PeerAlert(alert) if matches!(alert.0, 40 | 70 | 71) => {
-            ConnectError::NothingInCommon {
+            ConnectError::Incompatible {
                 at,
                 version,
-                reason: format!("alert {alert}, which may also mean that it wants a certificate"),
+                reason: format!(
+                    "alert {alert}; a server that requires a client certificate may send it too"
+                ),
             }
         }
         error => ConnectError::Handshake {
@@ -196,19 +197,23 @@ fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectErr
     }
 }
 
-fn unissued(why: &Option<UntrustedReason>) -> String {
+fn untrusted(why: &Option<UntrustedReason>) -> String {
     match why {
         Some(UntrustedReason::SelfSigned { pin }) => {
-            format!("it is signed with its own key, {pin}; if it is the right one, append it there")
+            format!(
+                "it is self-signed, with the key {pin}; to trust it, append it to the CA bundle"
+            )
         }
         Some(UntrustedReason::ByStranger { authority }) => {
-            format!("its authority is {authority}; if that is to be trusted, append it there")
+            format!(
+                "it was issued by {authority}; to trust that authority, append it to the CA bundle"
+            )
         }
         Some(UntrustedReason::BrokenOff { issuer }) => format!(
-            "it was issued by {issuer}, whose certificate the peer did not send; if that is to be \
-             trusted, append it there"
+            "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
+             trust it, append it to the CA bundle"
         ),
-        None => "it comes from an unknown authority".to_owned(),
+        None => "its issuer is unknown".to_owned(),
     }
 }
 
@@ -226,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connect_is_cancelled_while_the_peer_is_silent_and_closes_the_connection() {
+    fn cancelling_a_connect_to_a_silent_peer_closes_the_connection() {
         let provider = Provider::built_in()[0];
         let ciphers = "TLS_AES_256_GCM_SHA384";
         let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
@@ -240,7 +245,7 @@ mod tests {
                 let (mut stream, _) = listener.accept().unwrap();
                 stream.read_exact(&mut [0]).unwrap();
                 cancel.cancel();
-                // Ends when the other side has closed; a reset is an end too.
+                // Returns when the other side has closed or reset the connection.
                 let _ = stream.read_to_end(&mut Vec::new());
             });
             let deadline = begin + Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! Moves a connection's TLS into the kernel: installs the keys of both directions.
+//! Moves a connection into the kernel: installs the TLS keys of both directions.
 
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -15,17 +15,17 @@ use dunlin_lane::provider::TlsVersion;
 pub use dunlin_lane::kernel::Refused;
 pub use dunlin_lane::record::RECORD_LIMIT;
 
-/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets. Between these limits the
-/// wait is as long as the handshake was.
+/// Minimum and maximum time to wait for a TLS 1.3 server's session tickets. Within these limits the
+/// wait is as long as the handshake.
 const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A socket with kernel TLS: its owner reads and writes plaintext, and the kernel seals and opens
-/// the records.
+/// A socket with kernel TLS. Its owner reads and writes plaintext; the kernel seals and opens the
+/// records.
 #[derive(Debug)]
-pub struct Handed {
+pub struct KtlsSocket {
     /// Blocking, without timeouts.
     pub stream: TcpStream,
-    /// The kernel's driver, device and counters for it.
+    /// The cipher driver, network device and counters that the kernel reports for it.
     pub chosen: Chosen,
 }
 
@@ -46,25 +46,25 @@ impl Connected {
     /// [`Chosen`] that concern this connection.
     ///
     /// # Errors
-    /// [`KernelError`]. Closes the connection, because the kernel may have only one of its keys.
+    /// [`KernelError`]. The connection is closed, because the kernel may have only one of its keys.
     pub fn into_kernel(
         self,
         deadline: Instant,
         inspector: &dyn Inspector,
-    ) -> Result<Handed, KernelError> {
+    ) -> Result<KtlsSocket, KernelError> {
         let mut keyed = self.keyed;
         if keyed.version == TlsVersion::V1_3 {
             keyed.take_tickets(self.took.clamp(TICKETS.0, TICKETS.1), deadline)?;
         }
         let chosen = install(&keyed, inspector)?;
-        Ok(Handed {
+        Ok(KtlsSocket {
             stream: keyed.stream,
             chosen,
         })
     }
 }
 
-/// Installs the keys of both directions in the kernel, and reads the kernel's choices for them.
+/// Installs the keys of both directions in the kernel, and reads which driver and device it uses.
 ///
 /// # Errors
 /// [`Refused`]. The caller must close the connection, because the kernel may have only one of its

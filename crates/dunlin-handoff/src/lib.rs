@@ -1,8 +1,9 @@
-//! The hand-off: passes connected kernel-TLS sockets to programs without TLS.
+//! The hand-off: passes connected kernel-TLS sockets to programs that do not implement TLS.
 //!
-//! [`connect`] performs the handshake with a peer that need not be Dunlin, [`kernel`] installs the
-//! keys of both directions in the kernel, and [`pass`] passes the socket to its owner. [`accept`]
-//! is the server side. Without kernel TLS the hand-off fails: nothing else seals records.
+//! [`connect`] performs the handshake with any TLS server, [`kernel`] installs the keys of both
+//! directions in the kernel, and [`pass`] passes the socket to the program that uses it. [`accept`]
+//! is the server side. Without kernel TLS the hand-off fails: there is no fallback that seals records
+//! in this process.
 #![forbid(unsafe_code)]
 
 pub mod accept;

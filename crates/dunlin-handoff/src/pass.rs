@@ -1,5 +1,5 @@
-//! Passing sockets to another program: one message on a unix socket, with the sockets attached to
-//! its first byte (SCM_RIGHTS, unix(7)).
+//! Passes sockets to another program: a payload over a unix socket, with the sockets attached to its
+//! first byte (SCM_RIGHTS, unix(7)).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,9 +12,9 @@ use dunlin_linux::socket::wait_writable;
 /// open.
 ///
 /// # Errors
-/// `TimedOut` if the receiver does not read everything before `deadline`; otherwise the error of
-/// [`fdpass::send`]. The sockets may have arrived nevertheless, unless no part was sent.
-pub fn give(
+/// `TimedOut` if the receiver does not read all of `payload` before `deadline`; otherwise the error of
+/// [`fdpass::send`]. After an error the receiver may still have the sockets, if a part was sent.
+pub fn send_sockets(
     to: impl AsFd,
     payload: &[u8],
     sockets: &[BorrowedFd<'_>],
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn a_payload_sent_in_parts_carries_its_sockets_once() {
+    fn a_payload_sent_in_parts_carries_the_sockets_once() {
         let (here, there) = UnixStream::pair().unwrap();
         there
             .set_read_timeout(Some(Duration::from_secs(30)))
@@ -63,9 +63,9 @@ mod tests {
         let (passed, _other) = UnixStream::pair().unwrap();
         let payload: Vec<u8> = (0..1_000_000_u32).map(|number| number as u8).collect();
         let expected = payload.clone();
-        let giver = thread::spawn(move || {
+        let sender = thread::spawn(move || {
             let deadline = Instant::now() + Duration::from_secs(30);
-            give(&here, &payload, &[passed.as_fd()], deadline)
+            send_sockets(&here, &payload, &[passed.as_fd()], deadline)
         });
         let (mut all, mut sockets) = (Vec::new(), 0);
         while all.len() < expected.len() {
@@ -75,18 +75,18 @@ mod tests {
             all.extend_from_slice(&part[..received.bytes]);
             sockets += received.descriptors.len();
         }
-        giver.join().unwrap().unwrap();
+        sender.join().unwrap().unwrap();
         assert!(all == expected);
         assert_eq!(sockets, 1);
     }
 
     #[test]
-    fn give_waits_for_a_slow_receiver_until_the_deadline() {
+    fn sending_to_a_slow_receiver_ends_at_the_deadline() {
         let (here, there) = UnixStream::pair().unwrap();
-        let error = give(&here, &vec![0; 1 << 24], &[], soon()).unwrap_err();
+        let error = send_sockets(&here, &vec![0; 1 << 24], &[], soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         drop(there);
-        let error = give(&here, b"x", &[], soon()).unwrap_err();
+        let error = send_sockets(&here, b"x", &[], soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
     }
 }

@@ -1,4 +1,4 @@
-//! A denied key at a hand-off.
+//! Denied keys in hand-offs.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -14,9 +14,10 @@ use dunlin_lane::provider::{Crypto, Offer, Provider, TlsVersion};
 use dunlin_test_support::identity::{Ca, Host, denies, key_pin, wish};
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, soon};
 
-/// The file of a hand-off vouches for its peer; the identity beside it denies keys all the same.
+/// The denied keys of the caller's identity apply whether the peer is trusted by its authority, by its
+/// own certificate in the CA bundle, or unverified.
 #[test]
-fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
+fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
     let root = Ca::root("root");
     let below = root.under("rack 9");
     let stolen = below.issue(&wish(&[DESTINATION]));
@@ -29,7 +30,7 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         TrustPolicy::Bundle(bundle, names(&[DESTINATION]))
     };
     let served = far.load().server(&Crypto::auto(), names(&[])).unwrap();
-    let met = |trust: TrustPolicy| {
+    let outcome = |trust: TrustPolicy| {
         let provider = Provider::built_in()[0];
         let ciphers = "TLS_AES_256_GCM_SHA384";
         let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
@@ -37,7 +38,7 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         thread::scope(|scope| {
-            // What it says of a client that is no Dunlin does not matter.
+            // Its result does not matter: this server expects a Dunlin client.
             scope.spawn(|| {
                 let (accepted, _) = listener.accept().unwrap();
                 drop(handshake::server(accepted, &served, soon()))
@@ -46,7 +47,7 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
             connect("127.0.0.1", port, &tls, soon(), &cancel).map(drop)
         })
     };
-    let beliefs = || {
+    let policies = || {
         [
             bundle("authority.pem"),
             bundle("itself.pem"),
@@ -58,13 +59,13 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
         (None, [false; 3]),
         (Some(key_pin(&stolen.certificate)), [true; 3]),
         (Some(key_pin(&below.pem)), [true; 3]),
-        // Where the authority at the end is asked.
+        // Only the first policy builds a chain up to the root.
         (Some(root), [true, false, false]),
     ] {
         denies(&near, denied.as_slice());
-        for (trust, refused) in beliefs().into_iter().zip(refused) {
+        for (trust, refused) in policies().into_iter().zip(refused) {
             let what = format!("{trust:?}, denied {denied:?}");
-            match met(trust) {
+            match outcome(trust) {
                 Ok(()) => assert!(!refused, "{what}"),
                 Err(ConnectError::Handshake { source, .. }) => {
                     let is_denied = matches!(
@@ -73,7 +74,7 @@ fn i6_a_denied_key_is_refused_at_a_hand_off_whoever_vouches_for_it() {
                     );
                     assert!(refused && is_denied, "{what}: {source}");
                 }
-                Err(other) => panic!("{what}: {other}"),
+                Err(error) => panic!("{what}: {error}"),
             }
         }
     }

@@ -16,13 +16,13 @@
 # A page holds 512 words of 8 bytes. Word 0 counts the passes over the page. The exclusive or of
 # all words is the page's signature: zero if the page was zero at first, else its frame number times
 # SIGNATURE, exclusive or the seed. A visit reads the whole page, checks both, counts the pass in
-# word 0 and puts word 511 right again.
+# word 0 and corrects word 511.
 #
 # Registers, throughout:
 #
 #     rdi          this vCPU's parameter block
-#     r12          from this the live values are made
-#     xmm8..xmm15  the live values, which migration must not lose; ymm8..ymm15 where there is AVX
+#     r12          the seed of the live values
+#     xmm8..xmm15  the live values, which a migration must preserve; ymm8..ymm15 with AVX
 #     rbx          visits left in this batch
 #     rbp, rsi     during a visit: its set of pages, the page's address
 #     all others   scratch
@@ -32,11 +32,11 @@
 
     # Ports.
     .set PORT_BEAT, 0x500           # in: a beat; the answer is the number of visits to make
-    .set PORT_STOPPED, 0x501        # out: the guest found something wrong; the code
-    .set PORT_POWER_OFF, 0x502      # out: the guest has obeyed POWER_OFF
+    .set PORT_STOPPED, 0x501        # out: the guest found an error; its code
+    .set PORT_POWER_OFF, 0x502      # out: the guest has executed POWER_OFF
     .set POWER_OFF, 0xffffffff      # the answer to a beat that ends the guest
 
-    # The parameter block: first what the VMM sets.
+    # The parameter block: first the fields that the VMM sets.
     .set HAS_AVX, 0x00
     .set SEED, 0x08
     .set FILL_END, 0x10             # frame number of the first page that was not filled
@@ -44,7 +44,7 @@
     .set SHARE, 0x20                # visits in a hundred that go to set 0
     .set SET_0, 0x40
     .set SET_1, 0x80
-    # Then what the guest counts.
+    # Then the guest's counters.
     .set SHARE_SUM, 0x28
     .set VISITS, 0xc0
     .set LAST_TSC, 0xc8
@@ -61,7 +61,7 @@
     .set LEFT, 0x18                 # visits left in this pass
     .set PASS, 0x20                 # passes done
     .set MULTIPLIER, 0x28           # next = (cursor * MULTIPLIER + INCREMENT) & MASK,
-    .set INCREMENT, 0x30            # again while that is not below COUNT
+    .set INCREMENT, 0x30            # repeated until it is below COUNT
     .set MASK, 0x38
 
     .set HOLE_FRAME, 0xc0000        # 3 GiB
@@ -240,7 +240,7 @@ visit:
     mov     rax, [rbp + CURSOR]
     dec     qword ptr [rbp + LEFT]
     jnz     6f
-    # A pass has seen every page once. The next one starts where this one did.
+    # A pass has visited every page once. The next pass starts at the same page.
     mov     rcx, [rbp + COUNT]
     mov     [rbp + LEFT], rcx
     inc     qword ptr [rbp + PASS]
@@ -256,7 +256,7 @@ visit:
     jnz     visit
     jmp     beat
 
-# Ways to stop: r8 becomes the code, r15 the frame, r9 what was expected, r11 what was found.
+# Errors: sets r8 to the code, r15 to the frame, r9 to the expected and r11 to the actual value.
 wrong_pass:
     mov     r8d, WRONG_PASS
     jmp     stop
@@ -275,7 +275,7 @@ lost:
     movq    r11, xmm1
     cmp     r9, r11
     jne     stop
-    psrldq  xmm0, 8             # it is the other half that differs
+    psrldq  xmm0, 8             # the upper half differs
     psrldq  xmm1, 8
     movq    r9, xmm0
     movq    r11, xmm1

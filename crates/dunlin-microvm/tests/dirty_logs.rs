@@ -29,7 +29,7 @@ fn turn() -> MutexGuard<'static, ()> {
 const PRIVATE: [(Backing, bool); 2] = [(Backing::Private, true), (Backing::Private, false)];
 const MEMFD: (Backing, bool) = (Backing::Memfd, false);
 
-/// Two vCPUs that write all over memory, to pages that were never touched too.
+/// Two vCPUs that write to all of memory, also to pages that were never touched.
 fn writing(guest: GuestKind, (backing, huge_pages): (Backing, bool)) -> Arc<Movable> {
     let config = Config {
         guest,
@@ -60,7 +60,7 @@ fn conforms(vm: &Movable, what: &str, result: Result<Seen, Violation>) {
     let seen = result.unwrap_or_else(|violation| panic!("{what}: {violation}"));
     println!("{what}: {seen:?}");
     assert!(seen.pages > 1000, "{what}: {seen:?}");
-    // The guest's own check has found nothing wrong either.
+    // The guest's own check has found no error.
     assert_eq!(vm.vm().state(), VmState::Paused);
 }
 
@@ -121,7 +121,7 @@ fn logs_what_lies_above_the_hole(guest: GuestKind) {
     for page in (0..PAGES).filter(|&page| visits(page) > 0) {
         assert!(is_set(&maps[1], page), "{guest:?}: {page}");
     }
-    // What the VMM writes there.
+    // The VMM's writes there.
     vm.memory()
         .write_obj(7_u64, GuestAddress(ABOVE + 9 * 4096))
         .unwrap();

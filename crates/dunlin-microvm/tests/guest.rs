@@ -1,4 +1,4 @@
-//! The guest runs, checks itself, keeps its pace, and obeys.
+//! The guest runs, checks its memory, keeps its rate, and executes commands.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -232,7 +232,7 @@ fn a_pause_is_short_and_nothing_moves_during_it() {
             "pause {workload:?} at {dirty_rate}/s: median {:?}, longest {:?}",
             took[25], took[49]
         );
-        // The median: a busy machine delays some.
+        // The median, since a busy machine delays some.
         assert!(
             took[25] < Duration::from_millis(20),
             "median {:?}",
@@ -253,22 +253,22 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
         vcpus: 2,
         ..small()
     });
-    // Some visits before, in which a change of the rate takes effect.
+    // First some visits during which the change of the rate takes effect.
     rate_of(&vm, 200);
     let full = rate_of(&vm, 2000);
     vm.throttle(75).unwrap();
     rate_of(&vm, 50);
     let quarter = rate_of(&vm, 500);
     println!("4000/s asked: {full:.0}/s, throttled by 75 %: {quarter:.0}/s");
-    // Never above; below only as far as a busy machine pushes it.
+    // Never above; a busy machine may lower it.
     assert!((1000.0..4400.0).contains(&full), "{full}");
     assert!((250.0..1150.0).contains(&quarter), "{quarter}");
     assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
 
-    // What a pause took is not caught up.
+    // The guest does not catch up after a pause.
     vm.throttle(0).unwrap();
     vm.pause().unwrap();
-    // The wait is the assertion: 400 visits would be due for it.
+    // The wait is the assertion: it is worth 400 visits.
     std::thread::sleep(Duration::from_millis(100));
     let before = vm.stats().pages_checked;
     let start = Instant::now();
@@ -290,7 +290,7 @@ fn an_unpaced_guest_is_throttled_by_its_duty_cycle() {
     vm.throttle(80).unwrap();
     let fifth = rate_now(&vm) / full;
     println!("throttled by 80 %: {:.0} % of full speed", fifth * 100.0);
-    // Other work on the host weighs on either figure; pace.rs tests the exact ratio.
+    // Other load of the host affects both figures; pace.rs tests the exact ratio.
     assert!((0.02..0.6).contains(&fifth), "{fifth}");
 }
 

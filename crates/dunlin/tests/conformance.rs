@@ -87,27 +87,27 @@ fn the_examples_keep_what_the_traits_promise() {
 enum Fault {
     /// One log of two is left out.
     LogForgets,
-    /// A log reports everything again.
+    /// A log reports each page again and again.
     LogKeeps,
-    /// Device writes go on.
+    /// Device writes continue after the pause.
     PauseDoesNot,
     /// A register is not loaded.
     StateIsLost,
-    /// The run state is made up.
+    /// The reported run state is wrong.
     RunStateLies,
-    /// The description counts how often it was asked for.
+    /// Each description differs.
     DescribeVaries,
-    /// Throttling is promised and not done.
+    /// Throttling is reported and has no effect.
     ThrottleIdles,
-    /// Any version is taken.
+    /// Every version of a section is accepted.
     VersionIgnored,
     /// Memory is written while the state is saved.
     SaveWrites,
-    /// The VM that is built runs at once.
+    /// The built VM runs before it is resumed.
     BuildRuns,
-    /// The VM that arrives stays paused.
+    /// The VM stays paused after it is resumed.
     ResumeIdles,
-    /// The source goes on after all.
+    /// The source's VM is resumed where it must be destroyed.
     DestroyIdles,
 }
 
@@ -115,7 +115,7 @@ enum Fault {
 struct Faulty {
     vm: Arc<two_logs::Vm>,
     fault: Fault,
-    /// How often it was described.
+    /// The number of descriptions.
     described: AtomicU8,
     /// Whether it claims to be paused.
     paused: AtomicBool,
@@ -132,7 +132,7 @@ impl Faulty {
     }
 }
 
-/// What was reported is reported ever after.
+/// A log that repeats every page that it has reported.
 struct Keeps(Box<dyn DirtyLog>, Vec<Vec<u64>>);
 
 impl DirtyLog for Keeps {
@@ -188,7 +188,7 @@ impl SourceVm for Faulty {
     fn run_state(&self) -> RunState {
         match self.fault {
             Fault::RunStateLies => RunState::Running,
-            // It must not be found by what it says.
+            // The kit must not find the fault by the reported state.
             Fault::PauseDoesNot if self.paused.load(SeqCst) => RunState::Paused,
             _ => self.vm.run_state(),
         }

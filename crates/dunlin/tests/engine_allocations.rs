@@ -1,5 +1,5 @@
-//! No chunk allocates, on a lane's thread at either side, once the lanes have
-//! warmed up. Alone in its process: the counter is the process's allocator.
+//! No chunk allocates on a lane's thread, on either side, after the first pass. Alone
+//! in its process, because the counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -91,7 +91,7 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
     let allocations = PAUSED.load(Ordering::SeqCst) - WARM.load(Ordering::SeqCst);
     println!("{allocations} allocations for {chunks} chunks");
     assert!(chunks > 300, "{chunks}");
-    // What is left are the queues between threads, a block for many events.
+    // The rest are the queues between threads, which allocate a block for many events.
     assert!(
         allocations * 20 < chunks,
         "{allocations} allocations for {chunks} chunks"

@@ -1,5 +1,5 @@
 //! The control lane dies in every way and at every point of pre-copy, on real
-//! sockets, while the guest writes: it is made anew and nothing starts again.
+//! sockets, while the guest writes: it is replaced, and the migration continues.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,8 +32,7 @@ impl Point {
         Self::SecondPass,
     ];
 
-    /// Pages to which the guest writes: so many that a pass over them lasts,
-    /// where it is the second one that counts.
+    /// Pages to which the guest writes: enough that the second pass takes some time.
     fn hot_pages(self) -> u64 {
         match self {
             Self::SecondPass => 1536,
@@ -104,7 +103,7 @@ fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
             report.lanes_lost <= most,
             "{point:?} {fault:?} {with_lane} {events:?}"
         );
-        // Nothing but what the guest wrote to, and what the lane had under way.
+        // Only pages that the guest wrote to, and those in flight on the lane.
         let most = scene.hot_pages + report.pages_again;
         assert!(
             report.iterations[1..].iter().all(|one| one.pages <= most),

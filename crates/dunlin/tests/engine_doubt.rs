@@ -1,6 +1,6 @@
-//! What becomes of a VM when the control lane is lost around *commit*, when a
-//! journal fails, and when no process answers: over real sockets, through a relay
-//! that swallows and cuts at the engine's own events.
+//! The control lane is lost around *commit*, a journal fails, or no process
+//! answers: over real sockets, through a relay that drops bytes
+//! and connections at the engine's events.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -135,7 +135,7 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let builder = TestBuilder::default();
         let at = Box::new(|_: &DestinationEvent| ());
-        // As if another process without a journal had taken this one's place.
+        // As another process without a journal at the same address.
         let journals = Box::new(Journal::none);
         let destination = Destination::on(listener, &server, journals, builder, at);
         let vm = running();
@@ -194,7 +194,7 @@ fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit()
     assert_eq!(error.vm, VmIs::InDoubt, "{error}");
     assert!(began.elapsed() < Duration::from_secs(5));
     assert_eq!(*vm.state.lock().unwrap(), RunState::Paused);
-    // Each inquiry had an epoch of its own, in the record too.
+    // Each inquiry had its own epoch, also in the record.
     assert!(error.doubt.unwrap().record().epoch > 2);
     assert!(!runs(&destination.finish().1.built.unwrap()));
 }
@@ -299,7 +299,7 @@ fn i1_a_vm_that_has_moved_on_is_not_taken_for_dead() {
     )
     .unwrap();
     let received = destination.finish().0.pop().unwrap().unwrap();
-    // A later migration takes it elsewhere, and the process ends.
+    // A later migration moves the VM elsewhere, and the process ends.
     received.answering.unwrap().moved_on().unwrap();
     let left = there.journal().list().unwrap();
     let moved_on = State::Destination(DestinationRecord::MovedOn);
@@ -368,11 +368,11 @@ fn i5_the_attempt_after_one_that_failed_moves_the_vm() {
     assert_eq!(ended.len(), 2);
     assert_eq!(builder.built.unwrap().digest(), vm.digest());
     assert_eq!(here.states(), []);
-    // A source that begins anew asks no more about its first session.
+    // A source that starts another session sends no more inquiries about the first.
     assert_eq!(there.states(), []);
 }
 
-/// Notes which records are written.
+/// Collects the records that are written.
 struct NotingDisk(Arc<Mutex<Vec<String>>>);
 
 impl Disk for NotingDisk {
@@ -466,9 +466,9 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     drop(record(3, source, DestinationRecord::Aborted));
     drop(record(5, stranger, DestinationRecord::Prepared));
     drop(record(7, source, DestinationRecord::MovedOn));
-    // Its process lives: that is the one to ask.
+    // Its process is alive and answers for it.
     let _held = record(6, source, DestinationRecord::Running);
-    // While a host waits for a VM, and where it takes none in.
+    // While a host waits for a VM, and on one that only answers.
     let waiting = Destination::start(&server, there.journal(), TestBuilder::default());
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let answering = listener.local_addr().unwrap();
@@ -502,7 +502,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     let first = journal.take([1; 16], Role::Destination).unwrap();
     let aborted = State::Destination(DestinationRecord::Aborted);
     assert_eq!(first.record().state, aborted);
-    // And a stranger has changed nothing.
+    // The inquiry of another host has changed nothing.
     let fifth = journal.take([5; 16], Role::Destination).unwrap();
     let prepared = State::Destination(DestinationRecord::Prepared);
     assert_eq!(fifth.record().state, prepared);

@@ -1,6 +1,6 @@
-//! The engine's memory beside the guest's (I8). Alone in its process, since
-//! it measures all of it; both sides run in it, and together stay within what
-//! each may use.
+//! The engine's memory without the guest's (I8). Alone in its process, since it
+//! measures the whole process. Both sides run in it, and together stay within the
+//! limit of one.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -12,11 +12,11 @@ use dunlin::engine::Cancel;
 use dunlin::engine::{destination, source};
 use dunlin_test_support::engine::{TestBuilder, TestVm, run, tls};
 
-/// Each side's bound, in KiB.
+/// Each side's limit, in KiB.
 const LIMIT_KIB: u64 = 64 << 10;
 
-/// Resident KiB of this process outside mappings as large as the guest's,
-/// which no other mapping is.
+/// Resident KiB of this process outside the guest's mappings, which are recognised by
+/// their size.
 fn resident_kib(guest_bytes: u64) -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
     let mut outside = 0;

@@ -1,5 +1,5 @@
-//! What a network does to lanes, by a proxy between the two sides: it looks
-//! into them, holds one back, and cuts one.
+//! Lanes through a proxy between the two sides, which reads their bytes, delays one
+//! lane and cuts one.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -41,7 +41,7 @@ fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
         receiving.finish(false).0.unwrap();
         let seen = proxy.recorded();
         assert!(seen.len() > 1 << 20);
-        // With plain lanes it is there, so that the search can find it.
+        // With plain lanes the search must find the content.
         let found = seen
             .windows(CANARY.len())
             .filter(|part| part == CANARY)
@@ -56,7 +56,7 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
     let options = destination::Options::default();
     let receiving = Receiving::start(&server, &options, TestBuilder::default());
     let proxy = Proxy::start(receiving.address);
-    // The first lane behind control gets nothing through.
+    // The first data lane carries no bytes.
     proxy.hold(1, 0);
     let vm = TestVm::new(4 << 20);
     vm.fill(1 << 20);
@@ -85,9 +85,8 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
         }
         let report = sending.join().unwrap().0.unwrap();
         assert_eq!(report.digests_equal, Some(true));
-        // The lane that was never established carried nothing. Its limit is also the one at which the others
-        // begin without it: it counts as lost if its failure is confirmed before the end, and not
-        // if it is given up because nothing is left for it.
+        // The lane that was not established carried nothing. At its limit the others begin without it. It
+        // counts as lost if its failure is confirmed before the end of the session.
         assert_eq!(report.lanes.len(), 3, "{report:?}");
         assert!(report.lanes_lost <= 1, "{report:?}");
     });
@@ -98,7 +97,7 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
 #[test]
 fn cancelling_does_not_wait_for_a_stalled_handshake() {
     let (client, server) = tls();
-    // Lanes get through to here, and no answer ever comes.
+    // Lanes connect to this listener, and get no answer.
     let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let options = destination::Options::builder()
         .endpoints(vec![silent.local_addr().unwrap().to_string()])
@@ -137,15 +136,15 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         let options = destination::Options::default();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let proxy = Proxy::start(receiving.address);
-        // Enough for the handshake and the opening, and then for a part of
-        // its first chunk: it cannot reach its mark, and the others wait there.
+        // Enough for the handshake, the opening and a part of the first chunk: the lane
+        // cannot reach its mark, and the others wait there.
         proxy.hold(1, 60_000);
         let vm = TestVm::new(16 << 20);
         vm.fill(4 << 20);
         vm.start(64, Duration::from_micros(100));
         let to = proxy.address.to_string();
         let report = thread::scope(|scope| {
-            // Slow enough that every lane gets a chunk of the first pass.
+            // Slow enough for every lane to get a chunk of the first pass.
             let options = verified(lanes)
                 .to_builder()
                 .rate(Some(50 << 20))
@@ -161,7 +160,7 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         assert_eq!(report.digests_equal, Some(true));
         assert_eq!(report.lanes_lost, 1);
         assert!(report.pages_again > 0);
-        // What was sent, less what was sent again, is what the passes held.
+        // The pages sent, without those sent again, are the pages of all passes.
         let waiting: u64 = report.iterations.iter().map(|one| one.pages).sum();
         let sent = report.traffic.raw_pages + report.traffic.zero_pages;
         assert!(sent <= waiting + report.pages_again, "{sent} {waiting}");
@@ -233,7 +232,7 @@ fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
         receiving.finish(false).0.err().unwrap().code(),
         FaultCode::ControlLost
     );
-    // The next attempt works (I5).
+    // The next attempt succeeds (I5).
     let receiving = Receiving::start(&server, &options_of(), TestBuilder::default());
     let to = receiving.address.to_string();
     let (result, _) = send(&vm, &to, &client, &verified(2), &Cancel::new());

@@ -1,5 +1,4 @@
-//! Several sessions in one process: each has a thread and a listener, independent
-//! of the others.
+//! Several sessions in one process, each with its own thread and listener.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Barrier;
@@ -23,7 +22,7 @@ fn i1_i3_four_vms_move_at_once_between_the_same_hosts_and_one_stays() {
                 let vm = TestVm::new((4 + 2 * number) << 20);
                 vm.fill(2 << 20);
                 vm.start(64, Duration::from_micros(200));
-                // The one that fails must not touch the others.
+                // The session that fails does not affect the others.
                 let fails = number == 2;
                 let builder = TestBuilder {
                     fail: fails.then_some("load"),

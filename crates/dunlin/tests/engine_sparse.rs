@@ -1,6 +1,6 @@
-//! What `--verify` costs a large guest that has touched little: CPU time for what
-//! it holds, and no memory (I8). Alone in its process, since it measures its
-//! memory; `--nocapture` shows the figures.
+//! The cost of `--verify` for a large, sparse guest: CPU time for its content, and no
+//! memory (I8). Alone in its process, since it measures the process's memory;
+//! `--nocapture` prints the figures.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -14,12 +14,12 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 const MIB: u64 = 1 << 20;
 const GUEST_BYTES: u64 = 10 << 30;
-/// What the measurement itself may take.
+/// Tolerance for the measurement itself.
 const NOISE_BYTES: u64 = 4 * MIB;
-/// In pieces of 1 MiB, spread over all of it.
+/// In pieces of 1 MiB, spread over the guest's memory.
 const CONTENT_BYTES: u64 = 256 * MIB;
 
-/// Resident bytes of the mappings in which the regions lie.
+/// Resident bytes of the regions' mappings.
 fn resident_bytes(memory: &TrackedMemory) -> u64 {
     let regions: Vec<Range<u64>> = memory
         .iter()
@@ -45,8 +45,8 @@ fn resident_bytes(memory: &TrackedMemory) -> u64 {
     bytes
 }
 
-/// Bytes of this process's page tables: a hole that is read takes an entry, although
-/// the kernel's page of zeros, which it shows, is not resident.
+/// Bytes of this process's page tables. A read of a hole adds an entry for the kernel's
+/// zero page, which does not count as resident.
 fn page_table_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmPTE:"));

@@ -1,6 +1,6 @@
-//! Only the session's own peer may ask about a session, settle it or release it: not another
-//! authorised host, and not one of the same name that another authority issued. A renewed
-//! certificate is the same peer.
+//! Only a session's peer may query, settle or release the session: no other authorised host, and no host
+//! of the same name with a certificate from another authority. A host with a renewed certificate is the
+//! same peer.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -45,7 +45,7 @@ fn server(identity: &Identity, peers: Peers) -> ServerTls {
     identity.server(&crypto(), peers).unwrap()
 }
 
-/// Two authorities that every host here trusts.
+/// Two authorities that all hosts of a test trust.
 struct Site {
     ours: Authority,
     theirs: Authority,
@@ -63,20 +63,20 @@ impl Site {
         load(&self.ours.host_trusting(&[name], &[&self.theirs]))
     }
 
-    /// Of the other authority.
+    /// A host with a certificate from the other authority.
     fn twin(&self, name: &str) -> Identity {
         load(&self.theirs.host_trusting(&[name], &[&self.ours]))
     }
 }
 
-/// The session that a journal has.
+/// The session in a journal.
 fn session_of(scratch: &JournalDirectory) -> SessionId {
     let entries = scratch.journal().list().unwrap();
     assert_eq!(entries.len(), 1);
     entries[0].session
 }
 
-/// A host that answers questions and takes in no VM.
+/// A host that answers inquiries and receives no VM.
 struct Answerer {
     address: SocketAddr,
     stop: Cancel,
@@ -114,7 +114,7 @@ impl Drop for Answerer {
     }
 }
 
-/// A destination's record as a process that has died leaves it.
+/// A destination's record of a process that has died.
 fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: &Principal) {
     let state = State::Destination(state);
     let record = Record {
@@ -134,7 +134,7 @@ fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: 
     session.write(state).unwrap();
 }
 
-/// The VM has arrived and its process lives; the source has received no answer.
+/// The VM has arrived and its process is alive; the source has received no answer.
 #[test]
 fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arrived() {
     let site = Site::new();
@@ -183,7 +183,7 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     let running = State::Destination(DestinationRecord::Running);
     assert_eq!(there.states(), [running]);
     assert!(!answering.is_over());
-    // The source with a renewed certificate, and a session of which nothing is known here.
+    // The source with a renewed certificate; and a session without a record here.
     let renewed = client(&site.host(SOURCE), to);
     assert_eq!(ask(address, &renewed, [1; 16]), Some(Verdict::NoRecord));
     let mut peer = inquirer(address, &renewed, session).unwrap();
@@ -202,7 +202,7 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     assert!(runs(&builder.built.unwrap()) && !runs(&vm));
 }
 
-/// A session under way, with its control lane and without.
+/// A running session, with its control lane and without.
 #[test]
 fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
     let site = Site::new();
@@ -224,7 +224,7 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         for stranger in &strangers {
             let refused = inquirer(to, stranger, SESSION).err();
             assert_eq!(refused, Some(FaultCode::WrongIdentity), "{open}");
-            // Its own session, for which the other would have to go.
+            // A session of its own, which would replace the running one.
             match Peer::source_of(to, stranger, LaneSecurity::Tls, [8; 16]).1 {
                 Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Busy),
                 other => panic!("{other:?}"),
@@ -232,7 +232,7 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         }
     }
     let renewed = of(site.host(SOURCE));
-    // A control lane of its own that came late, as the first one was.
+    // A late control lane of the session's own peer.
     match Peer::source(to, &renewed, LaneSecurity::Tls).1 {
         Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Malformed),
         other => panic!("{other:?}"),
@@ -250,7 +250,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     let site = Site::new();
     let to = || names(&[DESTINATION]);
     let (source, renewed) = (site.host(SOURCE), site.host(SOURCE));
-    // Of an authority that the destination does not trust.
+    // From an authority that the destination does not trust.
     let third = Authority::named("three");
     let pinned = [&[][..], &[SOURCE]].map(|names| load(&third.host_trusting(names, &[&site.ours])));
     let pins = pinned.each_ref().map(|one| one.summary().unwrap().pin);
@@ -273,7 +273,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     leave(&journal, [1; 16], running, &principal);
     leave(&journal, [2; 16], running, &by_pin(0));
     leave(&journal, [3; 16], running, &by_pin(1));
-    // As ca8670a left it: no peer block.
+    // As commit ca8670a wrote it: without a peer block.
     leave(&journal, [4; 16], running, &principal);
     let legacy = there
         .path()
@@ -285,7 +285,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
         ("itself", &source, [1, 4].as_slice()),
         ("renewed", &renewed, &[1, 4]),
         ("another name", &site.host(OTHER), &[]),
-        // The text is all that the fourth has.
+        // The fourth record has only the text.
         (
             "the same name of another authority",
             &site.twin(SOURCE),
@@ -305,8 +305,8 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     }
 }
 
-/// After *commit* another allowed host answers at the destination's address, and says that the
-/// attempt was aborted, while the VM runs at the destination.
+/// After *commit* another authorised host answers at the destination's address that the attempt was
+/// aborted, while the VM runs at the destination.
 #[test]
 fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_it() {
     let site = Site::new();
@@ -365,7 +365,7 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
         }
         assert_eq!(error.vm, VmIs::InDoubt, "{who}: {error}");
         assert!(!runs(&vm), "{who}");
-        // The process dies; one that is started again asks in its place.
+        // The process dies; a restarted one sends the inquiry.
         drop(error);
         let session = session_of(&here);
         let committing = State::Source(SourceRecord::Committing);
@@ -379,7 +379,7 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
         let VmLocation::InDoubt(why) = ask(&answerer) else {
             panic!("{who}");
         };
-        // The certificate that answered, and not that the time was up.
+        // The reason names the certificate of the host that answered, not a timeout.
         assert!(why.contains("sha256"), "{who}: {why}");
         assert_eq!(here.states(), [committing], "{who}");
         // The destination itself, with a renewed certificate.

@@ -1,4 +1,4 @@
-//! One migration with everything at once, through the public API: three regions
+//! One migration that combines many features, through the public API: three regions
 //! with a hole and huge pages, 200 MiB of device state in versioned sections, a
 //! description that is refused once, and a hold before *commit*.
 //!
@@ -21,12 +21,11 @@ use dunlin_test_support::hooks::{
 };
 
 const SECTIONS: u32 = 200;
-/// What both sides together may use beside the guest's memory and state, which
+/// The limit of both sides together, without the guest's memory and state, which
 /// belong to the VMM.
 const LIMIT_KIB: u64 = 64 << 10;
 
-/// Resident KiB of this process but for the VMs' own memory, which lies in
-/// memfds.
+/// Resident KiB of this process without the VMs' memory, which is in memfds.
 fn resident_kib() -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut resident, mut own) = (0, false);
@@ -113,7 +112,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
         assert_eq!(report.digests_equal, Some(true));
         assert!(report.downtime.total > Duration::from_millis(200));
         assert!(received.unwrap().runs);
-        // The state went over the lanes, and the hole did not.
+        // The lanes carried the state, and not the hole.
         let state_pages = u64::from(SECTIONS) * SECTION_BYTES / 4096;
         let last = report.iterations.last().unwrap();
         assert!(last.pages >= state_pages, "{last:?}");
@@ -129,7 +128,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
     let there = machines.built.unwrap();
     assert!(there.goes_on());
     assert_eq!(vm.state(), RunState::Stopped("moved".into()));
-    // What was never touched at the source takes no memory at the destination.
+    // Pages that the source never touched take no memory at the destination.
     let mut populated = Vec::new();
     there
         .memory

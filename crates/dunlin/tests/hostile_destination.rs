@@ -1,9 +1,10 @@
-//! A destination that lies, at each step of a session (I7): the source ends it
-//! with an error that names the lie and who is at fault, keeps nothing, and its
-//! guest continues; after *commit* the guest stays paused, since it may run at the
-//! destination. The next migration, to an honest destination, succeeds.
+//! A destination that lies, at each step of a session (I7): the source ends the
+//! session with an error that names the lie and the party at fault, releases its
+//! resources, and its guest continues; after *commit* the guest stays paused, since
+//! it may run at the destination. The next migration, to an honest destination,
+//! succeeds.
 //!
-//! What each lie costs is printed as a table: `--nocapture` shows it.
+//! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -37,12 +38,13 @@ fn one_lane() -> source::Options {
         .unwrap()
 }
 
-/// Pre-copy takes longer than any lie about it: else *ready* would be awaited.
+/// Pre-copy takes longer than every lie about it; otherwise the source would wait for
+/// *ready*.
 fn slow() -> source::Options {
     one_lane().to_builder().rate(Some(1 << 20)).build().unwrap()
 }
 
-/// The source goes on at once, with a switchover as soon as it may.
+/// The source continues immediately, with a switchover as soon as possible.
 fn hasty(verify: bool) -> source::Options {
     one_lane()
         .to_builder()
@@ -491,8 +493,8 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
     }
 }
 
-/// *commit* is out: whatever comes instead of *running*, the source neither
-/// resumes nor destroys its copy.
+/// After *commit* the source neither resumes nor destroys its copy, whatever it
+/// receives instead of *running*.
 #[test]
 fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
     type Lie = (&'static str, FaultCode, &'static str, fn(&mut Peer));
@@ -530,7 +532,7 @@ fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
     }
 }
 
-/// After *commit* it is an answer: *aborted* has been recorded there.
+/// After *commit*, *aborted* is a valid answer: the destination has recorded it.
 #[test]
 fn i2_a_cancel_that_crosses_commit_gives_the_vm_back() {
     refused_by_source(
@@ -550,7 +552,7 @@ fn i2_a_cancel_that_crosses_commit_gives_the_vm_back() {
     );
 }
 
-/// Acknowledgements of a chunk that was sent count once, however many come.
+/// Repeated acknowledgements of a chunk count once.
 #[test]
 fn i8_acknowledgements_repeated_without_end_do_no_harm() {
     let ends = stays(MALFORMED, "unexpected ready");

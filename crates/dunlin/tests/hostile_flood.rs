@@ -1,6 +1,6 @@
-//! Floods: a thousand connections that are silent or talk nonsense, connections
-//! without end, and an authenticated host that asks again and again. The figures
-//! are printed: `--nocapture` shows them.
+//! Floods: a thousand connections that are silent or send garbage, connections
+//! without end, and an authenticated host that connects repeatedly. `--nocapture`
+//! prints the figures.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -17,26 +17,26 @@ use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, VERSIONS};
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::{Before, alone, open_files};
 
-/// Connections that a flood holds open at a time, so that this process gets along
-/// with the usual thousand descriptors.
+/// Connections that a flood keeps open, so that this process needs no more than the
+/// usual thousand descriptors.
 const HELD: usize = 300;
 
-/// Connects, says one of several things, or nothing.
+/// Connects, and sends one of several texts or nothing.
 fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
     // A listener with a full backlog answers late.
     let mut stream = TcpStream::connect_timeout(&to, Duration::from_secs(5)).ok()?;
     let words: &[u8] = match number % 4 {
         0 | 1 => b"",
         2 => b"GET / HTTP/1.1\r\n\r\n",
-        // The beginning of a handshake that never goes on.
+        // The beginning of a handshake.
         _ => &[22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3],
     };
     let _ = stream.write_all(words);
     Some(stream)
 }
 
-/// A migration of 48 MiB at 32 MiB/s. Returns how long it took until it was
-/// accepted and in all.
+/// A migration of 48 MiB at 32 MiB/s. Returns the time until it was accepted, and
+/// the total time.
 fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duration, Duration) {
     let vm = TestVm::new(48 << 20);
     vm.fill(24 << 20);
@@ -63,7 +63,7 @@ fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duratio
     (accepted, report.total)
 }
 
-/// How long a migration takes while nothing else happens.
+/// The time of a migration without a flood.
 fn undisturbed(
     client: &dunlin::lane::policy::ClientTls,
     server: &dunlin::lane::policy::ServerTls,
@@ -74,8 +74,7 @@ fn undisturbed(
     took
 }
 
-/// A session that is hardly longer than it would be; the strangers' own work is done by
-/// the same processors.
+/// The session takes hardly longer; the unauthenticated clients run on the same CPUs.
 fn assert_undisturbed(took: Duration, quiet: Duration) {
     assert!(
         took < quiet * 3 / 2 + Duration::from_millis(500),
@@ -107,7 +106,7 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
             most_files = most_files.max(open_files());
         }
         let flood_took = began.elapsed();
-        // They stay until the session is over.
+        // They stay until the session has ended.
         let flooded = migrating.join().unwrap().1;
         (flooded, most_files, flood_took)
     });
@@ -121,12 +120,12 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
         peak >> 10
     );
     assert_undisturbed(flooded, quiet);
-    // Ours are at most the pending connections, and what a session has.
+    // This process has at most the pending connections, and the session's.
     assert!(most_files < before.files + HELD + 64 + 40, "{most_files}");
     assert!(peak < (96 + 32) << 20, "{peak}");
 }
 
-/// While strangers come without end, faster than any of them is turned away.
+/// Clients connect faster than they are rejected.
 #[test]
 fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
     let _alone = alone();
@@ -163,7 +162,7 @@ fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
         let Ok(accepted) = accepted else {
             receiving.cancel.cancel();
             panic!(
-                "turned away among {} strangers",
+                "rejected among {} other clients",
                 came.load(Ordering::SeqCst)
             );
         };
@@ -182,8 +181,7 @@ fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
     assert!(slowest < Duration::from_secs(1), "{slowest:?}");
 }
 
-/// A host with a certificate of our authority, and the right name, that asks for
-/// a session again and again while one is under way.
+/// An authorised host requests sessions repeatedly while another session runs.
 #[test]
 fn i7_an_authenticated_flood_is_refused_as_busy() {
     let _alone = alone();
@@ -263,10 +261,10 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
         b"DUNLIN\r\nwhat",
         &[0; 5000],
     ] {
-        // It may be turned away before all of it is written.
+        // The destination may reject it before all bytes are written.
         let _ = TcpStream::connect(to).unwrap().write_all(garbage);
     }
-    // One that never stops talking gets its turn and no more.
+    // A client that never stops sending gets its turn and no more.
     let flood = thread::spawn(move || {
         let mut stream = TcpStream::connect(to).unwrap();
         while stream.write_all(&[0; 65536]).is_ok() {}

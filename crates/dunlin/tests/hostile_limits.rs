@@ -1,7 +1,7 @@
-//! Too few descriptors and too little memory, on either side: a process of its
-//! own runs one role under a limit that is raised step by step, so that every step
-//! of a session is the one that finds nothing left. The VM is on exactly one side
-//! each time, and who is left says why it failed.
+//! Too few descriptors and too little memory, on either side: a separate process
+//! runs one role under a limit that rises step by step, so that every step of a
+//! session fails once. The VM is on exactly one side each time, and the side that is
+//! left reports the reason.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -37,7 +37,7 @@ fn server(directory: &Path) -> ServerTls {
     load(directory).server(&crypto(), names(&[SOURCE])).unwrap()
 }
 
-/// Refuses what this process cannot map.
+/// Refuses VMs that this process cannot map.
 struct Careful(TestBuilder);
 
 impl Builder for Careful {
@@ -60,7 +60,7 @@ impl Builder for Careful {
     }
 }
 
-/// The other process: not a test by itself.
+/// The body of the other process, not a test.
 #[test]
 #[ignore = "the other tests of this file start it in a process of its own"]
 fn role() {
@@ -95,7 +95,7 @@ fn role() {
     }
 }
 
-/// On a line of its own, whatever the test harness prints.
+/// Prints on a separate line, because the test harness prints too.
 fn say(line: &str) {
     println!("\n> {line}");
     std::io::stdout().flush().unwrap();
@@ -131,7 +131,7 @@ impl Limited {
         Self { child, lines }
     }
 
-    /// What it says next; nothing once it has ended.
+    /// The next text that it prints; `None` after its end.
     fn next(&mut self) -> Option<String> {
         let mut line = String::new();
         loop {
@@ -145,7 +145,7 @@ impl Limited {
         }
     }
 
-    /// Its last words and what it printed as errors.
+    /// Its last text and its standard error.
     fn end(mut self) -> (Option<String>, String) {
         let said = self.next();
         let mut errors = String::new();
@@ -156,19 +156,19 @@ impl Limited {
     }
 }
 
-/// What came of each limit.
+/// The outcomes of all limits.
 #[derive(Debug, Default)]
 struct Tally {
     moved: u32,
     failed_in_words: u32,
-    /// It did not get as far as a session.
+    /// The process did not reach a session.
     never_began: u32,
-    /// An allocation failed, which ends a Rust process.
+    /// An allocation failed, which aborts a Rust process.
     died: u32,
 }
 
-/// Destinations under rising limits, the VM in this process. `may_die` where
-/// memory is the limit.
+/// Destinations under rising limits, with the VM in this process. `may_die` if the
+/// limit is memory.
 fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
     let authority = Authority::new();
     let client = client(&authority.host(&[SOURCE]));
@@ -190,7 +190,7 @@ fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
         let (result, _) = send(&vm, &to, &client, &verified(4), &cancel);
         assert!(began.elapsed() < Duration::from_secs(30), "{limit}");
         if result.is_err() {
-            // A destination that turned a connection away waits for the next.
+            // A destination that has rejected a connection waits for the next.
             let _ = limited.child.kill();
         }
         let (said, errors) = limited.end();
@@ -219,7 +219,7 @@ fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
     tally
 }
 
-/// Sources under rising limits, the VM in their processes.
+/// Sources under rising limits, with the VM in their processes.
 fn sources(limits: impl Iterator<Item = String>) -> Tally {
     let authority = Authority::new();
     let server = server(&authority.host(&[DESTINATION]));
@@ -256,7 +256,7 @@ fn sources(limits: impl Iterator<Item = String>) -> Tally {
     tally
 }
 
-/// Every limit in the soak, and else every third.
+/// Every limit in the soak, otherwise every third.
 fn stride() -> usize {
     match std::env::var_os("DUNLIN_SOAK") {
         Some(soak) if soak == "1" => 1,
@@ -281,14 +281,14 @@ fn i2_a_destination_without_descriptors_leaves_the_vm_at_the_source() {
 fn i2_a_source_without_descriptors_keeps_its_vm() {
     let tally = sources(files(3..=32));
     println!("source, descriptors: {tally:?}");
-    // It goes on with the lanes that it can have.
+    // With some descriptors the source opens fewer lanes and continues.
     let too_few = tally.failed_in_words + tally.never_began;
     assert!(too_few >= 1 && tally.moved >= 1, "{tally:?}");
 }
 
 #[test]
 fn i2_a_destination_without_memory_leaves_the_vm_at_the_source() {
-    // Address space in KiB: from where the process starts to where all fits.
+    // Address space in KiB: from the minimum of the process to enough for the VM.
     let limits = (0..24)
         .step_by(stride())
         .map(|step| format!("-v {}", (24 + 12 * step) << 10));

@@ -1,7 +1,6 @@
-//! Peers that stop in the middle of something, or go on without getting
-//! anywhere: the session ends at its limit, and not before an honest but slow
-//! peer could have answered. Apart from the other lies because each takes its ten
-//! seconds; they run side by side.
+//! Peers that stop, or continue without progress: the session ends at its limit,
+//! and not before an honest but slow peer could have answered. These tests take ten
+//! seconds each and run in parallel, apart from the other hostile peers.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -19,14 +18,14 @@ use dunlin_test_support::engine::peer::*;
 use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::{Liar, Victim, runs, with_causes};
 
-/// The limits are ten seconds; the rest is for a machine that has much to do.
+/// The limits are ten seconds; the rest is tolerance for a busy machine.
 const END_LIMIT: Duration = Duration::from_secs(16);
 
-/// What a guest has written before it is moved.
+/// The bytes that a guest has written before it is migrated.
 const FILLED: usize = 16 << 20;
 
-/// A destination must end with `fault` and `text` although the source goes on
-/// with `play` until then.
+/// Asserts that a destination ends with `fault` and `text` while the source runs
+/// `play`.
 fn outlasts(fault: FaultCode, text: &str, play: impl FnOnce(&Victim<'_>)) {
     outlasts_within(END_LIMIT, fault, text, play);
 }
@@ -52,8 +51,8 @@ fn outlasts_within(limit: Duration, fault: FaultCode, text: &str, play: impl FnO
     }
 }
 
-/// Answers pings and says nothing else, until the peer hangs up: longer than its
-/// limit, which is as long as one wait for a message here.
+/// Answers pings and sends nothing else until the peer disconnects. The peer's limit
+/// is as long as one wait for a message here.
 fn only_answer(peer: &mut Peer) {
     while peer.receive().is_some() {}
     let _ = peer
@@ -122,13 +121,13 @@ fn i7_a_source_that_stops_inside_a_chunk_loses_its_lane() {
     });
 }
 
-/// Unread pongs fill the way back; then the destination stops reading and ends
-/// the session.
+/// Unread pongs fill the connection to the source; then the destination stops
+/// reading and ends the session.
 #[test]
 fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
     let before = dunlin_test_support::hostile::Before::now();
-    // The write that fills the way back has taken some bytes when its time is up, and the next
-    // one has its own time.
+    // The write that fills the connection has written some bytes at its timeout, and the next write has
+    // its own timeout.
     outlasts_within(
         2 * END_LIMIT,
         FaultCode::ControlLost,
@@ -150,7 +149,7 @@ fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
                     break;
                 }
             }
-            // Open and unread until the destination gives the connection up, which resets it.
+            // Open and unread until the destination resets the connection.
             let reset = Interest::failure(liar.peer.stream.socket());
             let gone = poll(&[reset], Some(Duration::from_secs(60))).unwrap();
             assert_eq!(gone, [true], "the destination has not given up");
@@ -161,8 +160,8 @@ fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
     assert!(peak < 64 << 20, "{peak} bytes");
 }
 
-/// A destination that answers pings and acknowledges nothing keeps the guest
-/// from moving, and from nothing else: it goes on, and the operator's word ends it.
+/// A destination that answers pings and acknowledges nothing prevents only the
+/// migration: the guest runs, and an operator can cancel.
 #[test]
 fn i2_a_destination_that_acknowledges_nothing_does_not_hold_the_source() {
     let (client, server) = tls();
@@ -217,8 +216,8 @@ fn i2_a_destination_that_acknowledges_nothing_does_not_hold_the_source() {
     assert!(vm.goes_on());
 }
 
-/// The same at the destination, with a source that has sent everything and does
-/// not commit: nothing runs, and the operator's word ends it.
+/// A source that has sent everything and does not commit: the VM does not run at the
+/// destination, and an operator can cancel there.
 #[test]
 fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     let (client, server) = tls();
@@ -242,8 +241,8 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
     assert_eq!(runs(&builder.built.unwrap()), 0);
 }
 
-/// A source that answers every question and moves nothing on is given up at the
-/// destination's limit, before everything has come and after.
+/// A source that only answers is given up at the destination's limit, before and
+/// after all memory has arrived.
 #[test]
 fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
     for ready in [false, true] {

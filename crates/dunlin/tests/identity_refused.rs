@@ -1,6 +1,6 @@
-//! Peers that must be refused, and the errors of both sides: one row for each, through the
-//! engine's API. Run it with
-//! `--nocapture --test-threads 1` for the table.
+//! Peers that must be refused, and the errors of both sides: one row for each, through the engine's
+//! API. `--nocapture --test-threads 1` prints the table. The tests check codes, alerts, names, pins and
+//! dates in the errors, and no advice.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -29,21 +29,21 @@ use dunlin_test_support::hostile::with_causes;
 use dunlin_test_support::identity::*;
 use dunlin_test_support::lane::*;
 
-/// What both sides say.
+/// The errors of both sides.
 struct Said {
     name: &'static str,
     source: String,
     destination: String,
 }
 
-/// Collects rows and what is wrong with them, so that one failure hides no other.
+/// Prints rows, and collects their failures so that one failure hides no other.
 #[derive(Default)]
 struct Table {
     wrong: Vec<String>,
 }
 
 impl Table {
-    /// Each side must say all of its words.
+    /// Checks that each side's error contains all of its words.
     fn row(&mut self, said: Said, source_words: &[&str], destination_words: &[&str]) {
         let Said {
             name,
@@ -79,8 +79,8 @@ fn far(host: &Host, peers: Peers) -> ServerTls {
     host.load().server(&Crypto::auto(), peers).unwrap()
 }
 
-/// A migration that must fail before the VM is described.
-fn migrates_not(to: &str, tls: &ClientTls) -> String {
+/// Runs a migration that must fail before the VM is described, and returns its error.
+fn migrate_error(to: &str, tls: &ClientTls) -> String {
     let vm = TestVm::new(4 << 20);
     let options = source::Options::builder()
         .connect_limit(Duration::from_secs(5))
@@ -90,7 +90,7 @@ fn migrates_not(to: &str, tls: &ClientTls) -> String {
     with_causes(&result.unwrap_err())
 }
 
-/// Lets `client` loose on a destination of the engine's.
+/// Runs `client` against the engine's destination.
 fn at_destination(
     name: &'static str,
     server: &ServerTls,
@@ -105,7 +105,7 @@ fn at_destination(
         .into_iter()
         .filter_map(|event| match event {
             DestinationEvent::Rejected { reason } => Some(reason),
-            DestinationEvent::Connected { .. } => panic!("{name}: let in"),
+            DestinationEvent::Connected { .. } => panic!("{name}: accepted"),
             _ => None,
         })
         .collect();
@@ -116,12 +116,12 @@ fn at_destination(
     }
 }
 
-/// Both sides are the engine's.
+/// Runs the engine's source against the engine's destination.
 fn meet(name: &'static str, client: &ClientTls, server: &ServerTls) -> Said {
-    at_destination(name, server, |to| migrates_not(to, client))
+    at_destination(name, server, |to| migrate_error(to, client))
 }
 
-/// A source of the engine's connects to `server`, which says what it thinks of it.
+/// Runs the engine's source against `server`, which returns its own error.
 fn at_source(
     name: &'static str,
     client: &ClientTls,
@@ -131,7 +131,7 @@ fn at_source(
     let to = listener.local_addr().unwrap().to_string();
     thread::scope(|scope| {
         let answering = scope.spawn(|| server(listener.accept().unwrap().0));
-        let source = migrates_not(&to, client);
+        let source = migrate_error(&to, client);
         Said {
             name,
             source,
@@ -172,7 +172,7 @@ impl Site {
 }
 
 #[test]
-fn i6_certificates_that_are_not_believed() {
+fn i6_certificates_that_are_not_trusted() {
     let mut table = Table::default();
     let site = Site::new();
     let other = Ca::root("another site");
@@ -188,15 +188,8 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             &as_destination(&named, ""),
         ),
-        &[
-            "unknown authority, CN=another site",
-            "append its certificate to the peer's",
-            "unauthorised",
-        ],
-        &[
-            "UnknownCA (48)",
-            "does not trust the authority of this host's certificate",
-        ],
+        &["unknown authority, CN=another site", "unauthorised"],
+        &["UnknownCA (48)"],
     );
     table.row(
         meet(
@@ -204,7 +197,7 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             &as_destination(&named, &other.pem),
         ),
-        &["unknown authority, CN=another site: give both hosts"],
+        &["CN=another site"],
         &["UnknownCA (48)"],
     );
     let named = other.issue(&wish(&[SOURCE]));
@@ -214,11 +207,7 @@ fn i6_certificates_that_are_not_believed() {
             &as_source(&named, ""),
             &far_site,
         ),
-        &[
-            "UnknownCA (48)",
-            "append intermediates to this host's",
-            "unauthorised",
-        ],
+        &["UnknownCA (48)", "unauthorised"],
         &["unknown authority, CN=another site"],
     );
 
@@ -230,12 +219,8 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             &as_destination(&named, ""),
         ),
-        &[
-            "CN=rack 7",
-            "if this is an intermediate",
-            "append its certificate to the peer's",
-        ],
-        &["UnknownCA (48)", "lacks an intermediate's certificate"],
+        &["CN=rack 7"],
+        &["UnknownCA (48)"],
     );
     let named = below.issue(&wish(&[SOURCE]));
     table.row(
@@ -244,8 +229,8 @@ fn i6_certificates_that_are_not_believed() {
             &as_source(&named, ""),
             &far_site,
         ),
-        &["UnknownCA (48)", "lacks an intermediate's certificate"],
-        &["CN=rack 7", "append its certificate to the peer's"],
+        &["UnknownCA (48)"],
+        &["CN=rack 7"],
     );
 
     let alone = self_signed(&wish(&[]));
@@ -273,12 +258,12 @@ fn i6_certificates_that_are_not_believed() {
     table.row(
         meet("wrong name of the destination", &stranger, &far_site),
         &["it has DNS destination.test, allowed are DNS elsewhere.test, URI spiffe://site/x"],
-        &["CertificateUnknown (46)", "compare this host's certificate"],
+        &["CertificateUnknown (46)"],
     );
     let strict = far(&site.destination, names(&["elsewhere.test"]));
     table.row(
         meet("wrong name of the source", &near_site, &strict),
-        &["CertificateUnknown (46)", "compare this host's certificate"],
+        &["CertificateUnknown (46)"],
         &["it has DNS source.test, allowed is DNS elsewhere.test"],
     );
 
@@ -290,13 +275,8 @@ fn i6_certificates_that_are_not_believed() {
             &near(&site.source, names(&[&zeros])),
             &far_site,
         ),
-        &[
-            "not the pinned one",
-            &of_destination,
-            &zeros,
-            "pin the new one",
-        ],
-        &["CertificateUnknown (46)", "and pin"],
+        &["not the pinned one", &of_destination, &zeros],
+        &["CertificateUnknown (46)"],
     );
     let key = format!("spki-{zeros}");
     table.row(
@@ -305,7 +285,7 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             &far(&site.destination, names(&[&key])),
         ),
-        &["CertificateUnknown (46)", "and pin"],
+        &["CertificateUnknown (46)"],
         &["not the pinned one", &key],
     );
 
@@ -320,11 +300,8 @@ fn i6_certificates_that_are_not_believed() {
             &near_site,
             |stream| drive_server(config, stream),
         ),
-        &["not for its side of the connection"],
-        &[
-            "UnsupportedCertificate (43)",
-            "a destination one for TLS servers",
-        ],
+        &["extended key usage"],
+        &["UnsupportedCertificate (43)"],
     );
     let server_alone = site.ca.issue(&Wish {
         for_clients: false,
@@ -335,11 +312,8 @@ fn i6_certificates_that_are_not_believed() {
         at_destination("a source with a server's certificate", &far_site, |to| {
             drive_client(config, TcpStream::connect(to).unwrap())
         }),
-        &[
-            "UnsupportedCertificate (43)",
-            "a source needs one for TLS clients",
-        ],
-        &["not for its side of the connection"],
+        &["UnsupportedCertificate (43)"],
+        &["extended key usage"],
     );
 }
 
@@ -348,19 +322,17 @@ fn i6_certificates_out_of_date_or_revoked() {
     let mut table = Table::default();
     let site = Site::new();
     let (near_site, far_site) = (site.near(), site.far());
-    for (name, years, says, reply) in [
+    // One alert for both (RFC 8446, section 6.2).
+    for (name, years, says) in [
         (
             "expired",
             (2001, 2020),
             "has expired (it was valid until Jan  1 00:00:00 2020",
-            "renew it, or correct the clocks",
         ),
         (
             "not yet valid",
             (2090, 2096),
             "is not valid yet (it is valid from Jan  1 00:00:00 2090",
-            // One alert for both (RFC 8446, section 6.2).
-            "correct the clocks",
         ),
     ] {
         let own = |name| Wish {
@@ -373,9 +345,9 @@ fn i6_certificates_out_of_date_or_revoked() {
         table.row(
             at_source(name, &near_site, |stream| drive_server(config, stream)),
             &["the peer's certificate", says],
-            &[alert, reply],
+            &[alert],
         );
-        // The pin of a certificate does not make it last.
+        // A pin does not extend a certificate's validity.
         let pin = Pin::of_certificate(&chain(&host)[0]).to_string();
         let config = careless_server(&host, &[ALPN]);
         let pinned = near(&site.source, names(&[&pin]));
@@ -390,7 +362,7 @@ fn i6_certificates_out_of_date_or_revoked() {
             at_destination(name, &far_site, |to| {
                 drive_client(config, TcpStream::connect(to).unwrap())
             }),
-            &[alert, reply],
+            &[alert],
             &["the peer's certificate", says],
         );
     }
@@ -409,11 +381,8 @@ fn i6_certificates_out_of_date_or_revoked() {
             &near(&source, names(&[DESTINATION])),
             &revoked,
         ),
-        &[
-            "is revoked according to a revocation list",
-            "give the peer another certificate",
-        ],
-        &["CertificateRevoked (44)", "replace it"],
+        &["is revoked according to a revocation list"],
+        &["CertificateRevoked (44)"],
     );
     let pin = Pin::of_certificate(&chain(&site.with(&bad, ""))[0]).to_string();
     table.row(
@@ -437,11 +406,8 @@ fn i6_certificates_out_of_date_or_revoked() {
             &revoked,
             &far(&careful(&good, &list), names(&[])),
         ),
-        &["CertificateRevoked (44)", "replace it"],
-        &[
-            "is revoked according to a revocation list",
-            "give the peer another certificate",
-        ],
+        &["CertificateRevoked (44)"],
+        &["is revoked according to a revocation list"],
     );
     let below = site.ca.under("rack 9");
     let own = below.issue(&wish(&[SOURCE]));
@@ -468,18 +434,17 @@ fn i6_certificates_out_of_date_or_revoked() {
             &near_site,
             &far(&careful(&good, &old), names(&[])),
         ),
-        &["UnknownCA (48)", "has no current revocation list of it"],
+        &["UnknownCA (48)"],
         &[
             "this host's revocation list",
             "out of date",
             "the next one was due on Jan  1 00:00:00 2025",
-            "install the current list on this host",
         ],
     );
 }
 
 #[test]
-fn i6_peers_that_are_no_dunlin() {
+fn i6_peers_other_than_dunlin() {
     let mut table = Table::default();
     let site = Site::new();
     let (near_site, far_site) = (site.near(), site.far());
@@ -496,12 +461,7 @@ fn i6_peers_that_are_no_dunlin() {
     let http = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n";
     table.row(
         at_source("an HTTP server", &near_site, speaks(http)),
-        &[
-            "does not speak TLS",
-            "as an HTTP server does",
-            "check the port",
-            no_dunlin,
-        ],
+        &["does not speak TLS", "as an HTTP server does", no_dunlin],
         &[],
     );
     table.row(
@@ -510,7 +470,7 @@ fn i6_peers_that_are_no_dunlin() {
             &near_site,
             speaks(b"SSH-2.0-OpenSSH_9.2\r\n"),
         ),
-        &["as an SSH server does", "check the port", no_dunlin],
+        &["as an SSH server does", no_dunlin],
         &[],
     );
     table.row(
@@ -521,22 +481,15 @@ fn i6_peers_that_are_no_dunlin() {
             let _ = stream.read_once(&mut hello);
             "(not a Dunlin peer)".to_owned()
         }),
-        &[
-            "echoes its input",
-            "check the address and the port",
-            no_dunlin,
-        ],
+        &["echoes its input", no_dunlin],
         &[],
     );
     table.row(
-        at_source("a peer that hangs up", &near_site, |stream| {
+        at_source("a peer that disconnects", &near_site, |stream| {
             drop(stream);
             "(not a Dunlin peer)".to_owned()
         }),
-        &[
-            "closed the connection during the TLS handshake",
-            "see its log",
-        ],
+        &["closed the connection during the TLS handshake"],
         &[],
     );
     let config = careless_server(&site.destination, &[b"h2", b"http/1.1"]);
@@ -544,11 +497,7 @@ fn i6_peers_that_are_no_dunlin() {
         at_source("a TLS server of another protocol", &near_site, |stream| {
             drive_server(config, stream)
         }),
-        &[
-            "speaks TLS but is not Dunlin",
-            "check the address and the port",
-            no_dunlin,
-        ],
+        &["speaks TLS but is not Dunlin", no_dunlin],
         &[],
     );
     let config = careless_server(&site.destination, &[]);
@@ -575,10 +524,7 @@ fn i6_peers_that_are_no_dunlin() {
             calls(b"GET / HTTP/1.1\r\n\r\n"),
         ),
         &[],
-        &[
-            "first byte is 0x47",
-            "neither TLS nor a plain Dunlin lane: check which program connects",
-        ],
+        &["first byte is 0x47", "neither TLS nor a plain Dunlin lane"],
     );
     table.row(
         at_destination(
@@ -587,10 +533,7 @@ fn i6_peers_that_are_no_dunlin() {
             calls(b"SSH-2.0-OpenSSH_9.2\r\n"),
         ),
         &[],
-        &[
-            "first byte is 0x53",
-            "neither TLS nor a plain Dunlin lane: check which program connects",
-        ],
+        &["first byte is 0x53", "neither TLS nor a plain Dunlin lane"],
     );
     for (name, protocols) in [
         ("a TLS client of another protocol", &[&b"h2"[..]][..]),
@@ -602,10 +545,7 @@ fn i6_peers_that_are_no_dunlin() {
                 drive_client(config, TcpStream::connect(to).unwrap())
             }),
             &[],
-            &[
-                "speaks TLS but is not Dunlin",
-                "check the address and the port",
-            ],
+            &["speaks TLS but is not Dunlin"],
         );
     }
 }
@@ -653,8 +593,7 @@ fn protocol_versions_that_have_nothing_in_common() {
         refusal_of(&lane)
     });
     let speaks = "the source speaks versions 2 to 3, the destination 1";
-    let upgrade = "Upgrade the older side";
-    table.row(said, &["version-mismatch", speaks, upgrade], &[speaks]);
+    table.row(said, &["version-mismatch", speaks], &[speaks]);
 
     let said = at_source("a destination of a newer release", &near_site, |stream| {
         let lane = control::server(stream, &far_site, soon()).unwrap();
@@ -669,11 +608,7 @@ fn protocol_versions_that_have_nothing_in_common() {
         let _ = lane.receive(&mut [0; 512], soon());
         "(is newer)".to_owned()
     });
-    table.row(
-        said,
-        &["version-mismatch", "the destination 2 to 3", upgrade],
-        &[],
-    );
+    table.row(said, &["version-mismatch", "the destination 2 to 3"], &[]);
 }
 
 #[test]
@@ -731,10 +666,7 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     row(
         "a lane of another session",
         reply,
-        &[
-            "unknown-session: the lane belongs to another session",
-            "Check the address",
-        ],
+        &["unknown-session: the lane belongs to another session"],
         &["lane 2: the lane belongs to another session"],
     );
     let _three = open_lane(to, Some(&twin), &good(3));
@@ -742,29 +674,20 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     row(
         "a lane of another identity",
         reply,
-        &[
-            "wrong-identity",
-            "not from the session's peer",
-            "Use one identity for all lanes",
-        ],
+        &["wrong-identity", "not from the session's peer"],
         &["lane 3: the lane is not from the session's peer"],
     );
     let _four = open_lane(to, Some(&near_site), &good(4));
     assert_eq!(peer.receive(), Some(Message::LaneUp { lane: 4 }));
     let _five = open_lane(to, Some(&near_site), &good(5));
     let reply = peer.receive();
-    row(
-        "one lane too many",
-        reply,
-        &["lane-limit", "Ask for fewer lanes"],
-        &["lane 5"],
-    );
+    row("one lane too many", reply, &["lane-limit"], &["lane 5"]);
     drop(peer);
     receiving.finish(true).0.map(|_| ()).unwrap_err();
 }
 
-/// What a host says of its own identity, as either side.
-fn loads_not(host: &Host) -> (String, String) {
+/// The errors of loading a host's own identity, for either role.
+fn load_errors(host: &Host) -> (String, String) {
     let load = |role| {
         let options = LoadOptions {
             role: Some(role),
@@ -778,11 +701,11 @@ fn loads_not(host: &Host) -> (String, String) {
 }
 
 #[test]
-fn identities_that_no_peer_would_take_are_refused_at_home() {
+fn identities_that_every_peer_would_refuse_are_refused_when_loaded() {
     let mut table = Table::default();
     let site = Site::new();
     let mut row = |name, host: &Host, words: &[&str]| {
-        let (source, destination) = loads_not(host);
+        let (source, destination) = load_errors(host);
         let said = Said {
             name,
             source,
@@ -794,34 +717,21 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
 
     let host = fresh();
     set_mode(&host.path("key.pem"), 0o644);
-    let words = [
-        "key.pem",
-        "accessible to every user",
-        "0644",
-        "run chmod 0600",
-    ];
+    let words = ["key.pem", "accessible to every user", "0644"];
     row("key readable by all", &host, &words);
 
     let host = fresh();
     host.put("key.pem", &site.ca.issue(&wish(&[SOURCE])).key);
     set_mode(&host.path("key.pem"), 0o600);
-    let words = [
-        "key.pem does not match the certificate",
-        "cert.pem",
-        "matching pair",
-    ];
+    let words = ["key.pem does not match the certificate", "cert.pem"];
     row("key that does not match", &host, &words);
 
     for (name, years, words) in [
-        (
-            "expired",
-            (2001, 2020),
-            ["cert.pem", "expired on", "renew it"],
-        ),
+        ("expired", (2001, 2020), ["cert.pem", "expired on"]),
         (
             "not yet valid",
             (2090, 2096),
-            ["cert.pem", "not valid before", "correct this host's clock"],
+            ["cert.pem", "not valid before"],
         ),
     ] {
         let own = site.ca.issue(&Wish {
@@ -834,14 +744,7 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
     let own = site.ca.issue(&wish(&[SOURCE]));
     let list = site.ca.revoke(&[own.serial], 2096);
     let host = Host::new(&own, "", &site.ca.pem, &list);
-    row(
-        "revoked",
-        &host,
-        &[
-            "cert.pem is revoked by its authority",
-            "obtain a new certificate",
-        ],
-    );
+    row("revoked", &host, &["cert.pem is revoked by its authority"]);
 
     for (label, mark) in [
         ("ENCRYPTED PRIVATE KEY", ""),
@@ -856,10 +759,6 @@ fn identities_that_no_peer_would_take_are_refused_at_home() {
             &format!("-----BEGIN {label}-----\n{mark}AAAA\n-----END {label}-----\n"),
         );
         set_mode(&host.path("key.pem"), 0o600);
-        row(
-            "encrypted key",
-            &host,
-            &["key.pem is encrypted", "openssl pkey -in"],
-        );
+        row("encrypted key", &host, &["key.pem is encrypted"]);
     }
 }

@@ -1,5 +1,5 @@
-//! Which peers are trusted and admitted: bundles, pins, names, revocation lists, every layout of
-//! files; early warnings; certificates that are replaced; the key exchange.
+//! Trusted and authorised peers: bundles, pins, names, revocation lists, every layout of files; warnings
+//! before certificates expire; replaced certificates; the key exchange.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::net::TcpStream;
@@ -33,7 +33,7 @@ fn far(identity: &Identity, peers: Peers) -> ServerTls {
     identity.server(&Crypto::auto(), peers).unwrap()
 }
 
-/// Why the source let the destination in, and the other way round.
+/// The reasons for which the source authorises the destination, and the destination the source.
 fn let_in(near: &ClientTls, far: &ServerTls) -> [AuthorisedBy; 2] {
     let (near, far) = both_ends(near, far);
     [near.unwrap(), far.unwrap()].map(|end| end.peer.authorised_by)
@@ -87,16 +87,13 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
             [of_destination, of_source].map(AuthorisedBy::Pin)
         );
     }
-    // Names need an authority, beside a pin too.
+    // Names need an authority, also together with a pin.
     let both = [Peer::Pin(pin(&source)), SOURCE.parse().unwrap()];
     for peers in [Peers::AnyFromAuthority, both.into_iter().collect()] {
         let error = source.client(&Crypto::auto(), peers.clone()).unwrap_err();
         assert!(matches!(error, SettingsError::NoAuthority), "{error}");
         let error = source.server(&Crypto::auto(), peers).unwrap_err();
-        assert!(
-            error.to_string().contains("allow peers by pins only"),
-            "{error}"
-        );
+        assert!(matches!(error, SettingsError::NoAuthority), "{error}");
     }
 }
 
@@ -104,7 +101,7 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
 fn a_pinned_peer_and_named_ones_stand_beside_each_other() {
     let ca = Ca::root("site");
     let member = |name| Host::new(&ca.issue(&wish(&[name])), "", &ca.pem, "").load();
-    // It claims a name that is allowed, and no authority says so.
+    // Self-signed, with an allowed name.
     let pretender = Host::new(&self_signed(&wish(&[SOURCE])), "", &ca.pem, "").load();
     let pin = pretender.summary().unwrap().pin;
     let destination = member(DESTINATION);
@@ -156,13 +153,10 @@ fn a_revocation_list_is_for_its_authority_alone() {
     }
     destination.put("ca-crl.pem", "nothing");
     let error = Identity::load(destination.directory(), LoadOptions::default()).unwrap_err();
-    assert!(
-        error.to_string().contains("contains no revocation list"),
-        "{error}"
-    );
+    assert!(matches!(error, IdentityError::Nothing { .. }), "{error}");
 }
 
-/// The files of a host as other hypervisors have them.
+/// The files of a host in the layout of another hypervisor.
 fn as_layout(ca: &Ca, name: &str, paths: [&str; 5]) -> Host {
     let host = Host(Scratch::new());
     let [authorities, revocations, key_directory, client, server] = paths;
@@ -238,12 +232,17 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
             &near(&source, names(&[DESTINATION])),
             &far(&destination, names(&[SOURCE])),
         );
-        // A certificate for the other side is found out here, not by the peer.
+        // A certificate for the other role is refused here, before the peer refuses it.
         let error = source.server(&Crypto::auto(), names(&[])).unwrap_err();
-        assert!(error.to_string().contains("not for TLS servers"), "{error}");
+        assert!(
+            matches!(
+                error,
+                SettingsError::Identity(IdentityError::WrongPurpose { .. })
+            ),
+            "{error}"
+        );
         let error = load(&one, None).unwrap_err();
         assert!(matches!(error, IdentityError::RoleNeeded { .. }), "{error}");
-        assert!(error.to_string().contains("specify the role"), "{error}");
     }
 }
 
@@ -255,8 +254,14 @@ fn a_directory_that_is_not_clear_is_asked_about() {
     host.put("cert.pem", &own.certificate);
     host.put("key.pem", &own.key);
     set_mode(&host.path("key.pem"), 0o600);
-    let error = with_role(&host, Role::Source).unwrap_err().to_string();
-    assert!(error.contains("the layouts dunlin and qemu"), "{error}");
+    let error = with_role(&host, Role::Source).unwrap_err();
+    let IdentityError::SeveralLayouts { one, other, .. } = error else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        [one, other].map(|layout| layout.to_string()),
+        ["dunlin", "qemu"]
+    );
     for (layout, name) in [("dunlin", "other.test"), ("cloud-hypervisor", SOURCE)] {
         let options = LoadOptions {
             layout: Some(layout.parse().unwrap()),
@@ -268,8 +273,7 @@ fn a_directory_that_is_not_clear_is_asked_about() {
     }
     let error = with_role(&Host(Scratch::new()), Role::Source).unwrap_err();
     assert!(matches!(error, IdentityError::NoLayout { .. }), "{error}");
-    let error = "windows".parse::<Layout>().unwrap_err().to_string();
-    assert!(error.contains("cloud-hypervisor or libvirt"), "{error}");
+    "windows".parse::<Layout>().unwrap_err();
 }
 
 #[test]
@@ -279,12 +283,10 @@ fn a_certificate_that_its_own_authorities_would_not_take_is_warned_of() {
     let own = below.issue(&wish(&[SOURCE]));
     let host = Host::new(&own, "", &ca.pem, "");
     let (_, warnings) = with_role(&host, Role::Source).unwrap();
-    let text = warnings[0].to_string();
-    assert!(matches!(warnings[..], [Warning::NoChain { .. }]), "{text}");
-    assert!(
-        text.contains("if CN=rack 7 is an intermediate authority"),
-        "{text}"
-    );
+    let [Warning::NoChain { issuer, .. }] = &warnings[..] else {
+        panic!("{warnings:?}")
+    };
+    assert_eq!(issuer, "CN=rack 7");
     host.put("cert.pem", &(own.certificate + &below.pem));
     assert_eq!(with_role(&host, Role::Source).unwrap().1, []);
 }
@@ -305,25 +307,23 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
     let (certificate, list) = (&dates[0], &dates[2]);
     assert!(list.not_after < certificate.not_after);
     assert!(list.path.ends_with("ca-crl.pem") && certificate.until.contains("2096"));
-    let at = |now: SystemTime| -> Vec<String> {
-        let warnings = identity.expiring(now);
-        warnings.iter().map(ToString::to_string).collect()
+    let at = |now: SystemTime| -> Vec<(Item, Option<u64>)> {
+        let warnings = identity.expiring(now).into_iter();
+        let expiring = warnings.map(|warning| match warning {
+            Warning::Expires { what, days } => (what.item, days),
+            other => panic!("{other}"),
+        });
+        expiring.collect()
     };
-    assert!(at(list.not_after - 31 * DAY).is_empty());
-    let text = at(list.not_after - 30 * DAY).join("");
-    assert!(
-        text.contains("revocation list 1 in") && text.contains("expires in 30 days"),
-        "{text}"
+    assert_eq!(at(list.not_after - 31 * DAY), []);
+    assert_eq!(
+        at(list.not_after - 30 * DAY),
+        [(Item::RevocationList, Some(30))]
     );
-    let text = at(certificate.not_after - Duration::from_secs(9)).join("|");
-    assert!(
-        text.contains("certificate 1 in") && text.contains("expires within a day"),
-        "{text}"
-    );
-    assert!(
-        text.contains("revocation list 1") && text.contains("expired on"),
-        "{text}"
-    );
+    let expiring = at(certificate.not_after - Duration::from_secs(9));
+    for expected in [(Item::Certificate, Some(0)), (Item::RevocationList, None)] {
+        assert!(expiring.contains(&expected), "{expiring:?}");
+    }
 
     // A certificate that is valid for a day does not always expire soon.
     let short = LoadOptions {
@@ -371,7 +371,7 @@ fn new_certificates_serve_new_handshakes_and_leave_a_session_its_own() {
     assert_eq!(seen(receiving.address), first);
     let (next, second) = renewed();
     server.replace(&next);
-    // The same receiver, which goes on waiting.
+    // The same receiver continues to wait.
     assert_eq!(seen(receiving.address), second);
 
     let (mut session, accept) = ByHand::accepted(receiving.address, &source);

@@ -1,11 +1,11 @@
-//! An old peer is a recorded session: it still talks to the code of today.
+//! Recorded sessions replace old peers: the current code must still work with them.
 //!
-//! `tests/recorded` has one session for each version and release that may be met, made by
+//! `tests/recorded` has one session for each supported version, recorded with
 //!
 //! ```text
 //! DUNLIN_RECORD=version-1 cargo test --package dunlin --test recorded
 //! ```
-//! What was recorded stays; a release adds its own beside it.
+//! Recordings never change; a release adds its own.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -39,8 +39,8 @@ fn recordings() -> Vec<(String, Vec<Entry>)> {
     found
 }
 
-/// The VM of the recordings: two pages of 64 have something in them. It counts as running, and
-/// writes nothing, so that the same happens each time.
+/// The VM of the recordings: two of 64 pages have content. It counts as running and writes nothing, so
+/// that each session is the same.
 fn vm() -> Arc<TestVm> {
     let vm = TestVm::new(64 * 4096);
     vm.fill(2 * 4096);
@@ -55,7 +55,7 @@ fn kinds(entries: &[Entry], from: Side) -> Vec<&str> {
     kinds
 }
 
-/// A whole session of today's code.
+/// A complete session of the current code.
 fn record() -> Vec<Entry> {
     let authority = Authority::new();
     let (near, far) = (client_of(&authority, SOURCE), server_of(&authority));

@@ -313,7 +313,7 @@ fill:
     shl     rsi, 12
     add     rsi, [rbp + FIRST]
     mov     rax, r8                 # the word
-    mov     r10, r8                 # what is missing from the signature
+    mov     r10, r8                 # the difference from the signature
     mov     ecx, 8
 2:  cmp     qword ptr [rbp + CONTENT], 3
     je      3f

@@ -11,7 +11,9 @@ use dunlin::lane::identity::{Files, Identity, LoadOptions, Role};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::policy::ServerTls;
 use dunlin::lane::provider::{Offer, TlsVersion};
-use dunlin_handoff::accept::{Acceptor, Event, Limits, Options, Other, Own, ProxyHeader, Target};
+use dunlin_handoff::accept::{
+    Acceptor, Backend, Event, HandoffName, Limits, Options, ProxyHeader, Target,
+};
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::signals::{EndSignals, HangUps};
 
@@ -142,19 +144,19 @@ impl Accept {
                 paths.len()
             ),
         };
-        let of = |(name, to): (&String, &PathBuf)| Own {
+        let of = |(name, to): (&String, &PathBuf)| HandoffName {
             name: name.clone(),
             to: to.clone(),
         };
         let header = self.proxy_protocol;
         Ok(Options {
             names: self.names.iter().zip(paths).map(of).collect(),
-            other: self.other.clone().map(|to| Other { to, header }),
+            backend: self.other.clone().map(|to| Backend { to, header }),
             forwards_plain: self.forward_plain,
             describe: Box::new(accepted),
             inspector: Box::new(Netlink),
             limits: Limits {
-                opening: self.timeout,
+                handshake_timeout: self.timeout,
                 forwarded: self.forwarded.into(),
                 ..Limits::default()
             },

@@ -107,7 +107,7 @@ impl Connect {
         // Before the socket is sent: its receiver may end this process.
         out.flush().context("cannot write standard output")?;
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
-        pass::give(to, CARRIER, &sockets, deadline)
+        pass::send_sockets(to, CARRIER, &sockets, deadline)
             .with_context(|| format!("cannot pass the socket to --send-fd {}", self.send_fd))?;
         Ok(code::DONE)
     }
@@ -149,11 +149,11 @@ impl Connect {
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, String)> {
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let connected = connect::connect(&self.host, self.port, tls, deadline, &cancel)?;
-        let facts = connected.facts.clone();
+        let info = connected.info.clone();
         let moved = connected.into_kernel(deadline, &Netlink)?;
         let line = match self.json {
-            true => handed(&facts, &moved.chosen).to_string(),
-            false => format!("kTLS active: {} {}", facts.version, facts.cipher),
+            true => handed(&info, &moved.chosen).to_string(),
+            false => format!("kTLS active: {} {}", info.version, info.cipher),
         };
         Ok((moved.stream.into(), line))
     }

@@ -2,7 +2,7 @@
 
 use dunlin::lane::kernel::{Chosen, RecordEngine};
 use dunlin_handoff::accept::Arrived;
-use dunlin_handoff::connect::Facts;
+use dunlin_handoff::connect::ConnectionInfo;
 use dunlin_handoff::kernel::RECORD_LIMIT;
 use serde_json::{Value, json};
 
@@ -10,19 +10,19 @@ use crate::line::DriverLine;
 use crate::state::hex;
 
 /// One socket as a JSON object. What is not known is left out.
-pub(super) fn handed(facts: &Facts, chosen: &Chosen) -> Value {
+pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
     let engine = |engine| match engine {
         RecordEngine::Software => "software",
         RecordEngine::Card => "card",
     };
-    let peer = facts.peer.as_ref();
+    let peer = info.peer.as_ref();
     let names = peer.iter().flat_map(|peer| &peer.names);
     known(json!({
         // What seals and opens its records.
         "offload": "kernel",
-        "version": facts.version.to_string(),
-        "cipher": facts.cipher,
-        "curve": facts.curve,
+        "version": info.version.to_string(),
+        "cipher": info.cipher,
+        "curve": info.curve,
         // The kernel's cipher driver.
         "driver": chosen.driver.as_ref().map(DriverLine::from),
         // Where sealing and opening run.
@@ -39,7 +39,7 @@ pub(super) fn handed(facts: &Facts, chosen: &Chosen) -> Value {
         // The kernel's TLS counters, which cover all sockets of the network namespace.
         "tls_stat": (!chosen.counters.is_empty()).then_some(&chosen.counters),
         "peer": known(json!({
-            "address": facts.at.to_string(),
+            "address": info.at.to_string(),
             "verified": peer.is_some(),
             // SHA-256 of its certificate.
             "fingerprint": peer.map(|peer| hex(&peer.fingerprint)),
@@ -55,7 +55,7 @@ pub(super) fn handed(facts: &Facts, chosen: &Chosen) -> Value {
 
 /// A socket from `accept`, with the server name that its client sent.
 pub(super) fn accepted(arrived: &Arrived) -> String {
-    let mut object = handed(&arrived.facts, &arrived.chosen);
+    let mut object = handed(&arrived.info, &arrived.chosen);
     object["sni"] = arrived.name.clone().into();
     object.to_string()
 }
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn a_socket_has_what_is_known() {
-        let facts = Facts {
+        let info = ConnectionInfo {
             at: "192.0.2.7:443".parse().unwrap(),
             version: TlsVersion::V1_2,
             cipher: "ECDHE-RSA-AES256-GCM-SHA384",
@@ -99,7 +99,7 @@ mod tests {
             "peer": {"address": "192.0.2.7:443", "verified": false, "names": []},
             "record_limit": 16_777_216_u64, "bytes_limit": 274_877_906_944_u64,
         });
-        assert_eq!(handed(&facts, &chosen), expected);
+        assert_eq!(handed(&info, &chosen), expected);
 
         chosen.driver = Some(Driver {
             name: "generic-gcm-aesni".into(),
@@ -121,6 +121,6 @@ mod tests {
         expected["acceleration"] = json!({"sending": "card", "receiving": "software"});
         expected["device"] = json!({"name": "eth0", "tls-hw-tx-offload": true});
         expected["tls_stat"] = json!({"TlsDecryptError": 0});
-        assert_eq!(handed(&facts, &chosen), expected);
+        assert_eq!(handed(&info, &chosen), expected);
     }
 }

@@ -1,4 +1,4 @@
-//! A file system that is full where the journal lies: a real one, of some pages.
+//! A full file system for the journal: a tmpfs of 64 KiB.
 
 use std::fs;
 use std::path::PathBuf;
@@ -6,10 +6,10 @@ use std::process::Command;
 
 use crate::host::{assert_says, in_own_mounts};
 use crate::support::{Hosts, Process, words};
-use crate::{GUEST, failed, listening, migrate, receive, running};
+use crate::{GUEST, failed, listening, migrate, receive, running, text};
 
-/// The command with a file system of 64 KiB for the journal, where `script` has been run; none
-/// where that cannot be.
+/// The command with a file system of 64 KiB for the journal, in which a shell has run `script`; `None`
+/// without permission to mount.
 fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Command> {
     let state = hosts.scratch.join("state");
     let state = state.display();
@@ -20,7 +20,7 @@ fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Com
     in_own_mounts(&script, command)
 }
 
-/// For a shell in the directory.
+/// A script that fills the file system.
 const FILL: &str = "{ head -c 100000 /dev/zero > filler 2>&-; true; }";
 
 /// A file of the journal's directory, as the process sees it.
@@ -42,17 +42,8 @@ fn i2_a_full_disk_at_the_source_is_found_before_anything_moves() {
     let source = running(&hosts, run, "1");
     let destination = hosts.receive("b", "2", "");
     let done = migrate(&hosts, &source, &destination, "");
-    let (text, line) = failed(&hosts, &source, done);
-    assert_eq!(line["fault"], "journal");
-    let parts = [
-        "the migration cannot be recorded and does not start",
-        "at fault: this side",
-        "Free space on the journal",
-        "goes on at the source",
-        "No space left on device",
-        "/state/",
-    ];
-    assert_says(&text, &parts);
+    let said = failed(&hosts, &source, done, "journal", "this side");
+    assert_says(&said, &["No space left on device", "/state/"]);
     fs::remove_file(within(&hosts, &source, "filler")).unwrap();
     migrate(&hosts, &source, &destination, "--verify").expect(0);
 }
@@ -67,25 +58,17 @@ fn i2_a_full_disk_at_the_destination_is_found_before_anything_moves() {
     let destination = listening(&hosts, receive, "2");
     let done = migrate(&hosts, &source, &destination, "");
     assert!(!done.out.contains("lane-up"), "{}", done.out);
-    let (text, line) = failed(&hosts, &source, done);
-    assert_eq!(line["fault"], "journal");
-    let parts = [
-        "cannot record the session at the destination",
-        "No space left on device",
-        "at fault: peer",
-        "Free space on the journal",
-        "goes on at the source",
-    ];
-    assert_says(&text, &parts);
+    let said = failed(&hosts, &source, done, "journal", "peer");
+    assert_says(&said, &["No space left on device"]);
     let rejected = destination.wait_for("rejected");
-    let parts = ["No space left on device", "at fault: this side"];
-    assert_says(rejected["text"].as_str().unwrap(), &parts);
+    let parts = ["No space left on device", "(journal, at fault: this side)"];
+    assert_says(&text(&rejected), &parts);
     fs::remove_file(within(&hosts, &destination, "filler")).unwrap();
     migrate(&hosts, &source, &destination, "--verify").expect(0);
 }
 
 #[test]
-fn a_disk_that_fills_up_on_the_way_on_either_side_stops_nothing() {
+fn a_disk_that_fills_up_during_a_migration_does_not_stop_it() {
     let hosts = Hosts::new();
     let receive = receive(&hosts, "");
     let (Some(run), Some(receive)) = (

@@ -1,25 +1,24 @@
-//! A VM that is laid out otherwise at the destination, and a destination whose words would steer a
-//! terminal.
+//! A VM with another memory layout at the destination, and a destination that sends control characters
+//! of a terminal.
 
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread;
 
-use dunlin::engine::MigrateError;
 use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription, VmmError,
 };
+use dunlin::engine::{AtFault, MigrateError, VmIs};
 use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::Crypto;
 use dunlin::{Incoming, Migration};
 use dunlin_microvm::{Config, GuestKind, Movable, Vm};
 
-use crate::GUEST;
-use crate::failed;
 use crate::host::assert_says;
 use crate::support::{Hosts, finish};
+use crate::{GUEST, failed, text};
 
 fn machine(mebibytes: u64) -> Arc<Movable> {
     let config = Config {
@@ -31,7 +30,7 @@ fn machine(mebibytes: u64) -> Arc<Movable> {
     Movable::new(Arc::new(Vm::new(config).unwrap()))
 }
 
-/// A VM that describes itself as another one.
+/// A VM that returns the description of another VM.
 struct Misdescribed {
     vm: Arc<Movable>,
     as_if: Arc<Movable>,
@@ -90,8 +89,8 @@ fn send(hosts: &Hosts, vm: Arc<dyn SourceVm>, to: &str) -> MigrateError {
     Migration::builder(vm, to, &tls).run().err().unwrap()
 }
 
-/// Takes one VM in as `builder` does; returns where, and what came of it.
-fn taking<B: Builder + Send + 'static>(
+/// Receives one VM with `builder`. Returns the address, and a thread that returns the error.
+fn receiving<B: Builder + Send + 'static>(
     hosts: &Hosts,
     mut builder: B,
 ) -> (String, thread::JoinHandle<Option<MigrateError>>) {
@@ -100,12 +99,13 @@ fn taking<B: Builder + Send + 'static>(
         .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let taking = thread::spawn(move || Incoming::builder(listener, &tls).run(&mut builder).err());
-    (address, taking)
+    let receiving =
+        thread::spawn(move || Incoming::builder(listener, &tls).run(&mut builder).err());
+    (address, receiving)
 }
 
 #[test]
-fn i7_a_description_that_does_not_fit_its_memory_is_refused_and_said_at_both_sides() {
+fn i7_a_description_that_does_not_fit_its_memory_is_refused_and_reported_on_both_sides() {
     let hosts = Hosts::new();
     let destination = hosts.receive("b", "2", "");
     let vm = Arc::new(Misdescribed {
@@ -113,17 +113,22 @@ fn i7_a_description_that_does_not_fit_its_memory_is_refused_and_said_at_both_sid
         as_if: machine(128),
     });
     let error = send(&hosts, Arc::clone(&vm) as _, &destination.address);
-    assert_eq!(error.code(), FaultCode::DescriptionRefused);
-    let parts = [
-        "the source's memory has regions of [67108864] bytes",
-        "has [134217728] here",
-        "run the same release of the VMM on both hosts",
-        "at fault: configuration",
-        "goes on at the source",
-    ];
-    assert_says(&error.to_string(), &parts);
-    let rejected = destination.wait_for("rejected");
-    assert_says(rejected["text"].as_str().unwrap(), &parts[..4]);
+    assert_eq!(
+        (error.code(), error.at_fault(), error.vm),
+        (
+            FaultCode::DescriptionRefused,
+            AtFault::Configuration,
+            VmIs::AtSource
+        )
+    );
+    let sizes = ["[67108864]", "[134217728]"];
+    assert_says(&error.to_string(), &sizes);
+    let rejected = text(&destination.wait_for("rejected"));
+    assert_says(&rejected, &sizes);
+    assert_says(
+        &rejected,
+        &["(description-refused, at fault: configuration)"],
+    );
 }
 
 /// Builds machines of another size.
@@ -136,28 +141,31 @@ impl Builder for Larger {
 }
 
 #[test]
-fn another_layout_at_the_destination_is_said_at_both_sides_and_the_vm_stays() {
+fn another_layout_at_the_destination_is_reported_on_both_sides_and_the_vm_stays() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
-    let (address, taking) = taking(&hosts, Larger);
+    let (address, receiving) = receiving(&hosts, Larger);
     let mut command = crate::words("vm migrate --json --name vm --peer b.test --to");
     command.arg(address).arg("--identity");
     command.arg(hosts.scratch.join("a")).arg("--control");
     command.arg(&source.control);
-    let (text, line) = failed(&hosts, &source, finish(command));
-    assert_eq!(line["fault"], "description-refused");
-    let parts = [
-        "built here has different memory regions than the source's",
-        "at fault: configuration",
-        "Compare the VM's configuration with what the destination's VMM",
-        "goes on at the source",
-    ];
-    assert_says(&text, &parts);
-    let error = taking.join().unwrap().unwrap();
-    assert_says(&error.to_string(), &parts[..3]);
+    let fault = FaultCode::DescriptionRefused;
+    let said = failed(
+        &hosts,
+        &source,
+        finish(command),
+        fault.name(),
+        "configuration",
+    );
+    assert_says(&said, &["memory regions"]);
+    let error = receiving.join().unwrap().unwrap();
+    assert_eq!(
+        (error.fault, error.at_fault),
+        (fault, AtFault::Configuration)
+    );
 }
 
-/// Refuses with words that would clear a screen and tell of a success.
+/// Refuses with a text that would clear a screen and print the line of a success.
 struct Shouting;
 
 const SHOUT: &str = "\u{1b}[2J\u{9b}31m\r\nmoved\u{202e}";
@@ -172,11 +180,11 @@ impl Builder for Shouting {
 }
 
 #[test]
-fn i7_what_a_peer_says_neither_steers_a_terminal_nor_passes_for_our_own_lines() {
+fn i7_a_peers_text_neither_controls_a_terminal_nor_imitates_our_lines() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     for json in [false, true] {
-        let (address, taking) = taking(&hosts, Shouting);
+        let (address, receiving) = receiving(&hosts, Shouting);
         let mut command = crate::words("vm migrate --name vm --peer b.test --to");
         command.arg(address).arg("--identity");
         command.arg(hosts.scratch.join("a")).arg("--control");
@@ -185,7 +193,7 @@ fn i7_what_a_peer_says_neither_steers_a_terminal_nor_passes_for_our_own_lines() 
             command.arg("--json");
         }
         let done = finish(command).expect(1);
-        taking.join().unwrap().unwrap();
+        receiving.join().unwrap().unwrap();
         let harmful = |c: char| c != '\n' && dunlin::engine::is_harmful(c);
         assert!(!done.out.contains(harmful), "{:?}", done.out);
         assert!(!done.err.contains(harmful), "{:?}", done.err);

@@ -1,7 +1,7 @@
-//! What goes wrong because something is used up, silent, contradictory or late: the message says
-//! what, whose fault it is and what to do, and the VM stays.
+//! Failures by exhausted resources, silent peers, contradictory descriptions and clocks: the code, the
+//! party at fault and the remedy are reported, and the VM stays at the source.
 //!
-//! One program, so that tests which wait do it side by side.
+//! One program, so that tests that wait run in parallel.
 #![allow(clippy::unwrap_used)]
 
 mod clock;
@@ -16,7 +16,7 @@ mod silence;
 mod support;
 
 use serde_json::Value;
-use support::{Done, Hosts, Process, finish, words};
+use support::{Done, Hosts, Process, assert_at_source, finish, words};
 
 /// A guest that runs everywhere, 64 MiB in size.
 const GUEST: &str = "--guest process --memory 64M --working-set 8M --dirty-rate 500";
@@ -30,7 +30,7 @@ fn receive(hosts: &Hosts, flags: &str) -> std::process::Command {
     command
 }
 
-/// Starts such a command, however it has been wrapped up.
+/// Starts such a command, which another one may wrap.
 fn listening(hosts: &Hosts, command: std::process::Command, control: &str) -> Process {
     let mut process = Process::start(command, &hosts.scratch.join(control));
     let listening = process.wait_for("listening");
@@ -38,7 +38,7 @@ fn listening(hosts: &Hosts, command: std::process::Command, control: &str) -> Pr
     process
 }
 
-/// Starts `dunlin vm run`, however it has been wrapped up.
+/// Starts `dunlin vm run`, which another command may wrap.
 fn running(hosts: &Hosts, command: std::process::Command, control: &str) -> Process {
     let process = Process::start(command, &hosts.scratch.join(control));
     process.wait_for("started");
@@ -50,10 +50,16 @@ fn migrate(hosts: &Hosts, from: &Process, to: &Process, flags: &str) -> Done {
     finish(hosts.migrate(from, to, "a", &format!("--json --peer b.test {flags}")))
 }
 
-/// The text of a migration that failed with the VM at the source, where it runs.
-fn failed(hosts: &Hosts, from: &Process, done: Done) -> (String, Value) {
+/// Asserts that a migration failed with this fault code and party at fault, and that the VM runs at the
+/// source. Returns the text.
+fn failed(hosts: &Hosts, from: &Process, done: Done, fault: &str, at_fault: &str) -> String {
     let failed = done.expect(1).last();
-    assert_eq!(failed["vm"], "at-source", "{failed}");
+    assert_at_source(&failed, fault, at_fault);
     hosts.assert_runs(from);
-    (failed["text"].as_str().unwrap().to_owned(), failed)
+    text(&failed)
+}
+
+/// The text of an event.
+fn text(event: &Value) -> String {
+    event["text"].as_str().unwrap().to_owned()
 }

@@ -1,4 +1,4 @@
-//! A destination whose control group has too little memory for the VM.
+//! A destination in a control group with too little memory for the VM.
 
 use std::fs;
 use std::io;
@@ -7,17 +7,17 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::host::{after, assert_says, skip};
-use crate::support::Hosts;
-use crate::{GUEST, failed, listening, migrate, receive};
+use crate::support::{Hosts, assert_at_source};
+use crate::{GUEST, failed, listening, migrate, receive, text};
 
-/// A control group with a memory limit, below this process's own; goes with its owner.
+/// A control group with a memory limit, below this process's own; removed on drop.
 struct Cgroup {
     directory: PathBuf,
     limit: &'static str,
 }
 
 impl Cgroup {
-    /// None where there can be none.
+    /// `None` if this process cannot create one.
     fn new(limit_bytes: u64) -> Option<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let own = fs::read_to_string("/proc/self/cgroup").unwrap();
@@ -60,7 +60,7 @@ impl Cgroup {
         fs::write(self.directory.join(self.limit), bytes.to_string())
     }
 
-    /// The command as a process of it.
+    /// The command as a process of the group.
     fn holds(&self, command: &Command) -> Command {
         let processes = self.directory.join("cgroup.procs");
         after(&format!("echo $$ > {}", processes.display()), command)
@@ -69,7 +69,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // What ran in it has been waited for.
+        // Its processes have ended.
         let _ = fs::remove_dir(&self.directory);
     }
 }
@@ -87,25 +87,15 @@ fn a_vm_larger_than_the_destinations_control_group_is_refused_before_it_moves() 
     let destination = listening(&hosts, cgroup.holds(&receive(&hosts, "")), "2");
     let done = migrate(&hosts, &source, &destination, "");
     assert!(!done.out.contains("lane-up"), "{}", done.out);
-    let (text, line) = failed(&hosts, &source, done);
-    assert_eq!(line["fault"], "no-memory");
-    let parts = [
-        "268435456 bytes of memory",
-        "limited to 201326592 (",
-        "/memory.",
-        "the kernel would kill it",
-        "at fault: peer",
-        "raise the memory limit",
-        "goes on at the source",
-    ];
-    assert_says(&text, &parts);
+    let said = failed(&hosts, &source, done, "no-memory", "peer");
+    assert_says(&said, &["268435456", "201326592", "/memory."]);
     let rejected = destination.wait_for("rejected");
-    let parts = ["limited to 201326592 (", "at fault: this side"];
-    assert_says(rejected["text"].as_str().unwrap(), &parts);
+    let parts = ["201326592", "(no-memory, at fault: this side)"];
+    assert_says(&text(&rejected), &parts);
 }
 
 #[test]
-fn i2_a_destination_that_the_kernel_kills_for_want_of_memory_leaves_the_vm_at_the_source() {
+fn i2_a_destination_that_the_kernel_kills_for_lack_of_memory_leaves_the_vm_at_the_source() {
     let Some(cgroup) = Cgroup::new(256 << 20) else {
         return;
     };
@@ -115,22 +105,16 @@ fn i2_a_destination_that_the_kernel_kills_for_want_of_memory_leaves_the_vm_at_th
     let flags = "--peer b.test --rate 16M";
     let client = hosts.begin(&source, &destination, "a", flags);
     client.wait_for("lane-up");
-    // Less than the VM needs, and more than has come.
+    // Less than the VM needs, and more than has arrived.
     cgroup.limit(32 << 20).unwrap();
     let (code, line) = client.ended();
-    assert_eq!((code, &line["vm"]), (1, &"at-source".into()), "{line}");
-    assert_eq!(destination.code(), -1, "it was not killed");
+    assert_eq!(code, 1, "{line}");
+    assert_eq!(destination.code(), -1, "the destination was not killed");
     hosts.assert_runs(&source);
-    assert_eq!(line["fault"], "control-lost");
-    let parts = [
-        "could not be replaced",
-        "nothing listens there",
-        "its kernel has killed it for lack of memory",
-        "at fault: peer",
-        "goes on at the source",
-    ];
-    assert_says(line["text"].as_str().unwrap(), &parts);
-    // And it still can move.
+    assert_at_source(&line, "control-lost", "peer");
+    // A hint at the cause, which the source cannot see.
+    assert_says(&text(&line), &["killed it for lack of memory"]);
+    // The VM can still migrate.
     let destination = hosts.receive("b", "3", "");
     migrate(&hosts, &source, &destination, "--verify").expect(0);
 }

@@ -80,7 +80,7 @@ impl Scene {
     /// The next delivered socket.
     pub fn take(&self) -> Handed {
         let (line, socket) = self.taken();
-        let line = line.strip_suffix(b"\n").expect("a whole line");
+        let line = line.strip_suffix(b"\n").expect("a complete line");
         let socket = TcpStream::from(socket.expect("a socket comes with the line"));
         socket.set_read_timeout(Some(TIMEOUT)).unwrap();
         Handed {
@@ -174,7 +174,7 @@ impl Accept {
             let held = self.held();
             assert!(
                 Instant::now() < until,
-                "{held:?} are held and not {before:?}"
+                "{held:?} held instead of {before:?}"
             );
             thread::sleep(Duration::from_millis(10));
         }

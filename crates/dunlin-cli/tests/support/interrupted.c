@@ -1,5 +1,5 @@
-/* Takes a socket while a signal comes every millisecond, and says what came of it and how many
- * signals did: interrupted HELPER TIMEOUT_MS [ignoring] */
+/* Connects while a signal arrives every millisecond, and prints the result and the number of signals:
+ * interrupted HELPER TIMEOUT_MS [ignoring] */
 #define _GNU_SOURCE
 #include "ktls_client.h"
 
@@ -8,17 +8,17 @@
 #include <stdlib.h>
 #include <sys/time.h>
 
-static volatile sig_atomic_t came;
+static volatile sig_atomic_t arrived;
 
 static void count(int signal)
 {
     (void)signal;
-    came++;
+    arrived++;
 }
 
 int main(int argc, char **argv)
 {
-    /* Without SA_RESTART: whatever waits is interrupted. */
+    /* Without SA_RESTART, so that signals interrupt every wait. */
     struct sigaction action = { .sa_handler = count };
     struct itimerval often = { .it_interval.tv_usec = 1000, .it_value.tv_usec = 1000 };
     struct itimerval never = { 0 };
@@ -37,6 +37,6 @@ int main(int argc, char **argv)
     setitimer(ITIMER_REAL, &often, NULL);
     sock = ktls_connect(&request, reason, sizeof reason);
     setitimer(ITIMER_REAL, &never, NULL);
-    printf("%s; %d signals\n", sock < 0 ? reason : "a socket", (int)came);
+    printf("%s; %d signals\n", sock < 0 ? reason : "a socket", (int)arrived);
     return 0;
 }

@@ -84,6 +84,13 @@ fn parse(line: &str) -> Value {
     value
 }
 
+/// Asserts that a migration failed with this fault code and party at fault, and that the VM is at the
+/// source.
+pub fn assert_at_source(failed: &Value, fault: &str, at_fault: &str) {
+    let fields = ["event", "fault", "at_fault", "vm"].map(|field| &failed[field]);
+    assert_eq!(fields, ["failed", fault, at_fault, "at-source"], "{failed}");
+}
+
 /// Runs a command to its end.
 pub fn finish(mut command: Command) -> Done {
     let mut child = Guard(
@@ -239,7 +246,9 @@ impl Process {
                     );
                 }
                 Err(RecvTimeoutError::Timeout) => panic!("no {events:?}"),
-                Err(RecvTimeoutError::Disconnected) => panic!("it ended before {events:?}"),
+                Err(RecvTimeoutError::Disconnected) => {
+                    panic!("the process ended before {events:?}")
+                }
             }
         }
     }
@@ -430,7 +439,7 @@ pub fn kill(pid: u32, signal: &str) -> bool {
     shell.args(["-c", &line]).status().unwrap().success()
 }
 
-/// Processes that should end by themselves; killed at the end of a test.
+/// Processes that end by themselves if the test passes; killed at its end otherwise.
 pub struct Orphans(pub Vec<u32>);
 
 impl Drop for Orphans {

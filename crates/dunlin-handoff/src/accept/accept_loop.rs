@@ -17,11 +17,12 @@ use super::token::{Side, token};
 use super::{Event, Refusal, deliver};
 use dunlin_lane::accept::is_shortage;
 
-/// Connections accepted per round, before the present clients get their turn.
-const ACCEPTED_A_TURN: usize = 16;
-/// Pause in accepting after descriptors or memory ran out.
-const SHORTAGE_REST: Duration = Duration::from_millis(100);
-/// A client's grace period in a shortage: an honest handshake ends within it.
+/// Connections accepted per round, before pending clients are served again.
+const ACCEPTS_PER_ROUND: usize = 16;
+/// How long to stop accepting after descriptors or memory ran out.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
+/// Minimum age of a client that is evicted because descriptors or memory ran out: an honest handshake
+/// ends within it.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 const WAKE: u64 = u64::MAX;
@@ -31,11 +32,13 @@ pub(super) struct AcceptLoop {
     shared: Arc<Shared>,
     /// `None` once accepting has ended.
     listener: Option<TcpListener>,
-    /// By number, so by age.
+    /// By number, and therefore by age.
     clients: BTreeMap<u64, Client>,
     next: u64,
-    desk: HelloBuffer,
-    resting: Option<Instant>,
+    buffer: HelloBuffer,
+    /// Accepting is paused for lack of descriptors or memory.
+    paused_until: Option<Instant>,
+    /// [`Event::Starved`] was reported, and no client accepted since.
     is_starved: bool,
 }
 
@@ -52,22 +55,22 @@ impl AcceptLoop {
             listener: Some(listener),
             clients: BTreeMap::new(),
             next: 0,
-            desk: Box::new([0; MAX_CLIENT_FLIGHT_BYTES]),
-            resting: None,
+            buffer: Box::new([0; MAX_CLIENT_FLIGHT_BYTES]),
+            paused_until: None,
             is_starved: false,
         })
     }
 
-    /// Runs until accepting has ended and no client is left in this thread.
+    /// Runs until the acceptor is stopped, or drains and has no pending clients left.
     ///
     /// # Errors
-    /// The listener fails.
+    /// The listener or epoll failed.
     pub(super) fn run(&mut self) -> io::Result<()> {
         let mut ready = Vec::new();
         loop {
             ready.clear();
             let deadlines = self.clients.values().map(|client| client.deadline);
-            let next = deadlines.chain(self.resting).min();
+            let next = deadlines.chain(self.paused_until).min();
             let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
             self.shared.epoll.wait(&mut ready, timeout)?;
             for &one in &ready {
@@ -76,31 +79,31 @@ impl AcceptLoop {
                     (WAKE, _) => self.shared.wakeup.clear(),
                     (LISTENER, _) => self.accept_some()?,
                     (_, 0) => self.advance(number, one.ended),
-                    (_, 1) if one.failed => self.watched(number, Side::Client),
-                    (_, _) if one.failed => self.watched(number, Side::Server),
+                    (_, 1) if one.failed => self.connection_failed(number, Side::Client),
+                    (_, _) if one.failed => self.connection_failed(number, Side::Backend),
                     _ => {}
                 }
             }
             let now = Instant::now();
             self.expire(now);
-            if self.resting.is_some_and(|until| until <= now) {
-                self.resting = None;
+            if self.paused_until.is_some_and(|until| until <= now) {
+                self.paused_until = None;
                 self.listen()?;
             }
             let state = lock(&self.shared.state);
-            let (is_draining, is_over) = (state.is_draining, state.is_over);
+            let (is_draining, is_stopped) = (state.is_draining, state.is_stopped);
             drop(state);
             if is_draining {
                 self.listener = None;
-                self.resting = None;
+                self.paused_until = None;
             }
-            if is_over || (is_draining && self.clients.is_empty()) {
+            if is_stopped || (is_draining && self.clients.is_empty()) {
                 return Ok(());
             }
         }
     }
 
-    /// Makes epoll report the listener once more.
+    /// Makes epoll report the listener again (EPOLLONESHOT).
     fn listen(&self) -> io::Result<()> {
         match &self.listener {
             Some(listener) => self.shared.epoll.again(listener, LISTENER, Readiness::Read),
@@ -109,7 +112,7 @@ impl AcceptLoop {
     }
 
     fn accept_some(&mut self) -> io::Result<()> {
-        for _ in 0..ACCEPTED_A_TURN {
+        for _ in 0..ACCEPTS_PER_ROUND {
             let Some(listener) = &self.listener else {
                 return Ok(());
             };
@@ -117,16 +120,17 @@ impl AcceptLoop {
                 Ok((stream, from)) => {
                     self.is_starved = false;
                     let limits = self.shared.options.limits;
-                    if self.clients.len() >= limits.undecided {
-                        self.evict(Refusal::Evicted(limits.undecided));
+                    if self.clients.len() >= limits.pending {
+                        self.evict(Refusal::Evicted(limits.pending));
                     }
                     let number = self.next;
                     self.next += 1;
-                    let client = Client::new(stream, from, limits.opening).and_then(|client| {
-                        let token = token(number, None);
-                        self.shared.epoll.add_news(&client.stream, token, true)?;
-                        Ok(client)
-                    });
+                    let client =
+                        Client::new(stream, from, limits.handshake_timeout).and_then(|client| {
+                            let token = token(number, None);
+                            self.shared.epoll.add_news(&client.stream, token, true)?;
+                            Ok(client)
+                        });
                     match client {
                         Ok(client) => drop(self.clients.insert(number, client)),
                         Err(error) => self.shared.refused(from, None, Refusal::Io(error)),
@@ -134,12 +138,12 @@ impl AcceptLoop {
                 }
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => break,
-                    // The client has disconnected, or a signal arrived.
+                    // The client has disconnected already, or a signal arrived.
                     io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
                     _ if is_shortage(&error) => {
                         let now = Instant::now();
-                        self.resting = Some(now + SHORTAGE_REST);
-                        self.make_do(error, now);
+                        self.paused_until = Some(now + SHORTAGE_PAUSE);
+                        self.handle_shortage(error, now);
                         return Ok(());
                     }
                     _ => return Err(error),
@@ -149,13 +153,13 @@ impl AcceptLoop {
         self.listen()
     }
 
-    /// Out of descriptors or memory: evicts a client past its grace period.
-    fn make_do(&mut self, error: io::Error, now: Instant) {
+    /// Evicts a client past its grace period, or reports that there is none.
+    fn handle_shortage(&mut self, error: io::Error, now: Instant) {
         match on_shortage(self.candidates(), now) {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),
             Shortage::Wait => {}
             Shortage::Starved if !std::mem::replace(&mut self.is_starved, true) => {
-                self.shared.tell(Event::Starved(error));
+                self.shared.report(Event::Starved(error));
             }
             Shortage::Starved => {}
         }
@@ -198,7 +202,7 @@ impl AcceptLoop {
             return;
         };
         let shared = &self.shared;
-        match client.advance(shared, &mut self.desk, ended) {
+        match client.advance(shared, &mut self.buffer, ended) {
             Step::Wait => {}
             Step::Gone => drop(self.clients.remove(&number)),
             Step::Refused(refusal) => {
@@ -214,14 +218,14 @@ impl AcceptLoop {
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));
                 }
-                let own = client.own(shared);
-                match (step, own) {
+                let handoff_name = client.handoff_name(shared);
+                match (step, handoff_name) {
                     (Step::Forward(hello_bytes), _) => {
                         let client = (client.stream, from);
                         Forwarded::start(shared, number, client, name, hello_bytes);
                     }
-                    (_, Some(own)) => match client.secured() {
-                        Ok(secured) => deliver::start(shared, own, secured),
+                    (_, Some(index)) => match client.secured() {
+                        Ok(secured) => deliver::start(shared, index, secured),
                         Err(refusal) => shared.refused(from, name, refusal),
                     },
                     (_, None) => {}
@@ -230,8 +234,8 @@ impl AcceptLoop {
         }
     }
 
-    /// The connection of a forwarded client, or to its server, has failed.
-    fn watched(&self, number: u64, side: Side) {
+    /// epoll has reported a failure of one connection of a forwarded client.
+    fn connection_failed(&self, number: u64, side: Side) {
         let one = lock(&self.shared.state).forwarded.get(&number).cloned();
         if let Some(one) = one {
             one.fails(side);
@@ -239,7 +243,7 @@ impl AcceptLoop {
     }
 }
 
-/// The input to the choice of a client to evict.
+/// A client that may be evicted.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     number: u64,
@@ -247,18 +251,18 @@ struct Candidate {
     began: Instant,
 }
 
-/// The reaction when accept(2) fails for lack of descriptors or memory.
+/// What to do when accept(2) fails for lack of descriptors or memory.
 #[derive(Debug, PartialEq, Eq)]
 enum Shortage {
-    /// The client with this number is closed.
+    /// Evict the client with this number.
     Evict(u64),
-    /// No client is past its grace period yet.
+    /// Try again later: no client is past its grace period yet.
     Wait,
     /// There is no client to evict.
     Starved,
 }
 
-/// `all` is sorted by age, the oldest first.
+/// Decides what to do. `all` is sorted by age, the oldest first.
 fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> Shortage {
     match least(all) {
         Some(one) if now.saturating_duration_since(one.began) >= SHORTAGE_GRACE => {
@@ -269,8 +273,8 @@ fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> S
     }
 }
 
-/// The oldest of the clients with least progress among the older half: clients of the younger half
-/// have had little time to send anything. `all` is sorted by age, the oldest first.
+/// The client with the least progress in the older half of `all`, the oldest of several. The younger
+/// half has had little time to send anything. `all` is sorted by age, the oldest first.
 fn least(all: impl ExactSizeIterator<Item = Candidate>) -> Option<Candidate> {
     let older = all.len().div_ceil(2);
     all.take(older).min_by_key(|one| (one.progress, one.number))
@@ -280,7 +284,7 @@ fn least(all: impl ExactSizeIterator<Item = Candidate>) -> Option<Candidate> {
 mod tests {
     use super::*;
 
-    /// Clients with this progress each, the oldest first and one millisecond apart.
+    /// Clients with the given progress, the oldest first and one millisecond apart.
     fn clients(oldest: Instant, progress: &[u8]) -> Vec<Candidate> {
         let candidate = |(number, &progress): (u64, &u8)| Candidate {
             number,
@@ -291,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_the_oldest_with_least_progress_of_the_older_half_is_evicted() {
+    fn i7_the_oldest_client_with_least_progress_in_the_older_half_is_evicted() {
         let begin = Instant::now();
         for (progress, evicted) in [
             (&[][..], None),
@@ -308,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn i7_a_shortage_evicts_a_client_past_its_grace_period_and_no_other() {
+    fn i7_a_shortage_evicts_only_clients_past_their_grace_period() {
         let begin = Instant::now();
         let at = |progress: &[u8], after: Duration| {
             on_shortage(clients(begin, progress).into_iter(), begin + after)
@@ -318,7 +322,7 @@ mod tests {
         assert_eq!(at(&[1], Duration::ZERO), Shortage::Wait);
         assert_eq!(at(&[1], before), Shortage::Wait);
         assert_eq!(at(&[1], SHORTAGE_GRACE), Shortage::Evict(0));
-        // The one with least progress is the younger, and its grace period ends later.
+        // The client with the least progress is not the oldest, so its grace period ends later.
         let younger = SHORTAGE_GRACE + Duration::from_millis(1);
         assert_eq!(at(&[2, 1, 1], SHORTAGE_GRACE), Shortage::Wait);
         assert_eq!(at(&[2, 1, 1], younger), Shortage::Evict(1));

@@ -1,4 +1,4 @@
-//! An open port, and how it ends.
+//! The handle of a listener with its threads, and their end.
 
 use dunlin_lane::sync::{lock, wait};
 use std::net::{SocketAddr, TcpListener};
@@ -16,9 +16,9 @@ use dunlin_lane::kernel::abilities;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
 
-/// An open port. Dropping it ends it and all forwarded clients at once. It waits for clients that are
-/// being handed over; their receivers have five seconds to accept the sockets. Sockets that were
-/// handed over stay open.
+/// A listener with its threads and clients. Dropping it closes the listener and all forwarded clients
+/// at once, and waits for the hand-overs in progress, which take at most five seconds. Sockets that
+/// were handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,
     pub(super) shared: Arc<Shared>,
@@ -39,7 +39,7 @@ impl Acceptor {
     ) -> Result<Self, StartError> {
         // Every kernel with TLS supports this cipher.
         match abilities(CipherSuite::Aes256Gcm) {
-            Err(refused) if options.other.is_none() => return Err(refused.into()),
+            Err(refused) if options.backend.is_none() => return Err(refused.into()),
             Err(refused) => observer(Event::NoKernelTls(refused)),
             Ok(_) => {}
         }
@@ -57,16 +57,16 @@ impl Acceptor {
             wakeup,
         });
         let mut accept_loop = AcceptLoop::new(&shared, listener)?;
-        let own = Arc::clone(&shared);
+        let on_thread = Arc::clone(&shared);
         let accepting = thread::Builder::new()
             .name("dunlin-accept".to_owned())
             .spawn(move || {
                 if let Err(error) = accept_loop.run() {
-                    own.tell(Event::Failed(error));
+                    on_thread.report(Event::Failed(error));
                 }
                 drop(accept_loop);
-                lock(&own.state).is_closed = true;
-                own.changed.notify_all();
+                lock(&on_thread.state).is_closed = true;
+                on_thread.changed.notify_all();
             })?;
         Ok(Self {
             address,
@@ -80,8 +80,8 @@ impl Acceptor {
         self.address
     }
 
-    /// Stops accepting, and waits for at most `limit` until all present clients are handed over or done
-    /// with the old server. Returns the number of clients that were cut.
+    /// Stops accepting, and waits for at most `limit` until all clients have been handed over, or have
+    /// closed their connections to the backend. Closes the others, and returns their number.
     pub fn drain(self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         let mut state = lock(&self.shared.state);
@@ -94,28 +94,28 @@ impl Acceptor {
             }
             state = wait(&self.shared.changed, state, Some(left));
         }
-        let cut = state.forwarded.len() + state.handovers.values().sum::<usize>();
+        let remaining = state.forwarded.len() + state.handovers.values().sum::<usize>();
         drop(state);
-        cut
+        remaining
     }
 }
 
 impl Drop for Acceptor {
     fn drop(&mut self) {
         let mut state = lock(&self.shared.state);
-        state.is_over = true;
+        state.is_stopped = true;
         let all: Vec<_> = state.forwarded.values().cloned().collect();
         drop(state);
         self.shared.waker.wake();
         if let Some(accepting) = self.accepting.take() {
-            // The panic hook has printed a panic.
+            // The panic hook has printed the panic.
             let _ = accepting.join();
         }
         for one in all {
-            one.cut();
+            one.abort();
         }
         let mut state = lock(&self.shared.state);
-        // Each was stopped, or has its own deadline.
+        // Each forwarded client was stopped, and each hand-over has a deadline.
         while !state.is_idle() {
             state = wait(&self.shared.changed, state, None);
         }

@@ -1,4 +1,4 @@
-//! The alert for a client after its handshake, when its keys cannot go to the kernel.
+//! The alert for a client after its handshake, if the kernel cannot get the keys.
 
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::cipher::{OutboundChunks, OutboundPlainMessage};
@@ -24,7 +24,7 @@ pub(super) fn internal_error(
         _ => return None,
     };
     let mut suites = provider.cipher_suites.iter();
-    let mut encrypter = match suites.find(|known| known.suite() == suite)? {
+    let mut encrypter = match suites.find(|one| one.suite() == suite)? {
         SupportedCipherSuite::Tls13(suite) => suite.aead_alg.encrypter(key, iv),
         SupportedCipherSuite::Tls12(suite) => {
             let fixed_bytes = suite.aead_alg.key_block_shape().fixed_iv_len;

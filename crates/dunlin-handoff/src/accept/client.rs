@@ -1,8 +1,8 @@
-//! A client before its hello is complete, or during its handshake.
+//! A pending client: its hello or its handshake is incomplete.
 //!
 //! ```text
-//!   nothing ─▶ part of a hello ─▶ hello ─▶ own name ─▶ handshake ─▶ handed over
-//!      (all of it left in the socket)  └─▶ any other ─────────────▶ forwarded
+//!   nothing ─▶ part of a hello ─▶ hello ─▶ hand-off name ─▶ handshake ─▶ handed over
+//!      (the bytes stay in the socket)  └─▶ other name ───────────────▶ forwarded
 //! ```
 
 use std::io::{self, Read, Write};
@@ -20,13 +20,13 @@ use dunlin_lane::accept::would_block;
 use dunlin_lane::handshake::FLIGHT_LIMIT_BYTES;
 use dunlin_lane::handshake::relay::Greeting;
 
-/// How long a refused client may take to read its alert.
+/// How long a refused client has to read its alert.
 const LINGER: Duration = Duration::from_millis(500);
 /// The alerts of those names (RFC 8446, section 6.2).
 const DECODE_ERROR: u8 = 50;
 const UNRECOGNIZED_NAME: u8 = 112;
 
-/// The buffer for clients' hellos, used for one client at a time.
+/// The buffer for a client's hello. The accepting thread has one for all clients.
 pub(super) type HelloBuffer = Box<[u8; MAX_CLIENT_FLIGHT_BYTES]>;
 
 pub(super) struct Client {
@@ -41,48 +41,49 @@ pub(super) struct Client {
 
 enum Stage {
     /// This many bytes of the hello have arrived.
-    Undecided(usize),
-    /// The client requests one of our names.
-    Greeting(Box<Greeting>),
-    /// Refused: waits until the client has read the alert, and reads at most this many bytes from it.
+    Hello(usize),
+    /// The handshake with a client that requested a hand-off name.
+    Handshake(Box<Greeting>),
+    /// Refused: waits until the client has read the alert, and discards at most this many bytes.
     Lingering(usize),
 }
 
-/// The outcome for a client.
+/// What the accepting thread does with a client next.
 pub(super) enum Step {
     Wait,
-    /// Forward it to the old server; this many bytes of its hello are unread.
+    /// Forward it to the backend; the socket contains this many bytes of its hello.
     Forward(usize),
     /// The handshake is complete.
     Secured,
+    /// Report the refusal; the client stays until it has read its alert.
     Refused(Refusal),
-    /// The client has disconnected.
+    /// Drop it: it has disconnected.
     Gone,
 }
 
 impl Client {
-    pub(super) fn new(stream: TcpStream, from: SocketAddr, patience: Duration) -> io::Result<Self> {
+    pub(super) fn new(stream: TcpStream, from: SocketAddr, timeout: Duration) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let began = Instant::now();
         Ok(Self {
             stream,
             from,
-            deadline: began + patience,
+            deadline: began + timeout,
             began,
             name: None,
-            stage: Stage::Undecided(0),
+            stage: Stage::Hello(0),
         })
     }
 
-    /// Progress, for evictions: refused, silent, partial hello, handshake. A client in its handshake
-    /// has made this side sign, so it competes only with clients that did the same.
+    /// Progress, for evictions: 0 refused, 1 silent, 2 partial hello, 3 handshake. Clients in their
+    /// handshake have cost this host a signature; they are evicted last.
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
             Stage::Lingering(_) => 0,
-            Stage::Undecided(0) => 1,
-            Stage::Undecided(_) => 2,
-            Stage::Greeting(_) => 3,
+            Stage::Hello(0) => 1,
+            Stage::Hello(_) => 2,
+            Stage::Handshake(_) => 3,
         }
     }
 
@@ -90,11 +91,16 @@ impl Client {
         matches!(self.stage, Stage::Lingering(_))
     }
 
-    /// Proceeds until the socket has no more bytes. `ended`: no more bytes will arrive.
-    pub(super) fn advance(&mut self, shared: &Shared, desk: &mut HelloBuffer, ended: bool) -> Step {
+    /// Processes all bytes that have arrived. `ended`: no more bytes will arrive.
+    pub(super) fn advance(
+        &mut self,
+        shared: &Shared,
+        buffer: &mut HelloBuffer,
+        ended: bool,
+    ) -> Step {
         match &mut self.stage {
-            Stage::Undecided(_) => self.look(shared, desk, ended),
-            Stage::Greeting(greeting) => match greeting.advance(&self.stream) {
+            Stage::Hello(_) => self.look(shared, buffer, ended),
+            Stage::Handshake(greeting) => match greeting.advance(&self.stream) {
                 Ok(true) => Step::Secured,
                 Ok(false) => Step::Wait,
                 Err(reason) => {
@@ -107,9 +113,9 @@ impl Client {
     }
 
     /// Peeks at the bytes that have arrived, and leaves them in the socket.
-    fn look(&mut self, shared: &Shared, desk: &mut HelloBuffer, ended: bool) -> Step {
-        let seen = match self.stream.peek(&mut desk[..]) {
-            // The client disconnected without a byte.
+    fn look(&mut self, shared: &Shared, buffer: &mut HelloBuffer, ended: bool) -> Step {
+        let seen = match self.stream.peek(&mut buffer[..]) {
+            // The client disconnected before it sent a byte.
             Ok(0) => return Step::Gone,
             Ok(seen) => seen,
             Err(error) => match would_block(error) {
@@ -118,13 +124,13 @@ impl Client {
                 Err(_) => return Step::Gone,
             },
         };
-        self.stage = Stage::Undecided(seen);
-        let hello = match look(&desk[..seen]) {
+        self.stage = Stage::Hello(seen);
+        let hello = match look(&buffer[..seen]) {
             Ok(Look::Hello(hello)) => hello,
-            Ok(Look::Needs(_)) if ended => return self.refuse(Refusal::Closed, None),
+            Ok(Look::Needs(_)) if ended => return self.refuse(Refusal::Disconnected, None),
             Ok(Look::Needs(least)) => {
-                // Fewer bytes do not wake this thread. If more have arrived meanwhile, the kernel
-                // reports the socket at once.
+                // Fewer bytes do not wake this thread (SO_RCVLOWAT). If they have arrived meanwhile,
+                // the kernel reports the socket at once.
                 return match self.readable_from(least) {
                     Ok(()) => Step::Wait,
                     Err(error) => self.refuse(Refusal::Io(error), None),
@@ -135,7 +141,7 @@ impl Client {
             Err(error) => return self.refuse(Refusal::Hello(error), Some(DECODE_ERROR)),
         };
         self.name = hello.server_name;
-        if self.own(shared).is_none() {
+        if self.handoff_name(shared).is_none() {
             return self.forward_if(shared, seen);
         }
         let greeting = self
@@ -144,24 +150,24 @@ impl Client {
             .and_then(|()| Greeting::new(&shared.tls).map_err(Refusal::from));
         match greeting {
             Ok(greeting) => {
-                self.stage = Stage::Greeting(Box::new(greeting));
-                self.advance(shared, desk, ended)
+                self.stage = Stage::Handshake(Box::new(greeting));
+                self.advance(shared, buffer, ended)
             }
             Err(refusal) => self.refuse(refusal, None),
         }
     }
 
-    /// The requested name, if it is one of ours.
-    pub(super) fn own(&self, shared: &Shared) -> Option<usize> {
+    /// The index of the hand-off name that the client requests.
+    pub(super) fn handoff_name(&self, shared: &Shared) -> Option<usize> {
         let name = self.name.as_deref()?;
         let mut names = shared.options.names.iter();
-        names.position(|own| own.name.eq_ignore_ascii_case(name))
+        names.position(|one| one.name.eq_ignore_ascii_case(name))
     }
 
     fn forward_if(&mut self, shared: &Shared, seen: usize) -> Step {
-        match shared.options.other {
+        match shared.options.backend {
             Some(_) => self.forward(seen),
-            None => self.refuse(Refusal::Stranger, Some(UNRECOGNIZED_NAME)),
+            None => self.refuse(Refusal::UnknownName, Some(UNRECOGNIZED_NAME)),
         }
     }
 
@@ -178,16 +184,16 @@ impl Client {
 
     fn refuse(&mut self, refusal: Refusal, alert: Option<u8>) -> Step {
         if let Some(alert) = alert {
-            // A fatal alert in an unencrypted record. The write fails only if the client has
-            // disconnected: an empty send buffer has room.
+            // A fatal alert in an unencrypted record. The send buffer is empty, so the write fails
+            // only if the client has disconnected.
             let _ = (&self.stream).write(&[21, 3, 3, 0, 2, 2, alert]);
         }
         self.linger();
         Step::Refused(refusal)
     }
 
-    /// Delays the close: closing a socket with unread bytes resets the connection, and a reset
-    /// discards an alert in flight.
+    /// Delays the close: closing a socket with unread bytes resets the connection, and the reset can
+    /// overtake the alert.
     fn linger(&mut self) {
         // Both fail only if the client has disconnected.
         let _ = self.readable_from(1);
@@ -199,8 +205,8 @@ impl Client {
     /// The connection after its handshake.
     pub(super) fn secured(self) -> Result<Secured, Refusal> {
         match self.stage {
-            Stage::Greeting(greeting) => Ok(greeting.keyed(self.stream, self.from)?),
-            _ => Err(Refusal::Closed),
+            Stage::Handshake(greeting) => Ok(greeting.keyed(self.stream, self.from)?),
+            _ => Err(Refusal::Disconnected),
         }
     }
 }
@@ -237,7 +243,7 @@ mod tests {
     use dunlin_linux::socket::unread_bytes;
     use dunlin_test_support::lane::pair;
 
-    /// What rustls says first to a server of this name or address.
+    /// The ClientHello of rustls for a server with this name or address.
     fn hello(server: &str) -> Vec<u8> {
         let config = ClientConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
             .with_protocol_versions(&[&rustls::version::TLS13])
@@ -251,53 +257,54 @@ mod tests {
         bytes
     }
 
-    /// The kernel reports no byte of a hello before as many are there as the last look asked for.
+    /// After each look the kernel reports the socket only when the number of bytes that the look
+    /// requires has arrived.
     #[test]
-    fn i7_a_hello_that_has_half_arrived_is_reported_only_when_there_is_more_to_see() {
+    fn i7_a_partial_hello_is_reported_only_when_the_next_step_can_succeed() {
         let (acceptor, _events) = acceptor(Target::Tcp("127.0.0.1:9".to_owned()), 1);
         let shared = &acceptor.shared;
         let whole = hello("host-a.example");
-        let in_records_of_a_byte: Vec<u8> = whole[5..]
+        let in_one_byte_records: Vec<u8> = whole[5..]
             .iter()
             .flat_map(|byte| [&whole[..3], &[0, 1, *byte]].concat())
             .collect();
-        for bytes in [whole, in_records_of_a_byte] {
+        for bytes in [whole, in_one_byte_records] {
             let (mut near, far) = pair();
             near.set_nodelay(true).unwrap();
             let from = far.peer_addr().unwrap();
             let mut client = Client::new(far, from, TIMEOUT).unwrap();
-            let mut desk: HelloBuffer = Box::new([0; MAX_CLIENT_FLIGHT_BYTES]);
-            let (mut there, mut looks) = (0, 0);
+            let mut buffer: HelloBuffer = Box::new([0; MAX_CLIENT_FLIGHT_BYTES]);
+            let (mut arrived, mut looks) = (0, 0);
             let mut least = 1;
             loop {
-                // Few segments: the kernel also reports a socket whose buffers are nearly used up.
+                // Writes few segments: the kernel also reports a socket if its buffer is nearly full.
                 for (until_byte, is_reported) in [(least - 1, false), (least, true)] {
-                    near.write_all(&bytes[there..until_byte]).unwrap();
-                    there = until_byte;
-                    until("it has come", || {
-                        unread_bytes(&client.stream).unwrap() == there as u64
+                    near.write_all(&bytes[arrived..until_byte]).unwrap();
+                    arrived = until_byte;
+                    until("the bytes have arrived", || {
+                        unread_bytes(&client.stream).unwrap() == arrived as u64
                     });
                     let ready = poll(&[Interest::read(&client.stream)], Some(Duration::ZERO));
-                    assert_eq!(ready.unwrap()[0], is_reported, "{there} of {least}");
+                    assert_eq!(ready.unwrap()[0], is_reported, "{arrived} of {least}");
                 }
                 looks += 1;
-                match client.advance(shared, &mut desk, false) {
+                match client.advance(shared, &mut buffer, false) {
                     Step::Wait => {}
                     Step::Forward(hello) => break assert_eq!(hello, bytes.len()),
-                    _ => panic!("refused after {there} bytes"),
+                    _ => panic!("refused after {arrived} bytes"),
                 }
-                let Ok(Look::Needs(more)) = look(&bytes[..there]) else {
-                    panic!("it waits after {there} bytes");
+                let Ok(Look::Needs(more)) = look(&bytes[..arrived]) else {
+                    panic!("the client waits after {arrived} bytes");
                 };
                 least = more;
             }
-            // The bound that client_hello.rs names.
+            // The limit in the documentation of `client_hello`.
             assert!(looks <= 50, "{looks} looks at {} bytes", bytes.len());
         }
     }
 
     #[test]
-    fn a_hello_of_rustls_tells_its_name_at_its_last_byte() {
+    fn the_name_in_a_hello_of_rustls_is_decoded_at_its_last_byte() {
         for (server, name) in [
             ("Host-A.example", Some("host-a.example")),
             ("192.0.2.1", None),
@@ -305,17 +312,17 @@ mod tests {
             let bytes = hello(server);
             let server_name = name.map(str::to_owned);
             assert_eq!(look(&bytes), Ok(Look::Hello(Hello { server_name })));
-            for there in 0..bytes.len() {
-                let Ok(Look::Needs(least)) = look(&bytes[..there]) else {
-                    panic!("{there} bytes are enough");
+            for arrived in 0..bytes.len() {
+                let Ok(Look::Needs(least)) = look(&bytes[..arrived]) else {
+                    panic!("{arrived} bytes are enough");
                 };
-                assert!(there < least && least <= bytes.len());
+                assert!(arrived < least && least <= bytes.len());
             }
         }
         #[cfg(feature = "aws-lc-rs")]
         assert!(
             hello("a.test").len() > 1400,
-            "it bears a post-quantum key share"
+            "the hello contains a post-quantum key share"
         );
     }
 }

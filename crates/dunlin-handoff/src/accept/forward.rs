@@ -1,8 +1,8 @@
-//! Clients of the old server: one connection to it for each, all bytes unchanged.
+//! Forwards clients to the backend, each on its own connection, with all bytes unchanged.
 //!
-//! Each has two threads, and their number is bounded. When a client arrives at the limit, the client
-//! with the longest silence on both sides is evicted, if the silence is long enough: a client that has
-//! sent only its hello is evicted earlier. An idle client therefore never displaces an active one.
+//! Each forwarded client has two threads, and the number of clients is limited. At the limit, the client
+//! that has been idle for longest is evicted for a new one, if it has been idle for long enough. The
+//! minimum is shorter for a client that has sent only its hello. An active client is never evicted.
 
 use dunlin_lane::sync::lock;
 use std::io::{self, Write};
@@ -19,30 +19,30 @@ use dunlin_linux::socket::{connect_unix_unless, set_reset_on_close};
 use super::forwarded::Forwarded;
 use super::shared::Shared;
 use super::token::{Side, token};
-use super::{Event, Other, Refusal, Target};
+use super::{Backend, Event, Refusal, Target};
 use crate::connect::keep_alive;
 use dunlin_lane::dial::{Connector, StandardConnector};
 use dunlin_lane::splice::{Pause, Stop, carry};
 use dunlin_linux::splice::Conduit;
 
-/// Silence after which a client that has sent only its hello may be evicted: an honest client has
-/// answered the server by then.
+/// Idle time after which a client that has sent only its hello may be evicted: an honest client has
+/// answered the backend by then.
 const GRACE: Duration = Duration::from_secs(1);
-/// Silence after which any other client may be evicted. Longer than a disk or a busy server makes a
-/// client wait; a connection that a client keeps open for later use is evicted.
+/// Idle time after which any other client may be evicted. It exceeds the time that a disk or a busy
+/// backend makes a client wait. Connections that clients keep open for later requests are evicted.
 const IDLE: Duration = Duration::from_secs(10);
-/// Evicted clients that may still hold threads, beyond the limit, until their threads have noticed.
-/// Each has at most six descriptors: a name lookup has two, and splicing has not begun.
+/// Maximum number of evicted clients, in addition to the limit, that still have threads. Each has at
+/// most six descriptors: a name lookup has two, and splicing has not begun.
 const LEAVING: usize = 8;
 
-/// The connection to the old server.
-enum Server {
+/// The connection to the backend.
+enum BackendStream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
 impl Forwarded {
-    /// Forwards a client's connection, in its own threads.
+    /// Forwards a client in new threads.
     pub(super) fn start(
         shared: &Arc<Shared>,
         number: u64,
@@ -53,7 +53,7 @@ impl Forwarded {
         let refused = |refusal| shared.refused(from, name.clone(), refusal);
         let stop = match make_room(shared, Instant::now()) {
             true => Stop::new().map_err(Refusal::Io),
-            false => Err(Refusal::Full(shared.options.limits.forwarded)),
+            false => Err(Refusal::TooManyForwarded(shared.options.limits.forwarded)),
         };
         let stop = match stop {
             Ok(stop) => stop,
@@ -62,14 +62,14 @@ impl Forwarded {
                 return refused(refusal);
             }
         };
-        let own = Arc::new(Self {
+        let forwarded = Arc::new(Self {
             number,
             client,
             from,
             name: name.clone(),
             began: Instant::now(),
             hello_bytes: hello_bytes as u64,
-            said_bytes: AtomicU64::new(0),
+            sent_bytes: AtomicU64::new(0),
             last_ms: AtomicU64::new(0),
             stop,
             is_broken: AtomicBool::new(false),
@@ -78,14 +78,14 @@ impl Forwarded {
         });
         lock(&shared.state)
             .forwarded
-            .insert(number, Arc::clone(&own));
-        let (on_thread, one) = (Arc::clone(shared), Arc::clone(&own));
+            .insert(number, Arc::clone(&forwarded));
+        let (on_thread, one) = (Arc::clone(shared), Arc::clone(&forwarded));
         let spawned = thread::Builder::new()
             .name(format!("dunlin-forward-{number}"))
             .spawn(move || one.run(&on_thread));
         if let Err(error) = spawned {
-            own.is_broken.store(true, Ordering::SeqCst);
-            own.over(shared);
+            forwarded.is_broken.store(true, Ordering::SeqCst);
+            forwarded.remove(shared);
             refused(Refusal::Io(error));
         }
     }
@@ -94,42 +94,42 @@ impl Forwarded {
         Activity {
             number: self.number,
             is_leaving: self.stop.is_requested(),
-            has_said_more: self.said_bytes.load(Ordering::SeqCst) > self.hello_bytes,
+            has_sent_more: self.sent_bytes.load(Ordering::SeqCst) > self.hello_bytes,
             last: self.began + Duration::from_millis(self.last_ms.load(Ordering::SeqCst)),
         }
     }
 
     /// The body of the client's thread.
     fn run(&self, shared: &Arc<Shared>) {
-        let told = match self.reach(shared) {
-            Ok(server) => {
-                shared.tell(Event::Forwarded {
+        let result = match self.reach(shared) {
+            Ok(backend) => {
+                shared.report(Event::Forwarded {
                     from: self.from,
                     name: self.name.clone(),
                 });
-                let result = self.carry(shared, &server);
+                let result = self.carry(shared, &backend);
                 if result.is_err() || self.is_broken.load(Ordering::SeqCst) {
                     self.is_broken.store(true, Ordering::SeqCst);
-                    server.reset();
+                    backend.reset();
                 }
                 result
             }
             Err(error) => {
                 self.is_broken.store(true, Ordering::SeqCst);
                 Err(match self.stop.is_requested() {
-                    true => Refusal::Cut,
-                    false => Refusal::Unreachable(error),
+                    true => Refusal::Aborted,
+                    false => Refusal::BackendUnreachable(error),
                 })
             }
         };
-        self.over(shared);
-        if let Err(refusal) = told {
+        self.remove(shared);
+        if let Err(refusal) = result {
             shared.refused(self.from, self.name.clone(), refusal);
         }
     }
 
-    /// Frees its slot.
-    fn over(&self, shared: &Shared) {
+    /// Removes the client from the shared state, and resets a broken connection.
+    fn remove(&self, shared: &Shared) {
         if self.is_broken.load(Ordering::SeqCst) {
             reset(&self.client);
         }
@@ -137,67 +137,70 @@ impl Forwarded {
         shared.changed.notify_all();
     }
 
-    fn reach(&self, shared: &Shared) -> io::Result<Server> {
-        let Some(Other { to, header }) = &shared.options.other else {
+    fn reach(&self, shared: &Shared) -> io::Result<BackendStream> {
+        let Some(Backend { to, header }) = &shared.options.backend else {
             return Err(io::ErrorKind::NotFound.into());
         };
-        let deadline = Instant::now() + shared.options.limits.connect;
+        let deadline = Instant::now() + shared.options.limits.connect_timeout;
         let stop = self.stop.wakeup();
-        let server = match to {
+        let backend = match to {
             Target::Tcp(to) => {
                 let stream = StandardConnector.connect(to, deadline, stop)?;
                 stream.set_nodelay(true)?;
                 keep_alive(&stream)?;
-                Server::Tcp(stream)
+                BackendStream::Tcp(stream)
             }
-            Target::Unix(path) => Server::Unix(connect_unix_unless(path, deadline, stop)?),
+            Target::Unix(path) => BackendStream::Unix(connect_unix_unless(path, deadline, stop)?),
         };
         keep_alive(&self.client)?;
         if let Some(header) = header {
             let header = header.encode(self.from, self.client.local_addr()?);
-            server.write_all(&header)?;
+            backend.write_all(&header)?;
         }
-        server.set_nonblocking()?;
-        Ok(server)
+        backend.set_nonblocking()?;
+        Ok(backend)
     }
 
-    fn carry(&self, shared: &Arc<Shared>, server: &Server) -> Result<(), Refusal> {
+    fn carry(&self, shared: &Arc<Shared>, backend: &BackendStream) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
-        // The next read or write finds a reset that is missed here.
+        // If this fails, the next read or write reports a reset, only later.
         let watched = |side| token(self.number, Some(side));
         let _ = shared
             .epoll
             .add_news(&self.client, watched(Side::Client), false);
-        let _ = shared.epoll.add_news(server, watched(Side::Server), false);
+        let _ = shared
+            .epoll
+            .add_news(backend, watched(Side::Backend), false);
         thread::scope(|scope| {
             let returning = thread::Builder::new()
                 .name(format!("dunlin-return-{}", self.number))
                 .spawn_scoped(scope, || {
-                    let pause = carry(&mut back, server, &self.client, &self.stop, |_| {
-                        self.heard()
+                    let pause = carry(&mut back, backend, &self.client, &self.stop, |_| {
+                        self.touch()
                     });
-                    self.paused(pause, Side::Server, || {
+                    self.spliced(pause, Side::Backend, || {
                         self.client.shutdown(Shutdown::Write)
                     })
                 });
             let going = match &returning {
                 Ok(_) => {
-                    let said = |count| {
-                        self.said_bytes.fetch_add(count, Ordering::SeqCst);
-                        self.heard();
+                    let on_sent = |count| {
+                        self.sent_bytes.fetch_add(count, Ordering::SeqCst);
+                        self.touch();
                     };
-                    let pause = carry(&mut out, &self.client, server, &self.stop, said);
-                    self.paused(pause, Side::Client, || server.end())
+                    let pause = carry(&mut out, &self.client, backend, &self.stop, on_sent);
+                    self.spliced(pause, Side::Client, || backend.end())
                 }
                 Err(_) => Ok(()),
             };
             let returned = returning?.join();
-            going.and(returned.unwrap_or_else(|_| Err(Refusal::Closed)))
+            going.and(returned.unwrap_or_else(|_| Err(Refusal::Disconnected)))
         })
     }
 
-    /// No bytes from `side` are in flight; `end` passes its end on.
-    fn paused(
+    /// The outcome after splicing from `side` has ended with `pause`. `end` passes an end of the stream
+    /// on.
+    fn spliced(
         &self,
         pause: Pause,
         side: Side,
@@ -211,18 +214,18 @@ impl Forwarded {
                 return Ok(());
             }
             Pause::Stopped if self.is_broken.load(Ordering::SeqCst) => return Ok(()),
-            Pause::Stopped => return Err(Refusal::Cut),
+            Pause::Stopped => return Err(Refusal::Aborted),
             Pause::From(error) => {
                 self.give_up();
                 error
             }
-            // Bytes of the receiver still arrive in the other direction, and then its end or failure.
+            // The other direction still carries the receiver's last bytes, and then its end or failure.
             Pause::To(error) => {
                 self.is_broken.store(true, Ordering::SeqCst);
                 error
             }
         };
-        // After both ends, either program may close in any way.
+        // After an end of the stream, the programs may close the connection in any way.
         let mut ended = self.has_ended.iter();
         match ended.any(|ended| ended.load(Ordering::SeqCst)) {
             true => Ok(()),
@@ -231,8 +234,8 @@ impl Forwarded {
     }
 }
 
-/// Whether there is room for one more. Another client may be cut for it; the threads of that one
-/// count until they have ended.
+/// Returns whether one more client can be forwarded. Evicts another one if necessary; an evicted client
+/// counts until its threads have ended.
 fn make_room(shared: &Shared, now: Instant) -> bool {
     let state = lock(&shared.state);
     let all: Vec<_> = state.forwarded.values().map(|one| one.activity()).collect();
@@ -240,7 +243,7 @@ fn make_room(shared: &Shared, now: Instant) -> bool {
         Room::Free => true,
         Room::Evict(number) => {
             if let Some(one) = state.forwarded.get(&number) {
-                one.cut();
+                one.abort();
             }
             true
         }
@@ -248,37 +251,37 @@ fn make_room(shared: &Shared, now: Instant) -> bool {
     }
 }
 
-/// What the choice of a client to evict depends on.
+/// The state of a forwarded client that decides whether it is evicted.
 #[derive(Clone, Copy, Debug)]
 struct Activity {
     number: u64,
-    /// It was cut, and its threads have not ended yet.
+    /// It was evicted, and its threads have not ended yet.
     is_leaving: bool,
     /// It has sent more than its hello.
-    has_said_more: bool,
-    /// When either side last sent something.
+    has_sent_more: bool,
+    /// When either side last sent bytes.
     last: Instant,
 }
 
 impl Activity {
-    /// How long neither side has sent anything, if that is long enough to be evicted.
+    /// The idle time, if the client may be evicted.
     fn idle(&self, now: Instant) -> Option<Duration> {
         let idle = now.saturating_duration_since(self.last);
-        let limit = if self.has_said_more { IDLE } else { GRACE };
+        let limit = if self.has_sent_more { IDLE } else { GRACE };
         (!self.is_leaving && idle >= limit).then_some(idle)
     }
 }
 
-/// Whether a new client has room.
+/// Whether a new client can be forwarded.
 #[derive(Debug, PartialEq, Eq)]
 enum Room {
     Free,
-    /// There is room if the client with this number is cut.
+    /// After the client with this number is evicted.
     Evict(u64),
     Full,
 }
 
-/// Whether one more client has room among `all`, of which at most `most` stay.
+/// Whether one more client can be forwarded, given `all` forwarded clients and the limit `most`.
 fn room(most: usize, all: &[Activity], now: Instant) -> Room {
     if all.len() < most {
         return Room::Free;
@@ -298,11 +301,11 @@ fn room(most: usize, all: &[Activity], now: Instant) -> Room {
 }
 
 fn reset(stream: &TcpStream) {
-    // Fails only if it has disconnected.
+    // Fails only if the peer has disconnected.
     let _ = set_reset_on_close(stream);
 }
 
-impl Server {
+impl BackendStream {
     fn set_nonblocking(&self) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_nonblocking(true),
@@ -310,7 +313,7 @@ impl Server {
         }
     }
 
-    /// A socket that was just connected has room for a header.
+    /// Writes a header. A new socket's send buffer has room for it.
     fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => { stream }.write_all(bytes),
@@ -328,13 +331,13 @@ impl Server {
     fn reset(&self) {
         match self {
             Self::Tcp(stream) => reset(stream),
-            // A unix socket that is closed with unread bytes reports that to its peer (unix(7)).
+            // Closing a unix socket with unread bytes reports a reset to its peer (unix(7)).
             Self::Unix(_) => {}
         }
     }
 }
 
-impl AsFd for Server {
+impl AsFd for BackendStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(stream) => stream.as_fd(),

@@ -1,4 +1,4 @@
-//! The state of one client of the old server, which its threads and the accepting thread share.
+//! The state of one forwarded client, shared by its threads and the accepting thread.
 
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::token::Side;
 use dunlin_lane::splice::Stop;
 
-/// A client of the old server.
+/// A forwarded client.
 pub(super) struct Forwarded {
     pub(super) number: u64,
     pub(super) client: TcpStream,
@@ -16,21 +16,22 @@ pub(super) struct Forwarded {
     pub(super) began: Instant,
     /// Bytes of its hello when forwarding began.
     pub(super) hello_bytes: u64,
-    pub(super) said_bytes: AtomicU64,
-    /// When either side last sent something, in milliseconds since `began`.
+    pub(super) sent_bytes: AtomicU64,
+    /// When either side last sent bytes, in milliseconds since `began`.
     pub(super) last_ms: AtomicU64,
     pub(super) stop: Stop,
-    /// One side's connection has failed; the other is reset.
+    /// One side's connection has failed, so the other is reset.
     pub(super) is_broken: AtomicBool,
-    /// The side that the watch reported as failed.
+    /// Whether epoll has reported a failure, by side.
     pub(super) has_failed: [AtomicBool; 2],
-    /// The sides that have ended their stream.
+    /// Whether the stream has ended, by side.
     pub(super) has_ended: [AtomicBool; 2],
 }
 
 impl Forwarded {
-    /// The watch has found that one side's connection failed. A thread that reads from it finds the
-    /// failure after the bytes before it; if no thread reads any more, the writing thread is stopped.
+    /// epoll has reported that one side's connection failed. A thread that reads from it delivers the
+    /// remaining bytes and then gets the error. If its stream has ended, no thread reads from it any
+    /// more, and the writing thread is stopped.
     pub(super) fn fails(&self, side: Side) {
         self.has_failed[side as usize].store(true, Ordering::SeqCst);
         self.settle(side);
@@ -53,12 +54,13 @@ impl Forwarded {
         self.stop.request();
     }
 
-    /// Ends it at once.
-    pub(super) fn cut(&self) {
+    /// Closes both connections without waiting for the rest of the bytes.
+    pub(super) fn abort(&self) {
         self.stop.request();
     }
 
-    pub(super) fn heard(&self) {
+    /// Records activity, for evictions.
+    pub(super) fn touch(&self) {
         let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.last_ms.fetch_max(now, Ordering::SeqCst);
     }

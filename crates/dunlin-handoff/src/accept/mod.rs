@@ -1,20 +1,22 @@
-//! The accepting side: one port for our names and for those of an old server.
+//! The accepting side: one port for the hand-off names and for a *backend*, the server for all other
+//! names.
 //!
 //! ```text
-//!            ┌─ own name ──▶ handshake ──▶ kernel TLS ──▶ unix socket: a line, and the socket
+//!            ┌─ hand-off name ──▶ handshake ──▶ kernel TLS ──▶ unix socket: a line, and the socket
 //!  TCP ─▶ hello
-//!            └─ any other, or none ─────▶ the old server, not a byte changed
+//!            └─ other name, or none ─────────▶ backend: the bytes unchanged
 //! ```
 //!
-//! - `acceptor`: the open port; `shared` is the state that all of its threads share.
-//! - `accept_loop`: the accepting thread; it owns each client until its name is known.
-//! - `client`: one of those clients. Its hello is peeked in the socket; the socket is reported again
-//!   only when more bytes have arrived.
-//! - `deliver`: passes sockets of our names to other programs.
+//! - `acceptor`: the listener's handle; `shared` is the state that all of its threads share.
+//! - `accept_loop`: the accepting thread. It owns each client until its name is known, and performs the
+//!   handshakes.
+//! - `client`: one of those clients. Its hello stays in the socket (MSG_PEEK); epoll reports the socket
+//!   again only when enough bytes for the next step have arrived.
+//! - `deliver`: passes the sockets of hand-off names to their receivers.
 //! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one.
-//! - `proxy`: tells the old server a client's address (PROXY protocol).
+//! - `proxy`: encodes the header with the client's address for the backend (PROXY protocol).
 //!
-//! No client has a thread before its hello is complete. The accepting thread also does the handshakes.
+//! A client gets threads only after its hello is complete.
 
 mod accept_loop;
 mod acceptor;
@@ -40,17 +42,17 @@ use thiserror::Error;
 
 pub use self::acceptor::Acceptor;
 pub use self::proxy::ProxyHeader;
-use super::connect::Facts;
+use super::connect::ConnectionInfo;
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 
-/// A name that this side answers for.
+/// A server name: its connections are handed over.
 #[derive(Clone, Debug)]
-pub struct Own {
-    /// The SNI name, compared without case.
+pub struct HandoffName {
+    /// The name in the client's SNI, compared without case.
     pub name: String,
-    /// The unix socket of the program that receives its connections.
+    /// The unix socket of the receiver, the program that uses the connections.
     pub to: PathBuf,
 }
 
@@ -63,71 +65,70 @@ pub enum Target {
     Unix(PathBuf),
 }
 
-/// The server for all other names.
+/// The server for clients of all other names.
 #[derive(Clone, Debug)]
-pub struct Other {
+pub struct Backend {
     /// Its address.
     pub to: Target,
-    /// Whether it gets PROXY headers, and of which version.
+    /// The version of its PROXY headers; `None` to send no headers.
     pub header: Option<ProxyHeader>,
 }
 
-/// Limits of number and time.
+/// Limits on clients and times.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Clients before the end of their handshake.
-    pub undecided: usize,
+    /// Maximum number of clients with an incomplete handshake.
+    pub pending: usize,
     /// Timeout from accepting a client to the end of its handshake.
-    pub opening: Duration,
-    /// Clients of the old server, with two threads each.
+    pub handshake_timeout: Duration,
+    /// Maximum number of forwarded clients; each takes two threads.
     pub forwarded: usize,
-    /// Timeout for connecting to the old server.
-    pub connect: Duration,
-    /// Concurrent hand-overs of one name, with a thread each.
+    /// Timeout for connecting to the backend.
+    pub connect_timeout: Duration,
+    /// Maximum number of concurrent hand-overs of one name; each takes a thread.
     pub handovers: usize,
 }
 
 impl Default for Limits {
-    /// For a process with 1,024 descriptors: a client before its end of handshake has one, a forwarded
-    /// client eight.
+    /// For a process with 1,024 descriptors: a pending client takes one, a forwarded client eight.
     fn default() -> Self {
         Self {
-            undecided: 128,
-            opening: Duration::from_secs(10),
+            pending: 128,
+            handshake_timeout: Duration::from_secs(10),
             forwarded: 96,
-            connect: Duration::from_secs(5),
+            connect_timeout: Duration::from_secs(5),
             handovers: 16,
         }
     }
 }
 
-/// Builds the line that accompanies a socket, without its line break.
+/// Returns the line that is sent with a socket, without its line break.
 pub type Description = Box<dyn Fn(&Arrived) -> String + Send + Sync>;
 
 /// Options of an acceptor.
 pub struct Options {
-    /// Our names. Their connections are handed over.
-    pub names: Vec<Own>,
-    /// The server for all other names. Without one their clients are refused.
-    pub other: Option<Other>,
-    /// Whether connections that do not begin with TLS are forwarded to that server too.
+    /// The names of the connections to hand over.
+    pub names: Vec<HandoffName>,
+    /// The server for all other names. Without one, clients of other names are refused.
+    pub backend: Option<Backend>,
+    /// Whether clients that do not speak TLS are forwarded too.
     pub forwards_plain: bool,
     /// Describes a socket to its receiver.
     pub describe: Description,
-    /// Queries the kernel about a connection after it has the keys.
+    /// Queries the kernel about a connection after its keys are installed.
     pub inspector: Box<dyn Inspector>,
-    /// Limits.
+    /// Limits on clients and times.
     pub limits: Limits,
 }
 
-/// A connection to one of our names.
+/// A connection to a hand-off name, after its handshake.
 #[derive(Clone, Debug)]
 pub struct Arrived {
-    /// The name.
+    /// The hand-off name, spelled as in [`Options::names`].
     pub name: String,
-    /// What the handshake established.
-    pub facts: Facts,
-    /// What the kernel chose for it.
+    /// The negotiated parameters and the client.
+    pub info: ConnectionInfo,
+    /// The cipher driver, network device and counters that the kernel reports for it.
     pub chosen: Chosen,
 }
 
@@ -135,77 +136,75 @@ pub struct Arrived {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// The kernel has no TLS, and no old server is configured.
+    /// The kernel has no TLS, and there is no backend.
     #[error(transparent)]
     Kernel(#[from] Refused),
-    /// No descriptors or threads are left.
+    /// A system call failed, for instance because no descriptors or threads are left.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// Why a client was refused or ended.
+/// Why a client was refused or its connection closed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Refusal {
     /// Its first bytes are not a TLS ClientHello.
     #[error(transparent)]
     Hello(#[from] NoHello),
-    /// It disconnected before the end of its hello or handshake.
-    #[error("it closed the connection before its hello was whole")]
-    Closed,
-    /// It exceeded the time limit.
-    #[error("it was not done with its handshake in time")]
+    /// The client disconnected before its hello was complete.
+    #[error("client disconnected before its ClientHello was complete")]
+    Disconnected,
+    /// The client did not complete its handshake in time.
+    #[error("TLS handshake timed out")]
     Deadline,
-    /// Evicted for newer clients.
-    #[error("{0} other connections wanted its place before it had shown who it is")]
+    /// Evicted for a newer client: as many clients as [`Limits::pending`] allows were pending.
+    #[error("evicted for a newer client: {0} clients were before the end of their handshake")]
     Evicted(usize),
     /// Evicted because descriptors or memory ran out.
     #[error(
-        "its place was given to the next, since this process or host has no descriptor or memory \
-         left: raise the limit of open files (`ulimit -n`), or end what holds them; {0}"
+        "evicted because this process or host is out of descriptors or memory ({0}): raise the limit \
+         of open files (`ulimit -n`), or stop other programs"
     )]
     Shortage(#[source] io::Error),
-    /// Its name is unknown here.
-    #[error("nobody has the name that it wants: give it with --sni, or a server for others")]
-    Stranger,
+    /// The client requested no hand-off name, and there is no backend.
+    #[error("not a hand-off name, and no backend is configured")]
+    UnknownName,
     /// The handshake failed.
     #[error(transparent)]
     Tls(RejectReason),
-    /// It supports no allowed version, cipher or curve.
+    /// The client supports no allowed version, cipher or curve.
     #[error(
-        "it has no TLS parameters in common with this host ({0}): allow its version, or one of its \
-         ciphers and curves"
+        "no TLS parameters in common ({0}): allow the client's version, and one of its ciphers and \
+         curves"
     )]
-    NothingInCommon(String),
+    Incompatible(String),
     /// The kernel refused the connection's keys.
     #[error(transparent)]
     Kernel(#[from] Refused),
-    /// The receiving program did not accept its socket.
-    #[error("nobody takes its socket at {}: {source}; start the program that listens there", .to.display())]
-    NoTaker {
+    /// The receiver did not accept the socket.
+    #[error("cannot pass the socket to {}: {source}; check that the receiver listens there", .to.display())]
+    NoReceiver {
         /// The receiver's path.
         to: PathBuf,
         /// The error.
         source: io::Error,
     },
-    /// Too many sockets of this name wait for their receiver.
-    #[error(
-        "{0} sockets of that name wait to be taken already: see why whoever takes them does not"
-    )]
-    Busy(usize),
-    /// The old server is unreachable.
-    #[error("the server behind cannot be reached: {0}; see that it listens")]
-    Unreachable(#[source] io::Error),
-    /// Too many clients are forwarded.
+    /// As many sockets of this name as [`Limits::handovers`] allows wait for the receiver.
+    #[error("{0} sockets of this name wait for the receiver already: check why it does not accept")]
+    ReceiverBusy(usize),
+    /// The backend cannot be reached.
+    #[error("cannot reach the backend: {0}; check that it listens")]
+    BackendUnreachable(#[source] io::Error),
+    /// As many clients as [`Limits::forwarded`] allows are forwarded, and all of them are active.
     #[error("{0} clients are forwarded already: raise the limit")]
-    Full(usize),
-    /// It was forwarded, and one side failed.
-    #[error("the connection, or that to the server behind, has failed: {0}")]
+    TooManyForwarded(usize),
+    /// The client was forwarded, and its connection or the backend's failed.
+    #[error("the connection to the client or to the backend failed: {0}")]
     Broken(#[source] io::Error),
-    /// It was forwarded, and was ended with this process or evicted after a long silence.
-    #[error("it was cut off while it was forwarded")]
-    Cut,
-    /// No descriptors or threads are left, or the connection broke.
+    /// The client was forwarded, and the acceptor ended or evicted it after a long silence.
+    #[error("closed while forwarded: evicted as idle, or this process ends")]
+    Aborted,
+    /// A system call failed, for instance because no descriptors or threads are left.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
@@ -214,7 +213,7 @@ impl From<RejectReason> for Refusal {
     fn from(reason: RejectReason) -> Self {
         match reason {
             RejectReason::Handshake(HandshakeError::Incompatible(reason)) => {
-                Self::NothingInCommon(reason)
+                Self::Incompatible(reason)
             }
             reason => Self::Tls(reason),
         }
@@ -231,73 +230,76 @@ impl From<HandshakeError> for Refusal {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A socket was handed over.
+    /// The receiver has a socket.
     HandedOver {
         /// The connection.
         arrived: Box<Arrived>,
         /// The receiver's path.
         to: PathBuf,
     },
-    /// A client is forwarded to the old server.
+    /// A client is forwarded to the backend.
     Forwarded {
-        /// Its address.
+        /// The client's address.
         from: SocketAddr,
         /// The requested name.
         name: Option<String>,
     },
-    /// A client was refused or ended.
+    /// A client was refused, or its connection closed for another reason than its end.
     Refused {
-        /// Where it comes from.
+        /// The client's address.
         from: SocketAddr,
         /// The requested name, if known.
         name: Option<String>,
         /// The reason.
         refusal: Refusal,
     },
-    /// The kernel has no TLS when the port opens: clients of hand-off names are refused, those of
-    /// other names are forwarded.
+    /// The kernel has no TLS when the acceptor starts: clients of hand-off names are refused, all
+    /// others are forwarded.
     NoKernelTls(Refused),
-    /// Descriptors or memory ran out, and there is no client to evict. Reported once, until accepting
+    /// Descriptors or memory ran out, and there is no client to evict. Reported once until accepting
     /// succeeds again.
     Starved(io::Error),
-    /// Accepting has ended.
+    /// The listener failed. No clients are accepted any more.
     Failed(io::Error),
 }
 
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let who = |from: &SocketAddr, name: &Option<String>| match name {
+        let client = |from: &SocketAddr, name: &Option<String>| match name {
             Some(name) => format!("client {from} for {name}"),
             None => format!("client {from}"),
         };
         match self {
             Self::HandedOver { arrived, to } => {
-                let Arrived { name, facts, .. } = &**arrived;
+                let Arrived { name, info, .. } = &**arrived;
                 write!(
                     f,
                     "client {} for {name} was handed over to {}: {} {}, {}",
-                    facts.at,
+                    info.at,
                     to.display(),
-                    facts.version,
-                    facts.cipher,
+                    info.version,
+                    info.cipher,
                     arrived.chosen
                 )
             }
-            Self::Forwarded { from, name } => write!(f, "{} is forwarded", who(from, name)),
+            Self::Forwarded { from, name } => write!(f, "{} is forwarded", client(from, name)),
             Self::Refused {
                 from,
                 name,
                 refusal,
-            } => write!(f, "{} is refused: {refusal}", who(from, name)),
+            } => write!(f, "{} is refused: {refusal}", client(from, name)),
             Self::NoKernelTls(refused) => write!(
                 f,
                 "warning: clients of hand-off names are refused, all others are forwarded: {refused}"
             ),
             Self::Starved(error) => write!(
                 f,
-                "nobody can be accepted for want of descriptors or memory: {error}; raise the limit of open files (`ulimit -n`)"
+                "cannot accept clients, out of descriptors or memory: {error}; raise the limit of open files (`ulimit -n`)"
             ),
-            Self::Failed(error) => write!(f, "nobody is accepted any more: {error}"),
+            Self::Failed(error) => write!(
+                f,
+                "the listener failed, no clients are accepted any more: {error}"
+            ),
         }
     }
 }

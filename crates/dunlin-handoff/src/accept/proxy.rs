@@ -1,4 +1,4 @@
-//! The PROXY protocol: a header before a client's first byte that tells the old server the client's
+//! The PROXY protocol: a header before a client's first byte, which gives the backend the client's
 //! address (HAProxy's proxy-protocol.txt, versions 1 and 2).
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -29,8 +29,8 @@ impl ProxyHeader {
     }
 }
 
-/// Both addresses in the plainest family that holds them: a listener for both families sees
-/// IPv4 within IPv6.
+/// Both addresses in one family: IPv4 if both are IPv4, which a dual-stack listener reports as
+/// IPv4-mapped IPv6 addresses, otherwise IPv6.
 fn plain(client: SocketAddr, server: SocketAddr) -> (IpAddr, IpAddr) {
     let (client, server) = (client.ip().to_canonical(), server.ip().to_canonical());
     match (client, server) {
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_family_addresses_and_ports() {
+    fn version_1_is_a_line_of_family_addresses_and_ports() {
         let line = |client, server| String::from_utf8(of(ProxyHeader::V1, client, server)).unwrap();
         assert_eq!(
             line("192.0.2.7:56324", "192.0.2.1:443"),
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_says_the_same_in_bytes() {
+    fn version_2_is_a_binary_block() {
         let bytes = of(ProxyHeader::V2, "192.0.2.7:258", "192.0.2.1:443");
         let mut expected = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c".to_vec();
         expected.extend([192, 0, 2, 7, 192, 0, 2, 1, 1, 2, 1, 187]);

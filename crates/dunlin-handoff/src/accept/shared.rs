@@ -1,4 +1,4 @@
-//! State that all threads of an open port share.
+//! State that all threads of an acceptor share.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -35,8 +35,8 @@ pub(super) struct State {
     pub(super) handovers: BTreeMap<usize, usize>,
     /// No new clients are accepted.
     pub(super) is_draining: bool,
-    /// Clients without a known name are dropped at once.
-    pub(super) is_over: bool,
+    /// Pending clients are dropped at once.
+    pub(super) is_stopped: bool,
     /// The accepting thread has ended.
     pub(super) is_closed: bool,
 }
@@ -48,25 +48,25 @@ impl State {
 }
 
 impl Shared {
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn report(&self, event: Event) {
         (self.observer)(event);
     }
 
     pub(super) fn refused(&self, from: SocketAddr, name: Option<String>, refusal: Refusal) {
-        self.tell(Event::Refused {
+        self.report(Event::Refused {
             from,
             name,
             refusal,
         });
     }
 
-    /// A hand-over has ended, in success or not.
-    pub(super) fn handed(&self, own: usize) {
+    /// Counts a hand-over as ended, whether it succeeded or failed.
+    pub(super) fn end_handover(&self, index: usize) {
         let mut state = lock(&self.state);
-        if let Some(waiting) = state.handovers.get_mut(&own) {
+        if let Some(waiting) = state.handovers.get_mut(&index) {
             *waiting -= 1;
             if *waiting == 0 {
-                state.handovers.remove(&own);
+                state.handovers.remove(&index);
             }
         }
         drop(state);

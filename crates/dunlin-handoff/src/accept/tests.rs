@@ -1,4 +1,4 @@
-//! Code shared by the tests of several files.
+//! Helpers of the tests of several files.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use dunlin_lane::provider::{Offer, Provider, TlsVersion};
 use dunlin_test_support::lane::{Authority, DESTINATION};
 
-use super::{Acceptor, Event, Limits, Options, Other, Target};
+use super::{Acceptor, Backend, Event, Limits, Options, Target};
 
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Forwards whatever a client sends, with at most `most` clients.
+/// An acceptor that forwards every client to `to`, at most `most` at a time.
 pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
     let ciphers = "TLS_AES_256_GCM_SHA384";
     let provider = Provider::built_in()[0];
@@ -22,14 +22,14 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
     let identity = Authority::new().identity(&[DESTINATION]);
     let options = Options {
         names: Vec::new(),
-        other: Some(Other { to, header: None }),
+        backend: Some(Backend { to, header: None }),
         forwards_plain: true,
         describe: Box::new(|_| String::new()),
         inspector: Box::new(()),
         limits: Limits {
             forwarded: most,
             // Longer than every test.
-            connect: 10 * TIMEOUT,
+            connect_timeout: 10 * TIMEOUT,
             ..Limits::default()
         },
     };
@@ -43,7 +43,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
     (acceptor.unwrap(), events)
 }
 
-/// Repeats until it holds.
+/// Polls until `holds` returns true.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let limit = Instant::now() + TIMEOUT;
     while !holds() {

@@ -4,10 +4,10 @@
 #[derive(Clone, Copy)]
 pub(super) enum Side {
     Client,
-    Server,
+    Backend,
 }
 
-/// The token of a client's socket: `None` while it is undecided, a side once it is forwarded.
+/// The token of a client's socket: `None` while the client is pending, the side once it is forwarded.
 pub(super) fn token(number: u64, side: Option<Side>) -> u64 {
     number << 2 | side.map_or(0, |side| side as u64 + 1)
 }

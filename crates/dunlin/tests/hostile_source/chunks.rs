@@ -14,8 +14,8 @@ use dunlin_test_support::hostile::*;
 
 use crate::{Changed, MALFORMED};
 
-/// A chunk of one zero page with bytes changed: the header has 24, the range
-/// behind it as many.
+/// A chunk of one zero page with changed bytes: 24 of the header, and 24 of the
+/// range after it.
 fn changed_chunk(changes: &[(usize, &[u8])]) -> Vec<u8> {
     let mut bytes = zero_chunk(0, 0, 0);
     for (at, value) in changes {
@@ -145,8 +145,8 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// Pages named twice in a chunk, raw and as zeros: the source writes over its own
-/// pages, and nothing else happens.
+/// Pages that a chunk contains twice, raw and as zeros: the source overwrites its own
+/// pages, without other effects.
 #[test]
 fn i7_overlapping_ranges_do_no_harm() {
     let _alone = alone();
@@ -187,8 +187,8 @@ fn i7_overlapping_ranges_do_no_harm() {
     assert!(bytes[5 * 4096..].iter().all(|&byte| byte == 0));
 }
 
-/// One chunk can name all of a region of 1 TiB, as often as it has ranges: that is
-/// seconds of work for the destination, and a cancellation does not wait for it.
+/// Each range of a chunk can be a whole region of 1 TiB. The destination works on it
+/// for seconds, and a cancellation does not wait for that.
 #[test]
 fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let _alone = alone();
@@ -218,7 +218,7 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let mut chunk = Vec::new();
     ChunkHeader::encode(0, 1, &[range; MAX_RANGES_PER_CHUNK], &mut chunk).unwrap();
     lane.send(&chunk).unwrap();
-    // The lane's thread is at work once the process has used CPU time; this thread only waits.
+    // The lane's thread works once the process has used CPU time; this thread only waits.
     let (limit, before) = (Instant::now() + Duration::from_secs(20), cpu_ticks());
     while cpu_ticks() < before + 10 {
         assert!(Instant::now() < limit, "the chunk is not being worked on");
@@ -252,8 +252,8 @@ fn cpu_ticks() -> u64 {
     times.map(|ticks| ticks.parse::<u64>().unwrap()).sum()
 }
 
-/// Sends chunks of a zero page for `time`, and then a kind of frame that there is
-/// not. Returns how many.
+/// Sends chunks of a zero page for `time`, and then a frame of an unknown kind. Returns
+/// the number of chunks.
 fn flood_with_zeros(lane: &mut DataSender, time: Duration) -> u64 {
     let until = Instant::now() + time;
     let mut chunks = 0;
@@ -274,8 +274,8 @@ fn flood_with_zeros(lane: &mut DataSender, time: Duration) -> u64 {
     chunks
 }
 
-/// Zeros without end cost the destination nothing but its lane's time, and its
-/// control lane still answers.
+/// Endless zeros cost the destination only its lane's time, and its control lane still
+/// answers.
 #[test]
 fn i8_endless_zero_chunks_take_no_memory() {
     let _alone = alone();

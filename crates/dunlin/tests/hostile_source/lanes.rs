@@ -1,4 +1,4 @@
-//! Lanes that are cut, come and go, or do not belong to the session.
+//! Lanes that are cut, open and close repeatedly, or do not belong to the session.
 
 use std::sync::{Arc, Mutex};
 
@@ -29,8 +29,8 @@ fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
 /// The VM that a destination has built, before its session has ended.
 static BUILT: Mutex<Option<Arc<TestVm>>> = Mutex::new(None);
 
-/// A lane dies within a chunk of pages. What of it has arrived is older than what
-/// comes in its place, be that only that the pages are zero.
+/// A lane dies within a chunk of pages. The bytes that have arrived are older than the
+/// ones that replace them, also if these are zeros.
 #[test]
 fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     const PAGES: u32 = 12;
@@ -72,7 +72,7 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     let (arrived, rest) = (content(), ARRIVED * 4096);
     assert!(arrived[..rest].iter().all(|&byte| byte == 7));
     assert!(arrived[rest..].iter().all(|&byte| byte == 0));
-    // The pages have become zero since, and go out again on another lane.
+    // The pages have become zero since, and are sent again on another lane.
     let open = lane_open(SESSION, &liar.accept.secret, 2);
     liar.lane = Some(open_lane(to, Some(&client), &open));
     assert_eq!(liar.peer.receive(), Some(Message::LaneUp { lane: 2 }));
@@ -91,7 +91,7 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     receiving.finish(false).0.err().unwrap();
 }
 
-/// Lanes that come and go, far more than may be open at once.
+/// Lanes that open and close, many more in total than may be open at a time.
 #[test]
 fn i8_lane_after_lane_takes_no_memory() {
     refused_by_destination(

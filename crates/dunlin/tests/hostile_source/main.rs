@@ -1,8 +1,8 @@
-//! A source that lies, at each step of a session (I7): the destination ends it
-//! with an error that names the lie and who is at fault, keeps nothing, never runs
-//! the VM without *commit*, and receives the next one.
+//! A source that lies, at each step of a session (I7): the destination ends the
+//! session with an error that names the lie and the party at fault, releases its
+//! resources, never runs the VM without *commit*, and receives the next VM.
 //!
-//! What each lie costs is printed as a table: `--nocapture` shows it.
+//! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]
 
 mod chunks;
@@ -19,18 +19,18 @@ use dunlin_test_support::hostile::*;
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
 
-/// What is wrong with some bytes, the fault and words that must come of it, and
-/// what is put where.
+/// A name for a lie, the expected fault and words of the error, and the changed bytes
+/// with their offset.
 type Changed<'a> = (&'a str, FaultCode, &'a str, &'a [(usize, &'a [u8])]);
 
-/// A source that has been selected and has described nothing yet.
+/// A source that has been accepted and has not described the VM yet.
 fn selected(victim: &Victim<'_>) -> Peer {
     let (peer, answer) = Peer::source(victim.to, victim.tls, LaneSecurity::Tls);
     assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
     peer
 }
 
-/// The words of the other role, and some of this one at the wrong time.
+/// Messages of the other role, and messages of this role at the wrong time.
 fn out_of_turn() -> Vec<Message> {
     let sets = vec![ChunkSet { first: 0, count: 1 }];
     vec![

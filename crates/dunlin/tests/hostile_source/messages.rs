@@ -195,7 +195,7 @@ fn i1_a_commit_before_its_time_runs_nothing() {
     );
 }
 
-/// After *running* the VM lives at the destination, whatever the source says.
+/// After *running* no message of the source affects the VM.
 #[test]
 fn i1_i2_lies_after_running_change_nothing() {
     type Lie = (&'static str, fn(&mut Peer));
@@ -250,8 +250,8 @@ fn i7_i8_more_state_than_the_bound_ends_it() {
                 required: false,
                 bytes: vec![1; 1_000_000],
             });
-            // The destination may close while its window is shut, and TCP tells us
-            // nothing then.
+            // If the destination closes while its window is full, TCP does not report
+            // the close.
             let limit = Some(Duration::from_millis(300));
             let socket = liar.peer.stream.socket();
             socket.set_write_timeout(limit).unwrap();

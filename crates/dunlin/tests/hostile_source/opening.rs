@@ -38,8 +38,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         features: Features::NONE,
         security: LaneSecurity::Tls,
     };
-    // What is said, the fault that it is refused for, and words that only this
-    // reason has.
+    // The opening, the expected fault, and words of this error only.
     let lies = [
         (
             Opening::Offer(Offer {
@@ -103,9 +102,9 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
     before.settled("offer: newer, with more, plain, or none at all");
 }
 
-/// A second control lane with the same session's name, from the same host and
-/// from one of the same name that another authority issued: the first session
-/// goes on.
+/// A second control lane for the same session, from the same host and from a host of
+/// the same name with a certificate from another authority: the first session
+/// continues.
 #[test]
 fn i1_a_second_session_of_the_same_name_is_turned_away() {
     let _alone = alone();

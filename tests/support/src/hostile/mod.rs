@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin::engine::AtFault;
 use dunlin::engine::vmm::{FaultCode, RunState};
 use dunlin::engine::{Cancel, MigrateError, VmIs, source};
 use dunlin_lane::data::DataSender;
@@ -295,7 +296,7 @@ pub fn refused_by_destination(
         let mut held = lie(victim);
         let socket = held.peer.stream.socket().try_clone().unwrap();
         let (done, waiting) = channel::<()>();
-        // A lie that is believed would keep both sides talking for ever.
+        // If the lie is accepted, the session would never end.
         let watch = thread::spawn(move || {
             if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
                 let _ = socket.shutdown(Shutdown::Both);
@@ -308,7 +309,7 @@ pub fn refused_by_destination(
         watch.join().unwrap();
     });
     let Err(error) = result else {
-        panic!("{row}: it was believed")
+        panic!("{row}: the lie was accepted")
     };
     let said = with_causes(&error);
     assert_eq!((error.code(), error.vm), (fault, VmIs::AtSource), "{said}");
@@ -317,10 +318,10 @@ pub fn refused_by_destination(
         ["the source", "the peer", "lane "]
             .iter()
             .any(|who| said.contains(who)),
-        "{row}: no culprit is named: {said}"
+        "{row}: the party at fault is not named: {said}"
     );
     if fault == FaultCode::Malformed {
-        assert!(said.contains("at fault: peer"), "{said}");
+        assert_eq!(error.at_fault, AtFault::Peer, "{said}");
     }
     if let Some(vm) = builder.built {
         assert_eq!(
@@ -363,7 +364,7 @@ pub fn refused_by_source(
         let cancel = Cancel::new();
         let (done, waiting) = channel::<()>();
         let also = cancel.clone();
-        // A lie that is believed would keep both sides talking for ever.
+        // If the lie is accepted, the session would never end.
         scope.spawn(move || {
             if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
                 also.cancel();
@@ -380,17 +381,17 @@ pub fn refused_by_source(
     assert!(said.contains(text), "{row}: {said}");
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
-            || said.contains("at fault: peer")
+            || error.at_fault == AtFault::Peer
             // It is unknown which of the two memories is wrong; and a reason that the
             // peer gave has its own text.
             || matches!(
                 fault,
                 FaultCode::VerificationFailed | FaultCode::GuestPoweredOff
             ),
-        "{row}: no culprit is named: {said}"
+        "{row}: the party at fault is not named: {said}"
     );
     if fault == FaultCode::Malformed {
-        assert!(said.contains("at fault: peer"), "{said}");
+        assert_eq!(error.at_fault, AtFault::Peer, "{said}");
     }
     assert!(!vm.calls().contains(&"destroy"), "{row}: its copy is gone");
     if at == VmIs::AtSource {

@@ -12,12 +12,12 @@ use super::super::tests::{TIMEOUT, acceptor, until};
 use super::*;
 
 #[test]
-fn i7_room_for_one_more_depends_on_who_was_idle_for_how_long() {
+fn i7_room_for_a_client_depends_on_idle_times_and_on_leaving_clients() {
     let now = Instant::now() + 10 * IDLE;
-    let ago = |idle: Duration, has_said_more| Activity {
+    let ago = |idle: Duration, has_sent_more| Activity {
         number: 0,
         is_leaving: false,
-        has_said_more,
+        has_sent_more,
         last: now - idle,
     };
     let leaving = || Activity {
@@ -27,36 +27,36 @@ fn i7_room_for_one_more_depends_on_who_was_idle_for_how_long() {
     let short = Duration::from_nanos(1);
     let busy = || ago(Duration::ZERO, true);
     let many = |one: &dyn Fn() -> Activity, count| (0..count).map(|_| one()).collect::<Vec<_>>();
-    for (what, most, mut all, found) in [
-        ("no other", 1, vec![], Room::Free),
-        ("less than the limit", 3, many(&busy, 2), Room::Free),
-        ("only active ones", 2, many(&busy, 2), Room::Full),
+    for (case, most, mut all, expected) in [
+        ("no clients", 1, vec![], Room::Free),
+        ("fewer than the limit", 3, many(&busy, 2), Room::Free),
+        ("all active", 2, many(&busy, 2), Room::Full),
         (
-            "a hello and its grace period",
+            "only a hello, at the grace period",
             1,
             vec![ago(GRACE, false)],
             Room::Evict(0),
         ),
         (
-            "a hello before that",
+            "only a hello, before the grace period",
             1,
             vec![ago(GRACE - short, false)],
             Room::Full,
         ),
         (
-            "more than a hello, idle",
+            "more than a hello, at the idle limit",
             1,
             vec![ago(IDLE, true)],
             Room::Evict(0),
         ),
         (
-            "more than a hello, before that",
+            "more than a hello, before the idle limit",
             1,
             vec![ago(IDLE - short, true)],
             Room::Full,
         ),
         (
-            "the one that was idle for longest",
+            "the longest idle",
             4,
             vec![
                 busy(),
@@ -67,26 +67,26 @@ fn i7_room_for_one_more_depends_on_who_was_idle_for_how_long() {
             Room::Evict(2),
         ),
         (
-            "one not old enough although it was idle for longer",
+            "the longest idle is below its limit",
             2,
             vec![ago(IDLE - short, true), ago(GRACE, false)],
             Room::Evict(1),
         ),
-        ("one leaves already", 2, vec![busy(), leaving()], Room::Free),
+        ("one leaving", 2, vec![busy(), leaving()], Room::Free),
         (
-            "one leaves and another took its room",
+            "one leaving, and the limit reached without it",
             2,
             [many(&busy, 2), vec![leaving()]].concat(),
             Room::Full,
         ),
         (
-            "the next one is cut beside one that leaves",
+            "one leaving, and another evicted",
             1,
             vec![leaving(), ago(IDLE, true)],
             Room::Evict(1),
         ),
         (
-            "too many are leaving",
+            "the maximum leaving",
             1,
             [many(&leaving, LEAVING), vec![ago(IDLE, true)]].concat(),
             Room::Full,
@@ -95,7 +95,7 @@ fn i7_room_for_one_more_depends_on_who_was_idle_for_how_long() {
         for (number, one) in (0..).zip(&mut all) {
             one.number = number;
         }
-        assert_eq!(room(most, &all, now), found, "{what}");
+        assert_eq!(room(most, &all, now), expected, "{case}");
     }
 }
 
@@ -107,7 +107,7 @@ fn connected(acceptor: &Acceptor) -> TcpStream {
 }
 
 #[test]
-fn i7_what_either_side_sends_keeps_a_client_and_the_silent_one_is_cut() {
+fn i7_bytes_of_either_side_keep_a_client_and_the_idle_client_is_evicted() {
     let server = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = Target::Tcp(server.local_addr().unwrap().to_string());
     let (acceptor, events) = acceptor(to, 3);
@@ -128,9 +128,9 @@ fn i7_what_either_side_sends_keeps_a_client_and_the_silent_one_is_cut() {
         let mut all = state.forwarded.values().map(|one| one.activity());
         all.nth(at).unwrap()
     };
-    // Bytes are counted after they were passed on.
-    until("bytes behind the hello", || {
-        (0..3).all(|at| activity(at).has_said_more)
+    // Bytes are counted after they were forwarded.
+    until("bytes after the hello", || {
+        (0..3).all(|at| activity(at).has_sent_more)
     });
     let silent = activity(2).last;
     until("the first client", || {
@@ -138,14 +138,14 @@ fn i7_what_either_side_sends_keeps_a_client_and_the_silent_one_is_cut() {
         all[0].1.read_exact(&mut [0]).unwrap();
         activity(0).last > silent
     });
-    until("the second client's server", || {
+    until("the second client's backend", || {
         all[1].1.write_all(b"y").unwrap();
         all[1].0.read_exact(&mut [0]).unwrap();
         activity(1).last > silent
     });
     assert!(!make_room(shared, silent + IDLE - Duration::from_nanos(1)));
     assert!(make_room(shared, silent + IDLE));
-    is_cut(&events);
+    assert_aborted(&events);
     assert!(all[2].0.read_exact(&mut [0]).is_err());
     for (near, far) in &mut all[..2] {
         near.write_all(b"x").unwrap();
@@ -154,11 +154,11 @@ fn i7_what_either_side_sends_keeps_a_client_and_the_silent_one_is_cut() {
 }
 
 #[test]
-fn i7_a_client_that_is_cut_while_its_server_does_not_accept_ends_at_once() {
+fn i7_a_client_is_evicted_at_once_while_its_backend_does_not_accept() {
     let scratch = Scratch::new();
     let path = scratch.join("server");
     let _server = UnixListener::bind(&path).unwrap();
-    // Until the queue is full.
+    // Fill the queue of the listener.
     let mut queue = Vec::new();
     while let Ok(one) = connect_unix(&path, Instant::now()) {
         queue.push(one);
@@ -166,24 +166,24 @@ fn i7_a_client_that_is_cut_while_its_server_does_not_accept_ends_at_once() {
     let (acceptor, events) = acceptor(Target::Unix(path), 1);
     let shared = &acceptor.shared;
     let mut near = connected(&acceptor);
-    until("it is forwarded", || {
+    until("the client is forwarded", || {
         lock(&shared.state).forwarded.len() == 1
     });
     assert!(make_room(shared, Instant::now() + GRACE));
-    // Long before the server's deadline.
-    is_cut(&events);
+    // Long before the backend's timeout.
+    assert_aborted(&events);
     assert!(near.read_exact(&mut [0]).is_err());
-    until("its room is free", || {
+    until("the client is removed", || {
         lock(&shared.state).forwarded.is_empty()
     });
 }
 
-/// Asserts that the next refused client was cut.
-fn is_cut(events: &Receiver<Event>) {
+/// Asserts that the next refusal is [`Refusal::Aborted`].
+fn assert_aborted(events: &Receiver<Event>) {
     let mut events = std::iter::repeat_with(|| events.recv_timeout(TIMEOUT).unwrap());
     let refusal = events.find_map(|event| match event {
         Event::Refused { refusal, .. } => Some(refusal),
         _ => None,
     });
-    assert!(matches!(refusal, Some(Refusal::Cut)), "{refusal:?}");
+    assert!(matches!(refusal, Some(Refusal::Aborted)), "{refusal:?}");
 }
