@@ -5,7 +5,7 @@
 //! certificate, in every intermediate that the peer sends, and in the trust anchor.
 
 #[cfg(any(test, feature = "fuzzing"))]
-pub mod fuzz;
+pub(crate) mod fuzz;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
