@@ -52,7 +52,7 @@
 
 pub use accept::{Arrival, LaneSocket, accept};
 pub use admit::{AdmitError, LaneAcceptor, PlainAcceptor, TlsAcceptor};
-pub use data::{Canceller, Counters, DataReceiver, DataSender, LaneGuard, PlainConsent};
+pub use data::{Canceller, Counters, DataReceiver, DataSender, PlainConsent};
 pub use dial::{
     Connector, DialCancel, DialError, LaneDialer, LaneRequest, PlainDialer, StandardConnector,
     TlsDialer,
@@ -62,7 +62,7 @@ pub use identity::{
 };
 pub use names::{BadName, PeerName};
 pub use offload::Offload;
-pub use peers::{BadPeer, Peer, PeerIdentity, Peers, Pin, Principal};
+pub use peers::{BadPeer, Peer, PeerIdentity, Peers, Pin};
 pub use policy::{ClientTls, ServerTls};
 pub use provider::{CipherSuite, Crypto, Provider};
 pub use security::SealedLanes;

@@ -380,6 +380,7 @@ impl fmt::Display for CipherSuite {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl std::str::FromStr for Provider {
     type Err = ProviderError;
 
@@ -391,6 +392,7 @@ impl std::str::FromStr for Provider {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl std::str::FromStr for CipherSuite {
     type Err = ProviderError;
 

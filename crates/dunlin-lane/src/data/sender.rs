@@ -154,12 +154,14 @@ impl DataSender {
 
     /// Keeps `guard` until the lane ends, and notifies it before each frame is sent.
     #[must_use]
+    #[cfg(feature = "unstable-internals")]
     pub fn guarded_by(mut self, guard: Box<dyn LaneGuard>) -> Self {
         self.guard = Some(guard);
         self
     }
 
     /// Begins a frame.
+    #[cfg(feature = "unstable-internals")]
     pub fn frame(&mut self) -> Frame<'_> {
         Frame {
             sender: self,
@@ -172,6 +174,7 @@ impl DataSender {
     ///
     /// # Errors
     /// [`SendError`].
+    #[cfg(feature = "unstable-internals")]
     pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
         self.frame().finish(header)
     }
@@ -180,6 +183,7 @@ impl DataSender {
     ///
     /// # Errors
     /// [`SendError`].
+    #[cfg(feature = "unstable-internals")]
     pub fn finish(mut self) -> Result<Counters, SendError> {
         if self.spent {
             return Err(SendError::Spent);
@@ -217,6 +221,7 @@ impl DataSender {
     }
 
     /// The usage of the lane's key, if the lane must be replaced after `most` records.
+    #[cfg(feature = "unstable-internals")]
     pub fn key_usage(&self, most: u64) -> KeyUsage {
         /// Records reserved for a chunk in progress, a mark and the close.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
@@ -236,6 +241,7 @@ impl DataSender {
     ///
     /// # Errors
     /// The error of setsockopt(2).
+    #[cfg(feature = "unstable-internals")]
     pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
         set_pacing_rate(&*self.link.stream, bytes_per_second)
     }
@@ -246,6 +252,7 @@ impl DataSender {
     }
 
     /// The socket, for its addresses and options.
+    #[cfg(feature = "unstable-internals")]
     pub fn socket(&self) -> &TcpStream {
         &self.link.stream
     }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::error::IdentityError;
+use super::error::{IdentityError, IdentityErrorKind};
 use super::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
     Role,
@@ -14,8 +14,8 @@ impl Files {
     /// determine the layout.
     ///
     /// # Errors
-    /// [`IdentityError::NoLayout`], [`IdentityError::SeveralLayouts`], and
-    /// [`IdentityError::RoleNeeded`] for a layout with separate roles.
+    /// [`IdentityErrorKind::NoLayout`], [`IdentityErrorKind::SeveralLayouts`], and
+    /// [`IdentityErrorKind::RoleNeeded`] for a layout with separate roles.
     pub fn in_directory(
         directory: &Path,
         layout: Option<Layout>,
@@ -45,10 +45,8 @@ impl Files {
             Some(Role::Source) => "client",
             Some(Role::Destination) => "server",
             None => {
-                return Err(IdentityError::RoleNeeded {
-                    directory: directory.to_owned(),
-                    layout,
-                });
+                let directory = directory.to_owned();
+                return Err(IdentityErrorKind::RoleNeeded { directory, layout }.into());
             }
         };
         let (authorities, revocations, certificate, key) = if layout == Layout::Qemu {
@@ -104,7 +102,7 @@ impl Layout {
     /// The directory matches no layout or several, or cannot be read.
     pub fn of(directory: &Path) -> Result<Self, IdentityError> {
         // `.` instead of the directory itself: this also fails without search permission.
-        std::fs::metadata(directory.join(".")).map_err(|source| IdentityError::Unreadable {
+        std::fs::metadata(directory.join(".")).map_err(|source| IdentityErrorKind::Unreadable {
             path: directory.to_owned(),
             source,
         })?;
@@ -121,16 +119,16 @@ impl Layout {
             }
         };
         let mut found = Self::ALL.into_iter().filter(is_present);
-        match (found.next(), found.next()) {
-            (Some(layout), None) => Ok(layout),
-            (None, _) => Err(IdentityError::NoLayout {
-                directory: directory.to_owned(),
-            }),
-            (Some(one), Some(other)) => Err(IdentityError::SeveralLayouts {
-                directory: directory.to_owned(),
+        let directory = directory.to_owned();
+        let kind = match (found.next(), found.next()) {
+            (Some(layout), None) => return Ok(layout),
+            (None, _) => IdentityErrorKind::NoLayout { directory },
+            (Some(one), Some(other)) => IdentityErrorKind::SeveralLayouts {
+                directory,
                 one,
                 other,
-            }),
-        }
+            },
+        };
+        Err(kind.into())
     }
 }
