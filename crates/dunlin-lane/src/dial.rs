@@ -62,7 +62,7 @@ pub trait Connector: Send + Sync {
 }
 
 /// Opens sockets of this process and connects to the first reachable address of a name. The thread
-/// of an unfinished name lookup may outlive the call ([`resolve`]).
+/// of an unfinished name lookup may outlive the call.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardConnector;
 

@@ -63,7 +63,7 @@ struct Terms {
 impl Terms {
     fn of_lane(crypto: &Crypto) -> Result<Self, SettingsError> {
         Ok(Self {
-            rustls: crypto.rustls()?,
+            rustls: crypto.rustls_for_lanes()?,
             versions: VERSIONS,
             protocols: vec![ALPN.to_vec()],
         })

@@ -95,7 +95,12 @@ impl Crypto {
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].
+    #[cfg(feature = "unstable-internals")]
     pub fn rustls(&self) -> Result<Arc<CryptoProvider>, ProviderError> {
+        self.rustls_for_lanes()
+    }
+
+    pub(super) fn rustls_for_lanes(&self) -> Result<Arc<CryptoProvider>, ProviderError> {
         if self.suites.is_empty() {
             return Err(ProviderError::NoSuite);
         }
@@ -150,7 +155,7 @@ impl CipherSuite {
     pub const ALL: [Self; 3] = [Self::Aes256Gcm, Self::Aes128Gcm, Self::ChaCha20Poly1305];
 
     /// The length of the suite's key in bytes.
-    pub const fn key_bytes(self) -> usize {
+    pub(super) const fn key_bytes(self) -> usize {
         match self {
             Self::Aes128Gcm => 16,
             Self::Aes256Gcm | Self::ChaCha20Poly1305 => 32,

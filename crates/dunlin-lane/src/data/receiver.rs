@@ -99,7 +99,7 @@ impl DataReceiver {
     /// frame is an error.
     ///
     /// # Errors
-    /// [`ReceiveError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, ReceiveError> {
         Self::new(secured.stream, secured.records.into(), stall_limit)
     }
@@ -107,7 +107,7 @@ impl DataReceiver {
     /// Returns the receiving half of an unencrypted lane.
     ///
     /// # Errors
-    /// [`ReceiveError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn plain(
         stream: TcpStream,
         _: PlainConsent,

@@ -113,7 +113,7 @@ impl DataSender {
     /// Returns the sending half of an encrypted lane. No progress for `stall_limit` is an error.
     ///
     /// # Errors
-    /// [`SendError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, SendError> {
         Self::new(secured.stream, secured.records.into(), stall_limit)
     }
@@ -121,7 +121,7 @@ impl DataSender {
     /// Returns the sending half of an unencrypted lane.
     ///
     /// # Errors
-    /// [`SendError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn plain(
         stream: TcpStream,
         _: PlainConsent,
@@ -212,7 +212,12 @@ impl DataSender {
 
     /// The number of data records that this lane may still send; `None` if it has no limit. A full
     /// frame takes [`RECORDS_PER_FRAME`] plus one for its header.
+    #[cfg(feature = "unstable-internals")]
     pub fn records_left(&self) -> Option<u64> {
+        self.left()
+    }
+
+    fn left(&self) -> Option<u64> {
         match &self.security {
             Security::Tls(keys) => Some(keys.seal.records_left()),
             Security::Kernel(keys) => Some(RECORD_LIMIT.saturating_sub(keys.sent)),
@@ -226,7 +231,7 @@ impl DataSender {
         /// Records reserved for a chunk in progress, a mark and the close.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
         let used = self.counters.records;
-        if self.records_left().is_none() {
+        if self.left().is_none() {
             KeyUsage::Fresh
         } else if used + FOR_END >= most {
             KeyUsage::Spent
@@ -354,7 +359,7 @@ impl DataSender {
         guest: &GuestPages<'_>,
     ) -> Result<(), SendError> {
         let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
-        if self.records_left() < Some(records) {
+        if self.left() < Some(records) {
             return Err(SealError::Limit.into());
         }
         self.spent = true;

@@ -14,8 +14,8 @@ impl Files {
     /// determine the layout.
     ///
     /// # Errors
-    /// [`IdentityErrorKind::NoLayout`], [`IdentityErrorKind::SeveralLayouts`], and
-    /// [`IdentityErrorKind::RoleNeeded`] for a layout with separate roles.
+    /// The directory matches no layout or several, or cannot be read; or its layout has separate
+    /// roles and `role` is `None`.
     pub fn in_directory(
         directory: &Path,
         layout: Option<Layout>,
@@ -23,7 +23,7 @@ impl Files {
     ) -> Result<Self, IdentityError> {
         let layout = match layout {
             Some(layout) => layout,
-            None => Layout::of(directory)?,
+            None => Layout::in_directory(directory)?,
         };
         let present = |path: PathBuf| path.exists().then_some(path);
         // A file that cannot be examined counts as present: loading it then fails.
@@ -100,7 +100,12 @@ impl Layout {
     ///
     /// # Errors
     /// The directory matches no layout or several, or cannot be read.
+    #[cfg(feature = "unstable-internals")]
     pub fn of(directory: &Path) -> Result<Self, IdentityError> {
+        Self::in_directory(directory)
+    }
+
+    fn in_directory(directory: &Path) -> Result<Self, IdentityError> {
         // `.` instead of the directory itself: this also fails without search permission.
         std::fs::metadata(directory.join(".")).map_err(|source| IdentityErrorKind::Unreadable {
             path: directory.to_owned(),
