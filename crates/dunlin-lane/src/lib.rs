@@ -4,11 +4,26 @@
 //! allowed [`Peers`], it makes the TLS settings of both roles: [`ClientTls`] for the side that dials,
 //! [`ServerTls`] for the side that accepts.
 //!
+//! ```no_run
+//! use dunlin_lane::{Crypto, Identity, LoadOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (identity, warnings) = Identity::load("/etc/my-vmm/pki".as_ref(), LoadOptions::default())?;
+//! for warning in warnings {
+//!     eprintln!("{warning}");
+//! }
+//! let peers = ["host-b.example".parse()?].into_iter().collect();
+//! let client = identity.client(&Crypto::auto(), peers)?;
+//! # let _ = client;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! A [`LaneDialer`] opens lanes, over TCP connections from a [`Connector`]. [`accept`](accept()) runs
 //! the handshakes of all incoming connections on one thread, and a [`LaneAcceptor`] admits the lanes
 //! among them. [`TlsDialer`], [`PlainDialer`], [`TlsAcceptor`] and [`PlainAcceptor`] implement the
 //! traits; [`SealedLanes`] adds lanes that a layer below TCP protects, such as IPsec. The migration
-//! engine and the tunnel send and receive on lanes.
+//! engine and the tunnel request lanes, and send and receive on them.
 //!
 //! # Stability
 //!

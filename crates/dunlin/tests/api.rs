@@ -20,7 +20,7 @@ use syn::{
     Visibility,
 };
 
-/// A feature whose items the lists leave out.
+/// The lists leave out the items that need this feature.
 const UNSTABLE: &str = "unstable-internals";
 
 /// The largest number of lines for dunlin-lane.
