@@ -321,11 +321,11 @@ impl AeadKey {
     }
 }
 
-#[cfg(feature = "aws-lc-rs")]
+#[cfg(feature = "aws-lc-sys")]
 pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 
-/// ring works only in place, so without aws-lc-rs this type has no values.
-#[cfg(not(feature = "aws-lc-rs"))]
+/// ring and aws-lc-rs work only on references, so without aws-lc-sys this type has no values.
+#[cfg(not(feature = "aws-lc-sys"))]
 mod without {
     use vm_memory::VolatileSlice;
 
@@ -358,12 +358,14 @@ mod without {
         }
     }
 }
-#[cfg(not(feature = "aws-lc-rs"))]
+#[cfg(not(feature = "aws-lc-sys"))]
 pub(super) use without::{Guest as GuestOpener, Guest as GuestSealer};
 
 /// Whether this library can seal records straight from guest memory and open them into it.
 pub(super) fn reaches_guest(provider: Provider, suite: CipherSuite) -> bool {
-    provider == Provider::AwsLcRs && suite != CipherSuite::ChaCha20Poly1305
+    cfg!(feature = "aws-lc-sys")
+        && provider == Provider::AwsLcRs
+        && suite != CipherSuite::ChaCha20Poly1305
 }
 
 impl fmt::Display for Provider {
