@@ -39,9 +39,10 @@ check:
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
-	for features in ring aws-lc-rs ring,aws-lc-rs ring,fuzzing; do \
-		cargo check --locked --package dunlin-lane --no-default-features --features "$$features" || exit 1; \
+	for features in ring aws-lc-rs aws-lc-sys ring,aws-lc-rs ring,unstable-internals ring,fuzzing; do \
+		cargo clippy --locked --package dunlin-lane --no-default-features --features "$$features" -- -D warnings || exit 1; \
 	done
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --package dunlin-lane --no-deps
 	for package in dunlin dunlin-tunnel dunlin-handoff dunlin-ipsec; do \
 		for features in ring aws-lc-rs; do \
 			cargo check --locked --package $$package --no-default-features --features "$$features" || exit 1; \

@@ -457,6 +457,7 @@ fn write(
 
 impl ServerTls {
     /// Keeps the settings of the session's control lane for everything that belongs to the session.
+    #[cfg(feature = "unstable-internals")]
     pub fn keep(&self, control: &ControlStream) {
         if let Some(settings) = &control.settings {
             self.keep_settings(settings);

@@ -5,14 +5,14 @@
 //! certificate, in every intermediate that the peer sends, and in the trust anchor.
 
 #[cfg(any(test, feature = "fuzzing"))]
-pub mod fuzz;
+pub(crate) mod fuzz;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use rustls::pki_types::CertificateDer;
 
-use super::identity::error::IdentityError;
+use super::identity::error::IdentityErrorKind;
 use super::peers::{Peer, PeerRefused, Pin};
 
 /// The denied keys of one file.
@@ -27,9 +27,9 @@ impl Denied {
     /// comment.
     ///
     /// # Errors
-    /// [`IdentityError::BadDenied`] with the line number.
-    pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self, IdentityError> {
-        let bad = |line: usize, reason: &'static str| IdentityError::BadDenied {
+    /// [`IdentityErrorKind::BadDenied`] with the line number.
+    pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Self, IdentityErrorKind> {
+        let bad = |line: usize, reason: &'static str| IdentityErrorKind::BadDenied {
             path: path.to_owned(),
             line: line + 1,
             reason,
@@ -150,7 +150,7 @@ mod tests {
             (latin, 1),
         ] {
             match Denied::parse(Path::new("denied"), text) {
-                Err(IdentityError::BadDenied { line, .. }) => assert_eq!(line, at),
+                Err(IdentityErrorKind::BadDenied { line, .. }) => assert_eq!(line, at),
                 other => panic!("{other:?}"),
             }
         }

@@ -62,7 +62,7 @@ pub trait Connector: Send + Sync {
 }
 
 /// Opens sockets of this process and connects to the first reachable address of a name. The thread
-/// of an unfinished name lookup may outlive the call ([`resolve`]).
+/// of an unfinished name lookup may outlive the call.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StandardConnector;
 
@@ -326,6 +326,7 @@ pub(crate) fn connect(
 
 /// What a lane's first message needs: the session that the lane belongs to.
 #[derive(Debug)]
+#[cfg(feature = "unstable-internals")]
 pub struct LaneTicket<'a> {
     /// The selected wire version.
     pub version: u16,
@@ -337,6 +338,7 @@ pub struct LaneTicket<'a> {
     pub lane: u16,
 }
 
+#[cfg(feature = "unstable-internals")]
 impl LaneTicket<'_> {
     /// Sends the lane's first message.
     ///

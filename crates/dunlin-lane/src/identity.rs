@@ -34,7 +34,9 @@ use zeroize::Zeroizing;
 
 pub use self::dated::{Dated, Item};
 use self::error::bad_item;
-pub use self::error::{IdentityError, SettingsError, Warning};
+pub use self::error::{
+    IdentityError, IdentityErrorKind, SettingsError, SettingsErrorKind, Warning,
+};
 pub use self::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
     Role, UnknownLayout,
@@ -60,6 +62,7 @@ pub struct Identity {
 
 /// The content of a host's certificate, for display.
 #[derive(Clone, Debug)]
+#[cfg(feature = "unstable-internals")]
 pub struct Summary {
     /// The names that the certificate carries.
     pub names: Vec<PeerName>,
@@ -166,12 +169,14 @@ impl Identity {
     }
 
     /// The files that the identity was loaded from.
+    #[cfg(feature = "unstable-internals")]
     pub fn files(&self) -> &Files {
         &self.files
     }
 
     /// The validity of the host's certificate (first), of the trust anchors and of the revocation
     /// lists.
+    #[cfg(feature = "unstable-internals")]
     pub fn dates(&self) -> &[Dated] {
         &self.dates
     }
@@ -187,7 +192,8 @@ impl Identity {
     /// Summarises the certificate.
     ///
     /// # Errors
-    /// [`IdentityError::BadItem`].
+    /// [`IdentityErrorKind::BadItem`].
+    #[cfg(feature = "unstable-internals")]
     pub fn summary(&self) -> Result<Summary, IdentityError> {
         let leaf = &self.chain[0];
         let certificate = self.leaf()?;
@@ -210,11 +216,12 @@ impl Identity {
     ///
     /// # Errors
     /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
+    #[cfg(feature = "unstable-internals")]
     pub fn check_admitted(&self, peer: &PeerIdentity) -> Result<(), PeerRefused> {
         self.authorities.check_admitted(peer)
     }
 
-    fn leaf(&self) -> Result<X509Certificate<'_>, IdentityError> {
+    fn leaf(&self) -> Result<X509Certificate<'_>, IdentityErrorKind> {
         parse(
             Item::Certificate,
             &self.files.certificate,
@@ -224,18 +231,18 @@ impl Identity {
     }
 
     /// A peer would refuse an outdated certificate too, but only this check can name the file.
-    fn check_validity(&self, now: SystemTime) -> Result<(), IdentityError> {
+    fn check_validity(&self, now: SystemTime) -> Result<(), IdentityErrorKind> {
         let certificate = self.leaf()?;
         let validity = certificate.validity();
         let path = self.files.certificate.clone();
         if now > system_time(validity.not_after) {
-            return Err(IdentityError::Expired {
+            return Err(IdentityErrorKind::Expired {
                 path,
                 not_after: validity.not_after.to_string(),
             });
         }
         if now < system_time(validity.not_before) {
-            return Err(IdentityError::NotYetValid {
+            return Err(IdentityErrorKind::NotYetValid {
                 path,
                 not_before: validity.not_before.to_string(),
             });
@@ -243,16 +250,17 @@ impl Identity {
         Ok(())
     }
 
-    fn check_pair(&self) -> Result<(), IdentityError> {
-        let signer = load_key(self.key.clone_key()).map_err(|source| IdentityError::BadKey {
-            path: self.files.key.clone(),
-            source,
-        })?;
+    fn check_pair(&self) -> Result<(), IdentityErrorKind> {
+        let signer =
+            load_key(self.key.clone_key()).map_err(|source| IdentityErrorKind::BadKey {
+                path: self.files.key.clone(),
+                source,
+            })?;
         match CertifiedKey::new(self.chain.clone(), signer).keys_match() {
             Ok(()) => Ok(()),
             // The library cannot compare them; the first handshake detects a mismatch.
             Err(rustls::Error::InconsistentKeys(rustls::InconsistentKeys::Unknown)) => Ok(()),
-            Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityError::KeyMismatch {
+            Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityErrorKind::KeyMismatch {
                 key: self.files.key.clone(),
                 certificate: self.files.certificate.clone(),
             }),
@@ -265,7 +273,7 @@ impl Identity {
 
     /// Checks the extended key usage (RFC 5280, section 4.2.1.12) as a peer does, but names the
     /// file.
-    pub(super) fn check_purpose(&self, role: Role) -> Result<(), IdentityError> {
+    pub(super) fn check_purpose(&self, role: Role) -> Result<(), IdentityErrorKind> {
         let certificate = self.leaf()?;
         let Ok(Some(usage)) = certificate.extended_key_usage() else {
             return Ok(());
@@ -280,7 +288,7 @@ impl Identity {
         if fits || usage.value.any {
             return Ok(());
         }
-        Err(IdentityError::WrongPurpose {
+        Err(IdentityErrorKind::WrongPurpose {
             path: self.files.certificate.clone(),
             wanted,
         })
@@ -288,7 +296,7 @@ impl Identity {
 
     /// Checks our certificate against our own trust anchors. A mismatch is only a warning, because
     /// the peers' anchors may differ.
-    fn check_chain(&self) -> Result<Option<Warning>, IdentityError> {
+    fn check_chain(&self) -> Result<Option<Warning>, IdentityErrorKind> {
         let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
         let algorithms = handshake_algorithms();
         let verified =
@@ -296,7 +304,7 @@ impl Identity {
                 .verify(leaf, intermediates, UnixTime::now(), Any, &algorithms);
         let path = self.files.certificate.clone();
         match verified {
-            Err(webpki::Error::CertRevoked) => Err(IdentityError::Revoked { path }),
+            Err(webpki::Error::CertRevoked) => Err(IdentityErrorKind::Revoked { path }),
             Err(error) if !self.authorities.anchors.is_empty() => {
                 Ok(match UntrustedReason::of(leaf, intermediates, &error) {
                     Some(UntrustedReason::BrokenOff { issuer }) => {
@@ -325,7 +333,7 @@ impl Dated {
         path: &Path,
         position: usize,
         certificate: &CertificateDer<'_>,
-    ) -> Result<Self, IdentityError> {
+    ) -> Result<Self, IdentityErrorKind> {
         let certificate = parse(item, path, position, certificate)?;
         let validity = certificate.validity();
         let dates = (validity.not_before, validity.not_after);
@@ -377,7 +385,7 @@ fn parse<'a>(
     path: &Path,
     position: usize,
     certificate: &'a CertificateDer<'_>,
-) -> Result<X509Certificate<'a>, IdentityError> {
+) -> Result<X509Certificate<'a>, IdentityErrorKind> {
     X509Certificate::from_der(certificate)
         .map(|(_, certificate)| certificate)
         .map_err(|error| bad_item(path, what, position)(trust::readable(&error.to_string())))

@@ -32,6 +32,7 @@ impl fmt::Display for Offload {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl FromStr for Offload {
     type Err = UnknownOffload;
 

@@ -184,6 +184,7 @@ impl Peers {
 
     /// Whether both lists contain the same entry. A name and a pin of the same peer are different
     /// entries.
+    #[cfg(feature = "unstable-internals")]
     pub fn share_one(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::OneOf(own), Self::OneOf(others)) => own.iter().any(|one| others.contains(one)),
@@ -207,7 +208,7 @@ impl Peers {
     ///
     /// # Errors
     /// [`PeerRefused`] if it may not. A certificate that cannot be parsed carries no names.
-    pub fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, PeerRefused> {
+    pub(super) fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, PeerRefused> {
         let Self::OneOf(allowed) = self else {
             return Ok(AuthorisedBy::Authority);
         };
@@ -230,6 +231,7 @@ impl Peers {
     /// # Errors
     /// [`PeerRefused`] if it is not. No authority certifies the names of a peer that a pin
     /// admitted, so only pins can allow it.
+    #[cfg(feature = "unstable-internals")]
     pub fn authorise_further(&self, peer: &PeerIdentity) -> Result<AuthorisedBy, PeerRefused> {
         if !matches!(peer.authorised_by, AuthorisedBy::Pin(_)) {
             return self.authorise(&peer.leaf);
@@ -361,6 +363,7 @@ impl PeerIdentity {
     /// Returns a list that admits this peer for the same reason, including with a renewed
     /// certificate. Use it for handshakes; [`PeerIdentity::is`] decides whether it is the same
     /// peer.
+    #[cfg(feature = "unstable-internals")]
     pub fn alone(&self) -> Peers {
         match &self.authorised_by {
             AuthorisedBy::Authority => Peers::AnyFromAuthority,

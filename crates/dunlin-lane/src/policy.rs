@@ -37,7 +37,7 @@ use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion, version};
 use webpki::KeyUsage;
 
 pub use self::handoff::HandoffTls;
-use super::identity::{Identity, Role, SettingsError};
+use super::identity::{Identity, Role, SettingsError, SettingsErrorKind};
 use super::kernel;
 use super::offload::Offload;
 use super::peers::Peers;
@@ -63,7 +63,7 @@ struct Terms {
 impl Terms {
     fn of_lane(crypto: &Crypto) -> Result<Self, SettingsError> {
         Ok(Self {
-            rustls: crypto.rustls()?,
+            rustls: crypto.rustls_for_lanes()?,
             versions: VERSIONS,
             protocols: vec![ALPN.to_vec()],
         })
@@ -134,6 +134,7 @@ impl Identity {
 
     /// Returns settings for a relay that connects to `peers` at `host`. The peers need not be
     /// Dunlin. SNI carries `host` if no name in `peers` fits.
+    #[cfg(feature = "unstable-internals")]
     pub fn relay_client(
         &self,
         crypto: &Crypto,
@@ -149,6 +150,7 @@ impl Identity {
     }
 
     /// Returns settings for a relay that accepts `peers`, which need not be Dunlin.
+    #[cfg(feature = "unstable-internals")]
     pub fn relay_server(
         &self,
         crypto: &Crypto,
@@ -248,7 +250,7 @@ fn trust(
     usage: KeyUsage,
 ) -> Result<Arc<Trust>, SettingsError> {
     if identity.authorities.anchors.is_empty() && !peers.are_pins_alone() {
-        return Err(SettingsError::NoAuthority);
+        return Err(SettingsErrorKind::NoAuthority.into());
     }
     Ok(Arc::new(Trust::new(
         Arc::clone(&identity.authorities),
@@ -260,6 +262,7 @@ fn trust(
 
 impl ClientTls {
     /// The settings in rustls's form.
+    #[cfg(feature = "unstable-internals")]
     pub fn config(&self) -> &Arc<ClientConfig> {
         &self.config
     }
@@ -274,6 +277,7 @@ impl ServerTls {
     }
 
     /// The settings in rustls's form, for a handshake that begins now.
+    #[cfg(feature = "unstable-internals")]
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.settings().config)
     }
@@ -297,6 +301,7 @@ impl ServerTls {
     }
 
     /// Returns the same settings for one more session, which keeps its own.
+    #[cfg(feature = "unstable-internals")]
     pub fn of_session(&self) -> Self {
         Self {
             current: Arc::clone(&self.current),
@@ -311,5 +316,5 @@ fn no_name() -> ServerName<'static> {
 }
 
 fn refused(error: rustls::Error) -> SettingsError {
-    SettingsError::Refused(error.to_string())
+    SettingsErrorKind::Refused(error.to_string()).into()
 }

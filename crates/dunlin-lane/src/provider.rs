@@ -95,7 +95,12 @@ impl Crypto {
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].
+    #[cfg(feature = "unstable-internals")]
     pub fn rustls(&self) -> Result<Arc<CryptoProvider>, ProviderError> {
+        self.rustls_for_lanes()
+    }
+
+    pub(super) fn rustls_for_lanes(&self) -> Result<Arc<CryptoProvider>, ProviderError> {
         if self.suites.is_empty() {
             return Err(ProviderError::NoSuite);
         }
@@ -150,7 +155,7 @@ impl CipherSuite {
     pub const ALL: [Self; 3] = [Self::Aes256Gcm, Self::Aes128Gcm, Self::ChaCha20Poly1305];
 
     /// The length of the suite's key in bytes.
-    pub const fn key_bytes(self) -> usize {
+    pub(super) const fn key_bytes(self) -> usize {
         match self {
             Self::Aes128Gcm => 16,
             Self::Aes256Gcm | Self::ChaCha20Poly1305 => 32,
@@ -316,11 +321,11 @@ impl AeadKey {
     }
 }
 
-#[cfg(feature = "aws-lc-rs")]
+#[cfg(feature = "aws-lc-sys")]
 pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 
-/// ring works only in place, so without aws-lc-rs this type has no values.
-#[cfg(not(feature = "aws-lc-rs"))]
+/// ring and aws-lc-rs work only on references, so without aws-lc-sys this type has no values.
+#[cfg(not(feature = "aws-lc-sys"))]
 mod without {
     use vm_memory::VolatileSlice;
 
@@ -353,12 +358,14 @@ mod without {
         }
     }
 }
-#[cfg(not(feature = "aws-lc-rs"))]
+#[cfg(not(feature = "aws-lc-sys"))]
 pub(super) use without::{Guest as GuestOpener, Guest as GuestSealer};
 
 /// Whether this library can seal records straight from guest memory and open them into it.
 pub(super) fn reaches_guest(provider: Provider, suite: CipherSuite) -> bool {
-    provider == Provider::AwsLcRs && suite != CipherSuite::ChaCha20Poly1305
+    cfg!(feature = "aws-lc-sys")
+        && provider == Provider::AwsLcRs
+        && suite != CipherSuite::ChaCha20Poly1305
 }
 
 impl fmt::Display for Provider {
@@ -380,6 +387,7 @@ impl fmt::Display for CipherSuite {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl std::str::FromStr for Provider {
     type Err = ProviderError;
 
@@ -391,6 +399,7 @@ impl std::str::FromStr for Provider {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl std::str::FromStr for CipherSuite {
     type Err = ProviderError;
 

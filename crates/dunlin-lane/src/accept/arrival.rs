@@ -54,6 +54,7 @@ pub enum LaneSocket {
 
 impl LaneSocket {
     /// The connection, for its socket options.
+    #[cfg(feature = "unstable-internals")]
     pub fn stream(&self) -> &TcpStream {
         match self {
             Self::Tls(secured) => &secured.stream,

@@ -99,7 +99,7 @@ impl DataReceiver {
     /// frame is an error.
     ///
     /// # Errors
-    /// [`ReceiveError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, ReceiveError> {
         Self::new(secured.stream, secured.records.into(), stall_limit)
     }
@@ -107,7 +107,7 @@ impl DataReceiver {
     /// Returns the receiving half of an unencrypted lane.
     ///
     /// # Errors
-    /// [`ReceiveError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn plain(
         stream: TcpStream,
         _: PlainConsent,
@@ -143,6 +143,7 @@ impl DataReceiver {
     ///
     /// # Errors
     /// [`ReceiveError`].
+    #[cfg(feature = "unstable-internals")]
     pub fn next(
         &mut self,
         header: &mut [u8],
@@ -177,6 +178,7 @@ impl DataReceiver {
     ///
     /// # Errors
     /// [`ReceiveError`].
+    #[cfg(feature = "unstable-internals")]
     pub fn read_exact(&mut self, mut out: &mut [u8]) -> Result<(), ReceiveError> {
         let bytes = out.len() as u64;
         self.payload(bytes, |part| {
@@ -192,6 +194,7 @@ impl DataReceiver {
     ///
     /// # Errors
     /// [`ReceiveError`]; `take` may have received some of the pieces.
+    #[cfg(feature = "unstable-internals")]
     pub fn payload(
         &mut self,
         mut bytes: u64,
@@ -222,6 +225,7 @@ impl DataReceiver {
     /// # Errors
     /// [`ReceiveError`]. Targets may then be partly filled, or contain bytes that the peer never
     /// sent: everything that the frame was meant to write must be sent again or never used.
+    #[cfg(feature = "unstable-internals")]
     pub fn payload_into<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
@@ -353,6 +357,7 @@ impl DataReceiver {
     ///
     /// # Errors
     /// The socket's error; the lane is closed in any case.
+    #[cfg(feature = "unstable-internals")]
     pub fn close(mut self) -> io::Result<Counters> {
         match self.answer() {
             Err(error)
@@ -380,6 +385,7 @@ impl DataReceiver {
     }
 
     /// The socket, for its addresses and options.
+    #[cfg(feature = "unstable-internals")]
     pub fn socket(&self) -> &TcpStream {
         &self.link.stream
     }

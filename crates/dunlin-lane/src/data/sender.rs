@@ -113,7 +113,7 @@ impl DataSender {
     /// Returns the sending half of an encrypted lane. No progress for `stall_limit` is an error.
     ///
     /// # Errors
-    /// [`SendError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn tls(secured: Secured, stall_limit: Duration) -> Result<Self, SendError> {
         Self::new(secured.stream, secured.records.into(), stall_limit)
     }
@@ -121,7 +121,7 @@ impl DataSender {
     /// Returns the sending half of an unencrypted lane.
     ///
     /// # Errors
-    /// [`SendError::Io`] if the socket's options cannot be set.
+    /// The socket's options cannot be set.
     pub fn plain(
         stream: TcpStream,
         _: PlainConsent,
@@ -154,12 +154,14 @@ impl DataSender {
 
     /// Keeps `guard` until the lane ends, and notifies it before each frame is sent.
     #[must_use]
+    #[cfg(feature = "unstable-internals")]
     pub fn guarded_by(mut self, guard: Box<dyn LaneGuard>) -> Self {
         self.guard = Some(guard);
         self
     }
 
     /// Begins a frame.
+    #[cfg(feature = "unstable-internals")]
     pub fn frame(&mut self) -> Frame<'_> {
         Frame {
             sender: self,
@@ -172,6 +174,7 @@ impl DataSender {
     ///
     /// # Errors
     /// [`SendError`].
+    #[cfg(feature = "unstable-internals")]
     pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
         self.frame().finish(header)
     }
@@ -180,6 +183,7 @@ impl DataSender {
     ///
     /// # Errors
     /// [`SendError`].
+    #[cfg(feature = "unstable-internals")]
     pub fn finish(mut self) -> Result<Counters, SendError> {
         if self.spent {
             return Err(SendError::Spent);
@@ -208,7 +212,12 @@ impl DataSender {
 
     /// The number of data records that this lane may still send; `None` if it has no limit. A full
     /// frame takes [`RECORDS_PER_FRAME`] plus one for its header.
+    #[cfg(feature = "unstable-internals")]
     pub fn records_left(&self) -> Option<u64> {
+        self.left()
+    }
+
+    fn left(&self) -> Option<u64> {
         match &self.security {
             Security::Tls(keys) => Some(keys.seal.records_left()),
             Security::Kernel(keys) => Some(RECORD_LIMIT.saturating_sub(keys.sent)),
@@ -217,11 +226,12 @@ impl DataSender {
     }
 
     /// The usage of the lane's key, if the lane must be replaced after `most` records.
+    #[cfg(feature = "unstable-internals")]
     pub fn key_usage(&self, most: u64) -> KeyUsage {
         /// Records reserved for a chunk in progress, a mark and the close.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
         let used = self.counters.records;
-        if self.records_left().is_none() {
+        if self.left().is_none() {
             KeyUsage::Fresh
         } else if used + FOR_END >= most {
             KeyUsage::Spent
@@ -236,6 +246,7 @@ impl DataSender {
     ///
     /// # Errors
     /// The error of setsockopt(2).
+    #[cfg(feature = "unstable-internals")]
     pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
         set_pacing_rate(&*self.link.stream, bytes_per_second)
     }
@@ -246,6 +257,7 @@ impl DataSender {
     }
 
     /// The socket, for its addresses and options.
+    #[cfg(feature = "unstable-internals")]
     pub fn socket(&self) -> &TcpStream {
         &self.link.stream
     }
@@ -347,7 +359,7 @@ impl DataSender {
         guest: &GuestPages<'_>,
     ) -> Result<(), SendError> {
         let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
-        if self.records_left() < Some(records) {
+        if self.left() < Some(records) {
             return Err(SealError::Limit.into());
         }
         self.spent = true;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::super::identity::IdentityError;
+use super::super::identity::error::IdentityErrorKind;
 use super::Denied;
 
 /// For any text: each line with more than a comment denies the key in it, or parsing fails with the
@@ -28,7 +28,7 @@ pub fn fuzz_denied(bytes: &[u8]) {
                 assert!(is_denied, "{line:?} denies nothing");
             }
         }
-        Err(IdentityError::BadDenied { line, reason, .. }) => {
+        Err(IdentityErrorKind::BadDenied { line, reason, .. }) => {
             let is_text = std::str::from_utf8(bytes).is_ok();
             assert!(!is_text || !lines[line - 1].is_empty(), "{line}: {reason}");
         }

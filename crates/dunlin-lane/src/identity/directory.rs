@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::error::IdentityError;
+use super::error::{IdentityError, IdentityErrorKind};
 use super::layout::{
     AUTHORITIES_FILE, CERTIFICATE_FILE, DENIED_FILE, Files, KEY_FILE, Layout, REVOCATIONS_FILE,
     Role,
@@ -14,8 +14,8 @@ impl Files {
     /// determine the layout.
     ///
     /// # Errors
-    /// [`IdentityError::NoLayout`], [`IdentityError::SeveralLayouts`], and
-    /// [`IdentityError::RoleNeeded`] for a layout with separate roles.
+    /// The directory matches no layout or several, or cannot be read; or its layout has separate
+    /// roles and `role` is `None`.
     pub fn in_directory(
         directory: &Path,
         layout: Option<Layout>,
@@ -23,7 +23,7 @@ impl Files {
     ) -> Result<Self, IdentityError> {
         let layout = match layout {
             Some(layout) => layout,
-            None => Layout::of(directory)?,
+            None => Layout::in_directory(directory)?,
         };
         let present = |path: PathBuf| path.exists().then_some(path);
         // A file that cannot be examined counts as present: loading it then fails.
@@ -45,10 +45,8 @@ impl Files {
             Some(Role::Source) => "client",
             Some(Role::Destination) => "server",
             None => {
-                return Err(IdentityError::RoleNeeded {
-                    directory: directory.to_owned(),
-                    layout,
-                });
+                let directory = directory.to_owned();
+                return Err(IdentityErrorKind::RoleNeeded { directory, layout }.into());
             }
         };
         let (authorities, revocations, certificate, key) = if layout == Layout::Qemu {
@@ -102,9 +100,14 @@ impl Layout {
     ///
     /// # Errors
     /// The directory matches no layout or several, or cannot be read.
+    #[cfg(feature = "unstable-internals")]
     pub fn of(directory: &Path) -> Result<Self, IdentityError> {
+        Self::in_directory(directory)
+    }
+
+    fn in_directory(directory: &Path) -> Result<Self, IdentityError> {
         // `.` instead of the directory itself: this also fails without search permission.
-        std::fs::metadata(directory.join(".")).map_err(|source| IdentityError::Unreadable {
+        std::fs::metadata(directory.join(".")).map_err(|source| IdentityErrorKind::Unreadable {
             path: directory.to_owned(),
             source,
         })?;
@@ -121,16 +124,16 @@ impl Layout {
             }
         };
         let mut found = Self::ALL.into_iter().filter(is_present);
-        match (found.next(), found.next()) {
-            (Some(layout), None) => Ok(layout),
-            (None, _) => Err(IdentityError::NoLayout {
-                directory: directory.to_owned(),
-            }),
-            (Some(one), Some(other)) => Err(IdentityError::SeveralLayouts {
-                directory: directory.to_owned(),
+        let directory = directory.to_owned();
+        let kind = match (found.next(), found.next()) {
+            (Some(layout), None) => return Ok(layout),
+            (None, _) => IdentityErrorKind::NoLayout { directory },
+            (Some(one), Some(other)) => IdentityErrorKind::SeveralLayouts {
+                directory,
                 one,
                 other,
-            }),
-        }
+            },
+        };
+        Err(kind.into())
     }
 }

@@ -14,10 +14,24 @@ use super::layout::Layout;
 /// Maximum size of an identity file; a bundle of all public authorities needs a quarter of it.
 pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Why an identity cannot be used. The fault is local: a file, its permissions or its content.
+/// Why an identity cannot be used: a file, its permissions or its content. The message names the file
+/// and the remedy.
+#[derive(Debug, Error)]
+#[error(transparent)]
+pub struct IdentityError(#[from] IdentityErrorKind);
+
+impl IdentityError {
+    /// The cause and its fields.
+    #[cfg(feature = "unstable-internals")]
+    pub fn kind(&self) -> &IdentityErrorKind {
+        &self.0
+    }
+}
+
+/// The causes of an [`IdentityError`].
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum IdentityError {
+pub enum IdentityErrorKind {
     /// The directory contains no certificate of this host under a known name.
     #[error("no certificate of this host in {} under any known name: put cert.pem and key.pem there, or the files of QEMU, Cloud Hypervisor or libvirt", directory.display())]
     NoLayout {
@@ -161,9 +175,9 @@ pub(super) fn bad_item<E: ToString>(
     path: &Path,
     what: Item,
     position: usize,
-) -> impl FnOnce(E) -> IdentityError {
+) -> impl FnOnce(E) -> IdentityErrorKind {
     let path = path.to_owned();
-    move |error| IdentityError::BadItem {
+    move |error| IdentityErrorKind::BadItem {
         path,
         what,
         position,
@@ -173,8 +187,27 @@ pub(super) fn bad_item<E: ToString>(
 
 /// Why TLS settings cannot be made from an identity. The fault is in the configuration.
 #[derive(Debug, Error)]
+#[error(transparent)]
+pub struct SettingsError(SettingsErrorKind);
+
+impl SettingsError {
+    /// The cause.
+    #[cfg(feature = "unstable-internals")]
+    pub fn kind(&self) -> &SettingsErrorKind {
+        &self.0
+    }
+}
+
+impl<E: Into<SettingsErrorKind>> From<E> for SettingsError {
+    fn from(cause: E) -> Self {
+        Self(cause.into())
+    }
+}
+
+/// The causes of a [`SettingsError`].
+#[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum SettingsError {
+pub enum SettingsErrorKind {
     /// The crypto library or the cipher suites.
     #[error(transparent)]
     Provider(#[from] super::super::provider::ProviderError),
@@ -185,7 +218,7 @@ pub enum SettingsError {
     NoAuthority,
     /// The certificate has the wrong extended key usage.
     #[error(transparent)]
-    Identity(#[from] IdentityError),
+    Identity(#[from] IdentityErrorKind),
     /// The kernel is required to seal and open records, but cannot.
     #[error("{0}; or let this process seal the records")]
     Offload(#[from] Refused),

@@ -12,7 +12,7 @@ use webpki::OwnedCertRevocationList;
 use zeroize::Zeroizing;
 
 use super::dated::Item;
-use super::error::{FILE_LIMIT_BYTES, IdentityError, Warning, bad_item};
+use super::error::{FILE_LIMIT_BYTES, IdentityErrorKind, Warning, bad_item};
 use super::options::LoadOptions;
 
 /// Reads a key, unless every user can read the file or the key is encrypted.
@@ -20,12 +20,12 @@ pub(super) fn read_key(
     path: &Path,
     options: LoadOptions,
     warnings: &mut Vec<Warning>,
-) -> Result<Zeroizing<PrivateKeyDer<'static>>, IdentityError> {
+) -> Result<Zeroizing<PrivateKeyDer<'static>>, IdentityErrorKind> {
     let (text, mode) = read(path)?;
     let path = path.to_owned();
     if mode & 0o007 != 0 {
         if !options.allow_key_open_to_all {
-            return Err(IdentityError::KeyOpenToAll { path, mode });
+            return Err(IdentityErrorKind::KeyOpenToAll { path, mode });
         }
         warnings.push(Warning::KeyOpenToAll {
             path: path.clone(),
@@ -43,20 +43,20 @@ pub(super) fn read_key(
         .iter()
         .any(|mark| text.windows(mark.len()).any(|part| part == *mark))
     {
-        return Err(IdentityError::KeyEncrypted { path });
+        return Err(IdentityErrorKind::KeyEncrypted { path });
     }
     let key = PrivateKeyDer::from_pem_slice(&text);
     key.map(Zeroizing::new).map_err(|source| match source {
-        pem::Error::NoItemsFound => IdentityError::Nothing {
+        pem::Error::NoItemsFound => IdentityErrorKind::Nothing {
             path,
             wanted: "private key in PEM form",
         },
-        source => IdentityError::BadPem { path, source },
+        source => IdentityErrorKind::BadPem { path, source },
     })
 }
 
 /// Reads the certificates of a file, at least one.
-pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityErrorKind> {
     items(path, "certificate in PEM form")
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
 pub(super) fn anchors(
     path: &Path,
     authorities: &[CertificateDer<'static>],
-) -> Result<RootCertStore, IdentityError> {
+) -> Result<RootCertStore, IdentityErrorKind> {
     let mut store = RootCertStore::empty();
     for (position, certificate) in authorities.iter().enumerate() {
         store
@@ -77,7 +77,7 @@ pub(super) fn anchors(
 /// Reads the revocation lists of a file, at least one: an empty file would suggest protection.
 pub(super) fn revocation_lists(
     path: &Path,
-) -> Result<Vec<CertificateRevocationListDer<'static>>, IdentityError> {
+) -> Result<Vec<CertificateRevocationListDer<'static>>, IdentityErrorKind> {
     items(
         path,
         "revocation list in PEM form: add one, or remove the file",
@@ -88,7 +88,7 @@ pub(super) fn revocation_lists(
 pub(super) fn revocations(
     path: &Path,
     lists: &[CertificateRevocationListDer<'static>],
-) -> Result<Vec<webpki::CertRevocationList<'static>>, IdentityError> {
+) -> Result<Vec<webpki::CertRevocationList<'static>>, IdentityErrorKind> {
     let decoded = lists.iter().enumerate().map(|(position, list)| {
         OwnedCertRevocationList::from_der(list)
             .map(Into::into)
@@ -97,16 +97,16 @@ pub(super) fn revocations(
     decoded.collect()
 }
 
-fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, IdentityError> {
+fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, IdentityErrorKind> {
     let (text, _) = read(path)?;
     let items = T::pem_slice_iter(&text)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|source| IdentityError::BadPem {
+        .map_err(|source| IdentityErrorKind::BadPem {
             path: path.to_owned(),
             source,
         })?;
     if items.is_empty() {
-        return Err(IdentityError::Nothing {
+        return Err(IdentityErrorKind::Nothing {
             path: path.to_owned(),
             wanted,
         });
@@ -116,8 +116,8 @@ fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, Iden
 
 /// Reads a file and its permission bits through one descriptor, so the bits belong to these bytes.
 /// The buffer is wiped on drop because it may hold a key.
-pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityError> {
-    let unreadable = |source| IdentityError::Unreadable {
+pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityErrorKind> {
+    let unreadable = |source| IdentityErrorKind::Unreadable {
         path: path.to_owned(),
         source,
     };
@@ -131,7 +131,7 @@ pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityErr
         .read_to_end(&mut text)
         .map_err(unreadable)?;
     if text.len() as u64 > FILE_LIMIT_BYTES {
-        return Err(IdentityError::TooLong {
+        return Err(IdentityErrorKind::TooLong {
             path: path.to_owned(),
         });
     }

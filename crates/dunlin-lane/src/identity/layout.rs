@@ -83,6 +83,7 @@ impl fmt::Display for Layout {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl FromStr for Layout {
     type Err = UnknownLayout;
 

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::denied::Denied;
 use crate::fastest;
-use crate::identity::{Identity, Role, SettingsError};
+use crate::identity::{Identity, Role, SettingsError, SettingsErrorKind};
 use crate::offload::Offload;
 use crate::peers::{PeerIdentity, Peers};
 use crate::provider::{Offer, TlsVersion};
@@ -45,7 +45,7 @@ impl HandoffTls {
         let server_name = server
             .map(|name| ServerName::try_from(name.to_owned()))
             .transpose()
-            .map_err(|error| SettingsError::Refused(format!("invalid server name: {error}")))?;
+            .map_err(|error| SettingsErrorKind::Refused(format!("invalid server name: {error}")))?;
         let verifier = PolicyVerifier {
             trust: trust.clone(),
             denied: identity.map_or_else(Denied::default, |own| own.authorities.denied.clone()),
@@ -90,6 +90,7 @@ impl HandoffTls {
     }
 }
 
+#[cfg(feature = "unstable-internals")]
 impl Identity {
     /// Returns settings for a hand-off that accepts what `offer` contains. With `clients`, clients
     /// must present a certificate of one of them.

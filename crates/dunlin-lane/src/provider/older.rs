@@ -27,7 +27,7 @@ impl Crypto {
         &self,
         oldest: OldestTls,
     ) -> Result<Arc<CryptoProvider>, ProviderError> {
-        let mut provider = Arc::unwrap_or_clone(self.rustls()?);
+        let mut provider = Arc::unwrap_or_clone(self.rustls_for_lanes()?);
         add_groups(&mut provider);
         if oldest == OldestTls::V1_2 {
             for &suite in &self.suites {

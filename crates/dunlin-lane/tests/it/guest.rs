@@ -7,6 +7,7 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
+use crate::record::key_bytes;
 use dunlin_lane::data::*;
 use dunlin_lane::handshake::Secured;
 use dunlin_lane::record::*;
@@ -284,7 +285,7 @@ fn i7_a_close_inside_a_payload_is_an_error() {
 fn records_sealed_from_guest_memory_equal_records_sealed_in_place() {
     let (source, target) = guests();
     for (provider, suite) in combinations() {
-        let key = vec![9; suite.key_bytes()];
+        let key = vec![9; key_bytes(suite)];
         let half = || SealHalf::new(provider, suite, &key, [1; 12], 77).unwrap();
         let (mut from_guest, mut in_place) = (half(), half());
         let mut open = OpenHalf::new(provider, suite, &key, [1; 12], 77).unwrap();
@@ -332,7 +333,7 @@ fn records_sealed_from_guest_memory_equal_records_sealed_in_place() {
 fn padding_and_alerts_as_long_as_pages_are_recognised() {
     let (_, target) = guests();
     for (provider, suite) in combinations() {
-        let key = vec![9; suite.key_bytes()];
+        let key = vec![9; key_bytes(suite)];
         // Content and content type, padded with zeros to one page and one byte: the peer chooses
         // the padding.
         let mut padded = vec![0_u8; PAGE_BYTES + 1];

@@ -15,7 +15,7 @@ use dunlin_lane::dial::{
     Connector, DialCancel, DialError, LaneDialer, LaneRequest, StandardConnector, TlsDialer,
 };
 use dunlin_lane::handshake::{self, FLIGHT_LIMIT_BYTES, HandshakeError};
-use dunlin_lane::identity::{Identity, IdentityError, LoadOptions, Warning};
+use dunlin_lane::identity::{Identity, IdentityError, IdentityErrorKind, LoadOptions, Warning};
 use dunlin_lane::names::PeerName;
 use dunlin_lane::peers::{AuthorisedBy, Peer, PeerRefused, Peers, Principal};
 use dunlin_lane::policy::ALPN;
@@ -321,7 +321,7 @@ fn i6_an_expired_certificate_does_not_load_and_is_refused_from_a_peer() {
     let directory = authority.host_until(&[DESTINATION], 2020);
     let error = Identity::load(&directory, LoadOptions::default()).unwrap_err();
     assert!(
-        matches!(&error, IdentityError::Expired { not_after, .. } if not_after.contains("2020")),
+        matches!(error.kind(), IdentityErrorKind::Expired { not_after, .. } if not_after.contains("2020")),
         "{error}"
     );
 
@@ -540,7 +540,7 @@ fn errors_of_unusable_identities_name_the_file_and_the_remedy() {
     fs::remove_file(directory.join("cert.pem")).unwrap();
     let error = load_error(&directory);
     assert!(
-        matches!(&error, IdentityError::NoLayout { directory: of } if *of == directory),
+        matches!(error.kind(), IdentityErrorKind::NoLayout { directory: of } if *of == directory),
         "{error}"
     );
 
@@ -548,7 +548,7 @@ fn errors_of_unusable_identities_name_the_file_and_the_remedy() {
     fs::remove_file(directory.join("key.pem")).unwrap();
     let error = load_error(&directory);
     assert!(
-        matches!(&error, IdentityError::Unreadable { path, source }
+        matches!(error.kind(), IdentityErrorKind::Unreadable { path, source }
             if path.ends_with("key.pem") && source.kind() == ErrorKind::NotFound),
         "{error}"
     );
@@ -558,27 +558,27 @@ fn errors_of_unusable_identities_name_the_file_and_the_remedy() {
         "-----BEGIN CERTIFICATE-----\n!!!\n",
     ));
     assert!(
-        matches!(&error, IdentityError::BadPem { path, .. } if path.ends_with("ca-cert.pem")),
+        matches!(error.kind(), IdentityErrorKind::BadPem { path, .. } if path.ends_with("ca-cert.pem")),
         "{error}"
     );
 
     let error = load_error(&written("ca-cert.pem", "nothing"));
     assert!(
-        matches!(&error, IdentityError::Nothing { path, .. } if path.ends_with("ca-cert.pem")),
+        matches!(error.kind(), IdentityErrorKind::Nothing { path, .. } if path.ends_with("ca-cert.pem")),
         "{error}"
     );
 
     let mut text = String::from("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
     let error = load_error(&written("ca-cert.pem", &text));
     assert!(
-        matches!(&error, IdentityError::BadItem { path, position: 0, .. }
+        matches!(error.kind(), IdentityErrorKind::BadItem { path, position: 0, .. }
             if path.ends_with("ca-cert.pem")),
         "{error}"
     );
     text.extend(std::iter::repeat_n('#', 2 << 20));
     let error = load_error(&written("ca-cert.pem", &text));
     assert!(
-        matches!(&error, IdentityError::TooLong { path } if path.ends_with("ca-cert.pem")),
+        matches!(error.kind(), IdentityErrorKind::TooLong { path } if path.ends_with("ca-cert.pem")),
         "{error}"
     );
 
@@ -587,7 +587,7 @@ fn errors_of_unusable_identities_name_the_file_and_the_remedy() {
         "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
     ));
     assert!(
-        matches!(&error, IdentityError::Nothing { path, .. } if path.ends_with("key.pem")),
+        matches!(error.kind(), IdentityErrorKind::Nothing { path, .. } if path.ends_with("key.pem")),
         "{error}"
     );
 
@@ -595,7 +595,7 @@ fn errors_of_unusable_identities_name_the_file_and_the_remedy() {
     fs::copy(fresh().join("key.pem"), directory.join("key.pem")).unwrap();
     let error = load_error(&directory);
     assert!(
-        matches!(&error, IdentityError::KeyMismatch { key, .. } if *key == directory.join("key.pem")),
+        matches!(error.kind(), IdentityErrorKind::KeyMismatch { key, .. } if *key == directory.join("key.pem")),
         "{error}"
     );
 }
@@ -609,7 +609,7 @@ fn a_key_open_to_all_is_refused_and_one_open_to_the_group_is_a_warning() {
         set_mode(&key, mode);
         let error = load_error(&directory);
         assert!(
-            matches!(&error, IdentityError::KeyOpenToAll { path, mode: of }
+            matches!(error.kind(), IdentityErrorKind::KeyOpenToAll { path, mode: of }
                 if *path == key && of & 0o777 == mode),
             "{error}"
         );

@@ -7,7 +7,7 @@ use std::thread;
 
 use dunlin_lane::control;
 use dunlin_lane::handshake::{self, HandshakeError};
-use dunlin_lane::identity::{DENIED_FILE, Dated, Identity, IdentityError, Item, LoadOptions};
+use dunlin_lane::identity::{DENIED_FILE, Dated, Identity, IdentityErrorKind, Item, LoadOptions};
 use dunlin_lane::peers::{PeerRefused, Peers, Pin};
 use dunlin_lane::provider::Crypto;
 use dunlin_test_support::identity::{Ca, Host, Issued, chain, denies, key_pin, self_signed, wish};
@@ -260,14 +260,14 @@ fn i6_an_unreadable_list_of_denied_keys_is_an_error() {
     let load = || Identity::load(host.directory(), LoadOptions::default());
     host.put(DENIED_FILE, "spki-sha256:00\n");
     assert!(matches!(
-        load().unwrap_err(),
-        IdentityError::BadDenied { line: 1, .. }
+        load().unwrap_err().kind(),
+        IdentityErrorKind::BadDenied { line: 1, .. }
     ));
     host.put(DENIED_FILE, "");
     std::os::unix::fs::symlink("nowhere", host.path(DENIED_FILE)).unwrap();
     assert!(matches!(
-        load().unwrap_err(),
-        IdentityError::Unreadable { .. }
+        load().unwrap_err().kind(),
+        IdentityErrorKind::Unreadable { .. }
     ));
     fs::remove_file(host.path(DENIED_FILE)).unwrap();
     assert_eq!(load().unwrap().0.summary().unwrap().denied_keys, 0);
@@ -287,6 +287,9 @@ fn i6_an_unreadable_list_of_denied_keys_is_an_error() {
             ..LoadOptions::default()
         };
         let error = Identity::load(host.directory(), options).unwrap_err();
-        assert!(matches!(error, IdentityError::BadDenied { .. }), "{error}");
+        assert!(
+            matches!(error.kind(), IdentityErrorKind::BadDenied { .. }),
+            "{error}"
+        );
     }
 }

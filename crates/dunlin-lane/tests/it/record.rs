@@ -37,8 +37,15 @@ fn hex(text: &str) -> Vec<u8> {
         .collect()
 }
 
+pub(crate) fn key_bytes(suite: CipherSuite) -> usize {
+    match suite {
+        CipherSuite::Aes128Gcm => 16,
+        CipherSuite::Aes256Gcm | CipherSuite::ChaCha20Poly1305 => 32,
+    }
+}
+
 fn halves(provider: Provider, suite: CipherSuite, sequence: u64) -> (SealHalf, OpenHalf) {
-    let key = pattern(suite.key_bytes(), 5);
+    let key = pattern(key_bytes(suite), 5);
     let iv = [9; 12];
     (
         SealHalf::new(provider, suite, &key, iv, sequence).unwrap(),
