@@ -10,6 +10,9 @@
 //! ```
 //! Until *commit* the VM lives at the source. Every path to *Settled* before *commit*
 //! drops the copy built here.
+//!
+//! The steps *describe*, *receive*, *load*, *commit*, *release* and *close*, and each lane, are
+//! `tracing` spans in the span of the session, which begins with the wait for a source.
 
 mod answer;
 mod arriving;
@@ -33,6 +36,8 @@ use std::net::TcpListener;
 use std::sync::Arc;
 
 pub use dunlin_proto::control::Verdict;
+use tracing::field::Empty;
+use tracing::info_span;
 
 pub use answer::{Answering, answer};
 pub use options::{Options, OptionsBuilder};
@@ -111,6 +116,14 @@ impl<'a> Incoming<'a> {
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is.
     pub fn run(self, builder: &mut dyn Builder) -> Result<Received, MigrateError> {
+        let _session = info_span!(
+            "session",
+            role = "destination",
+            session = Empty,
+            vm = Empty,
+            peer = Empty
+        )
+        .entered();
         let session = Session::start(
             self.listener,
             self.tls,
