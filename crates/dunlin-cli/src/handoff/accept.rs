@@ -19,7 +19,7 @@ use super::connect::TLS;
 use super::line::accepted;
 use crate::code::FAILED;
 use crate::identity::{Reading, allowed_peers, load_identity};
-use crate::log::{say, warn};
+use crate::log::{Format, LogFlags, say, warn};
 use crate::options::{named, parse_limit};
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::tunnel::{Port, parse_port, parse_server, socket_path};
@@ -91,12 +91,15 @@ pub(crate) struct Accept {
     /// Time limit of forwarded clients after SIGTERM.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_limit)]
     drain: Duration,
+    #[command(flatten)]
+    log: LogFlags,
 }
 
 const HEADERS: &[(&str, ProxyHeader)] = &[("v1", ProxyHeader::V1), ("v2", ProxyHeader::V2)];
 
 impl Accept {
     pub(crate) fn run(&self) -> Result<i32> {
+        self.log.start(Some(Format::Text));
         let sockets = passed()?;
         let (sender, events) = channel();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);

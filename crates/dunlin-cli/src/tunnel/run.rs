@@ -24,7 +24,7 @@ use crate::control::Socket;
 use crate::identity::{chosen, crypto, load_identity};
 use crate::ipsec::advice::event_text;
 use crate::line::Line;
-use crate::log::{say, warn};
+use crate::log::{Format, LogFlags, say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::state::StatePath;
@@ -44,6 +44,8 @@ pub(crate) struct Run {
     state: StatePath,
     #[command(flatten)]
     confining: ConfiningTunnel,
+    #[command(flatten)]
+    log: LogFlags,
 }
 
 #[derive(Debug, Args)]
@@ -63,6 +65,7 @@ impl Check {
 
 impl Run {
     pub(crate) fn run(&self) -> Result<i32> {
+        self.log.start(Some(Format::Text));
         let passed = passed()?;
         if let Some(Cpus(cpus)) = &self.cpus {
             // Later threads inherit the CPU affinity.

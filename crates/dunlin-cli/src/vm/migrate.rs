@@ -1,5 +1,6 @@
 //! `dunlin vm migrate`, `watch`, `set`, `status` and `ask`: requests to a VM's process.
 
+use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::vmm::FaultCode;
 use dunlin_linux::signals::EndSignals;
+use serde_json::Value;
 
 use super::control_service::Command;
 use super::request::{ANSWER_LIMIT, Request};
@@ -42,7 +44,9 @@ impl Target {
     pub(super) fn watch(&self) -> Result<i32> {
         let client = Request::Watch.ask(&self.socket()?)?;
         let mut display = Display::new(self.json);
-        Ok(code(until_end(client, &mut |line| display.show(line))?))
+        Ok(code(until_end(client, None, &mut |line| {
+            display.show(line)
+        })?))
     }
 
     pub(super) fn status(&self) -> Result<i32> {
@@ -88,6 +92,10 @@ pub(crate) struct Migrate {
     flags: MigrateFlags,
     #[command(flatten)]
     common: Common,
+    /// Write a timeline of the migration to this file, in Chrome's trace format, for Perfetto or
+    /// about:tracing.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -129,14 +137,16 @@ fn code(ended: Ended) -> i32 {
 }
 
 /// Requests a migration and shows it until it ends. The first signal cancels the migration; a
-/// second one stops waiting.
+/// second one stops waiting. With `timeline`, writes the timeline there.
 pub(crate) fn follow(
     socket: &Path,
     common: &Common,
     flags: &MigrateFlags,
     signals: Option<EndSignals>,
+    timeline: Option<&Path>,
     show: &mut dyn FnMut(&Line),
 ) -> Result<Ended> {
+    let timeline = timeline.map(Timeline::create).transpose()?;
     let directory = &common.identity;
     let identity = directory
         .canonicalize()
@@ -147,13 +157,33 @@ pub(crate) fn follow(
             ..common.clone()
         },
         flags: flags.clone(),
+        timeline: timeline.is_some(),
     };
     let client = request.ask(socket)?;
     if let Some(signals) = signals {
         let more = client.more()?;
         start("signals", move || cancel_at_signal(&signals, more))?;
     }
-    until_end(client, show)
+    until_end(client, timeline, show)
+}
+
+/// The file of a timeline.
+struct Timeline(File, PathBuf);
+
+impl Timeline {
+    fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path);
+        let file = file.with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(Self(file, path.to_owned()))
+    }
+
+    fn write(&mut self, events: &[Value]) {
+        let text = Value::from(events).to_string();
+        if let Err(error) = self.0.write_all(text.as_bytes()) {
+            // The migration has ended, well or not.
+            eprintln!("warning: cannot write {}: {error}", self.1.display());
+        }
+    }
 }
 
 fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
@@ -173,9 +203,19 @@ fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
 }
 
 /// Shows a migration until it ends.
-fn until_end(mut client: Client, show: &mut dyn FnMut(&Line)) -> Result<Ended> {
+fn until_end(
+    mut client: Client,
+    mut timeline: Option<Timeline>,
+    show: &mut dyn FnMut(&Line),
+) -> Result<Ended> {
     let mut committing = false;
     while let Some(line) = client.next()? {
+        if let Line::Timeline { events } = &line {
+            if let Some(timeline) = &mut timeline {
+                timeline.write(events);
+            }
+            continue;
+        }
         show(&line);
         match line {
             Line::Committing => committing = true,
@@ -205,6 +245,7 @@ impl Migrate {
             &self.common,
             &self.flags,
             Some(signals),
+            self.timeline.as_deref(),
             &mut |line| display.show(line),
         )?;
         Ok(code(ended))
