@@ -8,6 +8,7 @@ use std::fmt::{self, Write as _};
 use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value};
 use time::OffsetDateTime;
@@ -19,11 +20,9 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, Registry, SpanRef};
 
 use crate::line::plain;
-use crate::options::named;
 use crate::text::clean;
 use crate::timeline;
 
-/// Whether a log is written.
 static STARTED: AtomicBool = AtomicBool::new(false);
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -32,12 +31,10 @@ pub(crate) enum Format {
     Json,
 }
 
-const LEVELS: &[(&str, Level)] = &[
-    ("error", Level::ERROR),
-    ("warn", Level::WARN),
-    ("info", Level::INFO),
-    ("debug", Level::DEBUG),
-];
+/// Parses a level.
+fn level() -> impl TypedValueParser<Value = Level> {
+    PossibleValuesParser::new(["error", "warn", "info", "debug"]).try_map(|name| name.parse())
+}
 
 /// Flags of a command with a log.
 #[derive(Clone, Debug, Args)]
@@ -47,7 +44,7 @@ pub(crate) struct LogFlags {
     #[arg(long, value_enum, value_name = "FORMAT")]
     log: Option<Format>,
     /// The least severe level that the log contains.
-    #[arg(long, value_name = "LEVEL", value_parser = named(LEVELS), default_value = "info")]
+    #[arg(long, value_name = "LEVEL", value_parser = level(), default_value = "info")]
     log_level: Level,
 }
 
@@ -69,10 +66,15 @@ pub(crate) fn install(format: Option<Format>, level: Level) {
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
+/// Whether a log is written.
+pub(crate) fn is_started() -> bool {
+    STARTED.load(Ordering::Relaxed)
+}
+
 /// Writes each warning as a line.
 pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
     for warning in warnings {
-        if STARTED.load(Ordering::Relaxed) {
+        if is_started() {
             tracing::warn!("{warning}");
         } else {
             say(&format!("warning: {warning}"));
@@ -82,7 +84,7 @@ pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
 
 /// Writes one line.
 pub(crate) fn say(text: &str) {
-    if STARTED.load(Ordering::Relaxed) {
+    if is_started() {
         tracing::info!("{text}");
     } else {
         write(&format!("dunlin: {}", clean(text)));
@@ -134,7 +136,7 @@ impl Fields {
         self.0.insert(field.name().to_owned(), value);
     }
 
-    fn to_json(mut self, time: String, level: String, message: Value) -> String {
+    fn into_json(mut self, time: String, level: String, message: Value) -> String {
         self.0.insert("time".into(), time.into());
         self.0.insert("level".into(), level.into());
         self.0.insert("message".into(), message);
@@ -210,13 +212,13 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
         let message = fields.0.remove("message").unwrap_or_default();
         let (time, level) = (now(), level.as_str().to_lowercase());
         write(&match format {
-            Format::Json => fields.to_json(time, level, message),
+            Format::Json => fields.into_json(time, level, message),
             Format::Text => fields.to_text(&time, &level, &message),
         });
     }
 }
 
-/// Marks a span whose begin is in the timeline.
+/// Marks a span that has its begin in the timeline.
 struct Recorded;
 
 /// The lane of a span, or 0 outside of lanes, and the span's own fields.

@@ -1,14 +1,18 @@
-//! The log of a VM's process, and the timeline of a migration.
+//! The logs of VMs' processes and of tunnels, and the timeline of a migration.
 #![allow(clippy::unwrap_used)]
 
 mod support;
+#[path = "support/tunnel.rs"]
+mod tunnel;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::Path;
 
+use dunlin_test_base::sockets::accepted;
 use serde_json::Value;
 use support::{Done, Hosts, Process, finish, words};
+use tunnel::{Scene, Tunnel, connect, control, exchange, near_config};
 
 const RUN: &str =
     "vm run --name vm --guest process --memory 64M --working-set 8M --dirty-rate 2000";
@@ -77,10 +81,7 @@ fn the_json_log_tells_a_migration_in_a_dozen_lines_with_its_session_vm_and_peer(
             assert_eq!(session.len(), 32, "{line}");
             sessions.insert(session.to_owned());
         }
-        assert_eq!(
-            lines.iter().filter(|line| line["vm"] == "vm").count() > 3,
-            true
-        );
+        assert!(lines.iter().filter(|line| line["vm"] == "vm").count() > 3);
     }
     assert_eq!(sessions.len(), 1, "{:?}", moved.logs);
     let source = parse(&moved.logs[0]);
@@ -212,4 +213,38 @@ fn a_timeline_that_cannot_be_written_starts_no_migration() {
     let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
     assert!(done.err.contains("/nowhere/timeline.json"), "{done:?}");
     assert_eq!(hosts.status(&source)["migration"], Value::Null);
+}
+
+#[test]
+fn a_tunnels_lines_have_route_channel_and_peer_in_both_formats() {
+    let scene = Scene::new();
+    let (near, far) = scene.channel();
+    exchange(near, far);
+    for words in ["is open", "is closed"] {
+        let line = scene.near.wait_for(words);
+        check_time(line.split(' ').next().unwrap());
+        for field in [" info ", " channel=0 ", " route=ram", "peer=", "b.test"] {
+            assert!(line.contains(field), "{field}: {line}");
+        }
+    }
+
+    let hosts = &scene.hosts;
+    let config = hosts.scratch.join("json.toml");
+    fs::write(
+        &config,
+        near_config(hosts, &scene.far.address, "ram", "json"),
+    )
+    .unwrap();
+    let mut command = words("tunnel run --log json --config");
+    command.arg(&config).arg("--control").arg(control(hosts));
+    let json = Tunnel::follow(command, config);
+    let near = connect(hosts.scratch.join("json"));
+    let far = accepted(&scene.target);
+    exchange(near, far);
+    let line: Value = serde_json::from_str(&json.wait_for("is closed")).unwrap();
+    check_time(line["time"].as_str().unwrap());
+    assert_eq!(line["level"], "info");
+    assert_eq!(line["route"], "ram");
+    assert_eq!(line["channel"], 0);
+    assert!(line["peer"].as_str().unwrap().contains("b.test"), "{line}");
 }

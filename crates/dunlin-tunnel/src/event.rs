@@ -38,6 +38,8 @@ pub enum Event {
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
+        /// The peer's name.
+        peer: String,
     },
     /// A connection was refused before the channel was open, and is closed.
     Refused {
@@ -52,6 +54,8 @@ pub enum Event {
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
+        /// The peer's name.
+        peer: String,
     },
     /// A channel has ended, but a hypervisor closed its connection and left the last few bytes of
     /// one direction unread.
@@ -60,6 +64,8 @@ pub enum Event {
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
+        /// The peer's name.
+        peer: String,
         /// Whether that hypervisor is on the peer's host.
         by_peer: bool,
     },
@@ -69,6 +75,8 @@ pub enum Event {
         route: String,
         /// The channel's number in its trunk.
         channel: u32,
+        /// The peer's name.
+        peer: String,
         /// Why, and who is at fault.
         failure: Failure,
     },
@@ -76,6 +84,8 @@ pub enum Event {
     LaneLost {
         /// The lane's number.
         lane: u16,
+        /// The peer's name.
+        peer: String,
         /// Why.
         why: String,
     },
@@ -112,7 +122,7 @@ impl fmt::Display for Event {
             Self::TrunkEnded { peer, fault } => {
                 write!(formatter, "trunk to {peer} ended: {fault}")
             }
-            Self::Opened { route, channel } => {
+            Self::Opened { route, channel, .. } => {
                 write!(formatter, "route {route}: channel {channel} is open")
             }
             Self::Refused { route, failure } => {
@@ -121,13 +131,14 @@ impl fmt::Display for Event {
                     "route {route}: a connection was refused: {failure}"
                 )
             }
-            Self::Closed { route, channel } => {
+            Self::Closed { route, channel, .. } => {
                 write!(formatter, "route {route}: channel {channel} is closed")
             }
             Self::LeftUnread {
                 route,
                 channel,
                 by_peer,
+                ..
             } => {
                 let host = if *by_peer {
                     "the peer's host"
@@ -144,11 +155,12 @@ impl fmt::Display for Event {
                 route,
                 channel,
                 failure,
+                ..
             } => write!(
                 formatter,
                 "route {route}: channel {channel} was aborted: {failure}"
             ),
-            Self::LaneLost { lane, why } => write!(formatter, "lane {lane} is lost: {why}"),
+            Self::LaneLost { lane, why, .. } => write!(formatter, "lane {lane} is lost: {why}"),
             Self::ControlLost { peer, failure } => {
                 write!(formatter, "control lane to {peer} is lost: {failure}")
             }

@@ -23,7 +23,7 @@ use dunlin_ipsec::{
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 
 use super::ModeName;
-use super::advice::{event_text, with_advice};
+use super::advice::{log_event, with_advice};
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{self, Service, Socket};
@@ -105,7 +105,7 @@ impl Blocked {
             if let Event::Left { record, .. } = event {
                 lock(&blocked.0).insert(record.clone());
             }
-            say(&event_text(event));
+            log_event(event);
         })
     }
 

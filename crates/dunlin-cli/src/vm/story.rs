@@ -20,7 +20,7 @@ pub(super) fn at_source(event: &Event) {
         Event::ControlResumed => info!("control lane is replaced"),
         Event::Iterated(one) => {
             let (pages, dirtied_pages, wire_bytes) = (one.pages, one.dirtied_pages, one.wire_bytes);
-            let ms = millis(one.duration);
+            let ms = millis(one.duration) as u64;
             if one.number == 1 {
                 info!(pages, dirtied_pages, wire_bytes, ms, "all memory is sent");
             } else {
@@ -64,7 +64,7 @@ pub(super) fn at_destination(event: &DestinationEvent) {
     match event {
         DestinationEvent::Rejected { reason } => warn!("rejected: {reason}"),
         DestinationEvent::Warning(text) => warn!("{text}"),
-        DestinationEvent::Connected { peer } => info!(certificate = peer, "source connected"),
+        DestinationEvent::Connected { .. } => info!("source connected"),
         DestinationEvent::Offered(_) => info!("VM is offered"),
         DestinationEvent::LaneUp { lane } => debug!(lane, "lane is up"),
         DestinationEvent::LaneLost { lane, why } => warn!(lane, why, "lane is lost"),

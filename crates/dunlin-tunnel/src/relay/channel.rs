@@ -86,16 +86,21 @@ impl Channel {
         let Some(ended) = self.life().leave() else {
             return;
         };
-        let (route, channel) = (self.route.clone(), self.number);
+        let (route, channel, peer) = (self.route.clone(), self.number, self.peer.clone());
         self.site.report(match ended {
             Err(failure) => Event::Aborted {
                 route,
                 channel,
+                peer,
                 failure,
             },
             Ok(()) => {
                 self.plain.ended_well();
-                Event::Closed { route, channel }
+                Event::Closed {
+                    route,
+                    channel,
+                    peer,
+                }
             }
         });
     }
