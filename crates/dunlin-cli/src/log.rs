@@ -7,6 +7,7 @@
 use std::fmt::{self, Write as _};
 use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
@@ -118,10 +119,6 @@ impl Visit for Fields {
         self.put(field, value.into());
     }
 
-    fn record_i64(&mut self, field: &Field, value: i64) {
-        self.put(field, value.into());
-    }
-
     fn record_f64(&mut self, field: &Field, value: f64) {
         self.put(field, value.into());
     }
@@ -180,18 +177,16 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
     }
 
     fn on_enter(&self, id: &Id, context: Context<'_, S>) {
-        if let Some(span) = context.span(id)
-            && timeline::enter(span.name(), || lane_and_fields(&span))
-        {
-            span.extensions_mut().insert(Recorded);
+        if let Some(span) = context.span(id) {
+            span.extensions_mut().replace(Instant::now());
         }
     }
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
         if let Some(span) = context.span(id)
-            && span.extensions_mut().remove::<Recorded>().is_some()
+            && let Some(entered) = span.extensions_mut().remove::<Instant>()
         {
-            timeline::exit(span.name(), || lane_and_fields(&span));
+            timeline::add(span.name(), entered, || lane_and_fields(&span));
         }
     }
 
@@ -217,9 +212,6 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
         });
     }
 }
-
-/// Marks a span that has its begin in the timeline.
-struct Recorded;
 
 /// The lane of a span, or 0 outside of lanes, and the span's own fields.
 fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<String, Value>) {

@@ -127,46 +127,50 @@ fn a_log_of_errors_is_empty_and_without_the_flag_there_is_none() {
     }
 }
 
-/// The events of a timeline, checked: times ascend, and on each thread every begin has its end, in
-/// the reverse order. Returns the path of each span with its thread.
+/// The spans of a timeline: the path of each with its thread. Two spans of a thread are nested or
+/// one after the other.
 fn spans(path: &Path) -> Vec<(u64, String)> {
     let events: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
-    let mut open = BTreeMap::<u64, Vec<String>>::new();
-    let mut spans = Vec::new();
-    let mut last = 0.0;
+    let mut threads = BTreeMap::<u64, Vec<(f64, f64, String)>>::new();
     for event in events.as_array().unwrap() {
         assert!(event["pid"].as_u64().unwrap() > 0);
-        let thread = event["tid"].as_u64().unwrap();
         let name = event["name"].as_str().unwrap();
-        let open = open.entry(thread).or_default();
-        match event["ph"].as_str().unwrap() {
-            "M" => assert_eq!(name, "thread_name"),
-            "B" => {
-                let name = match &event["args"]["iteration"] {
-                    Value::Number(number) => format!("{name} {number}"),
-                    _ => name.to_owned(),
-                };
-                open.push(name);
-                spans.push((thread, open.join("/")));
-            }
-            "E" => {
-                let began = open.pop().unwrap();
-                assert_eq!(began.split(' ').next(), Some(name), "{event}");
-            }
-            other => panic!("{other}"),
+        if event["ph"] == "M" {
+            assert_eq!(name, "thread_name");
+            continue;
         }
-        if event["ph"] != "M" {
-            let now = event["ts"].as_f64().unwrap();
-            assert!(now >= last, "{event}");
-            last = now;
+        assert_eq!(event["ph"], "X", "{event}");
+        let (ts, dur) = (
+            event["ts"].as_f64().unwrap(),
+            event["dur"].as_f64().unwrap(),
+        );
+        let name = match &event["args"]["iteration"] {
+            Value::Number(number) => format!("{name} {number}"),
+            _ => name.to_owned(),
+        };
+        let thread = threads.entry(event["tid"].as_u64().unwrap()).or_default();
+        thread.push((ts, ts + dur, name));
+    }
+    let mut paths = Vec::new();
+    for (thread, mut spans) in threads {
+        spans.sort_by(|a, b| (a.0, -a.1).partial_cmp(&(b.0, -b.1)).unwrap());
+        let mut open: Vec<(f64, String)> = Vec::new();
+        for (begin, end, name) in spans {
+            open.retain(|(until, _)| *until > begin);
+            assert!(
+                open.iter().all(|(until, _)| *until >= end),
+                "{name} in {open:?}"
+            );
+            open.push((end, name));
+            let names: Vec<_> = open.iter().map(|(_, name)| name.as_str()).collect();
+            paths.push((thread, names.join("/")));
         }
     }
-    assert!(open.values().all(Vec::is_empty), "{open:?}");
-    spans
+    paths
 }
 
 #[test]
-fn a_timeline_has_every_iteration_lane_and_step_each_with_its_end() {
+fn a_timeline_has_every_iteration_lane_and_step_nested() {
     let moved = move_with("", "--timeline timeline.json");
     let found = spans(&moved.hosts.scratch.join("timeline.json"));
     let iterations = moved.done.last()["iterations"].as_array().unwrap().len();

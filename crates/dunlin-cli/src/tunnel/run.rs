@@ -178,34 +178,16 @@ impl Run {
 fn log_event(event: &Event) {
     let (mut route, mut channel, mut peer, mut lane) = (None, None, None, None);
     match event {
-        Event::Opened {
-            route: on,
-            channel: number,
-            peer: to,
+        Event::Opened(id)
+        | Event::Closed(id)
+        | Event::LeftUnread { id, .. }
+        | Event::Aborted { id, .. } => {
+            (route, channel, peer) = (Some(&id.route), Some(id.channel), Some(&id.peer));
         }
-        | Event::Closed {
-            route: on,
-            channel: number,
-            peer: to,
-        }
-        | Event::LeftUnread {
-            route: on,
-            channel: number,
-            peer: to,
-            ..
-        }
-        | Event::Aborted {
-            route: on,
-            channel: number,
-            peer: to,
-            ..
-        } => (route, channel, peer) = (Some(on), Some(number), Some(to)),
         Event::Refused { route: on, .. } => route = Some(on),
         Event::LaneLost {
-            lane: number,
-            peer: to,
-            ..
-        } => (lane, peer) = (Some(number), Some(to)),
+            lane: of, peer: to, ..
+        } => (lane, peer) = (Some(of), Some(to)),
         Event::TrunkUp { peer: to, .. }
         | Event::TrunkFailed { to, .. }
         | Event::TrunkEnded { peer: to, .. }
@@ -218,8 +200,8 @@ fn log_event(event: &Event) {
         Event::TrunkUp { .. }
         | Event::TrunkEnded { .. }
         | Event::ControlResumed { .. }
-        | Event::Opened { .. }
-        | Event::Closed { .. }
+        | Event::Opened(_)
+        | Event::Closed(_)
         | Event::LeftUnread { .. } => info!(route, channel, peer, lane, "{event}"),
         _ => warn!(route, channel, peer, lane, "{event}"),
     }

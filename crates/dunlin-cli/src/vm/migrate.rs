@@ -10,7 +10,6 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::vmm::FaultCode;
 use dunlin_linux::signals::EndSignals;
-use serde_json::Value;
 
 use super::control_service::Command;
 use super::request::{ANSWER_LIMIT, Request};
@@ -146,7 +145,10 @@ pub(crate) fn follow(
     timeline: Option<&Path>,
     show: &mut dyn FnMut(&Line),
 ) -> Result<Ended> {
-    let timeline = timeline.map(Timeline::create).transpose()?;
+    let created = timeline.map(|path| {
+        File::create(path).with_context(|| format!("cannot create {}", path.display()))
+    });
+    let timeline = created.transpose()?;
     let directory = &common.identity;
     let identity = directory
         .canonicalize()
@@ -165,25 +167,6 @@ pub(crate) fn follow(
         start("signals", move || cancel_at_signal(&signals, more))?;
     }
     until_end(client, timeline, show)
-}
-
-/// The file of a timeline.
-struct Timeline(File, PathBuf);
-
-impl Timeline {
-    fn create(path: &Path) -> Result<Self> {
-        let file = File::create(path);
-        let file = file.with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Self(file, path.to_owned()))
-    }
-
-    fn write(&mut self, events: &[Value]) {
-        let text = Value::from(events).to_string();
-        if let Err(error) = self.0.write_all(text.as_bytes()) {
-            // The migration has ended, well or not.
-            eprintln!("warning: cannot write {}: {error}", self.1.display());
-        }
-    }
 }
 
 fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
@@ -205,14 +188,17 @@ fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
 /// Shows a migration until it ends.
 fn until_end(
     mut client: Client,
-    mut timeline: Option<Timeline>,
+    mut timeline: Option<File>,
     show: &mut dyn FnMut(&Line),
 ) -> Result<Ended> {
     let mut committing = false;
     while let Some(line) = client.next()? {
         if let Line::Timeline { events } = &line {
-            if let Some(timeline) = &mut timeline {
-                timeline.write(events);
+            if let Some(file) = &mut timeline
+                && let Err(error) = serde_json::to_writer(file, events)
+            {
+                // The migration has ended, well or not.
+                eprintln!("warning: cannot write the timeline: {error}");
             }
             continue;
         }

@@ -290,21 +290,17 @@ impl Relays {
     fn start(&self, route: &str, socket: Socket, relayed: Relayed, counted: Counted) {
         let site = &self.site;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let peer = relayed.peer.to_string();
         let made = Channel::new(site, number, route, socket, relayed);
         let watched = made.and_then(|channel| self.watch(&channel).map(|()| channel));
-        let route = route.to_owned();
         match watched {
             Ok(ready) => {
-                let channel = number;
-                site.report(Event::Opened {
-                    route,
-                    channel,
-                    peer,
-                });
+                site.report(Event::Opened(ready.id()));
                 ready.start(counted);
             }
-            Err(failure) => site.report(Event::Refused { route, failure }),
+            Err(failure) => {
+                let route = route.to_owned();
+                site.report(Event::Refused { route, failure });
+            }
         }
     }
 
