@@ -125,6 +125,10 @@ pub(crate) enum Line {
     Warning {
         text: String,
     },
+    /// The timeline that `dunlin vm migrate` asked for, as trace events.
+    Timeline {
+        events: Vec<serde_json::Value>,
+    },
     Moved(Box<MovedLine>),
     Failed(FailedLine),
     /// The destination received a VM.
@@ -382,7 +386,7 @@ impl Line {
 
 /// Escapes the characters that control terminals. JSON allows them only inside strings, where
 /// `\uXXXX` is equivalent. All of them have four hexadecimal digits.
-fn plain(json: String) -> String {
+pub(crate) fn plain(json: String) -> String {
     if !json.contains(is_harmful) {
         return json;
     }

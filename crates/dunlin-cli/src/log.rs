@@ -1,17 +1,241 @@
-//! The log of long-running commands: lines on standard error.
+//! The log of long-running commands: lines on standard error, as text or as JSON objects.
+//!
+//! A line has the time in UTC, the level, the message, and the fields of the event and of the spans
+//! around it. [`LogFlags::start`] installs the subscriber, which writes lines and opens no files. A
+//! command without a log prints only its own messages ([`say`]).
 
-use std::io::Write;
+use std::fmt::{self, Write as _};
+use std::io::Write as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
+use serde_json::{Map, Value};
+use time::OffsetDateTime;
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::{LookupSpan, Registry, SpanRef};
+
+use crate::line::plain;
 use crate::text::clean;
+use crate::timeline;
+
+static STARTED: AtomicBool = AtomicBool::new(false);
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Format {
+    Text,
+    Json,
+}
+
+/// Parses a level.
+fn level() -> impl TypedValueParser<Value = Level> {
+    PossibleValuesParser::new(["error", "warn", "info", "debug"]).try_map(|name| name.parse())
+}
+
+/// Flags of a command with a log.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct LogFlags {
+    /// Format of the log on standard error; `json` is one object per line [default: text; for a
+    /// VM's process, no log].
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    log: Option<Format>,
+    /// The least severe level that the log contains.
+    #[arg(long, value_name = "LEVEL", value_parser = level(), default_value = "info")]
+    log_level: Level,
+}
+
+impl LogFlags {
+    /// Starts the log, in the format of the flag or in `default`.
+    pub(crate) fn start(&self, default: Option<Format>) {
+        if let Some(format) = self.log.or(default) {
+            STARTED.store(true, Ordering::Relaxed);
+            install(Some(format), self.log_level);
+        }
+    }
+}
+
+/// Installs the subscriber, unless there is one: it writes the log, if there is a format, and
+/// records timelines.
+pub(crate) fn install(format: Option<Format>, level: Level) {
+    let subscriber = Registry::default().with(Log { format, level });
+    // The subscriber that exists is one of this kind.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+}
+
+/// Whether a log is written.
+pub(crate) fn is_started() -> bool {
+    STARTED.load(Ordering::Relaxed)
+}
 
 /// Writes each warning as a line.
 pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
     for warning in warnings {
-        say(&format!("warning: {warning}"));
+        if is_started() {
+            tracing::warn!("{warning}");
+        } else {
+            say(&format!("warning: {warning}"));
+        }
     }
 }
 
-/// Writes one line. A closed standard error is not an error.
+/// Writes one line.
 pub(crate) fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "dunlin: {}", clean(text));
+    if is_started() {
+        tracing::info!("{text}");
+    } else {
+        write(&format!("dunlin: {}", clean(text)));
+    }
+}
+
+/// Writes one line at once. A closed standard error is not an error.
+fn write(line: &str) {
+    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
+}
+
+struct Log {
+    format: Option<Format>,
+    level: Level,
+}
+
+/// The fields of a span or an event. A later value replaces an earlier one.
+#[derive(Default)]
+pub(crate) struct Fields(Map<String, Value>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.put(field, format!("{value:?}").into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.put(field, value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.put(field, value.into());
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.put(field, value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.put(field, value.into());
+    }
+}
+
+impl Fields {
+    fn put(&mut self, field: &Field, value: Value) {
+        self.0.insert(field.name().to_owned(), value);
+    }
+
+    fn into_json(mut self, time: String, level: String, message: Value) -> String {
+        self.0.insert("time".into(), time.into());
+        self.0.insert("level".into(), level.into());
+        self.0.insert("message".into(), message);
+        plain(Value::Object(self.0).to_string())
+    }
+
+    fn to_text(&self, time: &str, level: &str, message: &Value) -> String {
+        let message = message.as_str().unwrap_or_default();
+        let mut line = format!("{time} {level:5} {message}");
+        for (name, value) in &self.0 {
+            // Writing to a string cannot fail.
+            let _ = match value.as_str() {
+                Some(text) if !text.contains([' ', '"', '=']) => write!(line, " {name}={text}"),
+                _ => write!(line, " {name}={value}"),
+            };
+        }
+        clean(&line)
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        // Spans have level info: a log of errors contains their fields, too.
+        Some(self.level.max(Level::INFO).into())
+    }
+
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        if let Some(span) = context.span(id) {
+            let mut fields = Fields::default();
+            attributes.record(&mut fields);
+            span.extensions_mut().insert(fields);
+        }
+    }
+
+    fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
+        if let Some(span) = context.span(id)
+            && let Some(fields) = span.extensions_mut().get_mut::<Fields>()
+        {
+            values.record(fields);
+        }
+    }
+
+    fn on_enter(&self, id: &Id, context: Context<'_, S>) {
+        if let Some(span) = context.span(id) {
+            span.extensions_mut().replace(Instant::now());
+        }
+    }
+
+    fn on_exit(&self, id: &Id, context: Context<'_, S>) {
+        if let Some(span) = context.span(id)
+            && let Some(entered) = span.extensions_mut().remove::<Instant>()
+        {
+            timeline::add(span.name(), entered, || lane_and_fields(&span));
+        }
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let Some(format) = self.format else { return };
+        let level = event.metadata().level();
+        if *level > self.level {
+            return;
+        }
+        let mut fields = Fields::default();
+        let scope = context.event_scope(event);
+        for span in scope.into_iter().flat_map(|scope| scope.from_root()) {
+            if let Some(more) = span.extensions().get::<Fields>() {
+                fields.0.extend(more.0.clone());
+            }
+        }
+        event.record(&mut fields);
+        let message = fields.0.remove("message").unwrap_or_default();
+        let (time, level) = (now(), level.as_str().to_lowercase());
+        write(&match format {
+            Format::Json => fields.into_json(time, level, message),
+            Format::Text => fields.to_text(&time, &level, &message),
+        });
+    }
+}
+
+/// The lane of a span, or 0 outside of lanes, and the span's own fields.
+fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<String, Value>) {
+    let lane = span.scope().find_map(|span| {
+        let extensions = span.extensions();
+        extensions.get::<Fields>()?.0.get("lane")?.as_u64()
+    });
+    let extensions = span.extensions();
+    let fields = extensions.get::<Fields>().map(|fields| fields.0.clone());
+    (lane.unwrap_or(0), fields.unwrap_or_default())
+}
+
+/// The time in UTC (RFC 3339). The local time zone would be in a file.
+fn now() -> String {
+    let now = OffsetDateTime::now_utc();
+    let (date, time) = (now.date(), now.time());
+    format!(
+        "{}-{:02}-{:02}T{:02}:{:02}:{:02}.{:06}Z",
+        date.year(),
+        u8::from(date.month()),
+        date.day(),
+        time.hour(),
+        time.minute(),
+        time.second(),
+        time.microsecond()
+    )
 }

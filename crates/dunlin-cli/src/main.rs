@@ -22,6 +22,7 @@ mod service;
 mod sessions;
 mod state;
 mod text;
+mod timeline;
 mod tunnel;
 mod vm;
 

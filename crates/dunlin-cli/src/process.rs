@@ -139,7 +139,7 @@ impl Pair {
     ) -> Result<Ended> {
         let peers = vec![format!("destination.{}", self.purpose)];
         let common = Common::new(&self.identity, peers, &Reading::default());
-        follow(&self.control, &common, flags, None, show)
+        follow(&self.control, &common, flags, None, None, show)
     }
 
     /// Moves the guest and waits until it runs at the destination.

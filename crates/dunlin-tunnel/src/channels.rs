@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dunlin_proto::fault::FaultCode;
 
-use super::event::Event;
+use super::event::{ChannelId, Event};
 use super::failure::Failure;
 use super::site::Site;
 use super::socket::Socket;
@@ -13,6 +13,8 @@ use super::socket::Socket;
 /// Channels by their numbers in the trunk.
 pub(super) struct Channels {
     site: Arc<Site>,
+    /// The peer's name.
+    peer: String,
     open: BTreeMap<u32, Channel>,
 }
 
@@ -30,9 +32,10 @@ enum Consumer {
 }
 
 impl Channels {
-    pub(super) fn new(site: &Arc<Site>) -> Self {
+    pub(super) fn new(site: &Arc<Site>, peer: String) -> Self {
         Self {
             site: Arc::clone(site),
+            peer,
             open: BTreeMap::new(),
         }
     }
@@ -59,14 +62,14 @@ impl Channels {
     /// Reports that the other half of a channel is connected.
     pub(super) fn opened(&self, channel: u32) {
         if let Some(one) = self.open.get(&channel) {
-            let route = one.route.clone();
-            self.site.report(Event::Opened { route, channel });
+            let id = self.id(channel, one.route.clone());
+            self.site.report(Event::Opened(id));
         }
     }
 
     /// The other half of a channel could not be connected.
     pub(super) fn refused(&mut self, channel: u32, failure: Failure) {
-        self.end(channel, |socket, route| {
+        self.end(channel, |socket, ChannelId { route, .. }| {
             socket.fail(&failure);
             Event::Refused { route, failure }
         });
@@ -83,40 +86,42 @@ impl Channels {
 
     /// Both directions have ended in order.
     pub(super) fn closed(&mut self, channel: u32) {
-        self.end(channel, |socket, route| {
+        self.end(channel, |socket, id| {
             socket.ended_well();
-            Event::Closed { route, channel }
+            Event::Closed(id)
         });
     }
 
     /// The channel has ended; its consumer left the last few bytes of one direction unread.
     pub(super) fn left_unread(&mut self, channel: u32, by_peer: bool) {
-        self.end(channel, |socket, route| {
+        self.end(channel, |socket, id| {
             socket.left_unread();
-            Event::LeftUnread {
-                route,
-                channel,
-                by_peer,
-            }
+            Event::LeftUnread { id, by_peer }
         });
     }
 
     /// The channel is aborted on this side.
     pub(super) fn aborted(&mut self, channel: u32, failure: Failure) {
-        self.end(channel, |socket, route| {
+        self.end(channel, |socket, id| {
             socket.fail(&failure);
-            Event::Aborted {
-                route,
-                channel,
-                failure,
-            }
+            Event::Aborted { id, failure }
         });
     }
 
+    fn id(&self, channel: u32, route: String) -> ChannelId {
+        let peer = self.peer.clone();
+        ChannelId {
+            route,
+            channel,
+            peer,
+        }
+    }
+
     /// Removes a channel and reports the event that `close` returns.
-    fn end(&mut self, channel: u32, close: impl FnOnce(&Socket, String) -> Event) {
+    fn end(&mut self, channel: u32, close: impl FnOnce(&Socket, ChannelId) -> Event) {
         if let Some(one) = self.open.remove(&channel) {
-            self.site.report(close(&one.socket, one.route));
+            let id = self.id(channel, one.route);
+            self.site.report(close(&one.socket, id));
         }
     }
 

@@ -33,12 +33,7 @@ pub enum Event {
         fault: FaultCode,
     },
     /// A channel carries bytes.
-    Opened {
-        /// The route.
-        route: String,
-        /// The channel's number in its trunk.
-        channel: u32,
-    },
+    Opened(ChannelId),
     /// A connection was refused before the channel was open, and is closed.
     Refused {
         /// The route.
@@ -47,28 +42,19 @@ pub enum Event {
         failure: Failure,
     },
     /// A channel has ended in both directions, in order.
-    Closed {
-        /// The route.
-        route: String,
-        /// The channel's number in its trunk.
-        channel: u32,
-    },
+    Closed(ChannelId),
     /// A channel has ended, but a hypervisor closed its connection and left the last few bytes of
     /// one direction unread.
     LeftUnread {
-        /// The route.
-        route: String,
-        /// The channel's number in its trunk.
-        channel: u32,
+        /// The channel.
+        id: ChannelId,
         /// Whether that hypervisor is on the peer's host.
         by_peer: bool,
     },
     /// A channel was aborted.
     Aborted {
-        /// The route.
-        route: String,
-        /// The channel's number in its trunk.
-        channel: u32,
+        /// The channel.
+        id: ChannelId,
         /// Why, and who is at fault.
         failure: Failure,
     },
@@ -76,6 +62,8 @@ pub enum Event {
     LaneLost {
         /// The lane's number.
         lane: u16,
+        /// The peer's name.
+        peer: String,
         /// Why.
         why: String,
     },
@@ -102,6 +90,23 @@ pub enum Event {
     Warning(String),
 }
 
+/// A channel, in an event.
+#[derive(Clone, Debug)]
+pub struct ChannelId {
+    /// The route.
+    pub route: String,
+    /// The channel's number in its trunk.
+    pub channel: u32,
+    /// The peer's name.
+    pub peer: String,
+}
+
+impl fmt::Display for ChannelId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "route {}: channel {}", self.route, self.channel)
+    }
+}
+
 impl fmt::Display for Event {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -112,23 +117,15 @@ impl fmt::Display for Event {
             Self::TrunkEnded { peer, fault } => {
                 write!(formatter, "trunk to {peer} ended: {fault}")
             }
-            Self::Opened { route, channel } => {
-                write!(formatter, "route {route}: channel {channel} is open")
-            }
+            Self::Opened(id) => write!(formatter, "{id} is open"),
             Self::Refused { route, failure } => {
                 write!(
                     formatter,
                     "route {route}: a connection was refused: {failure}"
                 )
             }
-            Self::Closed { route, channel } => {
-                write!(formatter, "route {route}: channel {channel} is closed")
-            }
-            Self::LeftUnread {
-                route,
-                channel,
-                by_peer,
-            } => {
+            Self::Closed(id) => write!(formatter, "{id} is closed"),
+            Self::LeftUnread { id, by_peer } => {
                 let host = if *by_peer {
                     "the peer's host"
                 } else {
@@ -136,19 +133,12 @@ impl fmt::Display for Event {
                 };
                 write!(
                     formatter,
-                    "route {route}: channel {channel} is closed: the hypervisor on {host} left the \
+                    "{id} is closed: the hypervisor on {host} left the \
                      last bytes unread, as QEMU does with its own TLS"
                 )
             }
-            Self::Aborted {
-                route,
-                channel,
-                failure,
-            } => write!(
-                formatter,
-                "route {route}: channel {channel} was aborted: {failure}"
-            ),
-            Self::LaneLost { lane, why } => write!(formatter, "lane {lane} is lost: {why}"),
+            Self::Aborted { id, failure } => write!(formatter, "{id} was aborted: {failure}"),
+            Self::LaneLost { lane, why, .. } => write!(formatter, "lane {lane} is lost: {why}"),
             Self::ControlLost { peer, failure } => {
                 write!(formatter, "control lane to {peer} is lost: {failure}")
             }

@@ -254,6 +254,7 @@ impl Hub {
             ..Config::default()
         };
         let mut trunk = stripe::Trunk::new(terms.side(), config, 0);
+        let channels = Channels::new(site, terms.peer_name());
         trunk.control_up(0);
         Ok(Arc::new(Self {
             site: Arc::clone(site),
@@ -265,7 +266,7 @@ impl Hub {
             writes: WatchedSockets::new()?,
             core: Mutex::new(Core {
                 trunk,
-                channels: Channels::new(site),
+                channels,
                 control: Control::Up {
                     epoch: 1,
                     stream: Arc::clone(control),
@@ -392,7 +393,7 @@ impl Hub {
             }
             Action::LaneRefused { lane, fault, text } => {
                 let why = Failure::of_peer(fault, &text).to_string();
-                self.site.report(Event::LaneLost { lane, why });
+                self.lane_lost(lane, why);
             }
             Action::GiveUp(fault) => {
                 core.control.give_up(fault);
@@ -486,6 +487,12 @@ impl Hub {
             Left::Broken => core.channels.aborted(channel, failure),
         }
         false
+    }
+
+    /// Reports that a lane is lost or cannot be opened.
+    pub(super) fn lane_lost(&self, lane: u16, why: String) {
+        let peer = self.terms.peer_name();
+        self.site.report(Event::LaneLost { lane, peer, why });
     }
 
     /// The peer broke the protocol: ends the trunk.

@@ -90,7 +90,7 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::security::SealedLanes;
 
 pub use error::TunnelError;
-pub use event::Event;
+pub use event::{ChannelId, Event};
 pub use failure::Failure;
 pub use identities::Identities;
 pub use listener::Sockets;

@@ -17,7 +17,6 @@ use dunlin_proto::stripe::{Arrival, Delivery};
 use vm_memory::VolatileSlice;
 
 use super::counted::Counted;
-use super::event::Event;
 use super::failure::Failure;
 use super::hub::{Core, Direction, Hub};
 use super::piece::Piece;
@@ -97,7 +96,7 @@ fn run(hub: &Hub, lane: u16, receiver: DataReceiver) {
         && !is_over
     {
         let why = format!("cannot receive on the peer's lane {lane}: {error}");
-        hub.site.report(Event::LaneLost { lane, why });
+        hub.lane_lost(lane, why);
     }
 }
 

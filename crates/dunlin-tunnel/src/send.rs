@@ -16,7 +16,6 @@ use dunlin_proto::stripe::frame::{Data, Frame};
 use dunlin_proto::stripe::{KeyUsage, Outcome, Work};
 use vm_memory::VolatileSlice;
 
-use super::event::Event;
 use super::failure::{Failure, OrFailure};
 use super::hub::{Core, Dial, Direction, Hub};
 use super::piece::{PIECE_BYTES, Piece};
@@ -43,8 +42,7 @@ pub(super) fn run(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) {
     if let Err(failure) = result
         && !is_over
     {
-        let why = failure.to_string();
-        hub.site.report(Event::LaneLost { lane, why });
+        hub.lane_lost(lane, failure.to_string());
     }
 }
 

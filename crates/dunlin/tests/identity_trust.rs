@@ -97,7 +97,10 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
             "{error}"
         );
         let error = source.server(&Crypto::auto(), peers).unwrap_err();
-        assert!(matches!(error.kind(), SettingsErrorKind::NoAuthority), "{error}");
+        assert!(
+            matches!(error.kind(), SettingsErrorKind::NoAuthority),
+            "{error}"
+        );
     }
 }
 
@@ -157,7 +160,10 @@ fn a_revocation_list_is_for_its_authority_alone() {
     }
     destination.put("ca-crl.pem", "nothing");
     let error = Identity::load(destination.directory(), LoadOptions::default()).unwrap_err();
-    assert!(matches!(error.kind(), IdentityErrorKind::Nothing { .. }), "{error}");
+    assert!(
+        matches!(error.kind(), IdentityErrorKind::Nothing { .. }),
+        "{error}"
+    );
 }
 
 /// The files of a host in the layout of another hypervisor.
@@ -246,7 +252,10 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
             "{error}"
         );
         let error = load(&one, None).unwrap_err();
-        assert!(matches!(error.kind(), IdentityErrorKind::RoleNeeded { .. }), "{error}");
+        assert!(
+            matches!(error.kind(), IdentityErrorKind::RoleNeeded { .. }),
+            "{error}"
+        );
     }
 }
 
@@ -276,7 +285,10 @@ fn a_directory_that_is_not_clear_is_asked_about() {
         assert_eq!(identity.summary().unwrap().names, [name.parse().unwrap()]);
     }
     let error = with_role(&Host(Scratch::new()), Role::Source).unwrap_err();
-    assert!(matches!(error.kind(), IdentityErrorKind::NoLayout { .. }), "{error}");
+    assert!(
+        matches!(error.kind(), IdentityErrorKind::NoLayout { .. }),
+        "{error}"
+    );
     "windows".parse::<Layout>().unwrap_err();
 }
 

@@ -16,12 +16,14 @@ use dunlin_handoff::accept::{
 };
 use dunlin_ipsec::inspect::Netlink;
 use dunlin_linux::signals::{EndSignals, HangUps};
+use tracing::field::display;
+use tracing::{info, warn};
 
 use super::connect::TLS;
 use super::line::accepted;
 use crate::code::FAILED;
 use crate::identity::{Reading, allowed_peers, load_identity};
-use crate::log::{say, warn};
+use crate::log::{self, Format, LogFlags, say};
 use crate::options::{named, parse_limit};
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::tunnel::{Port, parse_port, parse_server, socket_path};
@@ -93,12 +95,15 @@ pub(crate) struct Accept {
     /// Time limit of forwarded clients after SIGTERM.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_limit)]
     drain: Duration,
+    #[command(flatten)]
+    log: LogFlags,
 }
 
 const HEADERS: &[(&str, ProxyHeader)] = &[("v1", ProxyHeader::V1), ("v2", ProxyHeader::V2)];
 
 impl Accept {
     pub(crate) fn run(&self) -> Result<i32> {
+        self.log.start(Some(Format::Text));
         let sockets = passed()?;
         let (sender, events) = channel();
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
@@ -109,7 +114,7 @@ impl Accept {
         drop(sockets);
         let failed = sender.clone();
         let observer = move |event| {
-            say(&format!("{event}"));
+            log_event(&event);
             if matches!(event, Event::Failed(_)) {
                 // The main thread receives until the process ends.
                 let _ = failed.send(ServiceEvent::Failed);
@@ -173,7 +178,7 @@ impl Accept {
         let provider = fastest::auto().provider;
         let offer = Offer::new(self.tls, ciphers, &self.curves, provider)?;
         let (identity, warnings) = self.load()?;
-        warn(warnings);
+        log::warn(warnings);
         let clients = match (self.peers.is_empty(), self.verify_clients) {
             (true, false) => None,
             (true, true) => Some(Peers::AnyFromAuthority),
@@ -208,6 +213,22 @@ impl Accept {
         let (identity, warnings) = Identity::load_files(files, options)
             .with_context(|| format!("cannot use {}", certificate.display()))?;
         Ok((identity, warnings.iter().map(ToString::to_string).collect()))
+    }
+}
+
+/// Logs an event with its client and server name.
+fn log_event(event: &Event) {
+    let (peer, name) = match event {
+        Event::HandedOver { arrived, .. } => (Some(arrived.facts.at), Some(&arrived.name)),
+        Event::Forwarded { from, name } | Event::Refused { from, name, .. } => {
+            (Some(*from), name.as_ref())
+        }
+        _ => (None, None),
+    };
+    let peer = peer.map(display);
+    match event {
+        Event::HandedOver { .. } | Event::Forwarded { .. } => info!(peer, name, "{event}"),
+        _ => warn!(peer, name, "{event}"),
     }
 }
 

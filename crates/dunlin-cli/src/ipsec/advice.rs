@@ -4,6 +4,28 @@
 use anyhow::{Error, anyhow};
 use dunlin_ipsec::{Event, IpsecError};
 use dunlin_proto::fault::FaultCode;
+use tracing::{info, warn};
+
+use crate::log::{is_started, say};
+
+/// Logs an event with its peer.
+pub(crate) fn log_event(event: &Event) {
+    let text = event_text(event);
+    if !is_started() {
+        return say(&text);
+    }
+    let peer = match event {
+        Event::Up(session) => Some(session.peer.to_string()),
+        Event::Over { peer, .. } | Event::Rejected { from: peer, .. } => Some(peer.clone()),
+        _ => None,
+    };
+    match event {
+        Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {
+            info!(peer, "{text}")
+        }
+        _ => warn!(peer, "{text}"),
+    }
+}
 
 /// An event as one line for a log, with advice.
 pub(crate) fn event_text(event: &Event) -> String {

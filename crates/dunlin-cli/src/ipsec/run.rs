@@ -23,13 +23,13 @@ use dunlin_ipsec::{
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 
 use super::ModeName;
-use super::advice::{event_text, with_advice};
+use super::advice::{log_event, with_advice};
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{self, Service, Socket};
 use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
-use crate::log::{say, warn};
+use crate::log::{Format, LogFlags, say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
 use crate::service::{Manager, ServiceEvent, cannot_listen, wait_for};
 use crate::state::StatePath;
@@ -70,6 +70,8 @@ struct Own {
     control: ControlPath,
     #[command(flatten)]
     state: StatePath,
+    #[command(flatten)]
+    log: LogFlags,
 }
 
 impl Own {
@@ -103,7 +105,7 @@ impl Blocked {
             if let Event::Left { record, .. } = event {
                 lock(&blocked.0).insert(record.clone());
             }
-            say(&event_text(event));
+            log_event(event);
         })
     }
 
@@ -181,6 +183,7 @@ impl FromStr for BoundPeer {
 
 impl Serve {
     pub(crate) fn run(&self) -> Result<i32> {
+        self.own.log.start(Some(Format::Text));
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let names = self.peers.iter().map(|one| one.name.clone()).collect();
         let common = self.own.common(names);
@@ -246,6 +249,7 @@ pub(crate) struct Up {
 
 impl Up {
     pub(crate) fn run(&self) -> Result<i32> {
+        self.own.log.start(Some(Format::Text));
         let (ends, hang_ups) = (EndSignals::block()?, HangUps::block()?);
         let to = with_port(&self.peer);
         let common = self.own.common(self.names.clone());

@@ -14,6 +14,7 @@ use dunlin_ipsec::{Observer, Options};
 use dunlin_linux::affinity::keep_to;
 use dunlin_linux::signals::{EndSignals, HangUps};
 use dunlin_tunnel::{Event, Identities, Tunnel};
+use tracing::{info, warn};
 
 use super::config::table::Port;
 use super::config::{Config, Ipsec};
@@ -22,9 +23,9 @@ use crate::code::{DONE, FAILED};
 use crate::confine::{self, ConfiningTunnel, Needs};
 use crate::control::Socket;
 use crate::identity::{chosen, crypto, load_identity};
-use crate::ipsec::advice::event_text;
+use crate::ipsec::advice;
 use crate::line::Line;
-use crate::log::{say, warn};
+use crate::log::{self, Format, LogFlags, say};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice};
 use crate::service::{Manager, ServiceEvent, drained, passed, serve, wait_for};
 use crate::state::StatePath;
@@ -44,6 +45,8 @@ pub(crate) struct Run {
     state: StatePath,
     #[command(flatten)]
     confining: ConfiningTunnel,
+    #[command(flatten)]
+    log: LogFlags,
 }
 
 #[derive(Debug, Args)]
@@ -63,6 +66,7 @@ impl Check {
 
 impl Run {
     pub(crate) fn run(&self) -> Result<i32> {
+        self.log.start(Some(Format::Text));
         let passed = passed()?;
         if let Some(Cpus(cpus)) = &self.cpus {
             // Later threads inherit the CPU affinity.
@@ -75,7 +79,7 @@ impl Run {
         let manager = Manager::find();
         let (config, identities) = read(&self.config)?;
         let listener = config.listen.open(&passed, "listen in the configuration")?;
-        let observer = |event: &Event| say(&format!("{event}"));
+        let observer = |event: &Event| log_event(event);
         let socket = self.control_socket()?;
         // Threads that already exist would stay unconfined.
         let control = socket
@@ -144,7 +148,7 @@ impl Run {
             Err(error) if self.control.control.is_some() => Err(error),
             Err(error) => {
                 let why = chained(&error);
-                warn([format!(
+                log::warn([format!(
                     "{why}; `dunlin status` and `tunnel open` cannot find this tunnel"
                 )]);
                 Ok(None)
@@ -154,13 +158,46 @@ impl Run {
 
     /// The dialer and acceptor of lanes over IPsec.
     fn ipsec_lanes(&self, ipsec: &Ipsec) -> Result<IpsecLanes> {
-        warn(offload_advice());
+        log::warn(offload_advice());
         let records = self.state.ipsec_records()?;
         let mut options = Options::new(ipsec.mode, ipsec.ports, records);
         options.rekey_after = Some(ipsec.rekey_after);
         options.cpus = ipsec_cpus(ipsec.cpus.as_ref())?;
-        let observer: Observer = Arc::new(|event: &dunlin_ipsec::Event| say(&event_text(event)));
+        let observer: Observer = Arc::new(|event: &dunlin_ipsec::Event| advice::log_event(event));
         IpsecLanes::new(options, observer).context("cannot use IPsec for lanes")
+    }
+}
+
+/// Logs an event with its route, channel, peer and lane.
+fn log_event(event: &Event) {
+    let (mut route, mut channel, mut peer, mut lane) = (None, None, None, None);
+    match event {
+        Event::Opened(id)
+        | Event::Closed(id)
+        | Event::LeftUnread { id, .. }
+        | Event::Aborted { id, .. } => {
+            (route, channel, peer) = (Some(&id.route), Some(id.channel), Some(&id.peer));
+        }
+        Event::Refused { route: on, .. } => route = Some(on),
+        Event::LaneLost {
+            lane: of, peer: to, ..
+        } => (lane, peer) = (Some(of), Some(to)),
+        Event::TrunkUp { peer: to, .. }
+        | Event::TrunkFailed { to, .. }
+        | Event::TrunkEnded { peer: to, .. }
+        | Event::ControlLost { peer: to, .. }
+        | Event::ControlResumed { peer: to }
+        | Event::Rejected { from: to, .. } => peer = Some(to),
+        _ => {}
+    }
+    match event {
+        Event::TrunkUp { .. }
+        | Event::TrunkEnded { .. }
+        | Event::ControlResumed { .. }
+        | Event::Opened(_)
+        | Event::Closed(_)
+        | Event::LeftUnread { .. } => info!(route, channel, peer, lane, "{event}"),
+        _ => warn!(route, channel, peer, lane, "{event}"),
     }
 }
 
@@ -216,7 +253,7 @@ fn read(file: &Path) -> Result<(Config, Identities)> {
     let (connecting, warnings) = load(Role::Source)?;
     let (accepting, more) = load(Role::Destination)?;
     let fresh = more.into_iter().filter(|one| !warnings.contains(one));
-    warn(warnings.iter().cloned().chain(fresh));
+    log::warn(warnings.iter().cloned().chain(fresh));
     let identities = Identities {
         connecting,
         accepting,

@@ -159,6 +159,7 @@ impl ControlService {
 
     /// Logs a warning for the operator.
     pub(crate) fn warn(&self, text: &str) {
+        tracing::warn!("{text}");
         Line::Warning { text: text.into() }.say(self.json);
     }
 

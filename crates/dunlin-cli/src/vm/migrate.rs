@@ -1,5 +1,6 @@
 //! `dunlin vm migrate`, `watch`, `set`, `status` and `ask`: requests to a VM's process.
 
+use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,9 @@ impl Target {
     pub(super) fn watch(&self) -> Result<i32> {
         let client = Request::Watch.ask(&self.socket()?)?;
         let mut display = Display::new(self.json);
-        Ok(code(until_end(client, &mut |line| display.show(line))?))
+        Ok(code(until_end(client, None, &mut |line| {
+            display.show(line)
+        })?))
     }
 
     pub(super) fn status(&self) -> Result<i32> {
@@ -88,6 +91,10 @@ pub(crate) struct Migrate {
     flags: MigrateFlags,
     #[command(flatten)]
     common: Common,
+    /// Write a timeline of the migration to this file, in Chrome's trace format, for Perfetto or
+    /// about:tracing.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -129,14 +136,19 @@ fn code(ended: Ended) -> i32 {
 }
 
 /// Requests a migration and shows it until it ends. The first signal cancels the migration; a
-/// second one stops waiting.
+/// second one stops waiting. With `timeline`, writes the timeline there.
 pub(crate) fn follow(
     socket: &Path,
     common: &Common,
     flags: &MigrateFlags,
     signals: Option<EndSignals>,
+    timeline: Option<&Path>,
     show: &mut dyn FnMut(&Line),
 ) -> Result<Ended> {
+    let created = timeline.map(|path| {
+        File::create(path).with_context(|| format!("cannot create {}", path.display()))
+    });
+    let timeline = created.transpose()?;
     let directory = &common.identity;
     let identity = directory
         .canonicalize()
@@ -147,13 +159,14 @@ pub(crate) fn follow(
             ..common.clone()
         },
         flags: flags.clone(),
+        timeline: timeline.is_some(),
     };
     let client = request.ask(socket)?;
     if let Some(signals) = signals {
         let more = client.more()?;
         start("signals", move || cancel_at_signal(&signals, more))?;
     }
-    until_end(client, show)
+    until_end(client, timeline, show)
 }
 
 fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
@@ -173,9 +186,22 @@ fn cancel_at_signal(signals: &EndSignals, mut migration: UnixStream) {
 }
 
 /// Shows a migration until it ends.
-fn until_end(mut client: Client, show: &mut dyn FnMut(&Line)) -> Result<Ended> {
+fn until_end(
+    mut client: Client,
+    mut timeline: Option<File>,
+    show: &mut dyn FnMut(&Line),
+) -> Result<Ended> {
     let mut committing = false;
     while let Some(line) = client.next()? {
+        if let Line::Timeline { events } = &line {
+            if let Some(file) = &mut timeline
+                && let Err(error) = serde_json::to_writer(file, events)
+            {
+                // The migration has ended, well or not.
+                eprintln!("warning: cannot write the timeline: {error}");
+            }
+            continue;
+        }
         show(&line);
         match line {
             Line::Committing => committing = true,
@@ -205,6 +231,7 @@ impl Migrate {
             &self.common,
             &self.flags,
             Some(signals),
+            self.timeline.as_deref(),
             &mut |line| display.show(line),
         )?;
         Ok(code(ended))

@@ -10,6 +10,7 @@ mod owner;
 mod receive;
 pub(crate) mod request;
 mod run;
+mod story;
 
 use anyhow::Result;
 use clap::Subcommand;

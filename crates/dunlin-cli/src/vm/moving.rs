@@ -2,12 +2,15 @@
 
 use dunlin_lane::sync::{lock, wait};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
 use anyhow::{Result, bail};
 use dunlin::engine::{Cancel, Event, Tune};
+use serde_json::Value;
+use tracing::Span;
 
+use super::story;
 use crate::line::{Line, MigrationLine};
 
 /// Lines queued for a follower that does not read. Further lines are dropped: a stopped follower
@@ -22,6 +25,8 @@ pub(crate) struct Moving {
     pub(crate) cancel: Cancel,
     pub(crate) tune: Tune,
     started: Instant,
+    /// The session's span.
+    span: OnceLock<Span>,
     seen: Mutex<Seen>,
     changed: Condvar,
 }
@@ -29,6 +34,7 @@ pub(crate) struct Moving {
 struct Seen {
     line: MigrationLine,
     followers: Vec<SyncSender<Line>>,
+    timeline: Option<Line>,
     ended: Option<Line>,
 }
 
@@ -47,6 +53,7 @@ impl Moving {
             cancel: Cancel::new(),
             tune: Tune::new(),
             started: Instant::now(),
+            span: OnceLock::new(),
             seen: Mutex::new(Seen {
                 line: MigrationLine {
                     role: "source".into(),
@@ -56,6 +63,7 @@ impl Moving {
                     ..MigrationLine::default()
                 },
                 followers: Vec::new(),
+                timeline: None,
                 ended: None,
             }),
             changed: Condvar::new(),
@@ -64,6 +72,9 @@ impl Moving {
 
     /// Processes an event of the engine, on any of its threads.
     pub(crate) fn observe(&self, event: &Event) {
+        // The first event precedes every step.
+        self.span.get_or_init(Span::current);
+        story::at_source(event);
         let line = Line::from(event);
         let mut seen = lock(&self.seen);
         match event {
@@ -82,8 +93,14 @@ impl Moving {
         lock(&self.seen).send(&Line::Warning { text });
     }
 
+    /// Keeps the timeline for the followers.
+    pub(crate) fn keep_timeline(&self, events: Vec<Value>) {
+        lock(&self.seen).timeline = Some(Line::Timeline { events });
+    }
+
     /// Ends the migration with its last line.
     pub(crate) fn end(&self, line: Line) {
+        story::ended(self.span.get().unwrap_or(&Span::none()), &line);
         let mut seen = lock(&self.seen);
         seen.ended = Some(line);
         seen.followers.clear();
@@ -160,7 +177,10 @@ impl Follower {
         for line in &self.lines {
             show(&line)?;
         }
-        show(&self.moving.wait())
+        let last = self.moving.wait();
+        let timeline = lock(&self.moving.seen).timeline.clone();
+        timeline.iter().try_for_each(&mut show)?;
+        show(&last)
     }
 }
 

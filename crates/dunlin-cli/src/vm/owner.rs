@@ -19,6 +19,7 @@ use dunlin::lane::policy::ClientTls;
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::PortRange;
 use dunlin_microvm::HostOptions;
+use tracing::Level;
 
 use super::control_service::{Command, ControlService};
 use super::moving::Moving;
@@ -27,9 +28,11 @@ use crate::confine::{self, Confining, LANE_PORTS, Needs};
 use crate::control::{Service, read_request, send};
 use crate::identity::client_tls;
 use crate::line::{FailedLine, Line};
+use crate::log::{self, LogFlags};
 use crate::options::{ControlPath, MigrateFlags, SecurityName, ipsec_lanes};
 use crate::service::start;
 use crate::state::StatePath;
+use crate::timeline;
 
 /// Flags of both kinds of process that own a VM.
 #[derive(Debug, Args)]
@@ -53,6 +56,8 @@ pub(crate) struct Own {
     /// Print one JSON object per line.
     #[arg(long)]
     pub(super) json: bool,
+    #[command(flatten)]
+    log: LogFlags,
     /// End when standard input closes, and remove this directory: for a parent that must not leave
     /// a VM or a directory behind.
     #[arg(long, value_name = "DIR", hide = true)]
@@ -61,6 +66,7 @@ pub(crate) struct Own {
 
 impl Own {
     pub(super) fn service(&self) -> Result<Arc<ControlService>> {
+        self.log.start(None);
         let records = self.state.ipsec_records()?;
         Ok(ControlService::new(self.json, self.state.open()?, records))
     }
@@ -136,10 +142,14 @@ impl Service for ControlService {
                 let moving = self.moving()?;
                 return moving.follow().show(|line| send(connection, line));
             }
-            Request::Migrate { common, flags } => {
+            Request::Migrate {
+                common,
+                flags,
+                timeline,
+            } => {
                 let (tls, warnings) = client_tls(&common, &flags.to)?;
                 let records = Line::from(&common.records.choice()?);
-                let moving = move_away(self, tls, &flags)?;
+                let moving = move_away(self, tls, &flags, timeline)?;
                 let follower = moving.follow();
                 for text in warnings {
                     // The client may be gone; the migration continues.
@@ -201,6 +211,7 @@ fn move_away(
     service: &Arc<ControlService>,
     tls: ClientTls,
     flags: &MigrateFlags,
+    timeline: bool,
 ) -> Result<Arc<Moving>> {
     let moving = Moving::new(flags.to.clone(), flags.rate);
     let ipsec = match flags.security {
@@ -224,6 +235,10 @@ fn move_away(
     let spawned = start("migration", move || {
         let observe = |event: &Event| for_thread.observe(event);
         let cancel = &for_thread.cancel;
+        if timeline {
+            log::install(None, Level::INFO);
+            timeline::begin();
+        }
         let line = match Migration::builder(vm, to, &tls)
             .options(options)
             .observer(&observe)
@@ -234,6 +249,9 @@ fn move_away(
             Ok(report) => Line::Moved(Box::new((&report).into())),
             Err(error) => Line::Failed((&error).into()),
         };
+        if timeline {
+            for_thread.keep_timeline(timeline::end());
+        }
         for_service.finish(&for_thread, line);
     });
     if let Err(error) = spawned {

@@ -17,6 +17,7 @@ use dunlin_microvm::{MachineBuilder, Movable, VmState};
 
 use super::control_service::ControlService;
 use super::owner::Own;
+use super::story;
 use crate::code::CANCELLED;
 use crate::confine;
 use crate::control::{self, Socket};
@@ -94,6 +95,7 @@ impl Receive {
         };
         let observe = |event: &DestinationEvent| {
             service.observe(event);
+            story::at_destination(event);
             self.observe(event);
         };
         let mut cancelled = None;

@@ -26,6 +26,8 @@ pub(crate) enum Request {
         #[serde(flatten)]
         common: Common,
         flags: MigrateFlags,
+        /// Whether a timeline follows the migration.
+        timeline: bool,
     },
     /// Follow the migration under way.
     Watch,

@@ -16,7 +16,7 @@ use dunlin_linux::tcp::{silence, unacknowledged_bytes};
 use dunlin_proto::fault::FaultCode;
 
 use super::life::{Inward, Life};
-use crate::event::Event;
+use crate::event::{ChannelId, Event};
 use crate::failure::Failure;
 use crate::site::Site;
 use crate::socket::Socket;
@@ -78,6 +78,14 @@ impl Channel {
         self.life().is_relaying()
     }
 
+    pub(super) fn id(&self) -> ChannelId {
+        ChannelId {
+            route: self.route.clone(),
+            channel: self.number,
+            peer: self.peer.clone(),
+        }
+    }
+
     /// A thread has ended. The last one reports the end of the channel.
     pub(super) fn leave(&self, result: Result<(), Failure>) {
         if let Err(failure) = result {
@@ -86,16 +94,12 @@ impl Channel {
         let Some(ended) = self.life().leave() else {
             return;
         };
-        let (route, channel) = (self.route.clone(), self.number);
+        let id = self.id();
         self.site.report(match ended {
-            Err(failure) => Event::Aborted {
-                route,
-                channel,
-                failure,
-            },
+            Err(failure) => Event::Aborted { id, failure },
             Ok(()) => {
                 self.plain.ended_well();
-                Event::Closed { route, channel }
+                Event::Closed(id)
             }
         });
     }

@@ -292,14 +292,15 @@ impl Relays {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let made = Channel::new(site, number, route, socket, relayed);
         let watched = made.and_then(|channel| self.watch(&channel).map(|()| channel));
-        let route = route.to_owned();
         match watched {
             Ok(ready) => {
-                let channel = number;
-                site.report(Event::Opened { route, channel });
+                site.report(Event::Opened(ready.id()));
                 ready.start(counted);
             }
-            Err(failure) => site.report(Event::Refused { route, failure }),
+            Err(failure) => {
+                let route = route.to_owned();
+                site.report(Event::Refused { route, failure });
+            }
         }
     }
 

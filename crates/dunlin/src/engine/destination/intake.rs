@@ -109,6 +109,7 @@ impl Arriving<'_> {
             memory: Arc::clone(&self.lanes.memory),
             barrier,
             events: self.session.sender.clone(),
+            span: self.session.span.clone(),
         };
         let name = format!("dunlin-lane-{number}");
         let thread = spawn(&**self.session.host, name, move || lane.run())?;

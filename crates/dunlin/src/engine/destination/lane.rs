@@ -13,6 +13,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
 use dunlin_proto::lanes::{CourseError, Receiving};
 use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
+use tracing::{Span, info_span};
 
 use super::super::fault::Fault;
 use super::super::vmm::GuestMemory;
@@ -117,11 +118,14 @@ pub(super) struct Lane {
     pub(super) memory: Arc<DestinationMemory>,
     pub(super) barrier: Arc<IterationBarrier>,
     pub(super) events: Sender<SessionEvent>,
+    /// The session's span.
+    pub(super) span: Span,
 }
 
 impl Lane {
     /// The thread's body. Reports the end of the lane to the session.
     pub(super) fn run(mut self) {
+        let _lane = info_span!(parent: &self.span, "lane", lane = self.number).entered();
         // This calls into the VMM's memory. Without a report of a panic there, the
         // session would wait for this lane forever.
         let received = catch_unwind(AssertUnwindSafe(|| self.receive_all()));

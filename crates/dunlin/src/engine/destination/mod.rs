@@ -10,6 +10,9 @@
 //! ```
 //! Until *commit* the VM lives at the source. Every path to *Settled* before *commit*
 //! drops the copy built here.
+//!
+//! The steps *describe*, *receive*, *load*, *commit*, *release* and *close*, and each lane, are
+//! `tracing` spans in the span of the session, which begins with the wait for a source.
 
 mod answer;
 mod arriving;
@@ -34,6 +37,8 @@ use std::sync::Arc;
 
 pub use dunlin_proto::control::Verdict;
 use dunlin_proto::observe::Observer;
+use tracing::field::Empty;
+use tracing::info_span;
 
 pub use answer::Answering;
 pub use options::{Options, OptionsBuilder};
@@ -116,6 +121,14 @@ impl<'a> Incoming<'a> {
     /// here, and what was built of it has been discarded
     /// ([`DestinationVm::discard`](super::vmm::DestinationVm::discard)).
     pub fn run(self, builder: &mut dyn Builder) -> Result<Received, MigrateError> {
+        let _session = info_span!(
+            "session",
+            role = "destination",
+            session = Empty,
+            vm = Empty,
+            peer = Empty
+        )
+        .entered();
         let session = Session::start(
             self.listener,
             self.tls,

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use dunlin_proto::control::{Digest, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
+use tracing::info_span;
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
@@ -79,7 +80,7 @@ impl<'a> Prepared<'a> {
 
     /// Sends *ready*, and waits until it is decided which side has the VM.
     pub(super) fn decide(mut self) -> Result<Running<'a>, Settled> {
-        if let Err(fault) = self.await_decision() {
+        if let Err(fault) = info_span!("commit").in_scope(|| self.await_decision()) {
             failed(&mut self, fault);
         }
         let arriving = self.arriving;
@@ -137,7 +138,7 @@ impl<'a> Running<'a> {
         self.arriving
             .session
             .notify(DestinationEvent::Running { runs });
-        if let Err(fault) = self.released() {
+        if let Err(fault) = info_span!("release").in_scope(|| self.released()) {
             self.arriving.session.warn(format!(
                 "the source did not confirm that it released the VM: {}",
                 fault.for_peer()

@@ -6,6 +6,7 @@ use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{Destination, DestinationEvent as On};
+use tracing::info_span;
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
@@ -55,7 +56,8 @@ impl<'a> Receiving<'a> {
     /// Receives lanes, memory and state until everything counted in *final* has
     /// arrived, and loads the state.
     pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled> {
-        let loaded = self.receive_all().and_then(|()| self.load());
+        let received = info_span!("receive").in_scope(|| self.receive_all());
+        let loaded = received.and_then(|()| info_span!("load").in_scope(|| self.load()));
         let digest = loaded.unwrap_or_else(|fault| {
             failed(&mut self, fault);
             None

@@ -15,6 +15,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::{Offer, Opening, Refusal, Selection};
 use dunlin_proto::observe::Observer;
+use tracing::{Span, info_span};
 
 use super::super::control::{FromPeer, Sequences};
 use super::super::control_link::{CLOSE_LIMIT, ControlLink};
@@ -56,6 +57,8 @@ pub(super) struct Session<'a> {
     pub(super) cpu: CpuTime,
     /// CPU time of the calling thread before the session.
     cpu_before: Duration,
+    /// The parent of the lanes' spans.
+    pub(super) span: Span,
 }
 
 impl<'a> Session<'a> {
@@ -115,6 +118,7 @@ impl<'a> Session<'a> {
             deferred: VecDeque::new(),
             cpu: CpuTime::default(),
             cpu_before,
+            span: Span::current(),
         })
     }
 
@@ -226,6 +230,7 @@ impl<'a> Session<'a> {
         control: Option<ControlLink>,
         lanes: impl Iterator<Item = JoinHandle<()>>,
     ) -> Duration {
+        let _close = info_span!("close").entered();
         self.acceptor.wake();
         self.answers.end();
         let mut reader = None;

@@ -11,6 +11,8 @@ use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::negotiate::{
     Features, Opening, Refusal, SessionSecret, Supported, VERSIONS, select,
 };
+use tracing::field::display;
+use tracing::info_span;
 
 use super::super::control::FromPeer;
 use super::super::control_link::ControlLink;
@@ -58,7 +60,8 @@ impl<'a> Describing<'a> {
 
     /// Builds the VM that the source describes, and accepts it.
     pub(super) fn build(mut self, builder: &mut dyn Builder) -> Result<Receiving<'a>, Settled> {
-        let (attempt, lanes) = match self.try_build(builder) {
+        let built = info_span!("describe").in_scope(|| self.try_build(builder));
+        let (attempt, lanes) = match built {
             Ok(built) => built,
             Err(fault) => return Err(self.fail(fault)),
         };
@@ -74,6 +77,7 @@ impl<'a> Describing<'a> {
             description,
             regions,
         } = self.await_description()?;
+        self.session.span.record("vm", &vm_name);
         if u64::from(page_bytes) != PAGE_BYTES {
             return Err(Fault::new(
                 FaultCode::DescriptionRefused,
@@ -251,6 +255,10 @@ fn negotiate(
         return Ok(None);
     }
     session.tls.keep(&stream);
+    let span = &session.span;
+    let hex = format_args!("{:032x}", u128::from_be_bytes(offer.session));
+    span.record("session", display(hex));
+    span.record("peer", peer_of(&stream));
     session.notify(DestinationEvent::Connected {
         peer: peer_of(&stream),
     });

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
+use tracing::info_span;
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, VmIs};
@@ -76,14 +77,21 @@ impl<'a> Committed<'a> {
     /// Sends *commit*, and waits until it is decided which side has the VM, as far as
     /// it can be.
     pub(super) fn settle(mut self) -> Settled<'a> {
+        let commit = info_span!("commit").entered();
         let rest = self.rest;
         let mut done = perform(&mut self, rest);
         loop {
             let rest = done.unwrap_or_else(|fault| failed(&mut self, fault));
             match self.transfer.session.state {
                 Source::Committed => {}
-                Source::InDoubt => return InDoubt::new(self, rest).settle(),
-                _ => return self.settled(),
+                Source::InDoubt => {
+                    drop(commit);
+                    return InDoubt::new(self, rest).settle();
+                }
+                _ => {
+                    drop(commit);
+                    return self.settled();
+                }
             }
             done = self
                 .await_running()
@@ -187,6 +195,7 @@ impl<'a> InDoubt<'a> {
     }
 
     fn settle(mut self) -> Settled<'a> {
+        let in_doubt = info_span!("in-doubt").entered();
         let rest = self.rest;
         let mut done = perform(&mut self, rest);
         loop {
@@ -194,6 +203,7 @@ impl<'a> InDoubt<'a> {
                 failed(&mut self, fault);
             }
             if self.session().state != Source::InDoubt || self.gave_up {
+                drop(in_doubt);
                 return self.committed.settled();
             }
             done = self.await_answer().and_then(|event| {

@@ -14,6 +14,8 @@ use dunlin_proto::observe::Observer;
 use dunlin_proto::pace::Pace;
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::Source;
+use tracing::field::display;
+use tracing::{Span, info_span};
 
 use super::super::control_link::ControlLink;
 use super::super::fault::{Fault, OrFault, VmIs};
@@ -82,6 +84,10 @@ impl<'a> Connecting<'a> {
         let mut session: SessionId = [0; 16];
         random::fill(&mut session)
             .or_fault(FaultCode::Internal, "the random number source failed")?;
+        let span = Span::current();
+        let hex = format_args!("{:032x}", u128::from_be_bytes(session));
+        span.record("session", display(hex));
+        span.record("vm", &described.name);
         let offer = Offer {
             versions: VERSIONS,
             optional: Features::NONE,
@@ -96,7 +102,8 @@ impl<'a> Connecting<'a> {
             epoch: 1,
         };
         let mut journal = begin_record(session, &described, to, options, observer)?;
-        let opened = open_control(host, Some(cancel), to, tls, &offer, deadline);
+        let opened = info_span!("connect")
+            .in_scope(|| open_control(host, Some(cancel), to, tls, &offer, deadline));
         let opened = opened.and_then(|(stream, selection)| {
             let recorded = journal.write_peer(&stream.peer().principal());
             recorded.map_err(unrecorded)?;
@@ -148,6 +155,7 @@ impl<'a> Connecting<'a> {
             threads: Vec::new(),
             cpu: CpuTime::default(),
             started,
+            span,
         };
         Ok(Self {
             session,
@@ -159,7 +167,7 @@ impl<'a> Connecting<'a> {
 
     /// Describes the VM and waits until the destination accepts it.
     pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled<'a>> {
-        match self.await_accept() {
+        match info_span!("describe").in_scope(|| self.await_accept()) {
             Ok(terms) => Ok(PreCopy::new(Transfer {
                 session: self.session,
                 lanes: Lanes::new(terms),

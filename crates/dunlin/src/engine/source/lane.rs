@@ -16,6 +16,7 @@ use dunlin_proto::limits::{
 };
 use dunlin_proto::negotiate::{SessionId, SessionSecret};
 use dunlin_proto::schedule::{ChunkPlan, Work};
+use tracing::{Span, info_span};
 
 use super::super::fault::{Fault, OrFault};
 use super::super::vmm::GuestMemory;
@@ -54,11 +55,14 @@ pub(super) struct Lane {
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) work_queue: Arc<WorkQueue>,
     pub(super) events: Sender<SessionEvent>,
+    /// The session's span.
+    pub(super) span: Span,
 }
 
 impl Lane {
     /// The thread's body. Reports the end of the lane and its CPU time to the session.
     pub(super) fn run(self) {
+        let _lane = info_span!(parent: &self.span, "lane", lane = self.number).entered();
         let body = || {
             let sender = self.connect()?;
             self.send_all(sender)
@@ -78,6 +82,7 @@ impl Lane {
     }
 
     fn connect(&self) -> Result<DataSender, Fault> {
+        let _open = info_span!("open").entered();
         let what = "cannot create an eventfd for a lane";
         let cancel = DialCancel::new().or_fault(FaultCode::LaneLost, what)?;
         let own = cancel.clone();

@@ -197,6 +197,7 @@ impl<'a> Transfer<'a> {
             memory: Arc::clone(&self.session.memory),
             work_queue: Arc::clone(&self.session.work_queue),
             events: self.session.sender.clone(),
+            span: self.session.span.clone(),
         };
         self.session.work_queue.expect(number);
         let name = format!("dunlin-lane-{number}");

@@ -19,6 +19,17 @@
 //! `Committing`, `Committed`, then `Running` after `Recorded(Released)`, or `InDoubt`
 //! any number of times before it. At the destination: `Recorded(Prepared)`, `Ready`,
 //! `Committed`, `Recorded(Running)`, `Notified(Running)`, `Running`.
+//!
+//! Each session, lane, iteration and step is a `tracing` span, and the observer is called inside
+//! the spans of the session's thread:
+//!
+//! ```text
+//! session ─┬─ connect, describe, open-lanes
+//!          ├─ iteration …
+//!          ├─ record
+//!          ├─ switchover ── pause, last-pages (state), ready, commit (record), in-doubt, close
+//!          └─ lane … ── open
+//! ```
 
 mod ask;
 mod committed;
@@ -45,6 +56,8 @@ pub use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::observe::Observer;
 pub use dunlin_proto::precopy::AtTimeLimit;
 pub use dunlin_proto::switchover::Resolution;
+use tracing::field::Empty;
+use tracing::info_span;
 
 pub use ask::VmLocation;
 pub use doubt::{Doubt, ResolveError};
@@ -54,7 +67,6 @@ use self::committed::Committed;
 use self::connecting::Connecting;
 use self::event::SessionEvent;
 use self::precopy::PreCopy;
-use self::switchover::Switchover;
 use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
@@ -136,6 +148,10 @@ impl<'a> Migration<'a> {
     /// running dirty log; except, if the VM is in doubt, [`MigrateError::doubt`].
     pub fn run(self) -> Result<Report, MigrateError> {
         let cpu_before = thread_cpu_time();
+        let to = &self.to;
+        let _session =
+            info_span!("session", role = "source", session = Empty, vm = Empty, peer = %to)
+                .entered();
         let connecting = Connecting::new(
             &self.vm,
             &self.to,
@@ -158,8 +174,11 @@ impl<'a> Migration<'a> {
         let settled = connecting
             .describe()
             .and_then(PreCopy::converge)
-            .and_then(Switchover::prepare)
-            .map_or_else(|settled| settled, Committed::settle);
+            .and_then(|switchover| {
+                let _switchover = info_span!("switchover").entered();
+                switchover.prepare().map(Committed::settle)
+            })
+            .unwrap_or_else(|settled| settled);
         self.cancel.unlisten();
         self.options.tune.detach();
         settled.into_result(|| thread_cpu_time().saturating_sub(cpu_before))

@@ -8,6 +8,7 @@ use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
+use tracing::info_span;
 
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::report::Event;
@@ -132,6 +133,7 @@ impl Session<'_> {
     }
 
     fn record(&mut self, record: SourceRecord) -> On {
+        let _record = info_span!("record", state = %record).entered();
         match self.journal.write(State::Source(record)) {
             Ok(_) => {
                 self.observer.event(&Event::Recorded(record));

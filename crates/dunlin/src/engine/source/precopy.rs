@@ -9,6 +9,7 @@ use dunlin_proto::limits::PAGE_BYTES;
 use dunlin_proto::precopy::{Decision, Goals, Pass, Precopy};
 use dunlin_proto::schedule::Schedule;
 use dunlin_proto::switchover::{Source, SourceAction, SourceEvent};
+use tracing::info_span;
 
 use super::super::fault::Fault;
 use super::super::lock;
@@ -75,8 +76,8 @@ impl<'a> PreCopy<'a> {
 
     /// Iterates until the switchover is due, and records it.
     pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled<'a>> {
-        let converged = self
-            .open_lanes()
+        let converged = info_span!("open-lanes")
+            .in_scope(|| self.open_lanes())
             .and_then(|()| self.iterate())
             .and_then(|()| take(&mut self, SourceEvent::Converged));
         let rest = converged.unwrap_or_else(|fault| failed(&mut self, fault));
@@ -143,6 +144,7 @@ impl<'a> PreCopy<'a> {
         loop {
             self.transfer.ping_again()?;
             let (iteration, waiting) = work_queue.begin_iteration(false);
+            let _iteration = info_span!("iteration", iteration).entered();
             let began = Instant::now();
             let bytes_before = lock(&work_queue.state).traffic().wire_bytes;
             self.await_cut(iteration, began)?;

@@ -10,6 +10,7 @@ use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::observe::Observer;
 use dunlin_proto::switchover::Source;
+use tracing::{Span, info_span};
 
 use super::super::control::FromPeer;
 use super::super::control_link::{CLOSE_LIMIT, ControlLink};
@@ -54,6 +55,8 @@ pub(super) struct Session<'a> {
     pub(super) threads: Vec<JoinHandle<()>>,
     pub(super) cpu: CpuTime,
     pub(super) started: Instant,
+    /// The parent of the lanes' spans.
+    pub(super) span: Span,
 }
 
 impl Session<'_> {
@@ -157,6 +160,7 @@ impl Session<'_> {
     /// Ends the control lane and joins every thread: `lanes`, the reader and the
     /// others.
     pub(super) fn close(&mut self, lanes: impl Iterator<Item = JoinHandle<()>>) {
+        let _close = info_span!("close").entered();
         self.work_queue.stop();
         // Best effort: the peer may be gone.
         let _ = self.control.lane.stream.close();

@@ -8,6 +8,7 @@ use dunlin_proto::control::{Digest, Final, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{SourceAction as Do, SourceEvent};
+use tracing::info_span;
 
 use super::super::control::FromPeer;
 use super::super::fault::{Fault, OrFault};
@@ -105,9 +106,8 @@ impl<'a> Switchover<'a> {
         // The owner may have paused or resumed it since it was described.
         session.paused_by_owner = session.vm.run_state() == RunState::Paused;
         let paused = Instant::now();
-        session
-            .vm
-            .pause()
+        info_span!("pause")
+            .in_scope(|| session.vm.pause())
             .or_fault(FaultCode::Internal, "cannot pause the guest")?;
         self.figures.downtime.pause = paused.elapsed();
         session.observer.event(&Event::Paused);
@@ -128,10 +128,12 @@ impl<'a> Switchover<'a> {
         self.guest.logged.fetch(session)?;
         let bytes_before = lock(&work_queue.state).traffic().wire_bytes;
         let (iteration, pages) = work_queue.begin_iteration(true);
+        let _last_pages = info_span!("last-pages", iteration).entered();
         let verify = session.options.verify;
         let digest = verify.then(|| self.start_digest()).transpose()?;
 
         let state_began = Instant::now();
+        let state = info_span!("state").entered();
         self.guest.deactivated = true;
         let session = &self.transfer.session;
         session
@@ -140,6 +142,7 @@ impl<'a> Switchover<'a> {
             .or_fault(FaultCode::Internal, "cannot release disks and devices")?;
         let sections = self.send_state()?;
         self.figures.downtime.state = state_began.elapsed();
+        drop(state);
 
         while !lock(&work_queue.state).lanes.complete() {
             if self.transfer.next_silent(ANSWER_LIMIT)?.is_none() {
@@ -202,6 +205,7 @@ impl<'a> Switchover<'a> {
 
     /// Waits for *ready* and for the other conditions of *commit*.
     fn await_ready(&mut self, mut sent: Sent) -> Result<(), Fault> {
+        let _ready = info_span!("ready").entered();
         let finalised = Instant::now();
         let until = finalised + ANSWER_LIMIT;
         let theirs = loop {
