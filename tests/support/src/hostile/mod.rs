@@ -321,7 +321,7 @@ pub fn refused_by_destination(
         "{row}: the party at fault is not named: {said}"
     );
     if fault == FaultCode::Malformed {
-        assert_eq!(error.at_fault, AtFault::Peer, "{said}");
+        assert_eq!(error.at_fault(), AtFault::Peer, "{said}");
     }
     if let Some(vm) = builder.built {
         assert_eq!(
@@ -381,7 +381,7 @@ pub fn refused_by_source(
     assert!(said.contains(text), "{row}: {said}");
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
-            || error.at_fault == AtFault::Peer
+            || error.at_fault() == AtFault::Peer
             // It is unknown which of the two memories is wrong; and a reason that the
             // peer gave has its own text.
             || matches!(
@@ -391,7 +391,7 @@ pub fn refused_by_source(
         "{row}: the party at fault is not named: {said}"
     );
     if fault == FaultCode::Malformed {
-        assert_eq!(error.at_fault, AtFault::Peer, "{said}");
+        assert_eq!(error.at_fault(), AtFault::Peer, "{said}");
     }
     assert!(!vm.calls().contains(&"destroy"), "{row}: its copy is gone");
     if at == VmIs::AtSource {
