@@ -122,10 +122,6 @@ impl Visit for Fields {
     fn record_f64(&mut self, field: &Field, value: f64) {
         self.put(field, value.into());
     }
-
-    fn record_bool(&mut self, field: &Field, value: bool) {
-        self.put(field, value.into());
-    }
 }
 
 impl Fields {
@@ -227,15 +223,8 @@ fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<St
 /// The time in UTC (RFC 3339). The local time zone would be in a file.
 fn now() -> String {
     let now = OffsetDateTime::now_utc();
-    let (date, time) = (now.date(), now.time());
-    format!(
-        "{}-{:02}-{:02}T{:02}:{:02}:{:02}.{:06}Z",
-        date.year(),
-        u8::from(date.month()),
-        date.day(),
-        time.hour(),
-        time.minute(),
-        time.second(),
-        time.microsecond()
-    )
+    let (year, month, day) = now.to_calendar_date();
+    let (h, min, s, us) = now.to_hms_micro();
+    let month = u8::from(month);
+    format!("{year}-{month:02}-{day:02}T{h:02}:{min:02}:{s:02}.{us:06}Z")
 }

@@ -32,12 +32,11 @@ pub(crate) fn end() -> Vec<Value> {
 /// Adds a span that ends now, with its lane and fields, to a timeline that has room for it.
 pub(crate) fn add(name: &str, entered: Instant, of: impl FnOnce() -> (u64, Map<String, Value>)) {
     let mut recording = lock(&RECORDING);
-    let Some((began, events)) = recording.as_mut() else {
+    let has_room = |events: &Vec<Value>| events.len() < MAX_SPANS || name == "session";
+    let recording = recording.as_mut();
+    let Some((began, events)) = recording.filter(|(_, events)| has_room(events)) else {
         return;
     };
-    if events.len() >= MAX_SPANS && name != "session" {
-        return;
-    }
     let (lane, fields) = of();
     let pid = std::process::id();
     let us = |from: Instant, to: Instant| to.duration_since(from).as_nanos() as f64 / 1000.0;

@@ -70,10 +70,9 @@ pub(super) fn at_destination(event: &DestinationEvent) {
         DestinationEvent::LaneLost { lane, why } => warn!(lane, why, "lane is lost"),
         DestinationEvent::ControlLost { why } => warn!(why, "control lane is lost"),
         DestinationEvent::ControlResumed => info!("control lane is replaced"),
-        DestinationEvent::Recorded(record) => debug!("recorded {record}"),
         DestinationEvent::Ready => info!("memory and state are here"),
         DestinationEvent::Committed => info!("source sent commit"),
-        DestinationEvent::Running { runs } => info!(runs, "VM is here"),
+        DestinationEvent::Running { .. } => info!("VM is here"),
         _ => {}
     }
 }
