@@ -219,7 +219,7 @@ impl Accept {
 /// Logs an event with its client and server name.
 fn log_event(event: &Event) {
     let (peer, name) = match event {
-        Event::HandedOver { arrived, .. } => (Some(arrived.facts.at), Some(&arrived.name)),
+        Event::HandedOver { arrived, .. } => (Some(arrived.info.at), Some(&arrived.name)),
         Event::Forwarded { from, name } | Event::Refused { from, name, .. } => {
             (Some(*from), name.as_ref())
         }

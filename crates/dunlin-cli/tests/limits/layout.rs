@@ -160,7 +160,7 @@ fn another_layout_at_the_destination_is_reported_on_both_sides_and_the_vm_stays(
     assert_says(&said, &["memory regions"]);
     let error = receiving.join().unwrap().unwrap();
     assert_eq!(
-        (error.fault, error.at_fault),
+        (error.code(), error.at_fault()),
         (fault, AtFault::Configuration)
     );
 }
