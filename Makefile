@@ -30,12 +30,16 @@ fuzz:
 audit:
 	cargo deny check advisories
 
+# 53,516 lines after the crates were separated; the goal was 54,000. Since then tracing, error codes
+# and the smaller interfaces have added 880. A change that needs more states here what for.
+LINES_LIMIT = 54400
+
 # The checks that CI runs before the tests.
 check:
 	@tools/packages build check
 	cargo fmt --all --check
 	cargo xtask words
-	@tools/lines | awk '$$2 == "all" { print $$1 " lines of product code"; exit $$1 > 54000 }'
+	@tools/lines | awk '$$2 == "all" { print $$1 " lines of product code"; exit $$1 > $(LINES_LIMIT) }'
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
