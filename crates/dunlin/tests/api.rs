@@ -232,7 +232,7 @@ impl Api {
         let mut api = Self::default();
         api.sources.add(package);
         let root = package.replace('-', "_");
-        api.module(&[root.clone()], &root);
+        api.module(std::slice::from_ref(&root), &root);
         api.implementations();
         api
     }
