@@ -121,7 +121,7 @@ fn a_directory_writable_by_others_is_rejected() {
     use std::os::unix::fs::PermissionsExt;
     let directory = Directory::new();
     directory.records();
-    fs::set_permissions(&directory.path(), fs::Permissions::from_mode(0o770)).unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o770)).unwrap();
     let error = RecordDirectory::open(&directory.path()).unwrap_err();
     assert!(
         matches!(error, IpsecError::Exposed { mode: 0o770, .. }),
@@ -190,7 +190,7 @@ fn a_record_does_not_grow_with_removed_objects() {
     let record = left(&directory).remove(0);
     assert_eq!(record.objects(), [policy, association(0x1000 + 999)]);
     assert!(record.has_protected(), "the heir flag survives the rewrite");
-    let names = fs::read_dir(&directory.path()).unwrap();
+    let names = fs::read_dir(directory.path()).unwrap();
     let names: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
     assert!(
         !names
