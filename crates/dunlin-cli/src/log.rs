@@ -179,9 +179,10 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
     }
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
-        if let Some(span) = context.span(id)
-            && let Some(entered) = span.extensions_mut().remove::<Instant>()
-        {
+        let Some(span) = context.span(id) else { return };
+        // In a statement of its own: the lock on the extensions is free again after it.
+        let entered = span.extensions_mut().remove::<Instant>();
+        if let Some(entered) = entered {
             timeline::add(span.name(), entered, || lane_and_fields(&span));
         }
     }
