@@ -6,11 +6,12 @@
 
 use std::fmt::{self, Write as _};
 use std::io::Write as _;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
+use dunlin_linux::poll::{Interest, poll};
 use serde_json::{Map, Value};
 use time::OffsetDateTime;
 use tracing::field::{Field, Visit};
@@ -95,6 +96,25 @@ pub(crate) fn say(text: &str) {
 /// Writes one line at once. A closed standard error is not an error.
 fn write(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
+}
+
+/// How long a line of the log waits for standard error. The threads that log also move VMs: a reader
+/// that stalls must not keep a guest paused.
+const STALL_LIMIT: Duration = Duration::from_millis(10);
+
+/// Lines that were not written for that reason since the last one that was.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// Whether standard error takes a line now: pipes and sockets report themselves writable only with
+/// space for one.
+fn is_writable() -> bool {
+    let stderr = std::io::stderr();
+    let interest = Interest {
+        write: true,
+        ..Interest::failure(&stderr)
+    };
+    // A failure shows, and does not matter, when the line is written.
+    poll(&[interest], Some(STALL_LIMIT)).is_ok_and(|ready| ready == [true])
 }
 
 struct Log {
@@ -201,6 +221,14 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
             }
         }
         event.record(&mut fields);
+        if !is_writable() {
+            LOST.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        let lost = LOST.swap(0, Ordering::Relaxed);
+        if lost > 0 {
+            fields.0.insert("lost_lines".into(), lost.into());
+        }
         let message = fields.0.remove("message").unwrap_or_default();
         let (time, level) = (now(), level.as_str().to_lowercase());
         write(&match format {

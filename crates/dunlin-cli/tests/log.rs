@@ -7,6 +7,7 @@ mod tunnel;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::io::{Write, pipe};
 use std::path::Path;
 
 use dunlin_test_base::sockets::accepted;
@@ -206,6 +207,23 @@ fn a_timeline_has_every_iteration_lane_and_step_nested() {
     // The output does not contain it, and the processes wrote no log.
     assert!(!moved.done.out.contains("\"ph\""), "{}", moved.done.out);
     assert_eq!(moved.logs, ["", ""]);
+}
+
+#[test]
+fn i2_a_log_without_a_reader_delays_no_migration() {
+    let hosts = Hosts::new();
+    // A pipe takes 64 KiB (pipe(7)), and no line of the log after that.
+    let (_reader, mut full) = pipe().unwrap();
+    full.write_all(&[b' '; 64 << 10]).unwrap();
+    let mut run = words(&format!("{RUN} --log text"));
+    run.stderr(full);
+    let source = Process::start(run, &hosts.scratch.join("1"));
+    source.wait_for("started");
+    let destination = hosts.receive("b", "2", "");
+    let done = finish(hosts.migrate(&source, &destination, "a", "--json --peer b.test"));
+    let downtime = &done.expect(0).last()["downtime"]["total_ms"];
+    assert!(downtime.as_f64().unwrap() < 10_000.0, "{downtime}");
+    assert_eq!(source.ended().0, 0);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dunlin::engine::vmm::FaultCode;
 use dunlin_linux::signals::EndSignals;
+use serde_json::json;
 
 use super::control_service::Command;
 use super::request::{ANSWER_LIMIT, Request};
@@ -18,6 +19,7 @@ use crate::control::Client;
 use crate::display::Display;
 use crate::identity::Common;
 use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
+use crate::log;
 use crate::options::{ControlPath, MigrateFlags, parse_rate};
 use crate::service::start;
 use crate::text::clean;
@@ -194,11 +196,11 @@ fn until_end(
     let mut committing = false;
     while let Some(line) = client.next()? {
         if let Line::Timeline { events } = &line {
-            if let Some(file) = &mut timeline
-                && let Err(error) = serde_json::to_writer(file, events)
+            if let Some(mut file) = timeline.take()
+                && let Err(error) = file.write_all(json!(events).to_string().as_bytes())
             {
                 // The migration has ended, well or not.
-                eprintln!("warning: cannot write the timeline: {error}");
+                log::warn([format!("cannot write the timeline: {error}")]);
             }
             continue;
         }

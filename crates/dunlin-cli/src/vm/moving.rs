@@ -100,11 +100,12 @@ impl Moving {
 
     /// Ends the migration with its last line.
     pub(crate) fn end(&self, line: Line) {
-        story::ended(self.span.get().unwrap_or(&Span::none()), &line);
         let mut seen = lock(&self.seen);
-        seen.ended = Some(line);
+        seen.ended = Some(line.clone());
         seen.followers.clear();
+        drop(seen);
         self.changed.notify_all();
+        story::ended(self.span.get().unwrap_or(&Span::none()), &line);
     }
 
     /// Whether the migration has ended.

@@ -140,7 +140,11 @@ impl Service for ControlService {
             }
             Request::Watch => {
                 let moving = self.moving()?;
-                return moving.follow().show(|line| send(connection, line));
+                return moving.follow().show(|line| match line {
+                    // Only the client that asked for it.
+                    Line::Timeline { .. } => Ok(()),
+                    line => send(connection, line),
+                });
             }
             Request::Migrate {
                 common,

@@ -26,7 +26,8 @@ pub(crate) enum Request {
         #[serde(flatten)]
         common: Common,
         flags: MigrateFlags,
-        /// Whether a timeline follows the migration.
+        /// Whether a timeline follows the migration. A client of an earlier release asks for none.
+        #[serde(default)]
         timeline: bool,
     },
     /// Follow the migration under way.

@@ -54,7 +54,7 @@ fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
     assert!(said.contains("alert internal error"), "{said}");
     let line = accept.says("is refused");
     assert!(line.contains("for own is refused"), "{line}");
-    assert!(line.ends_with(GONE), "{line}");
+    assert!(line.contains(GONE), "{line}");
     // The consumer of its sockets was connected to and received nothing.
     let mut line = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
