@@ -21,7 +21,7 @@ use dunlin_rig::guest::{Line, Workload, bare_image};
 use dunlin_test_base::Scratch;
 use serde_json::{Value, json};
 
-use super::whole::Moved;
+use super::whole::{self, Moved};
 
 /// The limit for every wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -193,6 +193,7 @@ pub(super) fn migrate(
         }
         body
     };
+    whole::touch(workload)?;
     let before = cpu()?;
     thread::scope(|scope| {
         let body = with_tls(json!({ "receiver_url": format!("tcp:127.0.0.1:{port}") }));

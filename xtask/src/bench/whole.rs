@@ -39,7 +39,7 @@ pub struct WholeOptions {
 }
 
 /// Memory written to and freed before each migration, in sizes of the guest, as in `dunlin bench whole`.
-const TOUCHED: u64 = 4;
+const TOUCHED: u64 = 2;
 /// Memory of a guest that halts which stays zero.
 const LEFT_OUT_MIB: u32 = 32;
 /// Numbers of QEMU's multifd channels.
@@ -160,7 +160,6 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
                 activity.name()
             );
             progress.step(&what);
-            touch_physical_memory(TOUCHED * (u64::from(options.size) << 20))?;
             let moved = rig.migrate(activity, peer).context(what)?;
             let gibibytes = f64::from(options.size) / 1024.0;
             let mut line = results
@@ -232,6 +231,11 @@ pub(super) struct Moved {
     /// Where the hypervisor reports them.
     pub(super) iterations: Option<f64>,
     pub(super) destination_peak_mib: f64,
+}
+
+/// Right before the destination takes its memory: the host may take freed memory back within seconds.
+pub(super) fn touch(workload: &Workload) -> Result<()> {
+    touch_physical_memory(TOUCHED * (u64::from(workload.memory_mib) << 20))
 }
 
 impl Rig {
@@ -313,17 +317,21 @@ impl Rig {
         if tls {
             migration.tls = Some((self.credentials.folder(), SERVER.to_owned()));
         }
+        touch(&setup.workload)?;
         let before = cpu()?;
         let started = Instant::now();
         begin(&mut source, &mut destination, &migration)?;
         destination.qmp().execute("cont", json!({}))?;
-        finish(&mut source, "source")?;
-        finish(&mut destination, "destination")?;
-        let resumed = |name: &str, _: &Value| name == "RESUME";
-        destination
+        // The destination reports this before the end of its migration.
+        let resumed = |name: &str, data: &Value| name == "RESUME" || data["status"] == "failed";
+        let event = destination
             .qmp()
             .wait_event(dunlin_rig::machine::TIMEOUT, resumed)?;
         let total_s = started.elapsed().as_secs_f64();
+        if event["event"] != "RESUME" {
+            bail!("the destination failed: {}", destination.messages());
+        }
+        finish(&mut source, "source")?;
         let cpu_s = cpu()? - before;
         let report = source.qmp().execute("query-migrate", json!({}))?;
         Ok(Moved {

@@ -18,8 +18,8 @@ use crate::process::{Pair, Scratch};
 
 /// Pages that a writing guest writes per second: 100 MiB/s.
 const WRITES_PER_S: u64 = 25_600;
-/// Memory written to and freed before each migration, in sizes of the guest: both ends and room.
-const TOUCHED: u64 = 4;
+/// Memory written to and freed before each migration, in sizes of the guest.
+const TOUCHED: u64 = 2;
 /// The part of the memory that a writing guest writes.
 const WORKING_SET_DIVISOR: u64 = 8;
 
@@ -67,9 +67,7 @@ impl Whole {
         for _ in 0..self.rounds {
             for &lanes in lanes {
                 progress.step(&format!("floor, lanes: {lanes}"));
-                if !self.no_touch {
-                    touch_physical_memory(TOUCHED * self.size)?;
-                }
+                self.touch()?;
                 let target = fresh_memory(self.size)?;
                 let floor =
                     floor::floor(&source, &target, self.size, provider, usize::from(lanes))?;
@@ -86,9 +84,6 @@ impl Whole {
                     .add();
                 for guest in guests {
                     progress.step(&format!("dunlin, {guest} guest, lanes: {lanes}"));
-                    if !self.no_touch {
-                        touch_physical_memory(TOUCHED * self.size)?;
-                    }
                     let measured = self.migrate(&scratch, guest, lanes)?;
                     let peak = measured.destination_peak_bytes as f64 / f64::from(1 << 20);
                     results
@@ -111,6 +106,15 @@ impl Whole {
         }
         drop(progress);
         self.output.print(&results)
+    }
+
+    /// Right before the destination takes its memory: the host may take freed memory back within
+    /// seconds.
+    fn touch(&self) -> Result<()> {
+        match self.no_touch {
+            true => Ok(()),
+            false => touch_physical_memory(TOUCHED * self.size),
+        }
     }
 
     /// Starts a guest and moves it once. CPU time is that of both processes, the guest's own included.
@@ -137,6 +141,7 @@ impl Whole {
             lanes,
             ..pair.flags()
         };
+        self.touch()?;
         let before = cpu()?;
         let begin = Instant::now();
         let moved = pair.migrate_running(&flags)?;
