@@ -19,7 +19,7 @@ use syn::{
 
 /// Each crate, and the crates of this workspace that it may depend on.
 const LAYERS: [(&str, &[&str]); 10] = [
-    ("dunlin-bench", &[]),
+    ("dunlin-bench", &["dunlin-linux"]),
     ("dunlin-proto", &[]),
     ("dunlin-linux", &[]),
     ("dunlin-lane", &["dunlin-proto", "dunlin-linux"]),
