@@ -113,7 +113,7 @@ fn is_writable() -> bool {
         write: true,
         ..Interest::failure(&stderr)
     };
-    // A failure shows, and does not matter, when the line is written.
+    // A line also counts as lost if a signal interrupts the wait.
     poll(&[interest], Some(STALL_LIMIT)).is_ok_and(|ready| ready == [true])
 }
 

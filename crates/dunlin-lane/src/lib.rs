@@ -82,7 +82,8 @@ pub use policy::{ClientTls, ServerTls};
 pub use provider::{CipherSuite, Crypto, Provider};
 pub use security::SealedLanes;
 
-// Each module is public with the feature, and private without it.
+// Each module is public with the feature, and private without it. The pairs are written out because
+// rustfmt does not format modules that a macro declares.
 #[cfg(feature = "unstable-internals")]
 pub mod accept;
 #[cfg(not(feature = "unstable-internals"))]

@@ -102,19 +102,6 @@ impl SourceVm for Movable {
         Ok(self.vm.save()?)
     }
 
-    // This machine has no disks and no devices that only one host may hold.
-    fn deactivate(&self) -> Result<(), VmmError> {
-        Ok(())
-    }
-
-    fn reactivate(&self) -> Result<(), VmmError> {
-        Ok(())
-    }
-
-    fn hold(&self) -> Result<(), VmmError> {
-        Ok(())
-    }
-
     /// This copy never runs again. Its memory is freed with the last reference.
     fn destroy(&self) {
         self.vm.give_away();

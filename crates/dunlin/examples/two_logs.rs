@@ -214,18 +214,6 @@ impl SourceVm for Vm {
         ])
     }
 
-    fn deactivate(&self) -> Result<(), VmmError> {
-        Ok(())
-    }
-
-    fn reactivate(&self) -> Result<(), VmmError> {
-        Ok(())
-    }
-
-    fn hold(&self) -> Result<(), VmmError> {
-        Ok(())
-    }
-
     fn destroy(&self) {
         self.machine().state = RunState::Stopped("it runs at the destination".into());
     }
