@@ -39,6 +39,7 @@ check:
 	@tools/packages build check
 	cargo fmt --all --check
 	cargo xtask words
+	cargo xtask tables --check
 	@tools/lines | awk '$$2 == "all" { print $$1 " lines of product code"; exit $$1 > $(LINES_LIMIT) }'
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --package dunlin --lib --tests --features shuttle -- -D warnings

@@ -4,6 +4,7 @@
 //! - [`book`]: the links of the pages, and the book.
 //! - [`kernel`]: tests under Debian's kernels, in virtual machines.
 //! - [`programs`]: runs test programs in parallel.
+//! - [`tables`]: the tables with measurements in the pages, and the kept results behind them.
 //! - [`words`]: retired words in code and pages.
 #![forbid(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
@@ -12,6 +13,7 @@ pub mod bench;
 pub mod book;
 pub mod kernel;
 pub mod programs;
+pub mod tables;
 pub mod words;
 
 use std::env;
@@ -23,6 +25,8 @@ use dunlin_rig::debian::DebianError;
 use self::bench::Bench;
 use self::kernel::KernelOptions;
 use self::programs::TestOptions;
+use self::tables::TablesOptions;
+use self::tables::keep::KeepOptions;
 use self::words::WordOptions;
 
 /// The exit code if Debian's packages cannot be fetched: no network, or the host is not Debian.
@@ -41,6 +45,10 @@ enum Chore {
     Test(TestOptions),
     /// Checks the links of the pages, and builds the book of docs/ with mdBook.
     Book,
+    /// Writes the tables with measurements into README and docs/benchmarking, from the kept results.
+    Tables(TablesOptions),
+    /// Keeps the output of a benchmark's `--json`, read from standard input, for the tables.
+    Keep(KeepOptions),
     /// Lists retired words in code and pages; fails if there are any.
     Words(WordOptions),
 }
@@ -70,6 +78,8 @@ pub fn main() -> ExitCode {
         Chore::Bench(bench) => bench::command(&bench),
         Chore::Test(options) => programs::command(&options),
         Chore::Book => book::command(),
+        Chore::Tables(options) => tables::command(&options),
+        Chore::Keep(options) => tables::keep::command(&options),
         Chore::Words(options) => words::command(&options),
     };
     match done {

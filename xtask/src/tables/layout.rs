@@ -1,0 +1,649 @@
+//! The tables: which page has which, from which kept results, and how their cells are written.
+//!
+//! A table has a row for each line of the results, so a new run with more variants makes more rows.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::kept::{Figure, Kept, Row};
+
+/// A table of a page.
+pub(super) struct Table {
+    /// The name in the page's markers.
+    pub(super) name: &'static str,
+    /// The path of the page, relative to the workspace.
+    pub(super) page: &'static str,
+    /// The names of the kept results, in the order in which `cells` gets them.
+    pub(super) results: &'static [&'static str],
+    /// Whether the commands and conditions of the runs precede the table.
+    pub(super) has_conditions: bool,
+    /// The rows, the header first.
+    pub(super) cells: fn(&[Kept]) -> Result<Cells>,
+}
+
+/// Rows of cells.
+pub(super) type Cells = Vec<Vec<String>>;
+
+/// All tables.
+pub(super) const TABLES: [Table; 11] = [
+    Table {
+        name: "measured",
+        page: "README.md",
+        results: &["lanes-after", "whole", "tunnel", "thrash"],
+        has_conditions: false,
+        cells: measured,
+    },
+    Table {
+        name: "connections",
+        page: "docs/benchmarking/connections.md",
+        results: &["connections"],
+        has_conditions: true,
+        cells: connections,
+    },
+    Table {
+        name: "downtime",
+        page: "docs/benchmarking/downtime.md",
+        results: &["downtime", "downtime-8-rounds"],
+        has_conditions: true,
+        cells: downtime,
+    },
+    Table {
+        name: "lanes",
+        page: "docs/benchmarking/lanes.md",
+        results: &["lanes"],
+        has_conditions: true,
+        cells: lanes,
+    },
+    Table {
+        name: "lanes-before-and-after",
+        page: "docs/benchmarking/lanes.md",
+        results: &["lanes-before", "lanes-after"],
+        has_conditions: true,
+        cells: before_and_after,
+    },
+    Table {
+        name: "thrash",
+        page: "docs/benchmarking/thrash.md",
+        results: &["thrash"],
+        has_conditions: true,
+        cells: thrash,
+    },
+    Table {
+        name: "tunnel-bulk",
+        page: "docs/benchmarking/tunnel.md",
+        results: &["tunnel"],
+        has_conditions: true,
+        cells: bulk,
+    },
+    Table {
+        name: "tunnel-pingpong",
+        page: "docs/benchmarking/tunnel.md",
+        results: &["tunnel"],
+        has_conditions: false,
+        cells: round_trips,
+    },
+    Table {
+        name: "whole",
+        page: "docs/benchmarking/whole.md",
+        results: &["whole"],
+        has_conditions: true,
+        cells: whole,
+    },
+    Table {
+        name: "huge-pages-epyc",
+        page: "docs/benchmarking/whole.md",
+        results: &["huge-pages-epyc"],
+        has_conditions: true,
+        cells: huge_pages,
+    },
+    Table {
+        name: "huge-pages-xeon",
+        page: "docs/benchmarking/whole.md",
+        results: &["huge-pages-xeon"],
+        has_conditions: true,
+        cells: huge_pages,
+    },
+];
+
+/// Variants of the tunnel, of whole migrations and of lanes, with their names in the pages.
+const VARIANTS: [(&str, &str); 18] = [
+    ("bare", "bare"),
+    ("stunnel", "stunnel"),
+    ("pipeline", "pipeline"),
+    ("relay", "relay"),
+    ("stripe-1", "stripe-1"),
+    ("stripe-2", "stripe-2"),
+    ("stripe-4", "stripe-4"),
+    ("floor", "floor"),
+    ("cache-floor", "cache floor"),
+    ("plain", "plain"),
+    ("tls", "tls"),
+    ("dunlin", "Dunlin"),
+    ("cloud-hypervisor-tls", "Cloud Hypervisor, TLS"),
+    ("cloud-hypervisor-plain", "Cloud Hypervisor, plain"),
+    ("qemu-tls", "QEMU, TLS"),
+    ("qemu-plain", "QEMU, plain"),
+    ("aws-lc-rs", "aws-lc-rs"),
+    ("ring", "ring"),
+];
+
+/// How many digits a number has.
+#[derive(Clone, Copy)]
+enum Digits {
+    /// This many decimal places.
+    Places(usize),
+    /// One decimal place below 10, and none above.
+    Short,
+    /// As many as in the file, and at least one decimal place.
+    All,
+}
+
+use Digits::{All, Places, Short};
+
+impl Digits {
+    fn write(self, value: f64) -> String {
+        match self {
+            Places(places) => format!("{value:.places$}"),
+            Short if value < 9.95 => format!("{value:.1}"),
+            Short => format!("{value:.0}"),
+            All => format!("{value:?}"),
+        }
+    }
+
+    /// The median and the range. It is left out where all rounds gave the same.
+    fn write_figure(self, figure: Figure) -> String {
+        let median = self.write(figure.median);
+        match figure.range {
+            Some((min, max)) if min < max => {
+                format!("{median} [{}–{}]", self.write(min), self.write(max))
+            }
+            _ => median,
+        }
+    }
+}
+
+/// A cell with a figure; empty if the line does not have it.
+fn cell(row: &Row, name: &str, digits: Digits) -> Result<String> {
+    let figure = row.figure(name)?;
+    Ok(figure.map_or_else(String::new, |figure| digits.write_figure(figure)))
+}
+
+/// The median of a figure that the line must have.
+fn median(row: &Row, name: &str) -> Result<f64> {
+    let figure = row.figure(name)?;
+    let figure = figure.with_context(|| format!("{}: no {name}", row.place))?;
+    Ok(figure.median)
+}
+
+fn header(titles: &[&str]) -> Vec<String> {
+    titles.iter().map(|&title| title.to_owned()).collect()
+}
+
+/// The place of a variant in the tables: its place in [`VARIANTS`], or the last one.
+fn order(variant: &str) -> usize {
+    let known = VARIANTS.iter().position(|(known, _)| *known == variant);
+    known.unwrap_or(VARIANTS.len())
+}
+
+fn title(variant: &str) -> &str {
+    let known = VARIANTS.iter().find(|(known, _)| *known == variant);
+    known.map_or(variant, |(_, title)| title)
+}
+
+/// The different values of a key, sorted.
+fn values<K: Ord>(rows: &[&Row], key: impl Fn(&Row) -> Result<K>) -> Result<Vec<K>> {
+    let mut values = rows
+        .iter()
+        .map(|row| key(row))
+        .collect::<Result<Vec<_>>>()?;
+    values.sort();
+    values.dedup();
+    Ok(values)
+}
+
+fn counted(count: u64, one: &str) -> String {
+    match count {
+        1 => format!("1 {one}"),
+        _ => format!("{count} {one}s"),
+    }
+}
+
+/// README's table.
+fn measured(kept: &[Kept]) -> Result<Cells> {
+    let [lanes, whole, tunnel, thrash] = kept else {
+        unreachable!("the table has four files");
+    };
+    let lane = |variant: &str| -> Result<String> {
+        let row = lanes.row(&[("variant", json!(variant)), ("lanes", json!(2))])?;
+        Ok(Places(2).write(median(row, "cpu_s_per_gib")?))
+    };
+    let dunlin = whole.row(&[
+        ("variant", json!("dunlin")),
+        ("guest", json!("idle")),
+        ("lanes", json!(2)),
+    ])?;
+    // Each figure is the best of all numbers of connections.
+    let peer = |variant: &str, name: &str, best: fn(f64, f64) -> f64| -> Result<String> {
+        let idle = [("variant", json!(variant)), ("guest", json!("idle"))];
+        let rows = whole.select(&idle).into_iter();
+        let medians = rows.map(|row| median(row, name));
+        let medians = medians.collect::<Result<Vec<_>>>()?;
+        let best = medians.into_iter().reduce(best);
+        let best = best.with_context(|| format!("{}: no idle {variant}", whole.name))?;
+        Ok(Places(2).write(best))
+    };
+    let through = |variant: &str, ends: &str| -> Result<String> {
+        let row = tunnel.row(&[
+            ("scenario", json!("tunnel-bulk")),
+            ("variant", json!(variant)),
+            ("ends", json!(ends)),
+            ("streams", json!(1)),
+        ])?;
+        Ok(Places(2).write(median(row, "gib_per_s")?))
+    };
+    let writing = |lanes: u64| -> Result<String> {
+        let row = thrash.row(&[
+            ("dirty_rate", json!(350 * PAGES_PER_MIB)),
+            ("lane_bytes_per_s", json!(300 << 20)),
+            ("lanes", json!(lanes)),
+        ])?;
+        let total = Places(1).write(median(row, "total_s")?);
+        Ok(match median(row, "throttle_percent")? {
+            0.0 => format!("{total} s, not throttled"),
+            percent => format!("{total} s, throttled by {percent:.0} %"),
+        })
+    };
+    let (faster, less) = (f64::max, f64::min);
+    let row = |what: &str, dunlin: String, others: String| vec![what.to_owned(), dunlin, others];
+    Ok(vec![
+        header(&["measurement", "Dunlin", "compared with"]),
+        row(
+            "two TLS lanes, CPU time per GiB",
+            format!("{} s", lane("tls")?),
+            format!(
+                "plain TCP, one seal, one open, over guest memory: {} s",
+                lane("floor")?
+            ),
+        ),
+        row(
+            "whole migration, two TLS lanes",
+            format!("{} GiB/s", Places(2).write(median(dunlin, "gib_per_s")?)),
+            format!(
+                "Cloud Hypervisor, TLS, its best: {} GiB/s; QEMU: {} GiB/s",
+                peer("cloud-hypervisor-tls", "gib_per_s", faster)?,
+                peer("qemu-tls", "gib_per_s", faster)?
+            ),
+        ),
+        row(
+            "its CPU time per GiB",
+            format!("{} s", Places(2).write(median(dunlin, "cpu_s_per_gib")?)),
+            format!(
+                "Cloud Hypervisor: {} s; QEMU: {} s",
+                peer("cloud-hypervisor-tls", "cpu_s_per_gib", less)?,
+                peer("qemu-tls", "cpu_s_per_gib", less)?
+            ),
+        ),
+        row(
+            "tunnel, two lanes, unix sockets",
+            format!("{} GiB/s", through("stripe-2", "unix")?),
+            format!("a pair of stunnels: {} GiB/s", through("stunnel", "unix")?),
+        ),
+        row(
+            "tunnel, two lanes, TCP sockets",
+            format!("{} GiB/s", through("stripe-2", "tcp")?),
+            format!("a pair of stunnels: {} GiB/s", through("stunnel", "tcp")?),
+        ),
+        row(
+            "guest writes 350 MiB/s, lanes of 300 MiB/s",
+            format!("two lanes: {}", writing(2)?),
+            format!("one lane: {}", writing(1)?),
+        ),
+    ])
+}
+
+fn connections(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "lanes",
+        "GiB/s",
+        "against one lane",
+        "stop and wait, GiB/s",
+        "`cpu_busy`",
+    ])];
+    for row in &kept[0].rows {
+        table.push(vec![
+            row.number("lanes")?.to_string(),
+            cell(row, "gib_per_s", Places(3))?,
+            cell(row, "one_lane_ratio", Places(2))?,
+            cell(row, "stop_and_wait_gib_per_s", Places(3))?,
+            cell(row, "cpu_busy", Places(2))?,
+        ]);
+    }
+    Ok(table)
+}
+
+fn downtime(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![vec!["path".to_owned()]];
+    let mut rows = Vec::new();
+    for run in kept {
+        table[0].push(format!("downtime, ms, {}", run.rounds()?));
+        rows.extend(run.select(&[("scenario", json!("tunnel-qemu"))]));
+    }
+    for (_, variant) in values(&rows, variant_key)? {
+        let name = match variant.as_str() {
+            "bare" => "direct",
+            variant => title(variant),
+        };
+        let mut cells = vec![name.to_owned()];
+        for run in kept {
+            let same = [
+                ("scenario", json!("tunnel-qemu")),
+                ("variant", json!(variant)),
+            ];
+            cells.push(optional(run, &same, "downtime_ms", Places(0))?);
+        }
+        table.push(cells);
+    }
+    Ok(table)
+}
+
+fn variant_key(row: &Row) -> Result<(usize, String)> {
+    let variant = row.text("variant")?;
+    Ok((order(variant), variant.to_owned()))
+}
+
+/// The cell of the line with these conditions; empty if there is none.
+fn optional(
+    run: &Kept,
+    conditions: &[(&str, Value)],
+    name: &str,
+    digits: Digits,
+) -> Result<String> {
+    match run.select(conditions).is_empty() {
+        true => Ok(String::new()),
+        false => cell(run.row(conditions)?, name, digits),
+    }
+}
+
+fn lanes(kept: &[Kept]) -> Result<Cells> {
+    let run = &kept[0];
+    let mut table = vec![header(&[
+        "lanes",
+        "provider",
+        "cache floor, CPU-s/GiB",
+        "plain, CPU-s/GiB",
+        "tls, CPU-s/GiB",
+        "tls, GiB/s",
+        "tls against the cache floor",
+    ])];
+    let key = |row: &Row| Ok((row.text("provider")?.to_owned(), row.number("lanes")?));
+    for (provider, lanes) in values(&run.rows.iter().collect::<Vec<_>>(), key)? {
+        let of = |variant: &str, name: &str, digits: Digits| {
+            let same = [
+                ("variant", json!(variant)),
+                ("provider", json!(provider)),
+                ("lanes", json!(lanes)),
+            ];
+            optional(run, &same, name, digits)
+        };
+        table.push(vec![
+            lanes.to_string(),
+            provider.clone(),
+            of("cache-floor", "cpu_s_per_gib", Places(2))?,
+            of("plain", "cpu_s_per_gib", Places(2))?,
+            of("tls", "cpu_s_per_gib", Places(2))?,
+            of("tls", "gib_per_s", Places(1))?,
+            of("tls", "cache_floor_ratio", Places(2))?,
+        ]);
+    }
+    Ok(table)
+}
+
+fn before_and_after(kept: &[Kept]) -> Result<Cells> {
+    let [before, after] = kept else {
+        unreachable!("the table has two files");
+    };
+    let mut table = vec![header(&[
+        "",
+        "before, CPU-s/GiB",
+        "after, CPU-s/GiB",
+        "after, GiB/s",
+        "against the floor of its turn",
+    ])];
+    for (_, variant) in values(&after.rows.iter().collect::<Vec<_>>(), variant_key)? {
+        let same = [("variant", json!(variant))];
+        let name = match variant.as_str() {
+            "floor" => "floor over guest memory",
+            variant => title(variant),
+        };
+        table.push(vec![
+            name.to_owned(),
+            optional(before, &same, "cpu_s_per_gib", Places(2))?,
+            optional(after, &same, "cpu_s_per_gib", Places(2))?,
+            optional(after, &same, "gib_per_s", Places(2))?,
+            optional(after, &same, "floor_ratio", Places(2))?,
+        ]);
+    }
+    Ok(table)
+}
+
+/// Pages of 4 KiB.
+const PAGES_PER_MIB: u64 = 256;
+
+fn thrash(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "asked",
+        "seen",
+        "lanes",
+        "total, s",
+        "passes",
+        "throttled by",
+        "downtime, ms",
+        "against one lane",
+    ])];
+    for row in &kept[0].rows {
+        let seen = median(row, "dirty_rate_seen")? / PAGES_PER_MIB as f64;
+        let passes = median(row, "iterations")?;
+        table.push(vec![
+            (row.number("dirty_rate")? / PAGES_PER_MIB).to_string(),
+            Places(0).write(seen),
+            row.number("lanes")?.to_string(),
+            cell(row, "total_s", Places(1))?,
+            // The median of an even number of rounds can lie between two whole numbers.
+            Places(usize::from(passes.fract() != 0.0)).write(passes),
+            match median(row, "throttle_percent")? {
+                0.0 => "–".to_owned(),
+                percent => format!("{percent:.0} %"),
+            },
+            cell(row, "downtime_ms", Places(0))?,
+            cell(row, "one_lane_ratio", Places(2))?,
+        ]);
+    }
+    Ok(table)
+}
+
+fn bulk(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "ends, streams",
+        "variant",
+        "GiB/s",
+        "against stunnel",
+        "CPU-s/GiB",
+        "against stunnel",
+    ])];
+    let mut rows = kept[0].select(&[("scenario", json!("tunnel-bulk"))]);
+    // The order of the pages: local sockets before TCP.
+    rows.sort_by_cached_key(|row| {
+        (
+            row.text("ends").ok() == Some("tcp"),
+            row.number("streams").ok(),
+        )
+    });
+    let mut group = String::new();
+    for row in rows {
+        let this = format!("{}, {}", row.text("ends")?, row.number("streams")?);
+        table.push(vec![
+            match this == group {
+                true => String::new(),
+                false => this.clone(),
+            },
+            title(row.text("variant")?).to_owned(),
+            cell(row, "gib_per_s", Places(2))?,
+            cell(row, "against_stunnel", Places(1))?,
+            cell(row, "cpu_s_per_gib", Places(2))?,
+            cell(row, "cpu_against_stunnel", Places(2))?,
+        ]);
+        group = this;
+    }
+    Ok(table)
+}
+
+fn round_trips(kept: &[Kept]) -> Result<Cells> {
+    let scenario = ("scenario", json!("tunnel-pingpong"));
+    let rows = kept[0].select(std::slice::from_ref(&scenario));
+    let variants = values(&rows, variant_key)?;
+    let mut table = vec![vec!["a round trip, µs, median".to_owned()]];
+    table[0].extend(
+        variants
+            .iter()
+            .map(|(_, variant)| title(variant).to_owned()),
+    );
+    for bytes in values(&rows, |row| row.number("bytes"))? {
+        let size = match bytes {
+            bytes if bytes >= 1024 && bytes % 1024 == 0 => format!("{} KiB", bytes / 1024),
+            bytes => counted(bytes, "byte"),
+        };
+        let mut cells = vec![size];
+        for (_, variant) in &variants {
+            let same = [
+                scenario.clone(),
+                ("variant", json!(variant)),
+                ("bytes", json!(bytes)),
+            ];
+            cells.push(optional(&kept[0], &same, "latency_us_median", Places(0))?);
+        }
+        table.push(cells);
+    }
+    Ok(table)
+}
+
+fn whole(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "guest, variant",
+        "total, s",
+        "GiB/s",
+        "CPU-s/GiB",
+        "downtime, ms",
+    ])];
+    let mut rows = Vec::new();
+    for row in &kept[0].rows {
+        let guest = match row.text("guest")? {
+            "none" => "",
+            guest => guest,
+        };
+        let key = (guest, order(row.text("variant")?), row.number("lanes")?);
+        rows.push((key, row));
+    }
+    rows.sort_by_key(|(key, _)| *key);
+    for ((guest, _, lanes), row) in rows {
+        let variant = row.text("variant")?;
+        let connections = match variant {
+            "floor" => counted(lanes, "lane"),
+            "dunlin" => counted(lanes, "TLS lane"),
+            variant if variant.starts_with("qemu") => format!("multifd {lanes}"),
+            _ => counted(lanes, "connection"),
+        };
+        let parts = [guest, title(variant), &connections];
+        let parts = parts.into_iter().filter(|part| !part.is_empty());
+        table.push(vec![
+            parts.collect::<Vec<_>>().join(", "),
+            cell(row, "total_s", Places(2))?,
+            cell(row, "gib_per_s", Places(2))?,
+            cell(row, "cpu_s_per_gib", Places(2))?,
+            cell(row, "downtime_ms", Short)?,
+        ]);
+    }
+    Ok(table)
+}
+
+/// The figures of each round, since there are few.
+fn huge_pages(kept: &[Kept]) -> Result<Cells> {
+    let variants = [
+        (
+            "`--no-huge-pages` at both ends",
+            vec![("huge_pages", json!(false))],
+        ),
+        (
+            "huge pages advised, the default",
+            vec![("huge_pages", json!(true))],
+        ),
+        (
+            "Cloud Hypervisor, 2 connections",
+            vec![
+                ("variant", json!("cloud-hypervisor-tls")),
+                ("lanes", json!(2)),
+            ],
+        ),
+    ];
+    let mut table = vec![header(&["", "GiB/s", "CPU-s/GiB"])];
+    for (name, conditions) in variants {
+        let rows = kept[0].select(&conditions);
+        if rows.is_empty() {
+            continue;
+        }
+        let rounds = |figure: &str, digits: Digits| -> Result<String> {
+            let rounds = rows.iter().map(|row| cell(row, figure, digits));
+            Ok(rounds.collect::<Result<Vec<_>>>()?.join(", "))
+        };
+        table.push(vec![
+            name.to_owned(),
+            rounds("gib_per_s", Places(2))?,
+            rounds("cpu_s_per_gib", All)?,
+        ]);
+    }
+    Ok(table)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_the_digits_of_their_column() {
+        for (digits, value, text) in [
+            (Places(2), 0.946, "0.95"),
+            (Places(0), 147.4, "147"),
+            (Short, 1.66, "1.7"),
+            (Short, 9.96, "10"),
+            (Short, 48.2, "48"),
+            (All, 2.0, "2.0"),
+            (All, 0.95, "0.95"),
+        ] {
+            assert_eq!(digits.write(value), text);
+        }
+        let figure = |range| Figure { median: 1.0, range };
+        let text = |range| Places(1).write_figure(figure(range));
+        assert_eq!(text(Some((0.5, 1.5))), "1.0 [0.5–1.5]");
+        assert_eq!(text(Some((1.0, 1.0))), "1.0");
+        assert_eq!(text(None), "1.0");
+    }
+
+    #[test]
+    fn a_new_run_with_other_variants_needs_no_edit() {
+        let mut results = dunlin_bench::Results::default();
+        for (total_s, downtime_ms) in [(0.5, 1.7), (0.7, 12.0)] {
+            let line = results.line("whole", "floor").with("guest", "none");
+            line.with("lanes", 1).figure("total_s", total_s).add();
+            let line = results.line("whole", "new-peer").with("guest", "idle");
+            let line = line.with("lanes", 3).figure("downtime_ms", downtime_ms);
+            line.detail("last_round", vec![json!({"pages": 4})]).add();
+        }
+        let run = r#"{"run":{"date":"2026-11-25","machine":"","conditions":"","command":""}}"#;
+        let lines = results.json().into_iter().map(|line| format!("\n{line}"));
+        let text = run.to_owned() + &lines.collect::<String>();
+        let table = whole(&[Kept::parse("whole", &text).unwrap()]).unwrap();
+        let floor = ["floor, 1 lane", "0.60 [0.50–0.70]", "", "", ""];
+        let peer = ["idle, new-peer, 3 connections", "", "", "", "6.8 [1.7–12]"];
+        assert_eq!(table[1..], [floor, peer]);
+    }
+}
