@@ -11,6 +11,7 @@ mod load;
 mod migration;
 mod program;
 pub mod tunnel;
+mod turns;
 pub mod whole;
 
 use std::process::ExitCode;

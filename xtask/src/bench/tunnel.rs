@@ -81,27 +81,39 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         Some(Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
     };
     let mut progress = Progress::new(options.rounds as usize);
-    for _ in 0..options.rounds {
+    let measured = (0..options.rounds).try_for_each(|_| {
         progress.step("round");
-        bulk(options, &site, &pairs, &mut results)?;
-        ping_pong(options, &site, &pairs, &mut results)?;
-        stalled(options, &site, &pairs, &mut results)?;
-        if let Some(setup) = &qemu {
-            for pair in &pairs {
-                let moved = migration::migrate(&site, pair, setup)?;
-                results
-                    .line("tunnel-qemu", &pair.variant.to_string())
-                    .with("streams", 1)
-                    .with("ends", "unix")
-                    .figure("total_s", moved.total_s)
-                    .figure("downtime_ms", moved.downtime_ms)
-                    .figure("guest_downtime_ms", moved.guest_downtime_ms)
-                    .add();
-            }
-        }
-    }
+        round(options, &site, &pairs, qemu.as_ref(), &mut results)
+    });
     drop(progress);
-    options.output.print(&results)
+    // After a failure these are the measurements before it.
+    options.output.print(&results)?;
+    measured
+}
+
+fn round(
+    options: &TunnelOptions,
+    site: &Site,
+    pairs: &[Pair],
+    qemu: Option<&Setup>,
+    results: &mut Results,
+) -> Result<()> {
+    bulk(options, site, pairs, results)?;
+    ping_pong(options, site, pairs, results)?;
+    stalled(options, site, pairs, results)?;
+    let Some(setup) = qemu else { return Ok(()) };
+    for pair in pairs {
+        let moved = migration::migrate(site, pair, setup)?;
+        results
+            .line("tunnel-qemu", &pair.variant.to_string())
+            .with("streams", 1)
+            .with("ends", "unix")
+            .figure("total_s", moved.total_s)
+            .figure("downtime_ms", moved.downtime_ms)
+            .figure("guest_downtime_ms", moved.guest_downtime_ms)
+            .add();
+    }
+    Ok(())
 }
 
 fn bulk(options: &TunnelOptions, site: &Site, pairs: &[Pair], results: &mut Results) -> Result<()> {

@@ -1,9 +1,11 @@
 //! `cargo xtask bench whole`: whole migrations of Dunlin and of other VMMs, in turn.
 //!
 //! One turn is a migration between two new processes. Dunlin's own turns, and the floor, are those of
-//! `dunlin bench whole`, which this program runs for one round at a time. QEMU and Cloud Hypervisor
-//! move a guest with the same memory, content and rate of writes.
+//! `dunlin bench whole`, which this program runs for one round and one number of lanes at a
+//! time. QEMU and Cloud Hypervisor move a guest with the same memory, content and rate of writes. A turn
+//! that fails is left out of the results; all others are in them.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::net::TcpListener;
@@ -20,7 +22,7 @@ use dunlin_rig::machine::{Accelerator, Credentials, Machine, Migration, Setup, b
 use dunlin_test_base::Scratch;
 use serde_json::{Map, Value, json};
 
-use super::{cloud_hypervisor, program};
+use super::{cloud_hypervisor, program, turns};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
@@ -42,6 +44,8 @@ pub struct WholeOptions {
 const TOUCHED: u64 = 2;
 /// Memory of a guest that halts which stays zero.
 const LEFT_OUT_MIB: u32 = 32;
+/// Numbers of Dunlin's lanes, and of the floor's.
+const LANES: [u8; 2] = [2, 4];
 /// Numbers of QEMU's multifd channels.
 const CHANNELS: [u8; 2] = [2, 4];
 /// Numbers of Cloud Hypervisor's connections.
@@ -118,6 +122,32 @@ impl Peer {
     }
 }
 
+/// What is measured at a time.
+#[derive(Clone, Copy)]
+enum Turn {
+    /// `dunlin bench whole`: the floor, and Dunlin with either guest.
+    Own {
+        lanes: u8,
+    },
+    Peer {
+        activity: Activity,
+        peer: Peer,
+    },
+}
+
+impl fmt::Display for Turn {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Own { lanes } => write!(out, "dunlin and the floor, lanes: {lanes}"),
+            Self::Peer { activity, peer } => {
+                let (variant, connections) = peer.variant();
+                let guest = activity.name();
+                write!(out, "{variant}, {guest} guest, connections: {connections}")
+            }
+        }
+    }
+}
+
 pub(super) fn run(options: &WholeOptions) -> Result<()> {
     ensure!(options.rounds > 0, "--rounds must be 1 or more");
     let dunlin = program::dunlin()?;
@@ -146,53 +176,66 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
         true => None,
         false => Some(Rig::new(options.size)?),
     };
-    let turns: Vec<_> = [Activity::Idle, Activity::Writing]
-        .into_iter()
-        .flat_map(|activity| peers.iter().map(move |&peer| (activity, peer)))
-        // The guest that writes ends there with a triple fault; the cause has not been found.
-        .filter(|turn| !matches!(turn, (Activity::Writing, Peer::CloudHypervisor { .. })))
-        .collect();
-    let mut results = Results::default();
-    let mut progress = Progress::new(options.rounds * (1 + turns.len()));
-    for _ in 0..options.rounds {
-        progress.step("dunlin and the floor");
-        own(&dunlin, options, &mut results)?;
-        let Some(rig) = &rig else { continue };
-        for &(activity, peer) in &turns {
-            let (variant, connections) = peer.variant();
-            let what = format!(
-                "{variant}, {} guest, connections: {connections}",
-                activity.name()
-            );
-            progress.step(&what);
-            let moved = rig.migrate(activity, peer).context(what)?;
-            let gibibytes = f64::from(options.size) / 1024.0;
-            let mut line = results
-                .line("whole", variant)
-                .with("guest", activity.name())
-                .with("lanes", connections)
-                .with("guest_bytes", u64::from(options.size) << 20)
-                .with("content", "random")
-                .figure("total_s", moved.total_s)
-                .figure("gib_per_s", gibibytes / moved.total_s)
-                .figure("cpu_s_per_gib", moved.cpu_s / gibibytes)
-                .figure("downtime_ms", moved.downtime_ms)
-                .figure("destination_peak_mib", moved.destination_peak_mib);
-            if let Some(iterations) = moved.iterations {
-                line = line.figure("iterations", iterations);
-            }
-            line.add();
-        }
+    let mut turns: Vec<_> = LANES.map(|lanes| Turn::Own { lanes }).into();
+    for activity in [Activity::Idle, Activity::Writing] {
+        turns.extend(peers.iter().map(|&peer| Turn::Peer { activity, peer }));
     }
+    // The guest that writes ends there with a triple fault; the cause has not been found.
+    turns.retain(|turn| {
+        !matches!(
+            turn,
+            Turn::Peer {
+                activity: Activity::Writing,
+                peer: Peer::CloudHypervisor { .. },
+            }
+        )
+    });
+    let mut results = Results::default();
+    let mut progress = Progress::new(options.rounds * turns.len());
+    let measured = turns::rounds(options.rounds, &turns, |turn| {
+        progress.step(&turn.to_string());
+        match (*turn, &rig) {
+            (Turn::Own { lanes }, _) => own(&dunlin, options, lanes, &mut results),
+            (Turn::Peer { activity, peer }, Some(rig)) => {
+                let moved = rig.migrate(activity, peer)?;
+                add(activity, peer, &moved, options.size, &mut results);
+                Ok(())
+            }
+            (Turn::Peer { .. }, None) => unreachable!("without a rig there are no peers"),
+        }
+    });
     drop(progress);
-    options.output.print(&results)
+    options.output.print(&results)?;
+    measured
 }
 
-/// One round of `dunlin bench whole`.
-fn own(dunlin: &Path, options: &WholeOptions, results: &mut Results) -> Result<()> {
+/// Adds the measurements of a peer.
+fn add(activity: Activity, peer: Peer, moved: &Moved, memory_mib: u32, results: &mut Results) {
+    let (variant, connections) = peer.variant();
+    let gibibytes = f64::from(memory_mib) / 1024.0;
+    let mut line = results
+        .line("whole", variant)
+        .with("guest", activity.name())
+        .with("lanes", connections)
+        .with("guest_bytes", u64::from(memory_mib) << 20)
+        .with("content", "random")
+        .figure("total_s", moved.total_s)
+        .figure("gib_per_s", gibibytes / moved.total_s)
+        .figure("cpu_s_per_gib", moved.cpu_s / gibibytes)
+        .figure("downtime_ms", moved.downtime_ms)
+        .figure("destination_peak_mib", moved.destination_peak_mib);
+    if let Some(iterations) = moved.iterations {
+        line = line.figure("iterations", iterations);
+    }
+    line.add();
+}
+
+/// One round of `dunlin bench whole` with this number of lanes.
+fn own(dunlin: &Path, options: &WholeOptions, lanes: u8, results: &mut Results) -> Result<()> {
     let size = format!("{}M", options.size);
     let done = Command::new(dunlin)
         .args(["bench", "whole", "--rounds", "1", "--json", "--size", &size])
+        .args(["--lanes", &lanes.to_string()])
         .stderr(Stdio::inherit())
         .output()
         .context("cannot start dunlin")?;

@@ -1,0 +1,81 @@
+//! Turns of variants, round after round.
+
+use std::fmt::Display;
+
+use anyhow::{Result, ensure};
+
+/// Runs every turn in each round. After a failure the other turns still run, so that the results of
+/// a long benchmark are not lost.
+///
+/// # Errors
+/// Turns failed. The error names each with its round and its cause.
+pub(super) fn rounds<T: Display>(
+    count: usize,
+    turns: &[T],
+    mut run: impl FnMut(&T) -> Result<()>,
+) -> Result<()> {
+    let mut failed = Vec::new();
+    for round in 1..=count {
+        for turn in turns {
+            if let Err(error) = run(turn) {
+                let failure = format!("round {round}, {turn}: {error:#}");
+                eprintln!("failed: {failure}");
+                failed.push(failure);
+            }
+        }
+    }
+    ensure!(
+        failed.is_empty(),
+        "{} of {} turns failed and are not in the results:\n{}",
+        failed.len(),
+        count * turns.len(),
+        failed.join("\n")
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use anyhow::bail;
+    use dunlin_bench::Results;
+
+    #[test]
+    fn a_failed_turn_is_named_and_the_others_keep_their_results() {
+        let mut results = Results::default();
+        let mut turns = 0;
+        let done = rounds(2, &["first", "second"], |&variant| {
+            turns += 1;
+            if turns == 1 {
+                bail!("the cause");
+            }
+            results.line("whole", variant).figure("total_s", 1.0).add();
+            Ok(())
+        });
+        let error = done.unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "1 of 4 turns failed and are not in the results:\nround 1, first: the cause"
+        );
+        let kept: Vec<_> = results
+            .json()
+            .iter()
+            .map(|line| (line["variant"].clone(), line["rounds"].clone()))
+            .collect();
+        assert_eq!(
+            kept,
+            [("second".into(), 2.into()), ("first".into(), 1.into())]
+        );
+    }
+
+    #[test]
+    fn turns_without_a_failure_succeed() {
+        let mut count = 0;
+        let done = rounds(3, &["one"], |_| {
+            count += 1;
+            Ok(())
+        });
+        assert!(done.is_ok() && count == 3);
+    }
+}
