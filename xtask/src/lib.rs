@@ -27,6 +27,7 @@ use self::kernel::KernelOptions;
 use self::programs::TestOptions;
 use self::tables::TablesOptions;
 use self::tables::keep::KeepOptions;
+use self::tables::report::ReportOptions;
 use self::words::WordOptions;
 
 /// The exit code if Debian's packages cannot be fetched: no network, or the host is not Debian.
@@ -49,6 +50,8 @@ enum Chore {
     Tables(TablesOptions),
     /// Keeps the output of a benchmark's `--json`, read from standard input, for the tables.
     Keep(KeepOptions),
+    /// Writes a page with plots of JSON lines, as a benchmark's `--report` does.
+    Report(ReportOptions),
     /// Lists retired words in code and pages; fails if there are any.
     Words(WordOptions),
 }
@@ -80,6 +83,7 @@ pub fn main() -> ExitCode {
         Chore::Book => book::command(),
         Chore::Tables(options) => tables::command(&options),
         Chore::Keep(options) => tables::keep::command(&options),
+        Chore::Report(options) => tables::report::command(&options),
         Chore::Words(options) => words::command(&options),
     };
     match done {

@@ -68,7 +68,7 @@ pub(crate) fn cells(rows: &[&Row]) -> Vec<Vec<String>> {
         cells.extend(conditions.iter().map(|name| row.condition(name)));
         cells.extend(figures.iter().map(|name| match row.figure(name) {
             None => String::new(),
-            Some(spread) if row.rounds() == 1 => number(spread.median),
+            Some(spread) if spread.min >= spread.max => number(spread.median),
             Some(spread) => format!(
                 "{} [{}–{}]",
                 number(spread.median),

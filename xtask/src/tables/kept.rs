@@ -53,7 +53,7 @@ pub(super) struct Kept {
 pub(super) struct Row {
     /// The file and the number of the line.
     pub(super) place: String,
-    fields: Map<String, Value>,
+    pub(super) fields: Map<String, Value>,
 }
 
 /// A figure of a line.

@@ -3,6 +3,7 @@
 //! - [`kept`]: the results, files of JSON lines.
 //! - [`keep`]: `cargo xtask keep`, which makes such a file from the output of a benchmark.
 //! - [`layout`]: the tables of each page.
+//! - [`report`]: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name it and its files. This command replaces what is
 //! between them, or, with `--check`, compares.
@@ -10,6 +11,7 @@
 pub mod keep;
 mod kept;
 mod layout;
+pub mod report;
 
 use std::fs;
 use std::path::Path;
