@@ -20,7 +20,7 @@ pub(super) const FOLDER: &str = "docs/benchmarking/results";
 pub(super) struct Run {
     /// The day of the run, as in 2026-11-25.
     pub(super) date: String,
-    /// Dunlin's commit, if it is known.
+    /// Dunlin's commit, if it was recorded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) commit: Option<String>,
     pub(super) machine: String,
@@ -143,7 +143,7 @@ pub(super) fn rows(path: &str, text: &str, skipped: usize) -> Result<Vec<Row>> {
         let fields: Map<String, Value> =
             serde_json::from_str(line).with_context(|| format!("{place}: not a JSON object"))?;
         let row = Row { place, fields };
-        row.check().with_context(|| row.place.clone())?;
+        row.check()?;
         rows.push(row);
     }
     Ok(rows)
@@ -162,12 +162,12 @@ impl Row {
     fn check(&self) -> Result<()> {
         self.text("scenario")?;
         self.text("variant")?;
-        ensure!(self.number("rounds")? > 0, "rounds is 0");
+        ensure!(self.number("rounds")? > 0, "{}: rounds is 0", self.place);
         for name in self.fields.keys() {
             for suffix in ["_min", "_max"] {
                 if let Some(figure) = name.strip_suffix(suffix) {
                     self.figure(figure)?
-                        .with_context(|| format!("{name} without {figure}"))?;
+                        .with_context(|| format!("{}: {name} without {figure}", self.place))?;
                 }
             }
         }

@@ -123,7 +123,7 @@ mod tests {
         }
     }
 
-    /// Parses a page whose elements are all closed, except those that HTML never closes.
+    /// Parses a page. All its elements must be closed, except those that HTML never closes.
     fn parse(page: &str) -> Vec<Tag> {
         let page = page.strip_prefix("<!doctype html>\n").unwrap();
         let (mut tags, mut open) = (Vec::new(), Vec::<String>::new());
