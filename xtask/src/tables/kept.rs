@@ -27,7 +27,7 @@ pub(super) struct Run {
     /// Size of the guest, other load, and all else that is not in the lines.
     pub(super) conditions: String,
     pub(super) command: String,
-    /// What a reader of the file must know; not in the pages.
+    /// A remark for readers of the file; not in the pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) note: Option<String>,
 }
