@@ -184,7 +184,7 @@ impl<'a> Arriving<'a> {
     }
 
     fn send_verdict(&self, verdict: Verdict) {
-        let attempt = self.control.offer.attempt;
+        let attempt = self.control.terms.offer.attempt;
         let message = match verdict {
             Verdict::Running if !self.asked => Message::Running {
                 cpu_ns: nanos(self.session.cpu_used()),

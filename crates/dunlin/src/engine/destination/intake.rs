@@ -124,7 +124,7 @@ impl Arriving<'_> {
         socket: LaneSocket,
         open: &LaneOpen,
     ) -> Result<DataReceiver, (FaultCode, String)> {
-        let (offer, selection) = (&self.control.offer, &self.control.selection);
+        let (offer, selection) = (&self.control.terms.offer, &self.control.terms.selection);
         if open.session != offer.session {
             let text = "the lane belongs to another session".to_owned();
             return Err((FaultCode::UnknownSession, text));

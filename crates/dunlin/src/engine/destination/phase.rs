@@ -142,7 +142,7 @@ pub(super) fn next_event<'a>(
             Arrival::Control {
                 stream,
                 opening: Opening::Offer(offer),
-            } if offer.session == arriving.control.offer.session => {
+            } if offer.session == arriving.control.terms.offer.session => {
                 arriving.resume_control(stream, offer)?;
             }
             other => {
@@ -173,7 +173,7 @@ pub(super) fn next_event<'a>(
 /// Handles an inquiry on the newest control lane.
 fn inquired<'a>(phase: &mut impl Phase<'a>, attempt: u32) -> Result<(), Fault> {
     let arriving = phase.arriving();
-    if arriving.control.offer.attempt != attempt {
+    if arriving.control.terms.offer.attempt != attempt {
         let what = "the source asked about a different attempt than it offered";
         return Err(Fault::new(FaultCode::Malformed, what));
     }

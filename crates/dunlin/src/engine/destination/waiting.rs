@@ -15,7 +15,7 @@ use tracing::field::display;
 use tracing::info_span;
 
 use super::super::control::FromPeer;
-use super::super::control_link::ControlLink;
+use super::super::control_link::{ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
@@ -84,7 +84,7 @@ impl<'a> Describing<'a> {
                 format!("page size {page_bytes} not supported (only {PAGE_BYTES})"),
             ));
         }
-        let (security, options) = (self.control.selection.security, self.session.options);
+        let (security, options) = (self.control.terms.selection.security, self.session.options);
         let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref())
             .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         let offered = Offered {
@@ -160,7 +160,7 @@ impl<'a> Describing<'a> {
         let stream = &self.control.lane.stream;
         let record = Journal::first_record(
             State::Destination(DestinationRecord::Prepared),
-            self.control.offer.session,
+            self.control.terms.offer.session,
             (&offered.vm.uuid, &offered.vm.name),
             &peer_of(stream),
             owner,
@@ -264,6 +264,11 @@ fn negotiate(
     });
     let mut secret = SessionSecret([0; 32]);
     random::fill(&mut secret.0).or_fault(FaultCode::Internal, "the random number source failed")?;
-    let control = session.open_control(stream, Arc::default(), offer.clone(), selection)?;
+    let terms = ControlTerms {
+        sequences: Arc::default(),
+        offer: offer.clone(),
+        selection,
+    };
+    let control = session.open_control(stream, terms)?;
     Ok(Some((control, secret)))
 }

@@ -139,7 +139,7 @@ impl<'a> Committed<'a> {
                     // The loss that led here no longer describes where the VM is.
                     session.fault = None;
                 }
-                On::answer(session.control.offer.attempt, attempt, verdict)
+                On::answer(session.control.terms.offer.attempt, attempt, verdict)
             }
             // It crossed the inquiry and no longer has a meaning.
             Message::Ready { .. } if session.state == Source::InDoubt => {
@@ -235,7 +235,8 @@ impl<'a> InDoubt<'a> {
 
     /// Opens a new control lane and asks on it, until the limit.
     fn inquire(&mut self) {
-        self.session().control.end();
+        // The loss of the lane has already reported a panic of its reader.
+        let _ = self.session().control.end();
         let Transfer { session, lanes } = &mut self.committed.transfer;
         let LaneTerms { to, tls, peer, .. } = &lanes.terms;
         let mut last: Option<Fault> = None;
@@ -258,16 +259,17 @@ impl<'a> InDoubt<'a> {
             let deadline = self
                 .until
                 .min(Instant::now() + session.options.connect_limit);
-            let offer = &session.control.offer;
+            let offer = &session.control.terms.offer;
             let fault = match open_control(session.host, None, to, tls, offer, deadline) {
                 Ok((stream, _)) if !stream.peer().is(peer) => {
                     another_peer(stream.peer(), session.journal.peer())
                 }
                 Ok((stream, _)) => {
-                    session.control.sequences = Arc::new(session.control.sequences.with_new_peer());
+                    session.control.terms.sequences =
+                        Arc::new(session.control.terms.sequences.with_new_peer());
                     match session.adopt_control(stream) {
                         Ok(()) => {
-                            let attempt = session.control.offer.attempt;
+                            let attempt = session.control.terms.offer.attempt;
                             session.control.notify(&Message::Inquire { attempt });
                             return;
                         }

@@ -17,7 +17,7 @@ use dunlin_proto::switchover::Source;
 use tracing::field::display;
 use tracing::{Span, info_span};
 
-use super::super::control_link::ControlLink;
+use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State, names_of};
@@ -29,7 +29,7 @@ use super::lanes::{LaneTerms, Lanes, Transfer};
 use super::options::Options;
 use super::phase::{Phase, failed};
 use super::precopy::PreCopy;
-use super::session::{Session, unexpected};
+use super::session::{Session, start_control, unexpected};
 use super::settled::Settled;
 use super::work_queue::WorkQueue;
 use crate::lane::policy::ClientTls;
@@ -102,15 +102,42 @@ impl<'a> Connecting<'a> {
             epoch: 1,
         };
         let mut journal = begin_record(session, &described, to, options, observer)?;
+        let memory = vm.memory();
+        let schedule = Schedule::new(
+            memory
+                .regions()
+                .iter()
+                .map(|region| (region.id, region.pages())),
+        );
+        let work_queue = Arc::new(WorkQueue::new(
+            Sending::new(schedule, timeouts(options)),
+            Pace::new(options.rate),
+        ));
+        let cpu = CpuTime::default();
+        let (sender, events) = channel();
         let opened = info_span!("connect")
             .in_scope(|| open_control(host, Some(cancel), to, tls, &offer, deadline));
         let opened = opened.and_then(|(stream, selection)| {
             let recorded = journal.write_peer(&stream.peer().principal());
             recorded.map_err(unrecorded)?;
-            Ok((stream, selection))
+            let terms = ControlTerms {
+                sequences: Arc::default(),
+                offer,
+                selection,
+            };
+            let silence_limit = options.silence_limit;
+            start_control(
+                stream,
+                terms,
+                silence_limit,
+                host,
+                &cpu,
+                &work_queue,
+                &sender,
+            )
         });
-        let (stream, selection) = match opened {
-            Ok(opened) => opened,
+        let control = match opened {
+            Ok(control) => control,
             Err(fault) => {
                 // The destination keeps nothing before it accepts the VM.
                 if let Err(error) = journal.forget() {
@@ -122,16 +149,6 @@ impl<'a> Connecting<'a> {
                 return Err(fault);
             }
         };
-        let memory = vm.memory();
-        let schedule = Schedule::new(
-            memory
-                .regions()
-                .iter()
-                .map(|region| (region.id, region.pages())),
-        );
-        let silence_limit = options.silence_limit;
-        let control = ControlLink::new(stream, Arc::default(), offer, selection, silence_limit);
-        let (sender, events) = channel();
         let session = Session {
             vm,
             memory,
@@ -143,17 +160,14 @@ impl<'a> Connecting<'a> {
             sender,
             control,
             control_resumed: 0,
-            work_queue: Arc::new(WorkQueue::new(
-                Sending::new(schedule, timeouts(options)),
-                Pace::new(options.rate),
-            )),
+            work_queue,
             state: Source::Live,
             journal,
             fault: None,
             vm_is: VmIs::AtSource,
             paused_by_owner,
             threads: Vec::new(),
-            cpu: CpuTime::default(),
+            cpu,
             started,
             span,
         };
@@ -182,7 +196,6 @@ impl<'a> Connecting<'a> {
     fn await_accept(&mut self) -> Result<LaneTerms, Fault> {
         let session = &mut self.session;
         let deadline = session.started + session.options.connect_limit;
-        session.read_control()?;
         session.control.lane.ping()?;
         let regions = RegionTable::new(session.memory.regions().to_vec())
             .or_fault(FaultCode::Internal, "cannot describe the VM's memory")?;
@@ -223,7 +236,7 @@ impl<'a> Connecting<'a> {
         session.observer.event(&Event::Accepted {
             peer: names_of(peer),
         });
-        let security = session.control.selection.security;
+        let security = session.control.terms.selection.security;
         let dialer = dialer(security, session.options.ipsec.as_ref())
             .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         Ok(LaneTerms {

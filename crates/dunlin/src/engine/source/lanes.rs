@@ -187,7 +187,7 @@ impl<'a> Transfer<'a> {
             dialer: Arc::clone(&terms.dialer),
             connector: Arc::clone(&terms.connector),
             is_replacement: self.lanes.established,
-            version: self.session.control.selection.version,
+            version: self.session.control.terms.selection.version,
             session: self.session.control.lane.session,
             secret: terms.accept.secret.clone(),
             peer: terms.peer.clone(),
@@ -314,7 +314,8 @@ impl<'a> Transfer<'a> {
         session.observer.event(&Event::ControlLost {
             why: lost.for_peer(),
         });
-        session.control.end();
+        // The loss of the lane has already reported a panic of its reader.
+        let _ = session.control.end();
         let LaneTerms { to, tls, peer, .. } = &self.lanes.terms;
         let until = Instant::now() + session.options.control_limit;
         let mut last = lost;
@@ -329,12 +330,14 @@ impl<'a> Transfer<'a> {
             session.raise_epoch();
             let deadline = until.min(Instant::now() + session.options.connect_limit);
             let cancel = Some(session.cancel);
-            let offer = &session.control.offer;
+            let offer = &session.control.terms.offer;
             match open_control(session.host, cancel, to, tls, offer, deadline) {
                 Ok((stream, _)) if !stream.peer().is(peer) => {
                     return Err(another_peer(stream.peer(), session.journal.peer()));
                 }
-                Ok((stream, selection)) if selection == session.control.selection => break stream,
+                Ok((stream, selection)) if selection == session.control.terms.selection => {
+                    break stream;
+                }
                 Ok(_) => {
                     return Err(Fault::new(
                         FaultCode::SecurityNotAgreed,

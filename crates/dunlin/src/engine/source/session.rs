@@ -13,7 +13,7 @@ use dunlin_proto::switchover::Source;
 use tracing::{Span, info_span};
 
 use super::super::control::FromPeer;
-use super::super::control_link::{CLOSE_LIMIT, ControlLink};
+use super::super::control_link::{CLOSE_LIMIT, ControlLink, ControlTerms};
 use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
@@ -165,12 +165,10 @@ impl Session<'_> {
         // Best effort: the peer may be gone.
         let _ = self.control.lane.stream.close();
         self.await_end_of_control();
-        self.control.lane.shutdown();
-        let threads = lanes
-            .chain(self.control.reader.take())
-            .chain(std::mem::take(&mut self.threads));
-        for thread in threads {
-            if thread.join().is_err() {
+        let read = self.control.end();
+        let threads = lanes.chain(std::mem::take(&mut self.threads));
+        for joined in threads.map(JoinHandle::join).chain([read]) {
+            if joined.is_err() {
                 self.warn("a thread of the session panicked".into());
             }
         }
@@ -200,44 +198,56 @@ impl Session<'_> {
         }
     }
 
-    /// Starts the thread that reads the control lane.
-    pub(super) fn read_control(&mut self) -> Result<(), Fault> {
-        let events = self.sender.clone();
-        let work_queue = Arc::clone(&self.work_queue);
-        self.control.start(
-            &**self.host,
-            &self.cpu,
-            move |message| work_queue.acknowledge(message),
-            move |epoch, from_peer| {
-                // Fails once the session has ended.
-                let _ = events.send(SessionEvent::Control(epoch, from_peer));
-            },
-        )
-    }
-
     /// Raises the epoch for the next control lane, and records it.
     pub(super) fn raise_epoch(&mut self) {
-        self.control.offer.epoch += 1;
-        if let Err(error) = self.journal.write_epoch(self.control.offer.epoch) {
+        self.control.terms.offer.epoch += 1;
+        if let Err(error) = self.journal.write_epoch(self.control.terms.offer.epoch) {
             self.warn(format!("cannot record the control lane's epoch: {error}"));
         }
     }
 
     /// Makes `stream`, opened under the offer's epoch, the session's control lane.
     pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
-        self.control = ControlLink::new(
+        self.control = start_control(
             stream,
-            Arc::clone(&self.control.sequences),
-            self.control.offer.clone(),
-            self.control.selection.clone(),
+            self.control.terms.clone(),
             self.options.silence_limit,
-        );
-        self.read_control()
+            self.host,
+            &self.cpu,
+            &self.work_queue,
+            &self.sender,
+        )?;
+        Ok(())
     }
 
     pub(super) fn warn(&self, text: String) {
         self.observer.event(&Event::Warning(text));
     }
+}
+
+/// A control lane on `stream`, with a thread that reads it.
+pub(super) fn start_control(
+    stream: ControlStream,
+    terms: ControlTerms,
+    silence_limit: Duration,
+    host: &Arc<dyn Host>,
+    cpu: &CpuTime,
+    work_queue: &Arc<WorkQueue>,
+    events: &Sender<SessionEvent>,
+) -> Result<ControlLink, Fault> {
+    let (work_queue, events) = (Arc::clone(work_queue), events.clone());
+    ControlLink::start(
+        stream,
+        terms,
+        silence_limit,
+        &**host,
+        cpu,
+        move |message| work_queue.acknowledge(message),
+        move |epoch, from_peer| {
+            // Fails once the session has ended.
+            let _ = events.send(SessionEvent::Control(epoch, from_peer));
+        },
+    )
 }
 
 pub(super) fn unexpected(message: &Message) -> Fault {
