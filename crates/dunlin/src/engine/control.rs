@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use dunlin_lane::control::{ControlError, ControlStream};
 use dunlin_proto::control::{CONTROL_HEADER_BYTES, Envelope, Header, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::SessionId;
@@ -16,7 +17,6 @@ use zeroize::Zeroize;
 
 use super::fault::Fault;
 use super::sync::{Condvar, Mutex, lock, wait};
-use crate::lane::control::{ControlError, ControlStream};
 
 /// After this long without a message the control lane counts as lost. The operator can
 /// change it.

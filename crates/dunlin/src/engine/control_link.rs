@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::{Features, Offer, Selection};
 
@@ -13,7 +14,6 @@ use super::control::{ControlLane, FromPeer, Sequences};
 use super::fault::Fault;
 use super::host::Host;
 use super::threads::{CpuTime, spawn_counted};
-use crate::lane::control::ControlStream;
 
 /// How long to wait for the peer to close the control lane at the end.
 pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(1);

@@ -5,8 +5,9 @@ use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+pub use dunlin_lane::dial::{Connector, StandardConnector as StandardHost};
+
 use super::sync::{Interrupt, Mutex, lock};
-pub use crate::lane::dial::{Connector, StandardConnector as StandardHost};
 
 /// Opens connections and starts threads for the engine, so that it fits a VMM that must
 /// do neither by itself.

@@ -3,9 +3,10 @@
 use std::io;
 use std::time::Duration;
 
+use dunlin_lane::accept::Arrival;
+
 use super::super::control::FromPeer;
 use super::super::fault::Fault;
-use crate::lane::accept::Arrival;
 
 /// Sent to the session's thread by the acceptor, the readers of control lanes, the lane
 /// threads, and the caller that cancels.

@@ -2,6 +2,10 @@
 
 use std::sync::Arc;
 
+use dunlin_lane::accept::LaneSocket;
+use dunlin_lane::data::DataReceiver;
+use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::proof::is_proved;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
@@ -12,10 +16,6 @@ use super::super::threads::spawn;
 use super::arriving::Arriving;
 use super::lane::Lane;
 use super::received::DestinationEvent;
-use crate::lane::accept::LaneSocket;
-use crate::lane::data::DataReceiver;
-use crate::lane::peers::PeerIdentity;
-use crate::lane::proof::is_proved;
 
 impl Arriving<'_> {
     /// Whether every lane is joined and everything has arrived (I4).

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::fault::FaultCode;
@@ -19,7 +20,6 @@ use super::super::fault::Fault;
 use super::super::vmm::GuestMemory;
 use super::barrier::IterationBarrier;
 use super::event::SessionEvent;
-use crate::lane::data::{DataReceiver, ReceiveError};
 
 /// How long the source may take from a lane's end frame to its close.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);

@@ -6,6 +6,7 @@
 
 use std::time::Instant;
 
+use dunlin_lane::accept::Arrival;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::Opening;
@@ -16,7 +17,6 @@ use super::super::fault::{Fault, OrFault};
 use super::arriving::{Arriving, Link, Reached};
 use super::event::SessionEvent;
 use super::received::DestinationEvent;
-use crate::lane::accept::Arrival;
 
 /// A phase in which a VM arrives.
 pub(super) trait Phase<'a> {

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::Arrival;
 use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
@@ -17,7 +18,6 @@ use super::phase::{Phase, begin, failed, next_event, take};
 use super::prepared::Prepared;
 use super::refusal::{starved, unexpected};
 use super::settled::Settled;
-use crate::lane::accept::Arrival;
 
 /// How long acknowledgements are collected before they are sent: at most a few hundred
 /// messages a second, and far below one round trip of delay.

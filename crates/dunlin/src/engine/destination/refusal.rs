@@ -1,12 +1,12 @@
 //! Refuses offers and connections.
 
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Refusal, VERSIONS};
 
 use super::super::fault::Fault;
 use super::super::journal::names_of;
-use crate::lane::control::ControlStream;
 
 /// Answers an unacceptable offer, and closes. The refusal is the first message on its
 /// connection, so it fits the socket buffer and the send does not block.

@@ -3,6 +3,8 @@
 //! The source opens a new one with a higher epoch. Both sides repeat on it what the old
 //! one may not have delivered: acknowledgements, and which lanes are up.
 
+use dunlin_lane::accept::Arrival;
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::{ChunkSet, Message, Reached};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_ACK_SETS, MAX_LANES};
@@ -14,8 +16,6 @@ use super::answer::INQUIRIES;
 use super::arriving::{Arriving, Link};
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
-use crate::lane::accept::Arrival;
-use crate::lane::control::ControlStream;
 
 impl Arriving<'_> {
     /// If the source starts a new session while this side waits for its old control

@@ -9,6 +9,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::{Arrival, accept};
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::policy::ServerTls;
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
@@ -27,9 +30,6 @@ use super::event::SessionEvent;
 use super::options::Options;
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse, starved};
-use crate::lane::accept::{Arrival, accept};
-use crate::lane::control::ControlStream;
-use crate::lane::policy::ServerTls;
 
 /// Connections that may wait while the session's thread is busy, for example in the
 /// VMM; more are dropped. Plain lanes are not authenticated at this point, so any host

@@ -4,6 +4,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::Arrival;
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::security::acceptor;
 use dunlin_linux::random;
 use dunlin_proto::control::{Describe, Message};
 use dunlin_proto::fault::FaultCode;
@@ -17,7 +20,7 @@ use tracing::info_span;
 use super::super::control::FromPeer;
 use super::super::control_link::{ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault, VmIs};
-use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
+use super::super::journal::{DestinationRecord, SessionJournal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
 use super::arriving::{Arriving, Attempt};
 use super::event::SessionEvent;
@@ -28,9 +31,6 @@ use super::receiving::Receiving;
 use super::refusal::{peer_of, refuse, unexpected};
 use super::session::Session;
 use super::settled::Settled;
-use crate::lane::accept::Arrival;
-use crate::lane::control::ControlStream;
-use crate::lane::security::acceptor;
 
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
@@ -158,7 +158,7 @@ impl<'a> Describing<'a> {
     /// before anything is moved.
     fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
         let stream = &self.control.lane.stream;
-        let record = Journal::first_record(
+        let record = SessionJournal::first_record(
             State::Destination(DestinationRecord::Prepared),
             self.control.terms.offer.session,
             (&offered.vm.uuid, &offered.vm.name),
@@ -166,7 +166,7 @@ impl<'a> Describing<'a> {
             owner,
         );
         let peer = stream.peer();
-        let begun = self.session.options.journal.begin(record, Some(peer));
+        let begun = SessionJournal::begin(&self.session.options.journal, record, Some(peer));
         let recorded = begun.and_then(|mut journal| match journal.write_peer(&peer.principal()) {
             Ok(()) => Ok(journal),
             Err(error) => {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use dunlin_lane::peers::Principal;
 use dunlin_proto::journal::Record;
 use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::negotiate::SessionId;
@@ -12,7 +13,6 @@ use super::super::sync::{Mutex, lock};
 use super::entry::{Entry, Role, is_over};
 use super::error::JournalError;
 use super::files::file_name;
-use crate::lane::peers::Principal;
 
 /// Maximum number of sessions. A peer that starts more failing sessions than any host
 /// has VMs loses the answers to its oldest ones (I8).

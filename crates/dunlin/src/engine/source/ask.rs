@@ -14,6 +14,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin_lane::policy::ClientTls;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::State;
@@ -23,13 +24,12 @@ use dunlin_proto::switchover::{Source, SourceEvent as On};
 use super::super::control::{ControlLane, FromPeer, Sequences};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
-use super::super::journal::{Journal, JournalError, Role};
+use super::super::journal::{Journal, JournalError, Role, SessionJournal};
 use super::super::threads::spawn;
 use super::super::vmm::SourceVm;
 use super::control::{another_peer, open_control};
 use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERDICT_LIMIT};
 use super::options::Options;
-use crate::lane::policy::ClientTls;
 
 /// How long the destination may take to close the lane after the last message.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
@@ -54,14 +54,14 @@ impl Doubt {
     /// VM's owner had paused it before the migration: then it is not resumed.
     ///
     /// # Errors
-    /// [`JournalError::Held`] while the process lives; otherwise as
-    /// [`Journal::take`].
+    /// [`JournalError::Held`] while the process lives; [`JournalError::Missing`], also if
+    /// nothing was ever recorded; [`JournalError::Unreadable`]; [`JournalError::Io`].
     pub fn taken_over(
         journal: &Journal,
         session: SessionId,
         paused_by_owner: bool,
     ) -> Result<Self, JournalError> {
-        let journal = journal.take(session, Role::Source)?;
+        let journal = SessionJournal::take(journal, session, Role::Source)?;
         let State::Source(record) = journal.record().state else {
             return Err(JournalError::Missing {
                 path: Role::Source.name().into(),

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::policy::ClientTls;
+use dunlin_lane::security::dialer;
 use dunlin_linux::random;
 use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::FaultCode;
@@ -20,7 +22,7 @@ use tracing::{Span, info_span};
 use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State, names_of};
+use super::super::journal::{JournalError, SessionJournal, SourceRecord, State, names_of};
 use super::super::report::Event;
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
@@ -32,8 +34,6 @@ use super::precopy::PreCopy;
 use super::session::{Session, start_control, unexpected};
 use super::settled::Settled;
 use super::work_queue::WorkQueue;
-use crate::lane::policy::ClientTls;
-use crate::lane::security::dialer;
 
 /// The control lane is established; the destination has not accepted the VM yet.
 pub(super) struct Connecting<'a> {
@@ -261,8 +261,8 @@ fn begin_record(
 ) -> Result<SessionJournal, Fault> {
     let state = State::Source(SourceRecord::Migrating);
     let vm = (&described.uuid, described.name.as_str());
-    let record = Journal::first_record(state, session, vm, to, &options.owner);
-    let mut journal = options.journal.begin(record, None).map_err(unrecorded)?;
+    let record = SessionJournal::first_record(state, session, vm, to, &options.owner);
+    let mut journal = SessionJournal::begin(&options.journal, record, None).map_err(unrecorded)?;
     match journal.write(state) {
         Ok(_) => {
             observer.event(&Event::Recorded(SourceRecord::Migrating));

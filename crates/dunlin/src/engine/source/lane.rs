@@ -7,6 +7,10 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::data::{DataSender, SendError};
+use dunlin_lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
+use dunlin_lane::peers::Principal;
+use dunlin_lane::policy::ClientTls;
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::socket::wait_readable;
 use dunlin_proto::fault::FaultCode;
@@ -22,10 +26,6 @@ use super::super::fault::{Fault, OrFault};
 use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
-use crate::lane::data::{DataSender, SendError};
-use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
-use crate::lane::peers::Principal;
-use crate::lane::policy::ClientTls;
 
 /// Minimum room in a chunk for which the lane asks for more pages, because each request
 /// takes a lock.

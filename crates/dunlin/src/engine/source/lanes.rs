@@ -9,6 +9,9 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use dunlin_lane::dial::{Connector, LaneDialer};
+use dunlin_lane::peers::Principal;
+use dunlin_lane::policy::ClientTls;
 use dunlin_proto::control::{Accept, ChunkSet, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Action, ReportError};
@@ -23,9 +26,6 @@ use super::control::{another_peer, given_up, open_control};
 use super::event::SessionEvent;
 use super::lane::Lane;
 use super::session::{Session, unexpected};
-use crate::lane::dial::{Connector, LaneDialer};
-use crate::lane::peers::Principal;
-use crate::lane::policy::ClientTls;
 
 /// Delay between attempts to replace a lost control lane.
 const RETRY: Duration = Duration::from_millis(100);

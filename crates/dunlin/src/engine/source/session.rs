@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::observe::Observer;
@@ -23,7 +24,6 @@ use super::super::vmm::{GuestMemory, RunState, SourceVm};
 use super::event::SessionEvent;
 use super::options::Options;
 use super::work_queue::WorkQueue;
-use crate::lane::control::ControlStream;
 
 /// How long to wait for the destination's reason after it closed a lane.
 const REASON_LIMIT: Duration = Duration::from_millis(300);
