@@ -1,9 +1,6 @@
 //! The records of one session.
 
 use std::fmt;
-use std::fs::OpenOptions;
-use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,8 +11,8 @@ use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 use dunlin_proto::negotiate::SessionId;
 use dunlin_proto::text::harmless;
 
-use super::entry::{Entry, Role, is_over};
-use super::error::{JournalError, io_error};
+use super::entry::{Entry, Role};
+use super::error::JournalError;
 use super::files::HeldFile;
 use super::memory::HeldInMemory;
 use super::storage::{Journal, Storage};
@@ -77,56 +74,14 @@ impl SessionJournal {
     /// session.
     pub fn create(journal: &Journal, record: Record) -> Result<Self, JournalError> {
         let role = Role::of(record.state);
-        let directory = match &journal.0 {
-            Storage::Directory(directory) => directory,
-            Storage::Memory(memory) => {
-                let held = Held::Memory(memory.create(&record, role)?);
-                let peer = RecordedPeer::Unknown;
-                return Ok(Self { record, peer, held });
-            }
-        };
-        let path = directory.path(record.session, role);
-        let created = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path);
-        let held = match created {
-            Ok(file) => {
-                let allocated = directory.allocate(&file, &path);
-                if allocated.is_err() {
-                    // Best effort: an empty file has no meaning.
-                    let _ = std::fs::remove_file(&path);
-                }
-                allocated?;
-                HeldFile {
-                    file,
-                    path,
-                    directory: directory.clone(),
-                    generation: 0,
-                    next_slot: 0,
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                let (held, before) = directory.take(path)?;
-                if let Some(before) = before
-                    && !(is_over(before.state) && before.attempt < record.attempt)
-                {
-                    return Err(JournalError::Undecided {
-                        path: held.path,
-                        state: before.state,
-                        attempt: before.attempt,
-                    });
-                }
-                held
-            }
-            Err(source) => return Err(io_error("made", &path)(source)),
+        let held = match &journal.0 {
+            Storage::Directory(directory) => Held::File(directory.create(&record, role)?),
+            Storage::Memory(memory) => Held::Memory(memory.create(&record, role)?),
         };
         Ok(Self {
             record,
             peer: RecordedPeer::Unknown,
-            held: Held::File(held),
+            held,
         })
     }
 
@@ -291,10 +246,7 @@ impl SessionJournal {
     /// now.
     pub fn forget(self) -> Result<(), JournalError> {
         match self.held {
-            Held::File(held) => {
-                std::fs::remove_file(&held.path).map_err(io_error("removed", &held.path))?;
-                held.directory.sync()
-            }
+            Held::File(held) => held.forget(),
             Held::Memory(held) => {
                 held.forget();
                 Ok(())
