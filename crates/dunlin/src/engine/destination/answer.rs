@@ -414,9 +414,9 @@ pub(super) fn answer(
 ) -> Result<(), Fault> {
     const FAILED: &str = "cannot answer inquiries";
     let (wake, stopped) = waker().or_fault(FaultCode::Kernel, FAILED)?;
-    cancel.listen(move || wake.wake());
+    let _listening = cancel.listen(move || wake.wake());
     let text = "this host is not receiving a VM";
-    let result = Answers::new(host, journal, None).serve(listener, tls, &stopped, text);
-    cancel.unlisten();
-    result.or_fault(FaultCode::Kernel, FAILED)
+    Answers::new(host, journal, None)
+        .serve(listener, tls, &stopped, text)
+        .or_fault(FaultCode::Kernel, FAILED)
 }

@@ -138,7 +138,7 @@ impl<'a> Incoming<'a> {
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
         let sender = session.sender.clone();
-        self.cancel.listen(move || {
+        let listening = self.cancel.listen(move || {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
@@ -147,7 +147,7 @@ impl<'a> Incoming<'a> {
             .and_then(Receiving::await_everything)
             .and_then(Prepared::decide)
             .map_or_else(|settled| settled, Running::await_release);
-        self.cancel.unlisten();
+        drop(listening);
         settled.into_result()
     }
 

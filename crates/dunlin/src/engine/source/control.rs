@@ -28,7 +28,7 @@ pub(super) fn open_control(
 ) -> Result<(ControlStream, Selection), Fault> {
     let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
     let own = dial.clone();
-    let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
+    let _listening = cancel.map(|cancel| cancel.listen(move || own.cancel()));
     control_lane::open(to, &**host, tls, offer, deadline, &dial)
         .map_err(|error| not_opened(to, error))
 }

@@ -163,7 +163,7 @@ impl<'a> Migration<'a> {
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
         let sender = connecting.session.sender.clone();
-        self.cancel.listen(move || {
+        let listening = self.cancel.listen(move || {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
@@ -179,7 +179,7 @@ impl<'a> Migration<'a> {
                 switchover.prepare().map(Committed::settle)
             })
             .unwrap_or_else(|settled| settled);
-        self.cancel.unlisten();
+        drop(listening);
         self.options.tune.detach();
         settled.into_result(|| thread_cpu_time().saturating_sub(cpu_before))
     }
