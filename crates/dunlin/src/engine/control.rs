@@ -314,6 +314,12 @@ fn lost(error: ControlError) -> Fault {
     Fault::new(code, "the control lane was lost").because(error)
 }
 
+/// The peer sent a message that its state does not allow.
+pub(crate) fn unexpected(message: &Message) -> Fault {
+    let what = format!("unexpected {} on the control lane", message.kind().name());
+    Fault::new(FaultCode::Malformed, what)
+}
+
 fn malformed(error: dunlin_proto::wire::DecodeError) -> Fault {
     Fault::new(error.fault(), "malformed control message from peer").because(error)
 }

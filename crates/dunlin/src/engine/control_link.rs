@@ -34,6 +34,7 @@ pub(super) struct ControlTerms {
     /// The source's offer.
     pub(super) offer: Offer,
     pub(super) selection: Selection,
+    pub(super) silence_limit: Duration,
 }
 
 /// The thread that reads a control lane.
@@ -48,7 +49,6 @@ impl ControlLink {
     pub(super) fn start(
         stream: ControlStream,
         terms: ControlTerms,
-        silence_limit: Duration,
         host: &dyn Host,
         cpu: &CpuTime,
         at_once: impl FnMut(&Message) -> Result<bool, Fault> + Send + 'static,
@@ -56,7 +56,7 @@ impl ControlLink {
     ) -> Result<Self, Fault> {
         let (session, epoch) = (terms.offer.session, terms.offer.epoch);
         let sequences = Arc::clone(&terms.sequences);
-        let lane = ControlLane::new(stream, session, epoch, sequences, silence_limit);
+        let lane = ControlLane::new(stream, session, epoch, sequences, terms.silence_limit);
         let lane = Arc::new(lane);
         let same = Arc::clone(&lane);
         let body = move || same.read(at_once, |from_peer| deliver(epoch, from_peer));

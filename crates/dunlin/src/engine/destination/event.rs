@@ -1,7 +1,6 @@
 //! Events of the session's thread.
 
 use std::io;
-use std::time::Duration;
 
 use dunlin_lane::accept::Arrival;
 
@@ -21,7 +20,6 @@ pub(super) enum SessionEvent {
         lane: u16,
         result: Result<(), Fault>,
         wire_bytes: u64,
-        cpu: Duration,
     },
     /// Lanes, control lane or decision have changed; a waiting caller must check again.
     Tended,

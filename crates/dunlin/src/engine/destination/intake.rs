@@ -12,7 +12,7 @@ use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
 use dunlin_proto::negotiate::{LaneOpen, Opening};
 
 use super::super::fault::{Fault, OrFault};
-use super::super::threads::spawn;
+use super::super::threads::spawn_counted;
 use super::arriving::Arriving;
 use super::lane::Lane;
 use super::received::DestinationEvent;
@@ -112,7 +112,9 @@ impl Arriving<'_> {
             span: self.session.span.clone(),
         };
         let name = format!("dunlin-lane-{number}");
-        let thread = spawn(&**self.session.host, name, move || lane.run())?;
+        let session = &self.session;
+        let body = move || lane.run();
+        let thread = spawn_counted(&**session.host, name, &session.cpu, body)?;
         self.lanes.threads.insert(number, thread);
         self.session
             .notify(DestinationEvent::LaneUp { lane: number });

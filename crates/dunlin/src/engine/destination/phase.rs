@@ -159,9 +159,7 @@ pub(super) fn next_event<'a>(
             lane,
             result,
             wire_bytes,
-            cpu,
         } => {
-            arriving.session.cpu.add(cpu);
             arriving.lanes.wire_bytes += wire_bytes;
             arriving.lane_ended(lane, result)?;
         }

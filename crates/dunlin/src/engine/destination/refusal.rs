@@ -1,7 +1,6 @@
 //! Refuses offers and connections.
 
 use dunlin_lane::control::ControlStream;
-use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Refusal, VERSIONS};
 
@@ -27,11 +26,4 @@ pub(super) fn starved(error: std::io::Error) -> Fault {
 
 pub(super) fn peer_of(stream: &ControlStream) -> String {
     names_of(stream.peer())
-}
-
-pub(super) fn unexpected(message: &Message) -> Fault {
-    Fault::new(
-        FaultCode::Malformed,
-        format!("unexpected {} from the source", message.kind().name()),
-    )
 }

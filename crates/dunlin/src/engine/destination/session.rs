@@ -255,7 +255,6 @@ impl<'a> Session<'a> {
         // The limit also holds for a peer that keeps sending.
         while !control.ended.get() && Instant::now() < until {
             match self.receive(Some(control), Some(until)) {
-                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(_, FromPeer::Lost(_))) | None) | Err(_) => return,
                 Ok(Some(_)) => {}
             }
@@ -272,7 +271,6 @@ impl<'a> Session<'a> {
         ControlLink::start(
             stream,
             terms,
-            self.options.silence_limit,
             &**self.host,
             &self.cpu,
             |_| Ok(false),

@@ -17,7 +17,7 @@ use dunlin_proto::negotiate::{
 use tracing::field::display;
 use tracing::info_span;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::control_link::{ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::journal::{DestinationRecord, SessionJournal, State};
@@ -28,7 +28,7 @@ use super::lane::DestinationMemory;
 use super::lanes::Lanes;
 use super::received::DestinationEvent;
 use super::receiving::Receiving;
-use super::refusal::{peer_of, refuse, unexpected};
+use super::refusal::{peer_of, refuse};
 use super::session::Session;
 use super::settled::Settled;
 
@@ -268,6 +268,7 @@ fn negotiate(
         sequences: Arc::default(),
         offer: offer.clone(),
         selection,
+        silence_limit: session.options.silence_limit,
     };
     let control = session.open_control(stream, terms)?;
     Ok(Some((control, secret)))

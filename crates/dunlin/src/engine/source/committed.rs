@@ -9,16 +9,15 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
 use tracing::info_span;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, VmIs};
 use super::super::report::Event;
-use super::control::{another_peer, open_control};
 use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};
 use super::event::SessionEvent;
 use super::guest::PausedGuest;
-use super::lanes::{LaneTerms, Transfer};
+use super::lanes::Transfer;
 use super::phase::{Done, Phase, Rest, failed, perform, take};
-use super::session::{Session, unexpected};
+use super::session::Session;
 use super::settled::{Figures, Settled};
 
 /// How long the destination may take from *final* to *ready*, and from *commit* to
@@ -238,7 +237,6 @@ impl<'a> InDoubt<'a> {
         // The loss of the lane has already reported a panic of its reader.
         let _ = self.session().control.end();
         let Transfer { session, lanes } = &mut self.committed.transfer;
-        let LaneTerms { to, tls, peer, .. } = &lanes.terms;
         let mut last: Option<Fault> = None;
         loop {
             if self.inquiries > 0 {
@@ -254,29 +252,16 @@ impl<'a> InDoubt<'a> {
                 return;
             }
             self.inquiries += 1;
-            // The previous attempt may have reached the destination.
-            session.raise_epoch();
-            let deadline = self
-                .until
-                .min(Instant::now() + session.options.connect_limit);
-            let offer = &session.control.terms.offer;
-            let fault = match open_control(session.host, None, to, tls, offer, deadline) {
-                Ok((stream, _)) if !stream.peer().is(peer) => {
-                    another_peer(stream.peer(), session.journal.peer())
-                }
-                Ok((stream, _)) => {
-                    session.control.terms.sequences =
-                        Arc::new(session.control.terms.sequences.with_new_peer());
-                    match session.adopt_control(stream) {
-                        Ok(()) => {
-                            let attempt = session.control.terms.offer.attempt;
-                            session.control.notify(&Message::Inquire { attempt });
-                            return;
-                        }
-                        Err(fault) => fault,
-                    }
-                }
-                Err(fault) => fault,
+            let reopened = session.reopen_control(None, &lanes.terms, self.until);
+            let adopted = reopened.and_then(|(stream, _)| {
+                let terms = &mut session.control.terms;
+                terms.sequences = Arc::new(terms.sequences.with_new_peer());
+                session.adopt_control(stream)
+            });
+            let Err(fault) = adopted else {
+                let attempt = session.control.terms.offer.attempt;
+                session.control.notify(&Message::Inquire { attempt });
+                return;
             };
             // Whatever failed, only an answer resolves the doubt.
             last = Some(fault);

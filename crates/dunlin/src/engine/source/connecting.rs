@@ -19,6 +19,7 @@ use dunlin_proto::switchover::Source;
 use tracing::field::display;
 use tracing::{Span, info_span};
 
+use super::super::control::unexpected;
 use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
@@ -27,11 +28,12 @@ use super::super::report::Event;
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::control::open_control;
-use super::lanes::{LaneTerms, Lanes, Transfer};
+use super::lane::LaneTerms;
+use super::lanes::{Lanes, Transfer};
 use super::options::Options;
 use super::phase::{Phase, failed};
 use super::precopy::PreCopy;
-use super::session::{Session, start_control, unexpected};
+use super::session::{Session, start_control};
 use super::settled::Settled;
 use super::work_queue::WorkQueue;
 
@@ -124,17 +126,9 @@ impl<'a> Connecting<'a> {
                 sequences: Arc::default(),
                 offer,
                 selection,
+                silence_limit: options.silence_limit,
             };
-            let silence_limit = options.silence_limit;
-            start_control(
-                stream,
-                terms,
-                silence_limit,
-                host,
-                &cpu,
-                &work_queue,
-                &sender,
-            )
+            start_control(stream, terms, host, &cpu, &work_queue, &sender)
         });
         let control = match opened {
             Ok(control) => control,
@@ -236,16 +230,21 @@ impl<'a> Connecting<'a> {
         session.observer.event(&Event::Accepted {
             peer: names_of(peer),
         });
-        let security = session.control.terms.selection.security;
-        let dialer = dialer(security, session.options.ipsec.as_ref())
+        let selection = &session.control.terms.selection;
+        let dialer = dialer(selection.security, session.options.ipsec.as_ref())
             .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         Ok(LaneTerms {
             dialer,
             connector: Arc::clone(session.host) as _,
             tls: self.tls.clone(),
-            peer: peer.principal(),
+            version: selection.version,
+            session: session.control.terms.offer.session,
             accept,
             to: self.to.to_owned(),
+            peer: peer.principal(),
+            rate: session.options.lane_rate,
+            records: session.options.records_per_lane,
+            memory: Arc::clone(&session.memory),
         })
     }
 }

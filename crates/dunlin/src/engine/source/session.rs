@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::Selection;
 use dunlin_proto::observe::Observer;
 use dunlin_proto::switchover::Source;
 use tracing::{Span, info_span};
@@ -21,7 +22,9 @@ use super::super::journal::SessionJournal;
 use super::super::report::Event;
 use super::super::threads::CpuTime;
 use super::super::vmm::{GuestMemory, RunState, SourceVm};
+use super::control::{another_peer, open_control};
 use super::event::SessionEvent;
+use super::lane::LaneTerms;
 use super::options::Options;
 use super::work_queue::WorkQueue;
 
@@ -130,7 +133,6 @@ impl Session<'_> {
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
                 ) => return Some(Fault::from_peer(fault, text)),
-                SessionEvent::LaneEnded { cpu, .. } => self.cpu.add(cpu),
                 // The peer sends a reason before it closes the control lane.
                 SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
                 _ => {}
@@ -172,11 +174,6 @@ impl Session<'_> {
                 self.warn("a thread of the session panicked".into());
             }
         }
-        while let Ok(event) = self.events.try_recv() {
-            if let SessionEvent::LaneEnded { cpu, .. } = event {
-                self.cpu.add(cpu);
-            }
-        }
     }
 
     /// Waits for the peer's last messages and its close, up to [`CLOSE_LIMIT`].
@@ -186,7 +183,6 @@ impl Session<'_> {
         while !self.control.ended.get() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
-                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(epoch, FromPeer::Lost(_))))
                     if epoch == self.control.lane.epoch =>
                 {
@@ -198,12 +194,26 @@ impl Session<'_> {
         }
     }
 
-    /// Raises the epoch for the next control lane, and records it.
-    pub(super) fn raise_epoch(&mut self) {
+    /// Opens another control lane to the session's destination. Raises the epoch first,
+    /// because the previous attempt may have reached the destination.
+    pub(super) fn reopen_control(
+        &mut self,
+        cancel: Option<&Cancel>,
+        lanes: &LaneTerms,
+        until: Instant,
+    ) -> Result<(ControlStream, Selection), Fault> {
         self.control.terms.offer.epoch += 1;
-        if let Err(error) = self.journal.write_epoch(self.control.terms.offer.epoch) {
+        let offer = &self.control.terms.offer;
+        if let Err(error) = self.journal.write_epoch(offer.epoch) {
             self.warn(format!("cannot record the control lane's epoch: {error}"));
         }
+        let deadline = until.min(Instant::now() + self.options.connect_limit);
+        let LaneTerms { to, tls, peer, .. } = lanes;
+        let (stream, selection) = open_control(self.host, cancel, to, tls, offer, deadline)?;
+        if !stream.peer().is(peer) {
+            return Err(another_peer(stream.peer(), self.journal.peer()));
+        }
+        Ok((stream, selection))
     }
 
     /// Makes `stream`, opened under the offer's epoch, the session's control lane.
@@ -211,7 +221,6 @@ impl Session<'_> {
         self.control = start_control(
             stream,
             self.control.terms.clone(),
-            self.options.silence_limit,
             self.host,
             &self.cpu,
             &self.work_queue,
@@ -229,7 +238,6 @@ impl Session<'_> {
 pub(super) fn start_control(
     stream: ControlStream,
     terms: ControlTerms,
-    silence_limit: Duration,
     host: &Arc<dyn Host>,
     cpu: &CpuTime,
     work_queue: &Arc<WorkQueue>,
@@ -239,7 +247,6 @@ pub(super) fn start_control(
     ControlLink::start(
         stream,
         terms,
-        silence_limit,
         &**host,
         cpu,
         move |message| work_queue.acknowledge(message),
@@ -247,12 +254,5 @@ pub(super) fn start_control(
             // Fails once the session has ended.
             let _ = events.send(SessionEvent::Control(epoch, from_peer));
         },
-    )
-}
-
-pub(super) fn unexpected(message: &Message) -> Fault {
-    Fault::new(
-        FaultCode::Malformed,
-        format!("unexpected {} from the destination", message.kind().name()),
     )
 }
