@@ -88,8 +88,8 @@ pub struct Entry {
     pub lives: bool,
 }
 
-/// Checks that `record` may begin an attempt of a session whose newest record is `before`:
-/// that attempt has ended with the VM at the source, and has a lower number.
+/// Checks that `record` may begin an attempt of its session: the attempt of the newest record,
+/// `before`, has ended with the VM at the source, and has a lower number.
 pub(super) fn may_follow(
     before: Option<&Record>,
     record: &Record,
