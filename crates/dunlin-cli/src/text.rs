@@ -1,7 +1,7 @@
 //! Text for terminals and logs.
 
 /// Text that a peer may have sent, made safe for one line on a terminal.
-pub(crate) use dunlin::engine::harmless as clean;
+pub(crate) use dunlin_proto::text::harmless as clean;
 
 /// An error and its causes, each printed once: some errors include their cause's text.
 pub(crate) fn chained(error: &anyhow::Error) -> String {

@@ -40,10 +40,8 @@ impl Memory {
     fn hold(&self, number: u8, state: State, change: impl FnOnce(&mut Record)) -> SessionJournal {
         let mut made = journal::record(number, state);
         change(&mut made);
-        let mut session = Journal::open(&self.directory)
-            .unwrap()
-            .create(made)
-            .unwrap();
+        let journal = Journal::open(&self.directory).unwrap();
+        let mut session = SessionJournal::create(&journal, made).unwrap();
         session.write(state).unwrap();
         session
     }

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin::engine::journal::{Journal, Record, State};
+use dunlin::engine::journal::{Journal, Record, SessionJournal, State};
 use dunlin_test_base::kvm;
 use dunlin_test_base::sockets::{TIMEOUT, accepted};
 use journal::record;
@@ -213,7 +213,10 @@ fn the_earlier_command_reads_every_record() {
             epoch: 3,
             ..record(number, state)
         };
-        journal.create(record).unwrap().write(state).unwrap();
+        SessionJournal::create(&journal, record)
+            .unwrap()
+            .write(state)
+            .unwrap();
     }
     let sessions = same(&pair, &hosts);
     assert_eq!(sessions.len(), states.len());

@@ -30,8 +30,7 @@
 //! ```no_run
 //! use std::path::Path;
 //!
-//! use dunlin::lane::identity::{Identity, LoadOptions};
-//! use dunlin::lane::provider::Crypto;
+//! use dunlin::lane::{Crypto, Identity, LoadOptions};
 //!
 //! let (identity, warnings) = Identity::load(Path::new("/etc/my-vmm/pki"), LoadOptions::default())?;
 //! let peers = ["host-b.example".parse()?].into_iter().collect();
@@ -86,8 +85,11 @@
 //! # Modules
 //!
 //! - [`engine`]: the migration, its events, errors and journal, and the traits of a VMM.
-//! - [`lane`]: authenticated TCP connections, and the bytes on them.
+//! - [`lane`]: identities, the peers that a host accepts, and TLS settings.
 //! - [`testing`]: conformance tests for a VMM's implementation of the traits.
+//!
+//! The feature `unstable-internals` makes items public that other crates of this workspace use, without
+//! any promise: each of them may change or disappear in every release.
 //!
 //! `docs/integrating.md` in the repository is a guide to a first migration. `examples/two_logs.rs` has
 //! two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open no socket.
@@ -107,7 +109,7 @@
 //! [`MappedMemory`]: engine::memory::MappedMemory
 //! [`OwnWrites`]: engine::memory::OwnWrites
 //! [`WriteProtectLog`]: engine::dirty::WriteProtectLog
-//! [`Identity`]: lane::identity::Identity
+//! [`Identity`]: lane::Identity
 //! [`Journal`]: engine::journal::Journal
 //! [`Observer`]: engine::Observer
 //! [`Cancel`]: engine::Cancel
@@ -125,6 +127,12 @@
 //! [`RanThenDied`]: engine::VmIs::RanThenDied
 //! [`Gone`]: engine::VmIs::Gone
 #![forbid(unsafe_code)]
+// Without the feature, some items are public only for the other crates of the workspace. Their builds
+// enable the feature, so dead code does not go unnoticed.
+#![cfg_attr(
+    not(feature = "unstable-internals"),
+    allow(dead_code, unreachable_pub, unused_imports)
+)]
 
 pub mod engine;
 pub mod testing;
@@ -132,7 +140,20 @@ pub mod testing;
 pub use engine::destination::Incoming;
 pub use engine::source::Migration;
 
+#[cfg(feature = "unstable-internals")]
 pub use dunlin_lane as lane;
+
+/// Identities, the peers that a host accepts, and TLS settings: what a VMM needs of `dunlin-lane`.
+///
+/// A VMM that implements lanes of its own, or that chooses cipher suites, kernel TLS or the layout of
+/// an identity's directory, depends on `dunlin-lane` too. The types are the same.
+#[cfg(not(feature = "unstable-internals"))]
+pub mod lane {
+    pub use dunlin_lane::{
+        ClientTls, Crypto, Identity, IdentityError, LaneAcceptor, LaneDialer, LoadOptions, Peer,
+        PeerName, Peers, Pin, Provider, SealedLanes, ServerTls, SettingsError,
+    };
+}
 
 /// The version of vm-memory used in the traits of [`engine::vmm`].
 pub use vm_memory;

@@ -22,26 +22,19 @@
 //!
 //! | check | covers |
 //! | --- | --- |
-//! | [`check_vmm`] | everything that a VMM implements: the next five checks |
+//! | [`check_vmm`] | everything that a VMM implements: [`SourceVm`], [`Builder`], [`DestinationVm`], and the next two checks |
 //! | [`check_memory`] | [`GuestMemory`] |
-//! | [`check_control`] | [`SourceVm`]: pause, resume, throttle, describe, run state |
 //! | [`check_dirty_logs`], [`check_dirty_log`] | [`DirtyLog`] |
-//! | [`check_state`] | [`SourceVm::save`], [`DestinationVm::load`] |
-//! | [`check_arrival`] | [`Builder`], [`DestinationVm`], [`SourceVm::destroy`] |
 //! | [`check_host`] | [`Host`](crate::engine::Host) |
-//! | [`check_disk`] | [`Disk`](crate::engine::journal::Disk) |
 //!
 //! Not testable from outside: [`SourceVm::hold`], which may take any time, and whether
 //! the devices that a VMM releases are free.
 //!
 //! [`GuestMemory`]: crate::engine::vmm::GuestMemory
 //! [`SourceVm`]: crate::engine::vmm::SourceVm
-//! [`SourceVm::save`]: crate::engine::vmm::SourceVm::save
 //! [`SourceVm::hold`]: crate::engine::vmm::SourceVm::hold
-//! [`SourceVm::destroy`]: crate::engine::vmm::SourceVm::destroy
 //! [`DirtyLog`]: crate::engine::vmm::DirtyLog
 //! [`DestinationVm`]: crate::engine::vmm::DestinationVm
-//! [`DestinationVm::load`]: crate::engine::vmm::DestinationVm::load
 
 use std::io;
 use std::sync::Arc;
@@ -59,12 +52,9 @@ mod memory;
 mod state;
 mod vmm;
 
-pub use arrival::check_arrival;
-pub use control::check_control;
 pub use dirty::{Seen, Writer, check_dirty_log, check_dirty_logs};
-pub use host::{check_disk, check_host};
+pub use host::check_host;
 pub use memory::check_memory;
-pub use state::check_state;
 pub use vmm::{Conformance, check_vmm};
 
 /// A VMM under test.
@@ -185,18 +175,6 @@ pub enum Violation {
          workload"
     )]
     NothingWritten,
-    /// The log failed.
-    #[error("the dirty log cannot {step}")]
-    Log {
-        /// The failed step.
-        step: &'static str,
-        /// The log's error.
-        #[source]
-        source: io::Error,
-    },
-    /// The writer could not be paused or resumed.
-    #[error("the writer cannot be paused or resumed")]
-    Writer(#[source] VmmError),
     /// Guest memory, or something that the test needs, could not be read.
     #[error("the test cannot continue")]
     Test(#[from] io::Error),
@@ -210,6 +188,9 @@ fn broken(method: &'static str, promise: &'static str, what: impl Into<String>) 
     }
 }
 
-fn failed(method: &'static str) -> impl Fn(VmmError) -> Violation {
-    move |source| Violation::Failed { method, source }
+fn failed<E: Into<VmmError>>(method: &'static str) -> impl Fn(E) -> Violation {
+    move |source| Violation::Failed {
+        method,
+        source: source.into(),
+    }
 }

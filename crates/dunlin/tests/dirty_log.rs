@@ -281,7 +281,13 @@ fn i5_a_log_that_breaks_any_promise_is_found_out() {
                     page: 4096
                 }
             ),
-            Fault::Fails => matches!(violation, Violation::Log { .. }),
+            Fault::Fails => matches!(
+                violation,
+                Violation::Failed {
+                    method: "DirtyLog::fetch",
+                    ..
+                }
+            ),
         };
         assert!(found, "{fault:?}: {violation:?}");
     }

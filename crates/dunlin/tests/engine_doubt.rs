@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use dunlin::Incoming;
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
-    DestinationRecord, Disk, Journal, Record, Role, SourceRecord, State,
+    DestinationRecord, Disk, Journal, Record, Role, SessionJournal, SourceRecord, State,
 };
 use dunlin::engine::source::Resolution;
 use dunlin::engine::vmm::{FaultCode, RunState};
@@ -454,7 +454,7 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
             started_ms: 1,
             written_ms: 1,
         };
-        let mut session = journal.create(record).unwrap();
+        let mut session = SessionJournal::create(&journal, record).unwrap();
         session.write_peer(peer).unwrap();
         session.write(state).unwrap();
         session
@@ -499,11 +499,11 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     thread.join().unwrap();
     assert!(waiting.finish().0.is_empty());
     // *aborted* was recorded before it was sent.
-    let first = journal.take([1; 16], Role::Destination).unwrap();
+    let first = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     let aborted = State::Destination(DestinationRecord::Aborted);
     assert_eq!(first.record().state, aborted);
     // The inquiry of another host has changed nothing.
-    let fifth = journal.take([5; 16], Role::Destination).unwrap();
+    let fifth = SessionJournal::take(&journal, [5; 16], Role::Destination).unwrap();
     let prepared = State::Destination(DestinationRecord::Prepared);
     assert_eq!(fifth.record().state, prepared);
 }

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use dunlin::Incoming;
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
-    DestinationRecord, Journal, Record, RecordedPeer, Role, SessionId, SourceRecord, State,
+    DestinationRecord, Journal, Record, RecordedPeer, Role, SessionId, SessionJournal,
+    SourceRecord, State,
 };
 use dunlin::engine::source::{Doubt, VmLocation};
 use dunlin::engine::vmm::FaultCode;
@@ -129,7 +130,7 @@ fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: 
         started_ms: 1,
         written_ms: 1,
     };
-    let mut session = journal.create(record).unwrap();
+    let mut session = SessionJournal::create(journal, record).unwrap();
     session.write_peer(peer).unwrap();
     session.write(state).unwrap();
 }
@@ -300,7 +301,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
         }
     }
     for session in 1..=4 {
-        let session = journal.take([session; 16], Role::Destination).unwrap();
+        let session = SessionJournal::take(&journal, [session; 16], Role::Destination).unwrap();
         assert_eq!(session.record().state, State::Destination(running));
     }
 }

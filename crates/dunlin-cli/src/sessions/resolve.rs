@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin::engine::journal::{Entry, Record, Role, SourceRecord, State};
+use dunlin::engine::journal::{Entry, Record, Role, SessionJournal, SourceRecord, State};
 use dunlin::engine::source::{self, VmLocation};
 use dunlin::engine::{Host, StandardHost};
 
@@ -184,7 +184,7 @@ impl Resolve {
                  this session"
             );
         }
-        let mut session = self.state.open()?.take(entry.session, Role::Source)?;
+        let mut session = SessionJournal::take(&self.state.open()?, entry.session, Role::Source)?;
         session.write(State::Source(SourceRecord::GivenUp))?;
         // No peer queries a source that has given up its copy.
         session.forget()?;

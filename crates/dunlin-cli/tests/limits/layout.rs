@@ -194,7 +194,7 @@ fn i7_a_peers_text_neither_controls_a_terminal_nor_imitates_our_lines() {
         }
         let done = finish(command).expect(1);
         receiving.join().unwrap().unwrap();
-        let harmful = |c: char| c != '\n' && dunlin::engine::is_harmful(c);
+        let harmful = |c: char| c != '\n' && dunlin_proto::text::is_harmful(c);
         assert!(!done.out.contains(harmful), "{:?}", done.out);
         assert!(!done.err.contains(harmful), "{:?}", done.err);
         assert!(!done.out.lines().any(|line| line.starts_with("moved")));

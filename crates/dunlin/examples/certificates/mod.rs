@@ -5,9 +5,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use dunlin::engine::vmm::VmmError;
-use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::policy::{ClientTls, ServerTls};
-use dunlin::lane::provider::Crypto;
+use dunlin::lane::{ClientTls, Crypto, Identity, LoadOptions, ServerTls};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
 const SOURCE: &str = "source.example";

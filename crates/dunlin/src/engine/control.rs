@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use dunlin_lane::control::{ControlError, ControlStream};
 use dunlin_proto::control::{CONTROL_HEADER_BYTES, Envelope, Header, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::SessionId;
@@ -16,7 +17,6 @@ use zeroize::Zeroize;
 
 use super::fault::Fault;
 use super::sync::{Condvar, Mutex, lock, wait};
-use crate::lane::control::{ControlError, ControlStream};
 
 /// After this long without a message the control lane counts as lost. The operator can
 /// change it.
@@ -312,6 +312,12 @@ fn lost(error: ControlError) -> Fault {
         _ => FaultCode::ControlLost,
     };
     Fault::new(code, "the control lane was lost").because(error)
+}
+
+/// The peer sent a message that its state does not allow.
+pub(crate) fn unexpected(message: &Message) -> Fault {
+    let what = format!("unexpected {} on the control lane", message.kind().name());
+    Fault::new(FaultCode::Malformed, what)
 }
 
 fn malformed(error: dunlin_proto::wire::DecodeError) -> Fault {

@@ -1,10 +1,12 @@
 //! The newest control lane of a session with the thread that reads it, in both roles.
 
 use std::cell::Cell;
+use std::mem;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
 use dunlin_proto::negotiate::{Features, Offer, Selection};
 
@@ -12,7 +14,6 @@ use super::control::{ControlLane, FromPeer, Sequences};
 use super::fault::Fault;
 use super::host::Host;
 use super::threads::{CpuTime, spawn_counted};
-use crate::lane::control::ControlStream;
 
 /// How long to wait for the peer to close the control lane at the end.
 pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(1);
@@ -20,59 +21,52 @@ pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// The newest control lane, and the values that the next one needs.
 pub(super) struct ControlLink {
     pub(super) lane: Arc<ControlLane>,
-    /// The thread that reads `lane`; `None` before it starts and after it has been
-    /// joined.
-    pub(super) reader: Option<JoinHandle<()>>,
-    pub(super) sequences: Arc<Sequences>,
-    /// The source's offer for it.
-    pub(super) offer: Offer,
-    pub(super) selection: Selection,
+    reader: Reader,
+    pub(super) terms: ControlTerms,
     /// Whether `lane` has ended.
     pub(super) ended: Cell<bool>,
 }
 
-impl ControlLink {
-    /// A control lane on `stream`. No thread reads it yet.
-    pub(super) fn new(
-        stream: ControlStream,
-        sequences: Arc<Sequences>,
-        offer: Offer,
-        selection: Selection,
-        silence_limit: Duration,
-    ) -> Self {
-        let lane = ControlLane::new(
-            stream,
-            offer.session,
-            offer.epoch,
-            Arc::clone(&sequences),
-            silence_limit,
-        );
-        Self {
-            lane: Arc::new(lane),
-            reader: None,
-            sequences,
-            offer,
-            selection,
-            ended: Cell::new(false),
-        }
-    }
+/// What a control lane was opened with.
+#[derive(Clone)]
+pub(super) struct ControlTerms {
+    pub(super) sequences: Arc<Sequences>,
+    /// The source's offer.
+    pub(super) offer: Offer,
+    pub(super) selection: Selection,
+    pub(super) silence_limit: Duration,
+}
 
-    /// Starts the thread that reads the lane; see [`ControlLane::read`]. `deliver` also
-    /// gets the lane's epoch.
+/// The thread that reads a control lane.
+enum Reader {
+    Started(JoinHandle<()>),
+    Joined,
+}
+
+impl ControlLink {
+    /// A control lane on `stream`, with a thread that reads it; see
+    /// [`ControlLane::read`]. `deliver` also gets the lane's epoch.
     pub(super) fn start(
-        &mut self,
+        stream: ControlStream,
+        terms: ControlTerms,
         host: &dyn Host,
         cpu: &CpuTime,
         at_once: impl FnMut(&Message) -> Result<bool, Fault> + Send + 'static,
         mut deliver: impl FnMut(u32, FromPeer) + Send + 'static,
-    ) -> Result<(), Fault> {
-        let lane = Arc::clone(&self.lane);
-        let body = move || {
-            let epoch = lane.epoch;
-            lane.read(at_once, |from_peer| deliver(epoch, from_peer));
-        };
-        self.reader = Some(spawn_counted(host, "dunlin-control", cpu, body)?);
-        Ok(())
+    ) -> Result<Self, Fault> {
+        let (session, epoch) = (terms.offer.session, terms.offer.epoch);
+        let sequences = Arc::clone(&terms.sequences);
+        let lane = ControlLane::new(stream, session, epoch, sequences, terms.silence_limit);
+        let lane = Arc::new(lane);
+        let same = Arc::clone(&lane);
+        let body = move || same.read(at_once, |from_peer| deliver(epoch, from_peer));
+        let reader = spawn_counted(host, "dunlin-control", cpu, body)?;
+        Ok(Self {
+            lane,
+            reader: Reader::Started(reader),
+            terms,
+            ended: Cell::new(false),
+        })
     }
 
     /// Notes that the session has taken what this lane's reader delivered.
@@ -85,15 +79,18 @@ impl ControlLink {
 
     /// Whether both sides compare digests.
     pub(super) fn verifies(&self) -> bool {
-        self.selection.features.contains(Features::VERIFY)
+        self.terms.selection.features.contains(Features::VERIFY)
     }
 
-    /// Ends the lane, and joins its reader.
-    pub(super) fn end(&mut self) {
+    /// Ends the lane, and joins its reader unless that has been done.
+    ///
+    /// # Errors
+    /// The reader panicked.
+    pub(super) fn end(&mut self) -> thread::Result<()> {
         self.lane.shutdown();
-        if let Some(reader) = self.reader.take() {
-            // The loss of the lane has already reported a panic there.
-            let _ = reader.join();
+        match mem::replace(&mut self.reader, Reader::Joined) {
+            Reader::Started(reader) => reader.join(),
+            Reader::Joined => Ok(()),
         }
     }
 

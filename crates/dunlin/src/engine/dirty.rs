@@ -4,7 +4,6 @@
 //! not available. [`crate::testing`] tests this log and every other.
 
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
 use dunlin_linux::memory as sys;
@@ -16,6 +15,7 @@ use vm_memory::{
     GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRegionAddress, VolatileSlice,
 };
 
+use super::memory::word_masks;
 use super::vmm::DirtyLog;
 
 /// Logs every write to guest memory through this process's mapping: by threads of the
@@ -94,10 +94,10 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
             let mut words = vec![0; pages.div_ceil(64) as usize];
             watch
                 .take(&memory, behind, |range| {
-                    set(
-                        &mut words,
-                        range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES),
-                    );
+                    let pages = range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES);
+                    for (word, mask) in word_masks(pages) {
+                        words[word] |= mask;
+                    }
                 })
                 .map_err(|error| failed("cannot read the log of written pages", error))?;
             found(index, &words);
@@ -128,17 +128,6 @@ fn failed(what: &'static str, source: io::Error) -> io::Error {
     io::Error::new(source.kind(), Failed { what, source })
 }
 
-/// Sets the bits of `pages`.
-fn set(words: &mut [u64], pages: Range<u64>) {
-    let mut at = pages.start;
-    while at < pages.end {
-        let (word, bit) = (at / 64, at % 64);
-        let count = (64 - bit).min(pages.end - at);
-        words[word as usize] |= (u64::MAX >> (64 - count)) << bit;
-        at += count;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -151,16 +140,6 @@ mod tests {
     use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
     use super::*;
-
-    #[test]
-    fn a_range_of_pages_becomes_bits_across_words() {
-        let mut words = [0; 4];
-        set(&mut words, 3..5);
-        set(&mut words, 63..129);
-        set(&mut words, 192..256);
-        set(&mut words, 7..7);
-        assert_eq!(words, [1 << 63 | 0b11000, u64::MAX, 1, u64::MAX]);
-    }
 
     /// If memory has a file, the kernel may drop a page's entry, and with it the fact
     /// that the page was written. The tests of `uffd` cover what it does then.

@@ -93,12 +93,13 @@ impl Fault {
 mod tests {
     use std::io;
 
+    use dunlin_lane::control::ControlError;
+    use dunlin_lane::handshake::HandshakeError;
+    use dunlin_lane::record::Alert;
+
     use super::*;
     use crate::engine::journal::JournalError;
     use crate::engine::source::ResolveError;
-    use crate::lane::control::ControlError;
-    use crate::lane::handshake::HandshakeError;
-    use crate::lane::record::Alert;
 
     fn errno(number: i32) -> io::Error {
         io::Error::from_raw_os_error(number)

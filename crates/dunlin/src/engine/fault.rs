@@ -3,13 +3,12 @@
 use std::error::Error as StdError;
 use std::io;
 
+use dunlin_lane::control::ControlError;
+use dunlin_lane::handshake::HandshakeError;
+use dunlin_lane::record::Alert;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::text::harmless;
-
-use crate::lane::control::ControlError;
-use crate::lane::handshake::HandshakeError;
-use crate::lane::record::Alert;
 
 /// Where the VM is after a failed migration, and what its VMM has to do. The destination
 /// reports [`VmIs::AtSource`], [`VmIs::InDoubt`] and [`VmIs::RanThenDied`] as far as it

@@ -1,12 +1,14 @@
 //! Services that the engine takes from its process, and cancellation.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+pub use dunlin_lane::dial::{Connector, StandardConnector as StandardHost};
+
 use super::sync::{Interrupt, Mutex, lock};
-pub use crate::lane::dial::{Connector, StandardConnector as StandardHost};
 
 /// Opens connections and starts threads for the engine, so that it fits a VMM that must
 /// do neither by itself.
@@ -31,8 +33,10 @@ pub struct Cancel(Arc<Mutex<CancelState>>);
 #[derive(Default)]
 struct CancelState {
     cancelled: bool,
-    listener: Option<Interrupt>,
-    interrupt: Option<Interrupt>,
+    /// Called on cancellation, by number.
+    listeners: BTreeMap<u64, Interrupt>,
+    /// The number of the next listener.
+    next: u64,
 }
 
 impl fmt::Debug for Cancel {
@@ -56,10 +60,7 @@ impl Cancel {
     pub fn cancel(&self) {
         let mut state = lock(&self.0);
         state.cancelled = true;
-        if let Some(interrupt) = &state.interrupt {
-            interrupt();
-        }
-        if let Some(listener) = &state.listener {
+        for listener in state.listeners.values() {
             listener();
         }
     }
@@ -70,36 +71,32 @@ impl Cancel {
         lock(&self.0).cancelled
     }
 
-    /// Calls `interrupt` on cancellation, or at once if already cancelled, until the
-    /// result is dropped. Replaces an earlier one.
-    pub(in crate::engine) fn interrupts(&self, interrupt: Interrupt) -> Interrupting<'_> {
-        let mut state = lock(&self.0);
-        if state.cancelled {
-            interrupt();
-        }
-        state.interrupt = Some(interrupt);
-        Interrupting(self)
-    }
-
-    /// Calls `listener` on cancellation, or at once if already cancelled.
-    pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) {
+    /// Calls `listener` on cancellation, or at once if already cancelled, until the
+    /// result is dropped.
+    pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) -> Listening<'_> {
         let mut state = lock(&self.0);
         if state.cancelled {
             listener();
         }
-        state.listener = Some(Box::new(listener));
-    }
-
-    pub(crate) fn unlisten(&self) {
-        lock(&self.0).listener = None;
+        let number = state.next;
+        state.next += 1;
+        state.listeners.insert(number, Box::new(listener));
+        Listening {
+            cancel: self,
+            number,
+        }
     }
 }
 
-/// Removes the interrupt of a [`Cancel`] when dropped.
-pub(in crate::engine) struct Interrupting<'a>(&'a Cancel);
+/// Removes a listener of a [`Cancel`] when dropped.
+#[must_use]
+pub(crate) struct Listening<'a> {
+    cancel: &'a Cancel,
+    number: u64,
+}
 
-impl Drop for Interrupting<'_> {
+impl Drop for Listening<'_> {
     fn drop(&mut self) {
-        lock(&self.0.0).interrupt = None;
+        lock(&self.cancel.0).listeners.remove(&self.number);
     }
 }

@@ -126,6 +126,17 @@ impl DirtyLog for OwnWrites {
     }
 }
 
+/// The words that hold the bits of `pages` in a bitmap with one bit per page, each with the
+/// mask of these bits.
+pub(super) fn word_masks(mut pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
+    std::iter::from_fn(move || {
+        let (word, bit) = (pages.start / 64, pages.start % 64);
+        let count = (64 - bit).min(pages.end - pages.start);
+        pages.start += count;
+        (count > 0).then(|| (word as usize, (u64::MAX >> (64 - count)) << bit))
+    })
+}
+
 /// Memory is hashed in pieces of this size, which the threads take in turn.
 const PIECE_BYTES: u64 = 64 << 20;
 
@@ -230,6 +241,17 @@ mod tests {
 
     fn memory(bytes: usize) -> Arc<GuestMemoryMmap<AtomicBitmap>> {
         Arc::new(GuestMemoryMmap::from_ranges(&[(GuestAddress(0), bytes)]).unwrap())
+    }
+
+    #[test]
+    fn a_range_of_pages_becomes_bits_across_words() {
+        let mut words = [0; 4];
+        for pages in [3..5, 63..129, 192..256, 7..7] {
+            for (word, mask) in word_masks(pages) {
+                words[word] |= mask;
+            }
+        }
+        assert_eq!(words, [1 << 63 | 0b11000, u64::MAX, 1, u64::MAX]);
     }
 
     #[test]

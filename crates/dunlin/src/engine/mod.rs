@@ -32,12 +32,12 @@ mod tune;
 pub mod vmm;
 
 pub use dunlin_linux::poll::Wakeup;
-pub use dunlin_proto::fault::{AtFault, FaultCode};
+pub use dunlin_proto::fault::AtFault;
 pub use dunlin_proto::observe::Observer;
-
-pub use dunlin_proto::text::{harmless, is_harmful};
 pub use error::MigrateError;
-pub use fault::{VmIs, fault_behind};
+pub use fault::VmIs;
+#[cfg(feature = "unstable-internals")]
+pub use fault::fault_behind;
 pub use host::{Cancel, Connector, Host, StandardHost};
 pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Progress, Report, Traffic};

@@ -22,7 +22,7 @@ pub struct Traffic {
 
 impl Traffic {
     /// Adds the counts of another lane or iteration.
-    pub fn add(&mut self, other: &Self) {
+    pub(super) fn add(&mut self, other: &Self) {
         self.raw_pages += other.raw_pages;
         self.zero_pages += other.zero_pages;
         self.header_bytes += other.header_bytes;

@@ -16,10 +16,6 @@ use super::host::Host;
 pub(super) struct CpuTime(Arc<AtomicU64>);
 
 impl CpuTime {
-    pub(super) fn add(&self, used: Duration) {
-        self.0.fetch_add(nanos(used), Ordering::Relaxed);
-    }
-
     pub(super) fn used(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::Relaxed))
     }
@@ -38,14 +34,14 @@ pub(super) fn spawn(
 /// Starts a thread; adds its CPU time when it ends.
 pub(super) fn spawn_counted(
     host: &dyn Host,
-    name: &str,
+    name: impl Into<String>,
     cpu: &CpuTime,
     body: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, Fault> {
     let cpu = cpu.clone();
     spawn(host, name, move || {
         body();
-        cpu.add(thread_cpu_time());
+        cpu.0.fetch_add(nanos(thread_cpu_time()), Ordering::Relaxed);
     })
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use dunlin_proto::limits::{MAX_DESCRIPTION_BYTES, MAX_NAME_BYTES};
 
-use super::dirty::{self, Union};
+use super::dirty::Union;
 use super::memory::{Copy, is_written, table_changes};
 use super::{Effort, Violation, broken, failed};
 use crate::engine::vmm::{DirtyLog, GuestMemory, RunState, SourceVm, VmDescription};
@@ -15,7 +15,7 @@ use crate::engine::vmm::{DirtyLog, GuestMemory, RunState, SourceVm, VmDescriptio
 ///
 /// # Errors
 /// The first [`Violation`].
-pub fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
+pub(super) fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     let memory = vm.memory();
     let described = describe(vm)?;
     runs(vm, &*memory)?;
@@ -146,7 +146,7 @@ fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
 fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     const WINDOW: Duration = Duration::from_millis(100);
     let mut log = Union(vm.dirty_logs());
-    log.start().map_err(dirty::failed("start"))?;
+    log.start().map_err(failed("DirtyLog::start"))?;
     // In short steps; otherwise a page that is written often would count once.
     let step = effort.between.max(Duration::from_millis(1)).min(WINDOW);
     let mut pages = 0;
@@ -158,8 +158,8 @@ fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
                 .map(|word| u64::from(word.count_ones()))
                 .sum::<u64>();
         })
-        .map_err(dirty::failed("be read"))?;
+        .map_err(failed("DirtyLog::fetch"))?;
     }
-    log.stop().map_err(dirty::failed("stop"))?;
+    log.stop().map_err(failed("DirtyLog::stop"))?;
     Ok(pages)
 }

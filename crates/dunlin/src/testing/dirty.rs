@@ -10,7 +10,7 @@ use std::io;
 use dunlin_proto::limits::PAGE_BYTES;
 
 use super::memory::Copy;
-use super::{Effort, Violation};
+use super::{Effort, Violation, failed};
 use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
 
 /// A writer to guest memory: the guest, or anything else that the log under test must
@@ -112,30 +112,30 @@ impl<W: Writer + ?Sized> Test<'_, W> {
     /// One recording, from start to stop.
     fn recording(&mut self, running: bool) -> Result<(), Violation> {
         // Written before the start, so not part of the log.
-        self.writer.resume().map_err(Violation::Writer)?;
+        self.writer.resume().map_err(failed("Writer::resume"))?;
         std::thread::sleep(self.effort.between);
         if !running {
-            self.writer.pause().map_err(Violation::Writer)?;
+            self.writer.pause().map_err(failed("Writer::pause"))?;
         }
-        self.log.start().map_err(failed("start"))?;
+        self.log.start().map_err(failed("DirtyLog::start"))?;
         if !running {
             if let Some((region, page)) = first(&self.fetch()?) {
                 return Err(Violation::NotEmpty { region, page });
             }
-            self.writer.resume().map_err(Violation::Writer)?;
+            self.writer.resume().map_err(failed("Writer::resume"))?;
         }
         // Like the first pass of a migration.
         self.shadow = Copy::of(self.memory)?;
         let before = self.seen.pages;
         for _ in 0..self.effort.pauses {
-            self.writer.resume().map_err(Violation::Writer)?;
+            self.writer.resume().map_err(failed("Writer::resume"))?;
             for _ in 0..self.effort.fetches {
                 std::thread::sleep(self.effort.between);
                 let reported = self.fetch()?;
                 self.copy(&reported)?;
             }
             std::thread::sleep(self.effort.between);
-            self.writer.pause().map_err(Violation::Writer)?;
+            self.writer.pause().map_err(failed("Writer::pause"))?;
             let reported = self.fetch()?;
             self.copy(&reported)?;
             if let Some((region, page)) = first(&self.fetch()?) {
@@ -146,7 +146,7 @@ impl<W: Writer + ?Sized> Test<'_, W> {
         if self.seen.pages == before {
             return Err(Violation::NothingWritten);
         }
-        self.log.stop().map_err(failed("stop"))
+        self.log.stop().map_err(failed("DirtyLog::stop"))
     }
 
     /// Fetches the log, and checks that the reported pages exist.
@@ -167,7 +167,7 @@ impl<W: Writer + ?Sized> Test<'_, W> {
                     }
                 }
             })
-            .map_err(failed("be read"))?;
+            .map_err(failed("DirtyLog::fetch"))?;
         if let Some((region, page)) = outside {
             return Err(Violation::Outside { region, page });
         }
@@ -213,10 +213,6 @@ fn first(reported: &Bitmaps) -> Option<(usize, u64)> {
         let (word, bits) = (0_u64..).zip(words).find(|(_, bits)| **bits != 0)?;
         Some((region, word * 64 + u64::from(bits.trailing_zeros())))
     })
-}
-
-pub(super) fn failed(step: &'static str) -> impl Fn(io::Error) -> Violation {
-    move |source| Violation::Log { step, source }
 }
 
 /// Several logs as one.

@@ -1,10 +1,7 @@
-//! The engine's process: sockets, threads, and the journal's disk.
+//! The engine's process: sockets and threads.
 
-use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};
 use std::net::TcpListener;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,7 +10,6 @@ use dunlin_linux::poll::waker;
 
 use super::{Violation, broken};
 use crate::engine::Host;
-use crate::engine::journal::Disk;
 
 /// How long after its deadline a call may return.
 const GRACE: Duration = Duration::from_secs(2);
@@ -84,66 +80,15 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     Ok(())
 }
 
-/// Tests that a disk writes the given bytes at the given offset, in a file that the
-/// test creates in `directory` and removes again. Whether synced bytes survive a power
-/// loss takes a test with a power loss.
-///
-/// # Errors
-/// The first [`Violation`].
-pub fn check_disk(disk: &dyn Disk, directory: &Path) -> Result<(), Violation> {
-    let path = directory.join(format!("dunlin-testing-{}", std::process::id()));
-    let result = write_and_read(disk, &path);
-    fs::remove_file(&path)?;
-    result
-}
-
-fn write_and_read(disk: &dyn Disk, path: &Path) -> Result<(), Violation> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .open(path)?;
-    file.write_all_at(&[0xaa; 8192], 0)?;
-    file.sync_all()?;
-    let mut expected = vec![0xaa; 8192];
-    for (offset, byte, length) in [(4096, 1, 512), (0, 2, 512), (4096, 3, 4096), (512, 4, 1)] {
-        let bytes = vec![byte; length];
-        disk.write(&file, &bytes, offset as u64)?;
-        disk.sync(&file)?;
-        expected[offset..offset + length].copy_from_slice(&bytes);
-        // Read through another descriptor: nothing may stay buffered in the process.
-        if fs::read(path)? != expected {
-            return Err(broken(
-                "Disk::write",
-                "after it and Disk::sync have returned, the file holds the bytes at their offset and \
-                 is otherwise unchanged",
-                format!("it does not after writing {length} bytes at {offset}"),
-            ));
-        }
-    }
-    // A write that cannot succeed must not be reported as a success.
-    let read_only = fs::File::open(path)?;
-    if disk.write(&read_only, &[9], 0).is_ok() && disk.sync(&read_only).is_ok() {
-        return Err(broken(
-            "Disk::write",
-            "it fails, or Disk::sync does, if nothing was written",
-            "it succeeds on a file that cannot be written",
-        ));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::fs::File;
     use std::io;
     use std::net::TcpStream;
     use std::thread::JoinHandle;
 
     use super::*;
-    use crate::engine::journal::StandardDisk;
     use crate::engine::{Connector, StandardHost, Wakeup};
 
     /// The defect of a broken host.
@@ -208,40 +153,5 @@ mod tests {
             let text = check_host(&fault, &endpoint).unwrap_err().to_string();
             assert!(text.starts_with(sentence), "{text}");
         }
-    }
-
-    /// Writes everything at offset 0.
-    struct Misplaced;
-
-    impl Disk for Misplaced {
-        fn write(&self, file: &File, bytes: &[u8], _: u64) -> io::Result<()> {
-            file.write_all_at(bytes, 0)
-        }
-    }
-
-    /// Ignores errors.
-    struct Careless;
-
-    impl Disk for Careless {
-        fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
-            let _ = file.write_all_at(bytes, offset);
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn broken_disks_are_found() {
-        let directory = std::env::temp_dir();
-        check_disk(&StandardDisk, &directory).unwrap();
-        let text = check_disk(&Misplaced, &directory).unwrap_err().to_string();
-        assert!(
-            text.starts_with("Disk::write promises that after"),
-            "{text}"
-        );
-        let text = check_disk(&Careless, &directory).unwrap_err().to_string();
-        assert!(
-            text.starts_with("Disk::write promises that it fails"),
-            "{text}"
-        );
     }
 }

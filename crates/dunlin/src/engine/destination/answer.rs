@@ -8,6 +8,10 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use dunlin_lane::accept::{Arrival, accept};
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::policy::ServerTls;
 use dunlin_linux::poll::{Waker, Wakeup, waker};
 use dunlin_proto::control::{Message, Verdict};
 use dunlin_proto::fault::FaultCode;
@@ -24,10 +28,6 @@ use super::super::journal::{Journal, JournalError, RecordedPeer, Role, SessionJo
 use super::super::lock;
 use super::super::sync::Mutex;
 use super::refusal::refuse;
-use crate::lane::accept::{Arrival, accept};
-use crate::lane::control::ControlStream;
-use crate::lane::peers::PeerIdentity;
-use crate::lane::policy::ServerTls;
 
 /// Maximum number of inquiries answered at the same time. Each has a thread and an
 /// authenticated peer; a new one displaces the oldest (I7).
@@ -249,7 +249,7 @@ fn answer_on(
 
 /// The session's outcome as a restarted destination finds it.
 fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Outcome, Fault> {
-    let (record, journal) = match journal.take(session, Role::Destination) {
+    let (record, journal) = match SessionJournal::take(journal, session, Role::Destination) {
         Ok(journal) => match journal.record().state {
             State::Destination(record) if journal.is_with(peer) => (Some(record), Some(journal)),
             _ => return Err(Fault::new(FaultCode::WrongIdentity, NOT_THE_PEER)),
@@ -414,9 +414,9 @@ pub(super) fn answer(
 ) -> Result<(), Fault> {
     const FAILED: &str = "cannot answer inquiries";
     let (wake, stopped) = waker().or_fault(FaultCode::Kernel, FAILED)?;
-    cancel.listen(move || wake.wake());
+    let _listening = cancel.listen(move || wake.wake());
     let text = "this host is not receiving a VM";
-    let result = Answers::new(host, journal, None).serve(listener, tls, &stopped, text);
-    cancel.unlisten();
-    result.or_fault(FaultCode::Kernel, FAILED)
+    Answers::new(host, journal, None)
+        .serve(listener, tls, &stopped, text)
+        .or_fault(FaultCode::Kernel, FAILED)
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_proto::control::{Accept, Message, Verdict};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{DestinationRecord, State};
@@ -17,7 +18,6 @@ use super::super::vmm::{DestinationVm, Offered};
 use super::lanes::Lanes;
 use super::received::DestinationEvent;
 use super::session::Session;
-use crate::lane::peers::PeerIdentity;
 
 /// State common to all phases from the first record on.
 pub(super) struct Arriving<'a> {
@@ -184,7 +184,7 @@ impl<'a> Arriving<'a> {
     }
 
     fn send_verdict(&self, verdict: Verdict) {
-        let attempt = self.control.offer.attempt;
+        let attempt = self.control.terms.offer.attempt;
         let message = match verdict {
             Verdict::Running if !self.asked => Message::Running {
                 cpu_ns: nanos(self.session.cpu_used()),

@@ -1,11 +1,11 @@
 //! Events of the session's thread.
 
 use std::io;
-use std::time::Duration;
+
+use dunlin_lane::accept::Arrival;
 
 use super::super::control::FromPeer;
 use super::super::fault::Fault;
-use crate::lane::accept::Arrival;
 
 /// Sent to the session's thread by the acceptor, the readers of control lanes, the lane
 /// threads, and the caller that cancels.
@@ -20,7 +20,6 @@ pub(super) enum SessionEvent {
         lane: u16,
         result: Result<(), Fault>,
         wire_bytes: u64,
-        cpu: Duration,
     },
     /// Lanes, control lane or decision have changed; a waiting caller must check again.
     Tended,

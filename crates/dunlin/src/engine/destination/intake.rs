@@ -2,20 +2,20 @@
 
 use std::sync::Arc;
 
+use dunlin_lane::accept::LaneSocket;
+use dunlin_lane::data::DataReceiver;
+use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::proof::is_proved;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Fence, LaneRefusal, Receiving};
 use dunlin_proto::negotiate::{LaneOpen, Opening};
 
 use super::super::fault::{Fault, OrFault};
-use super::super::threads::spawn;
+use super::super::threads::spawn_counted;
 use super::arriving::Arriving;
 use super::lane::Lane;
 use super::received::DestinationEvent;
-use crate::lane::accept::LaneSocket;
-use crate::lane::data::DataReceiver;
-use crate::lane::peers::PeerIdentity;
-use crate::lane::proof::is_proved;
 
 impl Arriving<'_> {
     /// Whether every lane is joined and everything has arrived (I4).
@@ -112,7 +112,9 @@ impl Arriving<'_> {
             span: self.session.span.clone(),
         };
         let name = format!("dunlin-lane-{number}");
-        let thread = spawn(&**self.session.host, name, move || lane.run())?;
+        let session = &self.session;
+        let body = move || lane.run();
+        let thread = spawn_counted(&**session.host, name, &session.cpu, body)?;
         self.lanes.threads.insert(number, thread);
         self.session
             .notify(DestinationEvent::LaneUp { lane: number });
@@ -124,7 +126,7 @@ impl Arriving<'_> {
         socket: LaneSocket,
         open: &LaneOpen,
     ) -> Result<DataReceiver, (FaultCode, String)> {
-        let (offer, selection) = (&self.control.offer, &self.control.selection);
+        let (offer, selection) = (&self.control.terms.offer, &self.control.terms.selection);
         if open.session != offer.session {
             let text = "the lane belongs to another session".to_owned();
             return Err((FaultCode::UnknownSession, text));

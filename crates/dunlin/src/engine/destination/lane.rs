@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use dunlin_linux::affinity::thread_cpu_time;
+use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_proto::control::RegionTable;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, FRAME_HEADER_BYTES, Frame, RANGE_BYTES, Range};
@@ -16,10 +16,10 @@ use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use tracing::{Span, info_span};
 
 use super::super::fault::Fault;
+use super::super::memory::word_masks;
 use super::super::vmm::GuestMemory;
 use super::barrier::IterationBarrier;
 use super::event::SessionEvent;
-use crate::lane::data::{DataReceiver, ReceiveError};
 
 /// How long the source may take from a lane's end frame to its close.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
@@ -66,48 +66,24 @@ impl DestinationMemory {
 
     /// Marks pages as written.
     fn mark_written(&self, index: usize, first: u64, count: u64) {
-        self.for_words(index, first, count, |word, mask| {
-            word.fetch_or(mask, Ordering::Relaxed);
-        });
+        for (word, mask) in word_masks(first..first + count) {
+            self.written[index][word].fetch_or(mask, Ordering::Relaxed);
+        }
     }
 
     /// Clears the pages that earlier chunks have written.
     fn clear(&self, index: usize, first: u64, count: u64) -> std::io::Result<()> {
         const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
-        let mut result = Ok(());
-        let mut page = first;
-        self.for_words(index, first, count, |word, mask| {
-            let mut set = word.fetch_and(!mask, Ordering::Relaxed) & mask;
+        for (word, mask) in word_masks(first..first + count) {
+            let mut set = self.written[index][word].fetch_and(!mask, Ordering::Relaxed) & mask;
             while set != 0 {
-                let at = page / 64 * 64 + u64::from(set.trailing_zeros());
+                let page = word as u64 * 64 + u64::from(set.trailing_zeros());
                 set &= set - 1;
-                match self.memory.slice(index, at * PAGE_BYTES, ZEROS.len()) {
-                    Ok(slice) => slice.copy_from(&ZEROS),
-                    Err(error) => result = Err(error),
-                }
+                let slice = self.memory.slice(index, page * PAGE_BYTES, ZEROS.len())?;
+                slice.copy_from(&ZEROS);
             }
-            page = (page / 64 + 1) * 64;
-        });
-        result
-    }
-
-    fn for_words(
-        &self,
-        index: usize,
-        first: u64,
-        count: u64,
-        mut each: impl FnMut(&AtomicU64, u64),
-    ) {
-        let mut page = first;
-        let end = first + count;
-        while page < end {
-            let bit = page % 64;
-            let here = (64 - bit).min(end - page);
-            let mask = (u64::MAX >> (64 - here)) << bit;
-            let word = usize::try_from(page / 64).unwrap_or(usize::MAX);
-            each(&self.written[index][word], mask);
-            page += here;
         }
+        Ok(())
     }
 }
 
@@ -155,7 +131,6 @@ impl Lane {
             lane: number,
             result,
             wire_bytes,
-            cpu: thread_cpu_time(),
         });
     }
 

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use dunlin_lane::admit::LaneAcceptor;
 use dunlin_proto::negotiate::SessionSecret;
 
 use super::barrier::IterationBarrier;
 use super::lane::DestinationMemory;
-use crate::lane::admit::LaneAcceptor;
 
 pub(super) struct Lanes {
     /// The secret with which a lane proves that it belongs to the session.

@@ -35,6 +35,7 @@ mod waiting;
 use std::net::TcpListener;
 use std::sync::Arc;
 
+use dunlin_lane::policy::ServerTls;
 pub use dunlin_proto::control::Verdict;
 use dunlin_proto::observe::Observer;
 use tracing::field::Empty;
@@ -53,7 +54,6 @@ use super::error::MigrateError;
 use super::fault::VmIs;
 use super::host::{Cancel, Host, StandardHost};
 use super::vmm::Builder;
-use crate::lane::policy::ServerTls;
 
 /// An incoming migration: accepts on a listener and receives one VM.
 ///
@@ -62,7 +62,7 @@ use crate::lane::policy::ServerTls;
 ///
 /// ```no_run
 /// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};
-/// # fn f(listener: std::net::TcpListener, tls: &dunlin::lane::policy::ServerTls, vms: &mut dyn Builder)
+/// # fn f(listener: std::net::TcpListener, tls: &dunlin::lane::ServerTls, vms: &mut dyn Builder)
 /// # -> Result<Received, MigrateError> {
 /// Incoming::builder(listener, tls).run(vms)
 /// # }
@@ -138,7 +138,7 @@ impl<'a> Incoming<'a> {
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
         let sender = session.sender.clone();
-        self.cancel.listen(move || {
+        let listening = self.cancel.listen(move || {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
@@ -147,7 +147,7 @@ impl<'a> Incoming<'a> {
             .and_then(Receiving::await_everything)
             .and_then(Prepared::decide)
             .map_or_else(|settled| settled, Running::await_release);
-        self.cancel.unlisten();
+        drop(listening);
         settled.into_result()
     }
 

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use dunlin_lane::security::SealedLanes;
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_ENDPOINTS, MAX_LANES};
 
 use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit};
-use crate::lane::security::SealedLanes;
 
 /// Options of a destination, built and checked by [`Options::builder`]. The default is
 /// a valid configuration.
@@ -121,6 +121,7 @@ impl OptionsBuilder {
     /// option].
     ///
     /// [its option]: crate::engine::source::OptionsBuilder::silence_limit
+    #[cfg(feature = "unstable-internals")]
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;
         self
@@ -131,6 +132,7 @@ impl OptionsBuilder {
     /// source has to notice the loss too.
     ///
     /// [`control_limit`]: crate::engine::source::OptionsBuilder::control_limit
+    #[cfg(feature = "unstable-internals")]
     pub fn control_limit(mut self, control_limit: Duration) -> Self {
         self.0.control_limit = control_limit;
         self

@@ -6,6 +6,7 @@
 
 use std::time::Instant;
 
+use dunlin_lane::accept::Arrival;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::Opening;
@@ -16,7 +17,6 @@ use super::super::fault::{Fault, OrFault};
 use super::arriving::{Arriving, Link, Reached};
 use super::event::SessionEvent;
 use super::received::DestinationEvent;
-use crate::lane::accept::Arrival;
 
 /// A phase in which a VM arrives.
 pub(super) trait Phase<'a> {
@@ -142,7 +142,7 @@ pub(super) fn next_event<'a>(
             Arrival::Control {
                 stream,
                 opening: Opening::Offer(offer),
-            } if offer.session == arriving.control.offer.session => {
+            } if offer.session == arriving.control.terms.offer.session => {
                 arriving.resume_control(stream, offer)?;
             }
             other => {
@@ -159,9 +159,7 @@ pub(super) fn next_event<'a>(
             lane,
             result,
             wire_bytes,
-            cpu,
         } => {
-            arriving.session.cpu.add(cpu);
             arriving.lanes.wire_bytes += wire_bytes;
             arriving.lane_ended(lane, result)?;
         }
@@ -173,7 +171,7 @@ pub(super) fn next_event<'a>(
 /// Handles an inquiry on the newest control lane.
 fn inquired<'a>(phase: &mut impl Phase<'a>, attempt: u32) -> Result<(), Fault> {
     let arriving = phase.arriving();
-    if arriving.control.offer.attempt != attempt {
+    if arriving.control.terms.offer.attempt != attempt {
         let what = "the source asked about a different attempt than it offered";
         return Err(Fault::new(FaultCode::Malformed, what));
     }

@@ -7,13 +7,12 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Destination, DestinationAction as Do, DestinationEvent as On};
 use tracing::info_span;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
 use super::arriving::{Arriving, Reached};
 use super::event::SessionEvent;
 use super::phase::{Phase, failed, next_event, take};
 use super::received::DestinationEvent;
-use super::refusal::unexpected;
 use super::settled::Settled;
 
 /// How long after *running* the source may take to destroy its copy, while its control

@@ -2,22 +2,22 @@
 
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::Arrival;
 use dunlin_proto::control::{Digest, Final, Message, Section};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{Destination, DestinationEvent as On};
 use tracing::info_span;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
 use super::super::memory::digest;
 use super::arriving::Arriving;
 use super::event::SessionEvent;
 use super::phase::{Phase, begin, failed, next_event, take};
 use super::prepared::Prepared;
-use super::refusal::{starved, unexpected};
+use super::refusal::starved;
 use super::settled::Settled;
-use crate::lane::accept::Arrival;
 
 /// How long acknowledgements are collected before they are sent: at most a few hundred
 /// messages a second, and far below one round trip of delay.

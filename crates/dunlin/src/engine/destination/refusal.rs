@@ -1,12 +1,11 @@
 //! Refuses offers and connections.
 
-use dunlin_proto::control::Message;
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Refusal, VERSIONS};
 
 use super::super::fault::Fault;
 use super::super::journal::names_of;
-use crate::lane::control::ControlStream;
 
 /// Answers an unacceptable offer, and closes. The refusal is the first message on its
 /// connection, so it fits the socket buffer and the send does not block.
@@ -27,11 +26,4 @@ pub(super) fn starved(error: std::io::Error) -> Fault {
 
 pub(super) fn peer_of(stream: &ControlStream) -> String {
     names_of(stream.peer())
-}
-
-pub(super) fn unexpected(message: &Message) -> Fault {
-    Fault::new(
-        FaultCode::Malformed,
-        format!("unexpected {} from the source", message.kind().name()),
-    )
 }

@@ -3,20 +3,19 @@
 //! The source opens a new one with a higher epoch. Both sides repeat on it what the old
 //! one may not have delivered: acknowledgements, and which lanes are up.
 
-use std::sync::Arc;
-
+use dunlin_lane::accept::Arrival;
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::{ChunkSet, Message, Reached};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::{MAX_ACK_SETS, MAX_LANES};
 use dunlin_proto::negotiate::{Offer, Refusal, Selection, select};
 
+use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault};
 use super::answer::INQUIRIES;
 use super::arriving::{Arriving, Link};
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
-use crate::lane::accept::Arrival;
-use crate::lane::control::ControlStream;
 
 impl Arriving<'_> {
     /// If the source starts a new session while this side waits for its old control
@@ -52,9 +51,10 @@ impl Arriving<'_> {
                 return Ok(());
             }
         };
-        self.control.end();
+        // The loss of the lane has already reported a panic of its reader.
+        let _ = self.control.end();
         // An offer with other terms comes from another process.
-        let resumes = self.is_resumable() && self.control.selection == selection;
+        let resumes = self.is_resumable() && self.control.terms.selection == selection;
         if !resumes {
             self.drained.extend(self.session.set_aside());
         }
@@ -64,12 +64,12 @@ impl Arriving<'_> {
             .or_fault(FaultCode::Internal, "cannot encode the selection")?;
         // If the send fails, the lane's reader reports it.
         let _ = stream.send(&bytes);
-        let sequences = Arc::clone(&self.control.sequences);
-        // The session keeps its original terms.
-        let selection = self.control.selection.clone();
-        self.control = self
-            .session
-            .open_control(stream, sequences, offer, selection)?;
+        // The session keeps its original selection.
+        let terms = ControlTerms {
+            offer,
+            ..self.control.terms.clone()
+        };
+        self.control = self.session.open_control(stream, terms)?;
         self.link = Link::Up;
         self.asked = false;
         if !resumes {
@@ -85,7 +85,7 @@ impl Arriving<'_> {
             fault,
             text: text.into(),
         };
-        let ours = &self.control.offer;
+        let ours = &self.control.terms.offer;
         if !self.is_with(stream.peer()) {
             let text = "not the peer of this session";
             return Err(refusal(FaultCode::WrongIdentity, text));

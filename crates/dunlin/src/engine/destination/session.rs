@@ -9,16 +9,19 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::{Arrival, accept};
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::policy::ServerTls;
 use dunlin_linux::affinity::thread_cpu_time;
 use dunlin_linux::poll::{Waker, waker};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
-use dunlin_proto::negotiate::{Offer, Opening, Refusal, Selection};
+use dunlin_proto::negotiate::{Opening, Refusal};
 use dunlin_proto::observe::Observer;
 use tracing::{Span, info_span};
 
-use super::super::control::{FromPeer, Sequences};
-use super::super::control_link::{CLOSE_LIMIT, ControlLink};
+use super::super::control::FromPeer;
+use super::super::control_link::{CLOSE_LIMIT, ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
 use super::super::threads::{CpuTime, spawn};
@@ -27,9 +30,6 @@ use super::event::SessionEvent;
 use super::options::Options;
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse, starved};
-use crate::lane::accept::{Arrival, accept};
-use crate::lane::control::ControlStream;
-use crate::lane::policy::ServerTls;
 
 /// Connections that may wait while the session's thread is busy, for example in the
 /// VMM; more are dropped. Plain lanes are not authenticated at this point, so any host
@@ -233,16 +233,15 @@ impl<'a> Session<'a> {
         let _close = info_span!("close").entered();
         self.acceptor.wake();
         self.answers.end();
-        let mut reader = None;
-        if let Some(control) = control {
+        let read = control.map(|mut control| {
             // Best effort: the peer may be gone.
             let _ = control.lane.stream.close();
             self.await_end_of_control(&control);
-            control.lane.shutdown();
-            reader = control.reader;
-        }
-        for thread in lanes.chain(reader).chain([self.acceptor_thread]) {
-            if thread.join().is_err() {
+            control.end()
+        });
+        let threads = lanes.chain([self.acceptor_thread]);
+        for joined in threads.map(JoinHandle::join).chain(read) {
+            if joined.is_err() {
                 let text = "a thread of the session panicked".into();
                 self.observer.event(&DestinationEvent::Warning(text));
             }
@@ -256,7 +255,6 @@ impl<'a> Session<'a> {
         // The limit also holds for a peer that keeps sending.
         while !control.ended.get() && Instant::now() < until {
             match self.receive(Some(control), Some(until)) {
-                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(_, FromPeer::Lost(_))) | None) | Err(_) => return,
                 Ok(Some(_)) => {}
             }
@@ -267,14 +265,12 @@ impl<'a> Session<'a> {
     pub(super) fn open_control(
         &self,
         stream: ControlStream,
-        sequences: Arc<Sequences>,
-        offer: Offer,
-        selection: Selection,
+        terms: ControlTerms,
     ) -> Result<ControlLink, Fault> {
-        let silence_limit = self.options.silence_limit;
-        let mut control = ControlLink::new(stream, sequences, offer, selection, silence_limit);
         let events = self.sender.clone();
-        control.start(
+        ControlLink::start(
+            stream,
+            terms,
             &**self.host,
             &self.cpu,
             |_| Ok(false),
@@ -282,8 +278,7 @@ impl<'a> Session<'a> {
                 // Fails once the session has ended.
                 let _ = events.send(SessionEvent::Control(epoch, from_peer));
             },
-        )?;
-        Ok(control)
+        )
     }
 
     /// CPU time of the session so far.

@@ -4,6 +4,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::accept::Arrival;
+use dunlin_lane::control::ControlStream;
+use dunlin_lane::security::acceptor;
 use dunlin_linux::random;
 use dunlin_proto::control::{Describe, Message};
 use dunlin_proto::fault::FaultCode;
@@ -14,10 +17,10 @@ use dunlin_proto::negotiate::{
 use tracing::field::display;
 use tracing::info_span;
 
-use super::super::control::FromPeer;
-use super::super::control_link::ControlLink;
+use super::super::control::{FromPeer, unexpected};
+use super::super::control_link::{ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault, VmIs};
-use super::super::journal::{DestinationRecord, Journal, SessionJournal, State};
+use super::super::journal::{DestinationRecord, SessionJournal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
 use super::arriving::{Arriving, Attempt};
 use super::event::SessionEvent;
@@ -25,12 +28,9 @@ use super::lane::DestinationMemory;
 use super::lanes::Lanes;
 use super::received::DestinationEvent;
 use super::receiving::Receiving;
-use super::refusal::{peer_of, refuse, unexpected};
+use super::refusal::{peer_of, refuse};
 use super::session::Session;
 use super::settled::Settled;
-use crate::lane::accept::Arrival;
-use crate::lane::control::ControlStream;
-use crate::lane::security::acceptor;
 
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
@@ -84,7 +84,7 @@ impl<'a> Describing<'a> {
                 format!("page size {page_bytes} not supported (only {PAGE_BYTES})"),
             ));
         }
-        let (security, options) = (self.control.selection.security, self.session.options);
+        let (security, options) = (self.control.terms.selection.security, self.session.options);
         let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref())
             .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         let offered = Offered {
@@ -158,15 +158,15 @@ impl<'a> Describing<'a> {
     /// before anything is moved.
     fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
         let stream = &self.control.lane.stream;
-        let record = Journal::first_record(
+        let record = SessionJournal::first_record(
             State::Destination(DestinationRecord::Prepared),
-            self.control.offer.session,
+            self.control.terms.offer.session,
             (&offered.vm.uuid, &offered.vm.name),
             &peer_of(stream),
             owner,
         );
         let peer = stream.peer();
-        let begun = self.session.options.journal.begin(record, Some(peer));
+        let begun = SessionJournal::begin(&self.session.options.journal, record, Some(peer));
         let recorded = begun.and_then(|mut journal| match journal.write_peer(&peer.principal()) {
             Ok(()) => Ok(journal),
             Err(error) => {
@@ -264,6 +264,12 @@ fn negotiate(
     });
     let mut secret = SessionSecret([0; 32]);
     random::fill(&mut secret.0).or_fault(FaultCode::Internal, "the random number source failed")?;
-    let control = session.open_control(stream, Arc::default(), offer.clone(), selection)?;
+    let terms = ControlTerms {
+        sequences: Arc::default(),
+        offer: offer.clone(),
+        selection,
+        silence_limit: session.options.silence_limit,
+    };
+    let control = session.open_control(stream, terms)?;
     Ok(Some((control, secret)))
 }

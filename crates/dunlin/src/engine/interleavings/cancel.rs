@@ -19,16 +19,15 @@ pub(super) fn cancellation() {
         spawn(move || cancel.cancel())
     };
     let connection = Connection::new();
-    let interrupting = cancel.interrupts(connection.interrupt());
+    let interrupting = cancel.listen(connection.interrupt());
     if thread_rng().r#gen() {
         // The peer never answers.
         connection.await_end();
     } else {
         drop(interrupting);
         let (events, cancelled) = channel();
-        cancel.listen(move || events.send(()).unwrap());
+        let _listening = cancel.listen(move || events.send(()).unwrap());
         cancelled.recv().expect("the listener lives");
-        cancel.unlisten();
     }
     assert!(cancel.is_cancelled());
     operator.join().unwrap();

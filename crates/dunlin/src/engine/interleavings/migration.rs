@@ -120,7 +120,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     };
     let cancel = Cancel::new();
     let on_cancel = source.sender.clone();
-    cancel.listen(move || drop(on_cancel.send(AtSource::Cancelled)));
+    let listening = cancel.listen(move || drop(on_cancel.send(AtSource::Cancelled)));
     let destination = {
         let sender = source.peer.clone();
         spawn(move || receive(&sender, &at_destination, &control))
@@ -142,7 +142,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     };
     let trouble = trouble(&source, &cancel);
     let moved = source.send();
-    cancel.unlisten();
+    drop(listening);
     source.work_queue.stop();
     for thread in std::mem::take(&mut source.threads).into_values() {
         thread.join().unwrap();

@@ -3,10 +3,13 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State, Unreadable};
 use dunlin_proto::negotiate::SessionId;
+
+use super::error::JournalError;
 
 /// Disk operations that can fail for lack of space or by a defect. Tests replace them.
 pub trait Disk: Send + Sync {
@@ -85,10 +88,28 @@ pub struct Entry {
     pub lives: bool,
 }
 
-/// Whether the attempt has ended with the VM at the source.
-pub(super) fn is_over(state: State) -> bool {
-    matches!(
-        state,
-        State::Source(SourceRecord::Kept) | State::Destination(DestinationRecord::Aborted)
-    )
+/// Checks that `record` may begin an attempt of its session: the attempt of the newest record,
+/// `before`, has ended with the VM at the source, and has a lower number.
+pub(super) fn may_follow(
+    before: Option<&Record>,
+    record: &Record,
+    path: &Path,
+) -> Result<(), JournalError> {
+    match before {
+        Some(&Record { state, attempt, .. })
+            if attempt >= record.attempt
+                || !matches!(
+                    state,
+                    State::Source(SourceRecord::Kept)
+                        | State::Destination(DestinationRecord::Aborted)
+                ) =>
+        {
+            Err(JournalError::Undecided {
+                path: path.into(),
+                state,
+                attempt,
+            })
+        }
+        _ => Ok(()),
+    }
 }

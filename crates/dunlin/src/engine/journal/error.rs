@@ -77,7 +77,7 @@ pub enum JournalError {
 }
 
 impl JournalError {
-    /// [`FaultCode::Journal`], or the shortage behind the error ([`fault_behind`]).
+    /// [`FaultCode::Journal`], or the shortage behind the error.
     #[must_use]
     pub fn code(&self) -> FaultCode {
         fault_behind(self).unwrap_or(FaultCode::Journal)

@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use dunlin_proto::journal::{
 };
 use dunlin_proto::negotiate::SessionId;
 
-use super::entry::{Disk, Entry, Role};
+use super::entry::{Disk, Entry, Role, may_follow};
 use super::error::{JournalError, io_error};
 
 /// How long to wait for a lock. A listing holds it for microseconds, an owner for the
@@ -30,11 +30,11 @@ pub(super) struct Directory {
 
 /// A session's file.
 pub(super) struct HeldFile {
-    pub(super) file: File,
+    file: File,
     pub(super) path: PathBuf,
-    pub(super) directory: Directory,
-    pub(super) generation: u64,
-    pub(super) next_slot: usize,
+    directory: Directory,
+    generation: u64,
+    next_slot: usize,
 }
 
 impl HeldFile {
@@ -57,6 +57,12 @@ impl HeldFile {
         self.put(&peer.encode(session)?, PEER_BLOCK_AT)
     }
 
+    /// Removes the file.
+    pub(super) fn forget(self) -> Result<(), JournalError> {
+        std::fs::remove_file(&self.path).map_err(io_error("removed", &self.path))?;
+        self.directory.sync()
+    }
+
     /// Writes bytes at an offset and syncs them.
     fn put(&self, bytes: &[u8], offset: usize) -> Result<(), JournalError> {
         let disk = &self.directory.disk;
@@ -77,8 +83,41 @@ impl Directory {
         self.path.join(file_name(session, role))
     }
 
+    /// Creates and locks the file of the session in `record`, with space for all of its
+    /// later records, or takes over that of an attempt that `record` may follow.
+    pub(super) fn create(&self, record: &Record, role: Role) -> Result<HeldFile, JournalError> {
+        let path = self.path(record.session, role);
+        let created = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path);
+        match created {
+            Ok(file) => {
+                self.allocate(&file, &path).inspect_err(|_| {
+                    // Best effort: an empty file has no meaning.
+                    let _ = std::fs::remove_file(&path);
+                })?;
+                Ok(HeldFile {
+                    file,
+                    path,
+                    directory: self.clone(),
+                    generation: 0,
+                    next_slot: 0,
+                })
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let (held, before) = self.take(path)?;
+                may_follow(before.as_ref(), record, &held.path)?;
+                Ok(held)
+            }
+            Err(source) => Err(io_error("made", &path)(source)),
+        }
+    }
+
     /// Locks a new file, fills it with zeros and syncs it.
-    pub(super) fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
+    fn allocate(&self, file: &File, path: &Path) -> Result<(), JournalError> {
         lock(file, path)?;
         self.disk
             .write(file, &[0; JOURNAL_BYTES], 0)
@@ -88,7 +127,7 @@ impl Directory {
         self.sync()
     }
 
-    pub(super) fn sync(&self) -> Result<(), JournalError> {
+    fn sync(&self) -> Result<(), JournalError> {
         File::open(&self.path)
             .and_then(|directory| self.disk.sync_directory(&directory))
             .map_err(io_error("synced", &self.path))

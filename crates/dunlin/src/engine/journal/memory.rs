@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use dunlin_lane::peers::Principal;
 use dunlin_proto::journal::Record;
 use dunlin_proto::journal::peer::RecordedPeer;
 use dunlin_proto::negotiate::SessionId;
 
 use super::super::sync::{Mutex, lock};
-use super::entry::{Entry, Role, is_over};
+use super::entry::{Entry, Role, may_follow};
 use super::error::JournalError;
 use super::files::file_name;
-use crate::lane::peers::Principal;
 
 /// Maximum number of sessions. A peer that starts more failing sessions than any host
 /// has VMs loses the answers to its oldest ones (I8).
@@ -51,19 +51,11 @@ impl Memory {
             }
         }
         let session = sessions.entry(name).or_default();
-        let path = || file_name(name.0, name.1).into();
+        let path = || PathBuf::from(file_name(name.0, name.1));
         if session.held {
             return Err(JournalError::Held { path: path() });
         }
-        if let Some(before) = &session.record
-            && !(is_over(before.state) && before.attempt < record.attempt)
-        {
-            return Err(JournalError::Undecided {
-                path: path(),
-                state: before.state,
-                attempt: before.attempt,
-            });
-        }
+        may_follow(session.record.as_ref(), record, &path())?;
         session.held = true;
         session.peer = None;
         Ok(self.held(name))

@@ -1,14 +1,19 @@
 #![allow(clippy::unwrap_used)]
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use dunlin_lane::peers::{AuthorisedBy, PeerIdentity};
 use dunlin_proto::journal::JOURNAL_BYTES;
+use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 use dunlin_test_base::Scratch;
 
+use super::files::file_name;
 use super::*;
-use crate::lane::peers::AuthorisedBy;
 
 const PREPARED: State = State::Destination(DestinationRecord::Prepared);
 const RUNNING: State = State::Destination(DestinationRecord::Running);
@@ -69,7 +74,7 @@ fn peer(name: &str) -> PeerIdentity {
 }
 
 fn state_of(journal: &Journal) -> State {
-    let session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    let session = SessionJournal::take(journal, [0xa5; 16], Role::Destination).unwrap();
     session.record().state
 }
 
@@ -78,13 +83,13 @@ fn i2_a_record_survives_the_process_that_wrote_it() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     for state in [PREPARED, RUNNING] {
         session.write(state).unwrap();
     }
     session.write_epoch(3).unwrap();
     drop(session);
-    let session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    let session = SessionJournal::take(&journal, [0xa5; 16], Role::Destination).unwrap();
     assert_eq!(session.record().state, RUNNING);
     assert_eq!(session.record().epoch, 3);
     assert!(session.record().written_ms > 0);
@@ -97,15 +102,15 @@ fn i1_a_session_of_a_living_process_can_be_listed_but_not_taken() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     let listed = journal.list().unwrap();
     assert!(listed[0].lives);
     assert_eq!(listed[0].record.clone().unwrap().unwrap().state, PREPARED);
-    let taken = journal.take([0xa5; 16], Role::Destination);
+    let taken = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Held { .. })));
     // A malicious peer starts a second session of the same identifier.
-    let again = journal.create(record(PREPARED));
+    let again = SessionJournal::create(&journal, record(PREPARED));
     assert!(matches!(again, Err(JournalError::Held { .. })));
     drop(session);
     assert!(!journal.list().unwrap()[0].lives);
@@ -122,7 +127,7 @@ fn i1_a_failed_write_keeps_the_previous_record() {
         ..FailingDisk::default()
     };
     let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     for _ in 0..2 {
         let error = session.write(RUNNING).unwrap_err();
@@ -130,7 +135,7 @@ fn i1_a_failed_write_keeps_the_previous_record() {
         assert_eq!(session.record().state, PREPARED);
     }
     drop(session);
-    let mut session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    let mut session = SessionJournal::take(&journal, [0xa5; 16], Role::Destination).unwrap();
     assert_eq!(session.record().state, PREPARED);
     session.write(ABORTED).unwrap();
     drop(session);
@@ -148,7 +153,7 @@ fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
         ..FailingDisk::default()
     };
     let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     assert!(session.write(RUNNING).is_err());
     assert!(session.write(ABORTED).is_err());
@@ -165,7 +170,9 @@ fn a_full_disk_is_found_when_the_session_starts_and_leaves_nothing() {
         ..FailingDisk::default()
     };
     let journal = Journal::open_on(&directory, Arc::new(disk)).unwrap();
-    let error = journal.create(record(PREPARED)).err().unwrap();
+    let error = SessionJournal::create(&journal, record(PREPARED))
+        .err()
+        .unwrap();
     assert!(matches!(
         error,
         JournalError::Io {
@@ -174,7 +181,7 @@ fn a_full_disk_is_found_when_the_session_starts_and_leaves_nothing() {
         }
     ));
     assert!(journal.list().unwrap().is_empty());
-    journal.create(record(PREPARED)).unwrap();
+    SessionJournal::create(&journal, record(PREPARED)).unwrap();
 }
 
 #[test]
@@ -182,8 +189,8 @@ fn no_record_needs_more_space() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
-    let mut session = journal.create(record(PREPARED)).unwrap();
-    let path = session.held.path();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
+    let path = directory.join(file_name([0xa5; 16], Role::Destination));
     let size = |path: &Path| {
         let metadata = path.metadata().unwrap();
         (metadata.len(), metadata.blocks(), metadata.mode() & 0o777)
@@ -202,10 +209,13 @@ fn i2_a_session_starts_again_only_after_its_last_attempt_has_ended() {
     let directory = scratch.join("journal");
     let journal = Journal::open(&directory).unwrap();
     let begin = |attempt| {
-        journal.create(Record {
-            attempt,
-            ..record(PREPARED)
-        })
+        SessionJournal::create(
+            &journal,
+            Record {
+                attempt,
+                ..record(PREPARED)
+            },
+        )
     };
     // Without a record it never started.
     drop(begin(1).unwrap());
@@ -217,7 +227,7 @@ fn i2_a_session_starts_again_only_after_its_last_attempt_has_ended() {
             matches!(begin(2), Err(JournalError::Undecided { .. })),
             "{state}"
         );
-        session = journal.take([0xa5; 16], Role::Destination).unwrap();
+        session = SessionJournal::take(&journal, [0xa5; 16], Role::Destination).unwrap();
     }
     session.write(ABORTED).unwrap();
     drop(session);
@@ -225,7 +235,7 @@ fn i2_a_session_starts_again_only_after_its_last_attempt_has_ended() {
     let mut session = begin(2).unwrap();
     session.write(PREPARED).unwrap();
     drop(session);
-    let session = journal.take([0xa5; 16], Role::Destination).unwrap();
+    let session = SessionJournal::take(&journal, [0xa5; 16], Role::Destination).unwrap();
     assert_eq!(
         (session.record().state, session.record().attempt),
         (PREPARED, 2)
@@ -245,12 +255,14 @@ fn i7_foreign_files_in_the_directory_are_skipped_or_reported_as_unreadable() {
     // Shorter than a journal: the process crashed before it allocated the file.
     std::fs::write(directory.join(&name), []).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Ok(None));
-    let missing = journal.take([0xa5; 16], Role::Destination);
+    let missing = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(missing, Err(JournalError::Missing { .. })));
     // Larger, and with foreign content.
     std::fs::write(directory.join(&name), vec![0x5a; 1 << 20]).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Err(Unreadable::BothTorn));
-    let error = journal.take([0xa5; 16], Role::Destination).err().unwrap();
+    let error = SessionJournal::take(&journal, [0xa5; 16], Role::Destination)
+        .err()
+        .unwrap();
     assert!(matches!(error, JournalError::Unreadable { .. }));
 }
 
@@ -266,25 +278,25 @@ fn a_directory_readable_by_others_is_refused() {
 #[test]
 fn i2_without_a_journal_a_session_is_remembered_while_the_process_lives() {
     let journal = Journal::none();
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     session.write(RUNNING).unwrap();
     assert_eq!(session.record().state, RUNNING);
     let clone = journal.clone();
     let entries = clone.list().unwrap();
     assert!(entries.len() == 1 && entries[0].lives);
-    let taken = clone.take([0xa5; 16], Role::Destination);
+    let taken = SessionJournal::take(&clone, [0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Held { .. })));
     drop(session);
-    let session = clone.take([0xa5; 16], Role::Destination).unwrap();
+    let session = SessionJournal::take(&clone, [0xa5; 16], Role::Destination).unwrap();
     assert_eq!(session.record().state, RUNNING);
     session.forget().unwrap();
-    let taken = journal.take([0xa5; 16], Role::Destination);
+    let taken = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Missing { .. })));
     // A session without a record leaves nothing, and another journal has none of these
     // sessions.
-    drop(journal.create(record(PREPARED)).unwrap());
+    drop(SessionJournal::create(&journal, record(PREPARED)).unwrap());
     assert!(journal.list().unwrap().is_empty());
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     session.write(PREPARED).unwrap();
     assert!(Journal::none().list().unwrap().is_empty());
 }
@@ -295,7 +307,7 @@ fn leave(journal: &Journal, number: u8, state: State, peer: &PeerIdentity) {
         session: [number; 16],
         ..record(state)
     };
-    let mut session = journal.create(made).unwrap();
+    let mut session = SessionJournal::create(journal, made).unwrap();
     session.write_peer(&peer.principal()).unwrap();
     session.write(state).unwrap();
 }
@@ -323,20 +335,22 @@ fn obsolete_records_are_removed_when_the_vm_moves_again() {
         leave(&journal, 8, ABORTED, &twin);
         // The other role, and a living process.
         leave(&journal, 5, State::Source(SourceRecord::Kept), &ours);
-        let mut other = journal
-            .create(Record {
-                session: [6; 16],
-                ..record(ABORTED)
-            })
-            .unwrap();
+        let living = Record {
+            session: [6; 16],
+            ..record(ABORTED)
+        };
+        let mut other = SessionJournal::create(&journal, living).unwrap();
         other.write(ABORTED).unwrap();
         let another_vm = Record {
             session: [7; 16],
             vm_uuid: [0xee; 16],
             ..record(ABORTED)
         };
-        journal.create(another_vm).unwrap().write(ABORTED).unwrap();
-        let mut session = journal.begin(record(PREPARED), Some(&ours)).unwrap();
+        SessionJournal::create(&journal, another_vm)
+            .unwrap()
+            .write(ABORTED)
+            .unwrap();
+        let mut session = SessionJournal::begin(&journal, record(PREPARED), Some(&ours)).unwrap();
         session.write(PREPARED).unwrap();
         assert_eq!(left(&journal), [3, 4, 5, 6, 7, 8, 0xa5]);
     }
@@ -355,7 +369,7 @@ fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
             (record.session, record.vm_uuid) = (id, id);
             record.started_ms = number as u64;
             let peer = peer(name);
-            let mut session = journal.begin(record, Some(&peer)).unwrap();
+            let mut session = SessionJournal::begin(&journal, record, Some(&peer)).unwrap();
             session.write_peer(&peer.principal()).unwrap();
             session.write(state).unwrap();
         };
@@ -390,8 +404,13 @@ fn i1_a_vm_with_an_undecided_session_starts_no_other() {
         for (number, state) in (1..).zip(over) {
             leave(&journal, number, State::Source(state), &peer("host-b"));
         }
-        let next =
-            |journal: &Journal| journal.begin(record(State::Source(SourceRecord::Migrating)), None);
+        let next = |journal: &Journal| {
+            SessionJournal::begin(
+                journal,
+                record(State::Source(SourceRecord::Migrating)),
+                None,
+            )
+        };
         drop(next(&journal).unwrap());
         let after = left(&journal);
         assert!(after == [0xa5] || after.is_empty(), "{after:?}");
@@ -403,7 +422,7 @@ fn i1_a_vm_with_an_undecided_session_starts_no_other() {
             leave(&journal, 9, State::Source(state), &peer("host-b"));
             let error = next(&journal).err().unwrap();
             assert!(matches!(error, JournalError::Unresolved { .. }), "{error}");
-            let session = journal.take([9; 16], Role::Source).unwrap();
+            let session = SessionJournal::take(&journal, [9; 16], Role::Source).unwrap();
             session.forget().unwrap();
         }
     }
@@ -444,7 +463,7 @@ fn i1_creating_and_forgetting_a_record_survive_a_power_loss() {
     let disk = WatchedDisk(Arc::default(), directory.clone());
     let journal = Journal::open_on(&directory, Arc::new(disk.clone())).unwrap();
     let take = || std::mem::take(&mut *disk.0.lock().unwrap());
-    let mut session = journal.create(record(PREPARED)).unwrap();
+    let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
     assert_eq!(take(), ["write", "sync", "entry synced"]);
     let ours = peer("host-a.example").principal();
     session.write_peer(&ours).unwrap();
@@ -461,7 +480,7 @@ fn i1_the_peer_of_a_session_survives_its_process() {
     let (ours, other) = (peer("host-a.example"), peer("host-c.example"));
     for journal in [Journal::open(&directory).unwrap(), Journal::none()] {
         leave(&journal, 1, RUNNING, &ours);
-        let session = journal.take([1; 16], Role::Destination).unwrap();
+        let session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::Known(ours.principal()));
         assert!(session.is_with(&ours) && !session.is_with(&other));
         // Before the peer is recorded it is unknown.
@@ -469,11 +488,11 @@ fn i1_the_peer_of_a_session_survives_its_process() {
             session: [2; 16],
             ..record(RUNNING)
         };
-        let mut session = journal.create(made).unwrap();
+        let mut session = SessionJournal::create(&journal, made).unwrap();
         session.write(RUNNING).unwrap();
         assert!(!session.is_with(&ours));
         drop(session);
-        let session = journal.take([2; 16], Role::Destination).unwrap();
+        let session = SessionJournal::take(&journal, [2; 16], Role::Destination).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::Unknown);
         assert!(!session.is_with(&ours));
     }
@@ -497,9 +516,9 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
             peer: text.into(),
             ..record(state)
         };
-        let mut session = journal.create(made).unwrap();
+        let mut session = SessionJournal::create(&journal, made).unwrap();
         session.write(state).unwrap();
-        let path = session.held.path();
+        let path = directory.join(file_name([number; 16], Role::of(state)));
         File::options()
             .write(true)
             .open(path)
@@ -512,7 +531,7 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
         _ => Role::Destination,
     };
     let is_with = |number: u8, peer: &PeerIdentity| {
-        let session = journal.take([number; 16], role(number)).unwrap();
+        let session = SessionJournal::take(&journal, [number; 16], role(number)).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::BeforeBlocks);
         session.is_with(peer)
     };
@@ -536,16 +555,16 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
         let path = directory.join(file_name([4; 16], Role::Source));
         let file = File::options().write(true).open(path).unwrap();
         file.set_len(length).unwrap();
-        let session = journal.take([4; 16], Role::Source).unwrap();
+        let session = SessionJournal::take(&journal, [4; 16], Role::Source).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::Unknown, "{length}");
         assert!(!session.is_with(&ours));
     }
     // Listing and writing keep such a file readable, and do not add the missing block.
     assert_eq!(journal.list().unwrap().len(), 4);
-    let mut session = journal.take([1; 16], Role::Destination).unwrap();
+    let mut session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     session.write(ABORTED).unwrap();
     drop(session);
-    let session = journal.take([1; 16], Role::Destination).unwrap();
+    let session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     assert_eq!(session.record().state, ABORTED);
     assert!(session.is_with(&ours));
 }

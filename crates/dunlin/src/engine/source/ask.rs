@@ -10,29 +10,27 @@
 //! A living process that holds a VM in doubt asks again in the same way.
 
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Instant;
 
+use dunlin_lane::policy::ClientTls;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::State;
 use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, SessionId, VERSIONS};
 use dunlin_proto::switchover::{Source, SourceEvent as On};
 
-use super::super::control::{ControlLane, FromPeer, Sequences};
+use super::super::control::{FromPeer, Sequences};
+use super::super::control_link::{CLOSE_LIMIT, ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault};
 use super::super::host::Host;
-use super::super::journal::{Journal, JournalError, Role};
-use super::super::threads::spawn;
+use super::super::journal::{Journal, JournalError, Role, SessionJournal};
+use super::super::threads::CpuTime;
 use super::super::vmm::SourceVm;
 use super::control::{another_peer, open_control};
 use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERDICT_LIMIT};
 use super::options::Options;
-use crate::lane::policy::ClientTls;
-
-/// How long the destination may take to close the lane after the last message.
-const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Where the VM of a session is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,14 +52,14 @@ impl Doubt {
     /// VM's owner had paused it before the migration: then it is not resumed.
     ///
     /// # Errors
-    /// [`JournalError::Held`] while the process lives; otherwise as
-    /// [`Journal::take`].
+    /// [`JournalError::Held`] while the process lives; [`JournalError::Missing`], also if
+    /// nothing was ever recorded; [`JournalError::Unreadable`]; [`JournalError::Io`].
     pub fn taken_over(
         journal: &Journal,
         session: SessionId,
         paused_by_owner: bool,
     ) -> Result<Self, JournalError> {
-        let journal = journal.take(session, Role::Source)?;
+        let journal = SessionJournal::take(journal, session, Role::Source)?;
         let State::Source(record) = journal.record().state else {
             return Err(JournalError::Missing {
                 path: Role::Source.name().into(),
@@ -91,33 +89,23 @@ impl Doubt {
         options: &Options,
         host: &Arc<dyn Host>,
     ) -> Result<VmLocation, ResolveError> {
-        if self.state == Source::InDoubt {
-            return self.inquire(vm, tls, options, host);
-        }
-        if let State::Source(record) = self.journal.record().state {
-            for action in Source::restarted(record).1 {
-                // None of these actions results in an event.
-                self.act(*action, vm, None)?;
+        if self.state != Source::InDoubt {
+            if let State::Source(record) = self.journal.record().state {
+                for action in Source::restarted(record).1 {
+                    // None of these actions results in an event.
+                    self.act(*action, vm, None)?;
+                }
             }
+            return Ok(self.location());
         }
-        Ok(self.location())
-    }
-
-    fn inquire(
-        &mut self,
-        vm: Option<&dyn SourceVm>,
-        tls: &ClientTls,
-        options: &Options,
-        host: &Arc<dyn Host>,
-    ) -> Result<VmLocation, ResolveError> {
         let until = Instant::now() + options.doubt_limit;
         let mut pause = RETRY_FIRST;
         let mut why = None;
         loop {
-            let fault = match self.inquire_once(tls, options, host, until) {
-                Ok((lane, reader, answer)) => {
-                    let taken = self.take(answer, vm, Some(&lane));
-                    end(lane, reader, true);
+            let fault = match self.inquire(tls, options, host, until) {
+                Ok((inquiry, answer)) => {
+                    let taken = self.take(answer, vm, Some(&inquiry.control.lane));
+                    inquiry.close();
                     taken?;
                     return Ok(self.location());
                 }
@@ -145,15 +133,15 @@ impl Doubt {
         }
     }
 
-    /// Asks once, on a control lane with a higher epoch than any before. Returns that lane, for
-    /// the last message, its reader's thread and the answer.
-    fn inquire_once(
+    /// Asks once, on a control lane with a higher epoch than any before. Returns that
+    /// lane, for the last message, and the answer.
+    fn inquire(
         &mut self,
         tls: &ClientTls,
         options: &Options,
         host: &Arc<dyn Host>,
         until: Instant,
-    ) -> Result<(Arc<ControlLane>, JoinHandle<()>, On), Fault> {
+    ) -> Result<(Inquiry, On), Fault> {
         let record = self.journal.record();
         let (session, attempt, to) = (record.session, record.attempt, record.peer.clone());
         let epoch = record.epoch.saturating_add(1);
@@ -171,44 +159,55 @@ impl Doubt {
             epoch,
         };
         let deadline = until.min(Instant::now() + options.connect_limit);
-        let (stream, _) = open_control(host, None, &to, tls, &offer, deadline)?;
+        let (stream, selection) = open_control(host, None, &to, tls, &offer, deadline)?;
         if !self.journal.is_with(stream.peer()) {
             return Err(another_peer(stream.peer(), self.journal.peer()));
         }
-        let lane = Arc::new(ControlLane::new(
-            stream,
-            session,
-            epoch,
-            Arc::new(Sequences::of_epoch(epoch)),
-            options.silence_limit,
-        ));
-        let (sender, messages) = channel();
-        let same = Arc::clone(&lane);
-        let body = move || {
-            // Fails once the answer has been received.
-            same.read(|_| Ok(false), |message| drop(sender.send(message)));
+        let terms = ControlTerms {
+            sequences: Arc::new(Sequences::of_epoch(epoch)),
+            offer,
+            selection,
+            silence_limit: options.silence_limit,
         };
-        let reader = spawn(&**host, "dunlin-inquiry", body)?;
-        let answered = lane.send(&Message::Inquire { attempt }).and_then(|()| {
-            let until = until.min(Instant::now() + VERDICT_LIMIT);
-            loop {
-                let left = until.saturating_duration_since(Instant::now());
-                let message = match messages.recv_timeout(left) {
-                    Ok(FromPeer::Message(message)) => message,
-                    Ok(FromPeer::Lost(fault)) => return Err(fault),
-                    Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                        let what = "the destination did not answer the inquiry";
-                        return Err(Fault::new(FaultCode::ControlLost, what));
-                    }
-                };
-                lane.backlog.took();
-                match message {
+        let (sender, messages) = channel();
+        let control = ControlLink::start(
+            stream,
+            terms,
+            &**host,
+            &CpuTime::default(),
+            |_| Ok(false),
+            // Fails once the answer has been received.
+            move |_, message| drop(sender.send(message)),
+        )?;
+        let mut inquiry = Inquiry { control, messages };
+        let until = until.min(Instant::now() + VERDICT_LIMIT);
+        let asked = inquiry.control.lane.send(&Message::Inquire { attempt });
+        match asked.and_then(|()| inquiry.await_answer(attempt, until)) {
+            Ok(answer) => Ok((inquiry, answer)),
+            Err(fault) => {
+                // The fault says more than a panic of the reader.
+                let _ = inquiry.control.end();
+                Err(fault)
+            }
+        }
+    }
+}
+
+/// A control lane for one inquiry, and what its reader delivers.
+struct Inquiry {
+    control: ControlLink,
+    messages: Receiver<FromPeer>,
+}
+
+impl Inquiry {
+    fn await_answer(&self, attempt: u32, until: Instant) -> Result<On, Fault> {
+        loop {
+            match self.next(until) {
+                Some(FromPeer::Message(message)) => match message {
                     Message::Answer {
                         attempt: theirs,
                         verdict,
-                    } if theirs == attempt => {
-                        return Ok(On::answer(attempt, theirs, verdict));
-                    }
+                    } if theirs == attempt => return Ok(On::answer(attempt, theirs, verdict)),
                     // Sent before the inquiry was read.
                     Message::Running { .. } => return Ok(On::Running),
                     Message::Cancel { .. } => return Ok(On::PeerCancelled),
@@ -216,28 +215,31 @@ impl Doubt {
                     // A repeated message for a source that continues, or an answer
                     // about another attempt.
                     _ => {}
+                },
+                Some(FromPeer::Lost(fault)) => return Err(fault),
+                None => {
+                    let what = "the destination did not answer the inquiry";
+                    return Err(Fault::new(FaultCode::ControlLost, what));
                 }
             }
-        });
-        match answered {
-            Ok(answer) => Ok((lane, reader, answer)),
-            Err(fault) => {
-                end(lane, reader, false);
-                Err(fault)
-            }
         }
     }
-}
 
-/// Ends a lane. If `drain`, first gives the peer time to read the last message.
-fn end(lane: Arc<ControlLane>, reader: JoinHandle<()>, drain: bool) {
-    if drain && lane.stream.close().is_ok() {
-        let until = Instant::now() + CLOSE_LIMIT;
-        while !reader.is_finished() && Instant::now() < until {
-            thread::sleep(Duration::from_millis(2));
-        }
+    /// What the reader delivers next; `None` after `until`, or if the reader has ended.
+    fn next(&self, until: Instant) -> Option<FromPeer> {
+        let left = until.saturating_duration_since(Instant::now());
+        let from_peer = self.messages.recv_timeout(left).ok()?;
+        self.control.took(&from_peer);
+        Some(from_peer)
     }
-    lane.shutdown();
-    // A panic there has no further effect.
-    let _ = reader.join();
+
+    /// Ends the lane, after the peer had time to read the last message.
+    fn close(mut self) {
+        if self.control.lane.stream.close().is_ok() {
+            let until = Instant::now() + CLOSE_LIMIT;
+            while let Some(FromPeer::Message(_)) = self.next(until) {}
+        }
+        // The answer has been taken: a panic of the reader has no further effect.
+        let _ = self.control.end();
+    }
 }

@@ -9,16 +9,15 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::switchover::{Source, SourceAction as Do, SourceEvent as On};
 use tracing::info_span;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, VmIs};
 use super::super::report::Event;
-use super::control::{another_peer, open_control};
 use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};
 use super::event::SessionEvent;
 use super::guest::PausedGuest;
-use super::lanes::{LaneTerms, Transfer};
+use super::lanes::Transfer;
 use super::phase::{Done, Phase, Rest, failed, perform, take};
-use super::session::{Session, unexpected};
+use super::session::Session;
 use super::settled::{Figures, Settled};
 
 /// How long the destination may take from *final* to *ready*, and from *commit* to
@@ -139,7 +138,7 @@ impl<'a> Committed<'a> {
                     // The loss that led here no longer describes where the VM is.
                     session.fault = None;
                 }
-                On::answer(session.control.offer.attempt, attempt, verdict)
+                On::answer(session.control.terms.offer.attempt, attempt, verdict)
             }
             // It crossed the inquiry and no longer has a meaning.
             Message::Ready { .. } if session.state == Source::InDoubt => {
@@ -235,9 +234,9 @@ impl<'a> InDoubt<'a> {
 
     /// Opens a new control lane and asks on it, until the limit.
     fn inquire(&mut self) {
-        self.session().control.end();
+        // The loss of the lane has already reported a panic of its reader.
+        let _ = self.session().control.end();
         let Transfer { session, lanes } = &mut self.committed.transfer;
-        let LaneTerms { to, tls, peer, .. } = &lanes.terms;
         let mut last: Option<Fault> = None;
         loop {
             if self.inquiries > 0 {
@@ -253,28 +252,16 @@ impl<'a> InDoubt<'a> {
                 return;
             }
             self.inquiries += 1;
-            // The previous attempt may have reached the destination.
-            session.raise_epoch();
-            let deadline = self
-                .until
-                .min(Instant::now() + session.options.connect_limit);
-            let offer = &session.control.offer;
-            let fault = match open_control(session.host, None, to, tls, offer, deadline) {
-                Ok((stream, _)) if !stream.peer().is(peer) => {
-                    another_peer(stream.peer(), session.journal.peer())
-                }
-                Ok((stream, _)) => {
-                    session.control.sequences = Arc::new(session.control.sequences.with_new_peer());
-                    match session.adopt_control(stream) {
-                        Ok(()) => {
-                            let attempt = session.control.offer.attempt;
-                            session.control.notify(&Message::Inquire { attempt });
-                            return;
-                        }
-                        Err(fault) => fault,
-                    }
-                }
-                Err(fault) => fault,
+            let reopened = session.reopen_control(None, &lanes.terms, self.until);
+            let adopted = reopened.and_then(|(stream, _)| {
+                let terms = &mut session.control.terms;
+                terms.sequences = Arc::new(terms.sequences.with_new_peer());
+                session.adopt_control(stream)
+            });
+            let Err(fault) = adopted else {
+                let attempt = session.control.terms.offer.attempt;
+                session.control.notify(&Message::Inquire { attempt });
+                return;
             };
             // Whatever failed, only an answer resolves the doubt.
             last = Some(fault);

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::policy::ClientTls;
+use dunlin_lane::security::dialer;
 use dunlin_linux::random;
 use dunlin_proto::control::{Accept, Describe, Message, RegionTable};
 use dunlin_proto::fault::FaultCode;
@@ -17,23 +19,23 @@ use dunlin_proto::switchover::Source;
 use tracing::field::display;
 use tracing::{Span, info_span};
 
-use super::super::control_link::ControlLink;
+use super::super::control::unexpected;
+use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::journal::{Journal, JournalError, SessionJournal, SourceRecord, State, names_of};
+use super::super::journal::{JournalError, SessionJournal, SourceRecord, State, names_of};
 use super::super::report::Event;
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::control::open_control;
-use super::lanes::{LaneTerms, Lanes, Transfer};
+use super::lane::LaneTerms;
+use super::lanes::{Lanes, Transfer};
 use super::options::Options;
 use super::phase::{Phase, failed};
 use super::precopy::PreCopy;
-use super::session::{Session, unexpected};
+use super::session::{Session, start_control};
 use super::settled::Settled;
 use super::work_queue::WorkQueue;
-use crate::lane::policy::ClientTls;
-use crate::lane::security::dialer;
 
 /// The control lane is established; the destination has not accepted the VM yet.
 pub(super) struct Connecting<'a> {
@@ -102,15 +104,34 @@ impl<'a> Connecting<'a> {
             epoch: 1,
         };
         let mut journal = begin_record(session, &described, to, options, observer)?;
+        let memory = vm.memory();
+        let schedule = Schedule::new(
+            memory
+                .regions()
+                .iter()
+                .map(|region| (region.id, region.pages())),
+        );
+        let work_queue = Arc::new(WorkQueue::new(
+            Sending::new(schedule, timeouts(options)),
+            Pace::new(options.rate),
+        ));
+        let cpu = CpuTime::default();
+        let (sender, events) = channel();
         let opened = info_span!("connect")
             .in_scope(|| open_control(host, Some(cancel), to, tls, &offer, deadline));
         let opened = opened.and_then(|(stream, selection)| {
             let recorded = journal.write_peer(&stream.peer().principal());
             recorded.map_err(unrecorded)?;
-            Ok((stream, selection))
+            let terms = ControlTerms {
+                sequences: Arc::default(),
+                offer,
+                selection,
+                silence_limit: options.silence_limit,
+            };
+            start_control(stream, terms, host, &cpu, &work_queue, &sender)
         });
-        let (stream, selection) = match opened {
-            Ok(opened) => opened,
+        let control = match opened {
+            Ok(control) => control,
             Err(fault) => {
                 // The destination keeps nothing before it accepts the VM.
                 if let Err(error) = journal.forget() {
@@ -122,16 +143,6 @@ impl<'a> Connecting<'a> {
                 return Err(fault);
             }
         };
-        let memory = vm.memory();
-        let schedule = Schedule::new(
-            memory
-                .regions()
-                .iter()
-                .map(|region| (region.id, region.pages())),
-        );
-        let silence_limit = options.silence_limit;
-        let control = ControlLink::new(stream, Arc::default(), offer, selection, silence_limit);
-        let (sender, events) = channel();
         let session = Session {
             vm,
             memory,
@@ -143,17 +154,14 @@ impl<'a> Connecting<'a> {
             sender,
             control,
             control_resumed: 0,
-            work_queue: Arc::new(WorkQueue::new(
-                Sending::new(schedule, timeouts(options)),
-                Pace::new(options.rate),
-            )),
+            work_queue,
             state: Source::Live,
             journal,
             fault: None,
             vm_is: VmIs::AtSource,
             paused_by_owner,
             threads: Vec::new(),
-            cpu: CpuTime::default(),
+            cpu,
             started,
             span,
         };
@@ -182,7 +190,6 @@ impl<'a> Connecting<'a> {
     fn await_accept(&mut self) -> Result<LaneTerms, Fault> {
         let session = &mut self.session;
         let deadline = session.started + session.options.connect_limit;
-        session.read_control()?;
         session.control.lane.ping()?;
         let regions = RegionTable::new(session.memory.regions().to_vec())
             .or_fault(FaultCode::Internal, "cannot describe the VM's memory")?;
@@ -223,16 +230,21 @@ impl<'a> Connecting<'a> {
         session.observer.event(&Event::Accepted {
             peer: names_of(peer),
         });
-        let security = session.control.selection.security;
-        let dialer = dialer(security, session.options.ipsec.as_ref())
+        let selection = &session.control.terms.selection;
+        let dialer = dialer(selection.security, session.options.ipsec.as_ref())
             .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
         Ok(LaneTerms {
             dialer,
             connector: Arc::clone(session.host) as _,
             tls: self.tls.clone(),
-            peer: peer.principal(),
+            version: selection.version,
+            session: session.control.terms.offer.session,
             accept,
             to: self.to.to_owned(),
+            peer: peer.principal(),
+            rate: session.options.lane_rate,
+            records: session.options.records_per_lane,
+            memory: Arc::clone(&session.memory),
         })
     }
 }
@@ -248,8 +260,8 @@ fn begin_record(
 ) -> Result<SessionJournal, Fault> {
     let state = State::Source(SourceRecord::Migrating);
     let vm = (&described.uuid, described.name.as_str());
-    let record = Journal::first_record(state, session, vm, to, &options.owner);
-    let mut journal = options.journal.begin(record, None).map_err(unrecorded)?;
+    let record = SessionJournal::first_record(state, session, vm, to, &options.owner);
+    let mut journal = SessionJournal::begin(&options.journal, record, None).map_err(unrecorded)?;
     match journal.write(state) {
         Ok(_) => {
             observer.event(&Event::Recorded(SourceRecord::Migrating));

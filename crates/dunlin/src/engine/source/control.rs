@@ -4,6 +4,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::control::{self as control_lane, ControlStream, OpenError};
+use dunlin_lane::dial::{DialCancel, DialError};
+use dunlin_lane::peers::PeerIdentity;
+use dunlin_lane::policy::ClientTls;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::negotiate::{Offer, Selection};
 use dunlin_proto::text::harmless;
@@ -11,10 +15,6 @@ use dunlin_proto::text::harmless;
 use super::super::fault::{Fault, OrFault};
 use super::super::host::{Cancel, Host};
 use super::super::journal::RecordedPeer;
-use crate::lane::control::{self as control_lane, ControlStream, OpenError};
-use crate::lane::dial::{DialCancel, DialError};
-use crate::lane::peers::PeerIdentity;
-use crate::lane::policy::ClientTls;
 
 /// Connects a control lane and negotiates the terms of `offer`. `cancel` aborts it at
 /// any point.
@@ -28,7 +28,7 @@ pub(super) fn open_control(
 ) -> Result<(ControlStream, Selection), Fault> {
     let dial = DialCancel::new().or_fault(FaultCode::Kernel, "cannot create an eventfd")?;
     let own = dial.clone();
-    let _interrupting = cancel.map(|cancel| cancel.interrupts(Box::new(move || own.cancel())));
+    let _listening = cancel.map(|cancel| cancel.listen(move || own.cancel()));
     control_lane::open(to, &**host, tls, offer, deadline, &dial)
         .map_err(|error| not_opened(to, error))
 }

@@ -1,7 +1,5 @@
 //! Events of the session's thread.
 
-use std::time::Duration;
-
 use super::super::control::FromPeer;
 use super::super::fault::Fault;
 
@@ -14,12 +12,9 @@ pub(in crate::engine) enum SessionEvent {
     LaneEnded {
         lane: u16,
         result: Result<(), Fault>,
-        cpu: Duration,
     },
-    /// A lane's key is near its limit.
-    LaneKeyUsed,
-    /// The lanes or the control lane have changed; a caller that waits for lanes must
-    /// check again.
+    /// The lanes, the control lane or the use of a lane's key have changed; a caller
+    /// that waits for lanes must check again.
     Tended,
     /// The last chunk of an iteration has been given to a lane.
     Cut {

@@ -7,14 +7,18 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::affinity::thread_cpu_time;
+use dunlin_lane::data::{DataSender, SendError};
+use dunlin_lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
+use dunlin_lane::peers::Principal;
+use dunlin_lane::policy::ClientTls;
 use dunlin_linux::socket::wait_readable;
+use dunlin_proto::control::Accept;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::frame::{ChunkHeader, Encoding, Frame, Range};
 use dunlin_proto::limits::{
     CHUNK_PAGES, MAX_CHUNK_HEADER_BYTES, MAX_PAGES_LOOKED_AT, MAX_RANGES_PER_CHUNK, PAGE_BYTES,
 };
-use dunlin_proto::negotiate::{SessionId, SessionSecret};
+use dunlin_proto::negotiate::SessionId;
 use dunlin_proto::schedule::{ChunkPlan, Work};
 use tracing::{Span, info_span};
 
@@ -22,10 +26,6 @@ use super::super::fault::{Fault, OrFault};
 use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
-use crate::lane::data::{DataSender, SendError};
-use crate::lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
-use crate::lane::peers::Principal;
-use crate::lane::policy::ClientTls;
 
 /// Minimum room in a chunk for which the lane asks for more pages, because each request
 /// takes a lock.
@@ -35,24 +35,30 @@ const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
 /// take a fault each, and the destination receives nothing meanwhile.
 const LOOK_LIMIT: Duration = Duration::from_millis(10);
 
-/// The state of a lane's thread.
-pub(super) struct Lane {
-    pub(super) number: u16,
-    pub(super) endpoint: String,
+/// Parameters common to all lanes of a session.
+pub(super) struct LaneTerms {
     pub(super) tls: ClientTls,
     pub(super) dialer: Arc<dyn LaneDialer>,
     pub(super) connector: Arc<dyn Connector>,
-    /// Whether lanes have been established before.
-    pub(super) is_replacement: bool,
     pub(super) version: u16,
     pub(super) session: SessionId,
-    pub(super) secret: SessionSecret,
+    pub(super) accept: Accept,
+    /// The address of the control lane, used if the destination names no endpoints.
+    pub(super) to: String,
     pub(super) peer: Principal,
     pub(super) rate: Option<u64>,
-    /// Records after which the lane is replaced.
+    /// Records after which a lane is replaced.
     pub(super) records: u64,
-    pub(super) deadline: Instant,
     pub(super) memory: Arc<dyn GuestMemory>,
+}
+
+/// The state of a lane's thread.
+pub(super) struct Lane {
+    pub(super) number: u16,
+    pub(super) terms: Arc<LaneTerms>,
+    /// Whether lanes have been established before.
+    pub(super) is_replacement: bool,
+    pub(super) deadline: Instant,
     pub(super) work_queue: Arc<WorkQueue>,
     pub(super) events: Sender<SessionEvent>,
     /// The session's span.
@@ -60,7 +66,7 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// The thread's body. Reports the end of the lane and its CPU time to the session.
+    /// The thread's body. Reports the end of the lane to the session.
     pub(super) fn run(self) {
         let _lane = info_span!(parent: &self.span, "lane", lane = self.number).entered();
         let body = || {
@@ -77,7 +83,6 @@ impl Lane {
         let _ = self.events.send(SessionEvent::LaneEnded {
             lane: self.number,
             result,
-            cpu: thread_cpu_time(),
         });
     }
 
@@ -87,25 +92,30 @@ impl Lane {
         let cancel = DialCancel::new().or_fault(FaultCode::LaneLost, what)?;
         let own = cancel.clone();
         self.interrupted_by(move || own.cancel())?;
+        let terms = &self.terms;
+        let endpoints = terms.accept.endpoints.as_slice();
         let request = LaneRequest {
-            endpoint: &self.endpoint,
-            peer: &self.peer,
-            tls: &self.tls,
+            endpoint: match endpoints.len() {
+                0 => &terms.to,
+                some => &endpoints[usize::from(self.number - 1) % some],
+            },
+            peer: &terms.peer,
+            tls: &terms.tls,
             deadline: self.deadline,
             cancel: &cancel,
-            connector: &self.connector,
+            connector: &terms.connector,
         };
-        let dialled = self.dialer.dial(&request);
+        let dialled = terms.dialer.dial(&request);
         let mut sender = dialled.map_err(|error| self.not_opened(error))?;
         let canceller = sender.canceller();
         self.interrupted_by(move || canceller.shutdown())?;
         sender
-            .set_rate(self.rate)
+            .set_rate(terms.rate)
             .or_fault(FaultCode::LaneLost, "cannot set the lane's rate")?;
         let ticket = LaneTicket {
-            version: self.version,
-            session: self.session,
-            secret: &self.secret,
+            version: terms.version,
+            session: terms.session,
+            secret: &terms.accept.secret,
             lane: self.number,
         };
         let presented = ticket.present(&mut sender);
@@ -143,7 +153,7 @@ impl Lane {
         let mut frames = Frames::default();
         let opened_bytes = sender.counters().wire_bytes;
         loop {
-            let key_usage = sender.key_usage(self.records);
+            let key_usage = sender.key_usage(self.terms.records);
             let work = self.work_queue.next(
                 self.number,
                 key_usage,
@@ -193,6 +203,7 @@ impl Lane {
             let index = self.region_index(planned.region)?;
             let length = usize::try_from(planned.run.count * PAGE_BYTES).unwrap_or(usize::MAX);
             let slice = self
+                .terms
                 .memory
                 .slice(index, planned.run.first * PAGE_BYTES, length)
                 .or_fault(FaultCode::LayoutChanged, "cannot read guest memory")?;
@@ -254,7 +265,8 @@ impl Lane {
     }
 
     fn region_index(&self, id: u16) -> Result<usize, Fault> {
-        self.memory
+        self.terms
+            .memory
             .regions()
             .iter()
             .position(|region| region.id == id)

@@ -9,41 +9,27 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use dunlin_proto::control::{Accept, ChunkSet, Message};
+use dunlin_proto::control::{ChunkSet, Message};
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::lanes::{Action, ReportError};
 use dunlin_proto::switchover::Source;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::fault::Fault;
 use super::super::lock;
 use super::super::report::Event;
-use super::super::threads::spawn;
-use super::control::{another_peer, given_up, open_control};
+use super::super::threads::spawn_counted;
+use super::control::given_up;
 use super::event::SessionEvent;
-use super::lane::Lane;
-use super::session::{Session, unexpected};
-use crate::lane::dial::{Connector, LaneDialer};
-use crate::lane::peers::Principal;
-use crate::lane::policy::ClientTls;
+use super::lane::{Lane, LaneTerms};
+use super::session::Session;
 
 /// Delay between attempts to replace a lost control lane.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Parameters common to all lanes of the session.
-pub(super) struct LaneTerms {
-    pub(super) tls: ClientTls,
-    pub(super) dialer: Arc<dyn LaneDialer>,
-    pub(super) connector: Arc<dyn Connector>,
-    pub(super) accept: Accept,
-    /// The address of the control lane, used if the destination names no endpoints.
-    pub(super) to: String,
-    pub(super) peer: Principal,
-}
-
 /// The data lanes.
 pub(super) struct Lanes {
-    pub(super) terms: LaneTerms,
+    pub(super) terms: Arc<LaneTerms>,
     threads: BTreeMap<u16, JoinHandle<()>>,
     /// Why a lane's thread failed, until the lane is fenced.
     faults: BTreeMap<u16, String>,
@@ -60,7 +46,7 @@ pub(super) struct Lanes {
 impl Lanes {
     pub(super) fn new(terms: LaneTerms) -> Self {
         Self {
-            terms,
+            terms: Arc::new(terms),
             threads: BTreeMap::new(),
             faults: BTreeMap::new(),
             first_fault: None,
@@ -105,11 +91,7 @@ impl<'a> Transfer<'a> {
                     }
                     self.resume_control(fault)?;
                 }
-                SessionEvent::LaneEnded { lane, result, cpu } => {
-                    self.session.cpu.add(cpu);
-                    self.lane_ended(lane, result)?;
-                }
-                SessionEvent::LaneKeyUsed => {}
+                SessionEvent::LaneEnded { lane, result } => self.lane_ended(lane, result)?,
                 event => return Ok(Some(event)),
             }
             return Ok(Some(SessionEvent::Tended));
@@ -174,34 +156,20 @@ impl<'a> Transfer<'a> {
     }
 
     fn open_lane(&mut self, number: u16) -> Result<(), Fault> {
-        let terms = &self.lanes.terms;
-        let endpoints = terms.accept.endpoints.as_slice();
-        let endpoint = match endpoints.len() {
-            0 => terms.to.clone(),
-            some => endpoints[usize::from(number - 1) % some].clone(),
-        };
         let lane = Lane {
             number,
-            endpoint,
-            tls: terms.tls.clone(),
-            dialer: Arc::clone(&terms.dialer),
-            connector: Arc::clone(&terms.connector),
+            terms: Arc::clone(&self.lanes.terms),
             is_replacement: self.lanes.established,
-            version: self.session.control.selection.version,
-            session: self.session.control.lane.session,
-            secret: terms.accept.secret.clone(),
-            peer: terms.peer.clone(),
-            rate: self.session.options.lane_rate,
-            records: self.session.options.records_per_lane,
             deadline: Instant::now() + self.session.options.connect_limit,
-            memory: Arc::clone(&self.session.memory),
             work_queue: Arc::clone(&self.session.work_queue),
             events: self.session.sender.clone(),
             span: self.session.span.clone(),
         };
         self.session.work_queue.expect(number);
         let name = format!("dunlin-lane-{number}");
-        let thread = spawn(&**self.session.host, name, move || lane.run())?;
+        let session = &self.session;
+        let body = move || lane.run();
+        let thread = spawn_counted(&**session.host, name, &session.cpu, body)?;
         self.lanes.threads.insert(number, thread);
         Ok(())
     }
@@ -314,8 +282,8 @@ impl<'a> Transfer<'a> {
         session.observer.event(&Event::ControlLost {
             why: lost.for_peer(),
         });
-        session.control.end();
-        let LaneTerms { to, tls, peer, .. } = &self.lanes.terms;
+        // The loss of the lane has already reported a panic of its reader.
+        let _ = session.control.end();
         let until = Instant::now() + session.options.control_limit;
         let mut last = lost;
         let stream = loop {
@@ -325,16 +293,10 @@ impl<'a> Transfer<'a> {
             if Instant::now() >= until {
                 return Err(given_up(last, session.options.control_limit));
             }
-            // The previous attempt may have reached the destination.
-            session.raise_epoch();
-            let deadline = until.min(Instant::now() + session.options.connect_limit);
-            let cancel = Some(session.cancel);
-            let offer = &session.control.offer;
-            match open_control(session.host, cancel, to, tls, offer, deadline) {
-                Ok((stream, _)) if !stream.peer().is(peer) => {
-                    return Err(another_peer(stream.peer(), session.journal.peer()));
+            match session.reopen_control(Some(session.cancel), &self.lanes.terms, until) {
+                Ok((stream, selection)) if selection == session.control.terms.selection => {
+                    break stream;
                 }
-                Ok((stream, selection)) if selection == session.control.selection => break stream,
                 Ok(_) => {
                     return Err(Fault::new(
                         FaultCode::SecurityNotAgreed,

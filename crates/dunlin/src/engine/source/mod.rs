@@ -51,6 +51,7 @@ pub(super) mod work_queue;
 
 use std::sync::Arc;
 
+use dunlin_lane::policy::ClientTls;
 use dunlin_linux::affinity::thread_cpu_time;
 pub use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::observe::Observer;
@@ -73,14 +74,13 @@ use super::host::{Cancel, Host, StandardHost};
 use super::report::{Event, Report};
 use super::tune::Tune;
 use super::vmm::SourceVm;
-use crate::lane::policy::ClientTls;
 
 /// A migration of one VM to another host.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
 /// # use dunlin::engine::{MigrateError, Report, source::{Migration, Options}, vmm::SourceVm};
-/// # fn f(vm: Arc<dyn SourceVm>, tls: &dunlin::lane::policy::ClientTls) -> Result<Report, MigrateError> {
+/// # fn f(vm: Arc<dyn SourceVm>, tls: &dunlin::lane::ClientTls) -> Result<Report, MigrateError> {
 /// Migration::builder(vm, "host-b.example:4444", tls).run()
 /// # }
 /// ```
@@ -163,7 +163,7 @@ impl<'a> Migration<'a> {
         )
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
         let sender = connecting.session.sender.clone();
-        self.cancel.listen(move || {
+        let listening = self.cancel.listen(move || {
             // Fails once the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
@@ -179,7 +179,7 @@ impl<'a> Migration<'a> {
                 switchover.prepare().map(Committed::settle)
             })
             .unwrap_or_else(|settled| settled);
-        self.cancel.unlisten();
+        drop(listening);
         self.options.tune.detach();
         settled.into_result(|| thread_cpu_time().saturating_sub(cpu_before))
     }

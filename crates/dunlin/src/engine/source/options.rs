@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use dunlin_lane::record::RECORD_LIMIT;
+use dunlin_lane::security::SealedLanes;
 use dunlin_proto::limits::MAX_LANES;
 use dunlin_proto::negotiate::LaneSecurity;
 use dunlin_proto::precopy::AtTimeLimit;
@@ -11,8 +13,6 @@ use super::super::control::SILENCE_LIMIT;
 use super::super::journal::Journal;
 use super::super::options::{OptionError, check, check_limit, check_owner};
 use super::super::tune::Tune;
-use crate::lane::record::RECORD_LIMIT;
-use crate::lane::security::SealedLanes;
 
 /// Options of a migration at the source, built and checked by [`Options::builder`]. The
 /// default is a valid configuration.
@@ -215,12 +215,14 @@ impl OptionsBuilder {
 
     /// A lane counts as lost after this long without an acknowledgement of data that it
     /// carries.
+    #[cfg(feature = "unstable-internals")]
     pub fn lane_stall_limit(mut self, lane_stall_limit: Duration) -> Self {
         self.0.lane_stall_limit = lane_stall_limit;
         self
     }
 
     /// How long a migration without any lane tries to open one.
+    #[cfg(feature = "unstable-internals")]
     pub fn no_lane_limit(mut self, no_lane_limit: Duration) -> Self {
         self.0.no_lane_limit = no_lane_limit;
         self
@@ -228,12 +230,14 @@ impl OptionsBuilder {
 
     /// The control lane counts as lost after this long without a message. The source
     /// pings the peer five times as often. Set about the same limit on both sides.
+    #[cfg(feature = "unstable-internals")]
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;
         self
     }
 
     /// How long to try to replace a lost control lane while the guest runs.
+    #[cfg(feature = "unstable-internals")]
     pub fn control_limit(mut self, control_limit: Duration) -> Self {
         self.0.control_limit = control_limit;
         self
@@ -241,6 +245,7 @@ impl OptionsBuilder {
 
     /// Records after which a lane is replaced by a new one: at least 512; the maximum
     /// and default is the limit of the cipher.
+    #[cfg(feature = "unstable-internals")]
     pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
         self.0.records_per_lane = records_per_lane;
         self

@@ -6,24 +6,27 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
+use dunlin_proto::negotiate::Selection;
 use dunlin_proto::observe::Observer;
 use dunlin_proto::switchover::Source;
 use tracing::{Span, info_span};
 
 use super::super::control::FromPeer;
-use super::super::control_link::{CLOSE_LIMIT, ControlLink};
+use super::super::control_link::{CLOSE_LIMIT, ControlLink, ControlTerms};
 use super::super::fault::{Fault, VmIs};
 use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::report::Event;
 use super::super::threads::CpuTime;
 use super::super::vmm::{GuestMemory, RunState, SourceVm};
+use super::control::{another_peer, open_control};
 use super::event::SessionEvent;
+use super::lane::LaneTerms;
 use super::options::Options;
 use super::work_queue::WorkQueue;
-use crate::lane::control::ControlStream;
 
 /// How long to wait for the destination's reason after it closed a lane.
 const REASON_LIMIT: Duration = Duration::from_millis(300);
@@ -130,7 +133,6 @@ impl Session<'_> {
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
                 ) => return Some(Fault::from_peer(fault, text)),
-                SessionEvent::LaneEnded { cpu, .. } => self.cpu.add(cpu),
                 // The peer sends a reason before it closes the control lane.
                 SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
                 _ => {}
@@ -165,18 +167,11 @@ impl Session<'_> {
         // Best effort: the peer may be gone.
         let _ = self.control.lane.stream.close();
         self.await_end_of_control();
-        self.control.lane.shutdown();
-        let threads = lanes
-            .chain(self.control.reader.take())
-            .chain(std::mem::take(&mut self.threads));
-        for thread in threads {
-            if thread.join().is_err() {
+        let read = self.control.end();
+        let threads = lanes.chain(std::mem::take(&mut self.threads));
+        for joined in threads.map(JoinHandle::join).chain([read]) {
+            if joined.is_err() {
                 self.warn("a thread of the session panicked".into());
-            }
-        }
-        while let Ok(event) = self.events.try_recv() {
-            if let SessionEvent::LaneEnded { cpu, .. } = event {
-                self.cpu.add(cpu);
             }
         }
     }
@@ -188,7 +183,6 @@ impl Session<'_> {
         while !self.control.ended.get() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             match self.receive(left) {
-                Ok(Some(SessionEvent::LaneEnded { cpu, .. })) => self.cpu.add(cpu),
                 Ok(Some(SessionEvent::Control(epoch, FromPeer::Lost(_))))
                     if epoch == self.control.lane.epoch =>
                 {
@@ -200,39 +194,39 @@ impl Session<'_> {
         }
     }
 
-    /// Starts the thread that reads the control lane.
-    pub(super) fn read_control(&mut self) -> Result<(), Fault> {
-        let events = self.sender.clone();
-        let work_queue = Arc::clone(&self.work_queue);
-        self.control.start(
-            &**self.host,
-            &self.cpu,
-            move |message| work_queue.acknowledge(message),
-            move |epoch, from_peer| {
-                // Fails once the session has ended.
-                let _ = events.send(SessionEvent::Control(epoch, from_peer));
-            },
-        )
-    }
-
-    /// Raises the epoch for the next control lane, and records it.
-    pub(super) fn raise_epoch(&mut self) {
-        self.control.offer.epoch += 1;
-        if let Err(error) = self.journal.write_epoch(self.control.offer.epoch) {
+    /// Opens another control lane to the session's destination. Raises the epoch first,
+    /// because the previous attempt may have reached the destination.
+    pub(super) fn reopen_control(
+        &mut self,
+        cancel: Option<&Cancel>,
+        lanes: &LaneTerms,
+        until: Instant,
+    ) -> Result<(ControlStream, Selection), Fault> {
+        self.control.terms.offer.epoch += 1;
+        let offer = &self.control.terms.offer;
+        if let Err(error) = self.journal.write_epoch(offer.epoch) {
             self.warn(format!("cannot record the control lane's epoch: {error}"));
         }
+        let deadline = until.min(Instant::now() + self.options.connect_limit);
+        let LaneTerms { to, tls, peer, .. } = lanes;
+        let (stream, selection) = open_control(self.host, cancel, to, tls, offer, deadline)?;
+        if !stream.peer().is(peer) {
+            return Err(another_peer(stream.peer(), self.journal.peer()));
+        }
+        Ok((stream, selection))
     }
 
     /// Makes `stream`, opened under the offer's epoch, the session's control lane.
     pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
-        self.control = ControlLink::new(
+        self.control = start_control(
             stream,
-            Arc::clone(&self.control.sequences),
-            self.control.offer.clone(),
-            self.control.selection.clone(),
-            self.options.silence_limit,
-        );
-        self.read_control()
+            self.control.terms.clone(),
+            self.host,
+            &self.cpu,
+            &self.work_queue,
+            &self.sender,
+        )?;
+        Ok(())
     }
 
     pub(super) fn warn(&self, text: String) {
@@ -240,9 +234,25 @@ impl Session<'_> {
     }
 }
 
-pub(super) fn unexpected(message: &Message) -> Fault {
-    Fault::new(
-        FaultCode::Malformed,
-        format!("unexpected {} from the destination", message.kind().name()),
+/// A control lane on `stream`, with a thread that reads it.
+pub(super) fn start_control(
+    stream: ControlStream,
+    terms: ControlTerms,
+    host: &Arc<dyn Host>,
+    cpu: &CpuTime,
+    work_queue: &Arc<WorkQueue>,
+    events: &Sender<SessionEvent>,
+) -> Result<ControlLink, Fault> {
+    let (work_queue, events) = (Arc::clone(work_queue), events.clone());
+    ControlLink::start(
+        stream,
+        terms,
+        &**host,
+        cpu,
+        move |message| work_queue.acknowledge(message),
+        move |epoch, from_peer| {
+            // Fails once the session has ended.
+            let _ = events.send(SessionEvent::Control(epoch, from_peer));
+        },
     )
 }

@@ -61,7 +61,7 @@ impl<'a> Settled<'a> {
             lanes_lost,
             control_resumed: session.control_resumed,
             pages_again,
-            security: session.control.selection.security,
+            security: session.control.terms.selection.security,
             total: figures.total,
             downtime: figures.downtime,
             source_cpu: session.cpu.used(),

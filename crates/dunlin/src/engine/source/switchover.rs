@@ -10,7 +10,7 @@ use dunlin_proto::limits::{MAX_SECTIONS, MAX_STATE_BYTES};
 use dunlin_proto::switchover::{SourceAction as Do, SourceEvent};
 use tracing::info_span;
 
-use super::super::control::FromPeer;
+use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
 use super::super::lock;
 use super::super::memory::digest;
@@ -22,7 +22,7 @@ use super::event::SessionEvent;
 use super::guest::{LoggedGuest, PausedGuest};
 use super::lanes::Transfer;
 use super::phase::{Done, Phase, failed, take};
-use super::session::{Session, unexpected};
+use super::session::Session;
 use super::settled::{Figures, Settled};
 
 /// The guest is paused; the source sends the last pages and the state.

@@ -219,7 +219,7 @@ impl WorkQueue {
             }
             let work = state.lanes.next(lane, key_usage, now_ns, plan);
             if newly_used {
-                report(SessionEvent::LaneKeyUsed);
+                report(SessionEvent::Tended);
             }
             let schedule = state.lanes.schedule();
             let iteration = schedule.iteration();
