@@ -262,12 +262,14 @@ fn peer_names_require_client_certificates() {
     let _other = scene.client(&accept.address, "own.test", &certificate("b"));
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("none of the allowed names"), "{why}");
+    assert!(why.contains("fault=unauthorised"), "{why}");
     let _rejected = scene.client(&accept.address, "own.test", "-tls1_2");
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("presented no certificate"), "{why}");
     let _newer = scene.client(&accept.address, "own.test", "-tls1_3");
     let why = accept.process.wait_for("is refused");
     assert!(why.contains("no TLS parameters in common"), "{why}");
+    assert!(why.contains("fault=security-not-agreed"), "{why}");
 }
 
 #[test]

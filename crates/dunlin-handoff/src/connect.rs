@@ -6,77 +6,15 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::{Liveness, set_liveness};
-use thiserror::Error;
 
+use crate::error::HandoffError;
 use dunlin_lane::dial::{DialCancel, connect_to_any};
 use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::handshake::UntrustedReason;
 use dunlin_lane::handshake::keyed::{self, Keyed};
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::HandoffTls;
 use dunlin_lane::provider::{TlsVersion, group_name, suite_name};
 use dunlin_lane::resolve;
-
-/// Why no connection was established. Only handshake messages have been sent.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum ConnectError {
-    /// The name does not resolve.
-    #[error("cannot resolve {host}: {source}; correct the name or this host's resolver")]
-    Unresolved {
-        /// The name.
-        host: String,
-        /// The resolver's error.
-        source: io::Error,
-    },
-    /// No address accepted the connection in time.
-    #[error("cannot reach {to}: {source}; check that the peer listens there, and the firewalls")]
-    Unreachable {
-        /// Name and port.
-        to: String,
-        /// The error of the last address.
-        source: io::Error,
-    },
-    /// The CA bundle contains neither the peer's certificate nor its issuer.
-    #[error("the certificate of {at} is not trusted: {}", untrusted(.why))]
-    NotTrusted {
-        /// The peer's address.
-        at: SocketAddr,
-        /// Where its chain ends, if the certificate can be decoded.
-        why: Option<UntrustedReason>,
-    },
-    /// The handshake failed.
-    #[error("TLS handshake with {at} failed: {source}")]
-    Handshake {
-        /// The peer's address.
-        at: SocketAddr,
-        /// The handshake's error.
-        source: Box<HandshakeError>,
-    },
-    /// The peer supports no offered version, cipher or curve.
-    #[error(
-        "{at} rejected the offered TLS parameters ({reason}): it must allow {version}, one of the offered ciphers and one of the offered curves"
-    )]
-    Incompatible {
-        /// The peer's address.
-        at: SocketAddr,
-        /// The version offered.
-        version: TlsVersion,
-        /// The peer's alert.
-        reason: String,
-    },
-    /// A socket operation failed.
-    #[error("cannot set up the socket to {at}: {source}")]
-    Socket {
-        /// The peer's address.
-        at: SocketAddr,
-        /// The error.
-        source: io::Error,
-    },
-    /// The caller cancelled the call.
-    #[error("cancelled before the handshake was complete")]
-    Cancelled,
-}
 
 /// A connection after its handshake. Dropping it closes the socket without an alert.
 pub struct Connected {
@@ -106,23 +44,23 @@ pub struct ConnectionInfo {
 /// `cancel` is cancelled.
 ///
 /// # Errors
-/// [`ConnectError`], after closing the connection.
+/// [`HandoffError`], after closing the connection.
 pub fn connect(
     host: &str,
     port: u16,
     tls: &HandoffTls,
     deadline: Instant,
     cancel: &DialCancel,
-) -> Result<Connected, ConnectError> {
+) -> Result<Connected, HandoffError> {
     let connect_covered = || {
         let stop = cancel.wakeup();
         let addresses = resolve::host(host, port, deadline, stop).map_err(|source| {
             let host = host.to_owned();
-            ConnectError::Unresolved { host, source }
+            HandoffError::Unresolved { host, source }
         })?;
         let stream = connect_to_any(&addresses, deadline, stop).map_err(|source| {
             let to = format!("{host}:{port}");
-            ConnectError::Unreachable { to, source }
+            HandoffError::Unreachable { to, source }
         })?;
         // A connection has one of the addresses.
         let at = stream.peer_addr().unwrap_or(addresses[0]);
@@ -130,7 +68,7 @@ pub fn connect(
             .covers(&stream)
             .and_then(|()| stream.set_nodelay(true))
             .and_then(|()| keep_alive(&stream))
-            .map_err(|source| ConnectError::Socket { at, source })?;
+            .map_err(|source| HandoffError::Socket { at, source })?;
         let begin = Instant::now();
         let keyed = keyed::client(stream, tls, deadline).map_err(|error| failed(at, tls, error))?;
         let leaf = keyed.certificates.first();
@@ -143,7 +81,7 @@ pub fn connect(
     // The socket belongs to the caller from now on.
     cancel.release();
     if cancel.is_cancelled() {
-        return Err(ConnectError::Cancelled);
+        return Err(HandoffError::Cancelled);
     }
     connected
 }
@@ -171,18 +109,18 @@ pub(super) fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     set_liveness(stream, &liveness)
 }
 
-fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectError {
+fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> HandoffError {
     let version = tls.version();
     match error {
-        HandshakeError::UnknownAuthority(why) => ConnectError::NotTrusted { at, why },
-        HandshakeError::Incompatible(reason) => ConnectError::Incompatible {
+        HandshakeError::UnknownAuthority(why) => HandoffError::NotTrusted { at, why },
+        HandshakeError::Incompatible(reason) => HandoffError::Incompatible {
             at,
             version,
             reason,
         },
         // handshake_failure, protocol_version, insufficient_security (RFC 8446, section 6.2).
         HandshakeError::PeerAlert(alert) if matches!(alert.0, 40 | 70 | 71) => {
-            ConnectError::Incompatible {
+            HandoffError::Incompatible {
                 at,
                 version,
                 reason: format!(
@@ -190,30 +128,10 @@ fn failed(at: SocketAddr, tls: &HandoffTls, error: HandshakeError) -> ConnectErr
                 ),
             }
         }
-        error => ConnectError::Handshake {
+        error => HandoffError::Handshake {
             at,
             source: Box::new(error),
         },
-    }
-}
-
-fn untrusted(why: &Option<UntrustedReason>) -> String {
-    match why {
-        Some(UntrustedReason::SelfSigned { pin }) => {
-            format!(
-                "it is self-signed, with the key {pin}; to trust it, append it to the CA bundle"
-            )
-        }
-        Some(UntrustedReason::ByStranger { authority }) => {
-            format!(
-                "it was issued by {authority}; to trust that authority, append it to the CA bundle"
-            )
-        }
-        Some(UntrustedReason::BrokenOff { issuer }) => format!(
-            "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
-             trust it, append it to the CA bundle"
-        ),
-        None => "its issuer is unknown".to_owned(),
     }
 }
 
@@ -250,7 +168,7 @@ mod tests {
             });
             let deadline = begin + Duration::from_secs(60);
             let connected = connect("127.0.0.1", port, &tls, deadline, &cancel);
-            assert!(matches!(connected.map(drop), Err(ConnectError::Cancelled)));
+            assert!(matches!(connected.map(drop), Err(HandoffError::Cancelled)));
             peer.join().unwrap();
         });
         assert!(begin.elapsed() < Duration::from_secs(30));

@@ -3,11 +3,8 @@
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::ktls::Version;
-use thiserror::Error;
-
 use super::connect::Connected;
-use dunlin_lane::handshake::HandshakeError;
+use super::error::HandoffError;
 use dunlin_lane::handshake::keyed::Keyed;
 use dunlin_lane::kernel::{self, Chosen, Inspector};
 use dunlin_lane::provider::TlsVersion;
@@ -29,32 +26,28 @@ pub struct KtlsSocket {
     pub chosen: Chosen,
 }
 
-/// Why a connection could not be moved into the kernel.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum KernelError {
-    /// The kernel refused the keys.
-    #[error(transparent)]
-    Refused(#[from] Refused),
-    /// The server sent something other than session tickets or data after the handshake.
-    #[error(transparent)]
-    Handshake(#[from] HandshakeError),
-}
-
 impl Connected {
     /// Installs the keys of both directions in the kernel. `inspector` reads the parts of
     /// [`Chosen`] that concern this connection.
     ///
     /// # Errors
-    /// [`KernelError`]. The connection is closed, because the kernel may have only one of its keys.
+    /// [`HandoffError::Kernel`], or [`HandoffError::Handshake`] if the server sent something other
+    /// than session tickets or data after the handshake. The connection is closed, because the
+    /// kernel may have only one of its keys.
     pub fn into_kernel(
         self,
         deadline: Instant,
         inspector: &dyn Inspector,
-    ) -> Result<KtlsSocket, KernelError> {
+    ) -> Result<KtlsSocket, HandoffError> {
         let mut keyed = self.keyed;
         if keyed.version == TlsVersion::V1_3 {
-            keyed.take_tickets(self.took.clamp(TICKETS.0, TICKETS.1), deadline)?;
+            let quiet = self.took.clamp(TICKETS.0, TICKETS.1);
+            keyed
+                .take_tickets(quiet, deadline)
+                .map_err(|source| HandoffError::Handshake {
+                    at: keyed.at,
+                    source: Box::new(source),
+                })?;
         }
         let chosen = install(&keyed, inspector)?;
         Ok(KtlsSocket {
@@ -70,11 +63,7 @@ impl Connected {
 /// [`Refused`]. The caller must close the connection, because the kernel may have only one of its
 /// keys; after [`Refused::Gone`] it has none.
 pub(crate) fn install(keyed: &Keyed, inspector: &dyn Inspector) -> Result<Chosen, Refused> {
-    let version = match keyed.version {
-        TlsVersion::V1_2 => Version::V1_2,
-        TlsVersion::V1_3 => Version::V1_3,
-    };
     let cipher = keyed.cipher()?;
-    kernel::install(&keyed.stream, &keyed.secrets, version)?;
+    kernel::install(&keyed.stream, &keyed.secrets, keyed.version)?;
     Ok(Chosen::of(&keyed.stream, cipher, inspector))
 }

@@ -8,5 +8,8 @@
 
 pub mod accept;
 pub mod connect;
+mod error;
 pub mod kernel;
 pub mod pass;
+
+pub use error::HandoffError;

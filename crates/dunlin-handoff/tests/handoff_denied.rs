@@ -5,12 +5,14 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::thread;
 
-use dunlin_handoff::connect::{ConnectError, connect};
+use dunlin_handoff::HandoffError;
+use dunlin_handoff::connect::connect;
 use dunlin_lane::dial::DialCancel;
 use dunlin_lane::handshake::{self, HandshakeError};
 use dunlin_lane::peers::PeerRefused;
 use dunlin_lane::policy::{Bundle, HandoffTls, TrustPolicy};
 use dunlin_lane::provider::{Crypto, Offer, Provider, TlsVersion};
+use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::identity::{Ca, Host, denies, key_pin, wish};
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, soon};
 
@@ -67,7 +69,11 @@ fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
             let what = format!("{trust:?}, denied {denied:?}");
             match outcome(trust) {
                 Ok(()) => assert!(!refused, "{what}"),
-                Err(ConnectError::Handshake { source, .. }) => {
+                Err(error @ HandoffError::Handshake { .. }) => {
+                    assert_eq!(error.code(), FaultCode::Unauthorised, "{what}");
+                    let HandoffError::Handshake { source, .. } = error else {
+                        unreachable!()
+                    };
                     let is_denied = matches!(
                         *source,
                         HandshakeError::Peer(PeerRefused::Denied { key, .. }) if Some(key) == denied

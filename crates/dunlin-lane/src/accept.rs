@@ -30,6 +30,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Interest, Wakeup, poll};
+use dunlin_linux::socket::is_shortage;
 
 use super::policy::ServerTls;
 pub use arrival::{Arrival, LaneSocket, RelayArrival};
@@ -218,17 +219,4 @@ fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
     let progress = pending.iter().take(older).map(Pending::progress);
     let (_, least) = progress.zip(0..).min()?;
     pending.remove(least)
-}
-
-/// Whether accept(2) failed because descriptors or memory ran out. Clients can cause this, so it
-/// must not stop the listener (I7).
-pub fn is_shortage(error: &io::Error) -> bool {
-    const ENOMEM: i32 = 12;
-    const ENFILE: i32 = 23;
-    const EMFILE: i32 = 24;
-    const ENOBUFS: i32 = 105;
-    matches!(
-        error.raw_os_error(),
-        Some(ENOMEM | ENFILE | EMFILE | ENOBUFS)
-    )
 }

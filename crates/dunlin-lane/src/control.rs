@@ -13,13 +13,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::socket::wait_readable;
 use rustls::{ClientConnection, Connection, ServerConnection};
 use thiserror::Error;
 
-use super::handshake::{
-    self, HandshakeError, Parameters, linger, parameters, peer_identity, read_record,
-};
+use super::accept::reading::Reading;
+use super::handshake::{self, HandshakeError, linger, peer_identity, read_record};
 use super::peers::PeerIdentity;
 use super::policy::{ClientTls, ServerSettings, ServerTls, Side};
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
@@ -70,7 +70,6 @@ pub struct ControlStream {
     incoming: Mutex<Incoming>,
     cancelled: AtomicBool,
     peer: PeerIdentity,
-    parameters: Parameters,
     /// The settings of the handshake, on the accepting side.
     settings: Option<Arc<ServerSettings>>,
 }
@@ -133,7 +132,6 @@ impl ControlStream {
         settings: Option<&Arc<ServerSettings>>,
     ) -> Result<Self, HandshakeError> {
         let peer = peer_identity(&connection, &side.trust)?;
-        let parameters = parameters(&connection, side.provider)?;
         stream
             .set_read_timeout(Some(STALL_LIMIT))
             .map_err(HandshakeError::Io)?;
@@ -147,7 +145,6 @@ impl ControlStream {
             incoming: Mutex::default(),
             cancelled: AtomicBool::new(false),
             peer,
-            parameters,
             settings: settings.cloned(),
         })
     }
@@ -155,11 +152,6 @@ impl ControlStream {
     /// The peer.
     pub fn peer(&self) -> &PeerIdentity {
         &self.peer
-    }
-
-    /// The negotiated parameters.
-    pub fn parameters(&self) -> &Parameters {
-        &self.parameters
     }
 
     /// The socket, for its addresses and options.
@@ -328,22 +320,12 @@ impl ControlStream {
             if bytes.is_empty() {
                 return Ok(());
             }
-            let written = self.write_all(bytes);
+            // The socket's timeout limits each write.
+            let written = (&self.stream).write_all(bytes);
             bytes.clear();
             outgoing.has_failed = written.is_err();
-            written?;
+            written.map_err(|error| self.broken(error))?;
         }
-    }
-
-    fn write_all(&self, mut bytes: &[u8]) -> Result<(), ControlError> {
-        while !bytes.is_empty() {
-            match (&self.stream).write(bytes) {
-                Ok(count) => bytes = &bytes[count..],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.broken(error)),
-            }
-        }
-        Ok(())
     }
 
     fn broken(&self, error: io::Error) -> ControlError {
@@ -364,7 +346,6 @@ impl std::fmt::Debug for ControlStream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ControlStream")
             .field("peer", &self.peer)
-            .field("parameters", &self.parameters)
             .finish_non_exhaustive()
     }
 }
@@ -395,15 +376,8 @@ impl Incoming {
     fn fill(&mut self, mut stream: &TcpStream) -> io::Result<usize> {
         self.start = 0;
         self.end = 0;
-        loop {
-            match stream.read(&mut self.bytes) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                result => {
-                    self.end = result?;
-                    return Ok(self.end);
-                }
-            }
-        }
+        self.end = until_not_interrupted(|| stream.read(&mut self.bytes))?;
+        Ok(self.end)
     }
 
     fn feed(&mut self, connection: &mut Connection) -> io::Result<()> {
@@ -418,25 +392,17 @@ fn drive(
     stream: &TcpStream,
     deadline: Instant,
 ) -> Result<(), HandshakeError> {
-    let mut record = Vec::new();
-    let mut received = 0;
+    let mut reading = Reading::default();
     loop {
         write(connection, stream, deadline)?;
         if !connection.is_handshaking() {
             return Ok(());
         }
-        record.clear();
-        read_record(stream, deadline, &mut record, &mut received)?;
-        let mut unread = &record[..];
-        while !unread.is_empty() {
-            connection
-                .read_tls(&mut unread)
-                .map_err(HandshakeError::Io)?;
-            if let Err(error) = connection.process_new_packets() {
-                // Best effort: the first error is the one to report.
-                let _ = write(connection, stream, deadline);
-                return Err(error.into());
-            }
+        read_record(stream, deadline, &mut reading)?;
+        if let Err(error) = reading.process(connection) {
+            // Best effort: the first error is the one to report.
+            let _ = write(connection, stream, deadline);
+            return Err(error);
         }
     }
 }

@@ -19,6 +19,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls::{self, Version};
 use dunlin_linux::socket::remaining;
 use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
@@ -27,15 +28,18 @@ use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
 use rustls::unbuffered::{
     ConnectionState, EncodeError, EncodeTlsData, InsufficientSizeError, UnbufferedStatus,
 };
-use rustls::{CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup};
+use rustls::{
+    CommonState, ConnectionTrafficSecrets, ExtractedSecrets, NamedGroup, ProtocolVersion,
+};
 
 pub use self::error::{FLIGHT_LIMIT_BYTES, HandshakeError};
+use super::accept::reading::Reading;
 use super::kernel;
 use super::offload::Offload;
 use super::peers::PeerIdentity;
 use super::policy::{ALPN, ClientTls, ServerTls, Side};
 use super::provider::{CipherSuite, Provider, ProviderError, parts};
-use super::record::{HEADER_BYTES, OpenHalf, RECEIVED_RECORD_BYTES, SealHalf};
+use super::record::{OpenHalf, SealHalf};
 use super::trust::Trust;
 pub use super::trust::UntrustedReason;
 
@@ -185,44 +189,31 @@ fn negotiated_suite(connection: &CommonState) -> Result<CipherSuite, HandshakeEr
     })
 }
 
-/// Reads one whole handshake record and appends it to `incoming`. `received` counts all bytes of
-/// the peer.
+/// Returns the version of a complete handshake.
+fn negotiated_version(connection: &CommonState) -> Result<Version, HandshakeError> {
+    match connection.protocol_version() {
+        Some(ProtocolVersion::TLSv1_2) => Ok(Version::V1_2),
+        Some(ProtocolVersion::TLSv1_3) => Ok(Version::V1_3),
+        other => Err(local(format!("TLS {other:?} was negotiated"))),
+    }
+}
+
+/// Reads one whole handshake record before `deadline`.
 pub(super) fn read_record(
     mut stream: &TcpStream,
     deadline: Instant,
-    incoming: &mut Vec<u8>,
-    received: &mut usize,
+    reading: &mut Reading,
 ) -> Result<(), HandshakeError> {
-    let mut read = |mut part: &mut [u8]| -> Result<(), HandshakeError> {
-        while !part.is_empty() {
-            stream
-                .set_read_timeout(Some(remaining(deadline).map_err(io_error)?))
-                .map_err(HandshakeError::Io)?;
-            match stream.read(part) {
-                Ok(0) => return Err(HandshakeError::PeerClosed),
-                Ok(count) => part = &mut part[count..],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(io_error(error)),
-            }
-        }
-        Ok(())
+    let read = |part: &mut [u8]| {
+        until_not_interrupted(|| {
+            stream.set_read_timeout(Some(remaining(deadline)?))?;
+            stream.read(part)
+        })
     };
-    let mut header = [0; HEADER_BYTES];
-    read(&mut header)?;
-    let [content_type, major, _, high, low] = header;
-    // The four types of RFC 8446, section 5.1; the major version has been 3 since SSL 3.
-    if !(20..=23).contains(&content_type) || major != 3 {
-        return Err(HandshakeError::NotTls { start: header });
-    }
-    let body = usize::from(u16::from_be_bytes([high, low]));
-    *received += HEADER_BYTES + body;
-    if HEADER_BYTES + body > RECEIVED_RECORD_BYTES || *received > FLIGHT_LIMIT_BYTES {
-        return Err(HandshakeError::TooLong);
-    }
-    incoming.extend_from_slice(&header);
-    let start = incoming.len();
-    incoming.resize(start + body, 0);
-    read(&mut incoming[start..])
+    reading.fill(read).map_err(|error| match error {
+        HandshakeError::Io(error) => io_error(error),
+        error => error,
+    })
 }
 
 /// Writes all of `bytes` before `deadline`.
@@ -289,7 +280,7 @@ fn drive<C: Unbuffered>(
 ) -> Result<(), HandshakeError> {
     let mut incoming = Vec::new();
     let mut outgoing = Vec::new();
-    let mut received = 0;
+    let mut reading = Reading::default();
     loop {
         match step(connection, &mut incoming, &mut outgoing) {
             Ok(Next::Go) => {}
@@ -297,7 +288,10 @@ fn drive<C: Unbuffered>(
                 write_all(stream, deadline, &outgoing)?;
                 outgoing.clear();
             }
-            Ok(Next::Read) => read_record(stream, deadline, &mut incoming, &mut received)?,
+            Ok(Next::Read) => {
+                read_record(stream, deadline, &mut reading)?;
+                incoming.append(&mut reading.record);
+            }
             Ok(Next::Done) => {
                 stream.set_read_timeout(None).map_err(HandshakeError::Io)?;
                 return stream.set_write_timeout(None).map_err(HandshakeError::Io);
@@ -399,8 +393,9 @@ pub(super) fn records(
     offload: Offload,
 ) -> Result<Records, HandshakeError> {
     if kernel::choose(offload, parameters.suite)?.is_kernel
-        && kernel::try_install(stream, &secrets, Version::V1_3)?
+        && kernel::prepare(stream, parameters.suite, Version::V1_3)?
     {
+        kernel::give(stream, &secrets, Version::V1_3)?;
         // Dunlin sends no padding. Without this option the kernel copies each record once more.
         let _ = ktls::expect_no_padding(stream);
         let (sent, _) = secrets.tx;

@@ -168,12 +168,6 @@ impl Identity {
         Ok((identity, warnings))
     }
 
-    /// The files that the identity was loaded from.
-    #[cfg(feature = "unstable-internals")]
-    pub fn files(&self) -> &Files {
-        &self.files
-    }
-
     /// The validity of the host's certificate (first), of the trust anchors and of the revocation
     /// lists.
     #[cfg(feature = "unstable-internals")]

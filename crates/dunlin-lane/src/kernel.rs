@@ -226,33 +226,16 @@ pub fn install(
     secrets: &ExtractedSecrets,
     version: Version,
 ) -> Result<(), Refused> {
-    match try_install(stream, secrets, version)? {
-        true => Ok(()),
+    let (suite, ..) = parts(&secrets.rx.1).map_err(failed)?;
+    match prepare(stream, suite, version)? {
+        true => give(stream, secrets, version),
         false => Err(Refused::Gone),
     }
 }
 
-/// As [`install`], but returns false if the peer has already closed the connection. The kernel then
-/// has no key, and this process can read the peer's final message, usually the reason for a
-/// refusal.
-///
-/// # Errors
-/// As [`install`].
-pub(crate) fn try_install(
-    stream: &TcpStream,
-    secrets: &ExtractedSecrets,
-    version: Version,
-) -> Result<bool, Refused> {
-    let (suite, ..) = parts(&secrets.rx.1).map_err(failed)?;
-    let is_prepared = prepare(stream, suite, version)?;
-    if is_prepared {
-        give(stream, secrets, version)?;
-    }
-    Ok(is_prepared)
-}
-
 /// Prepares a connection for [`give`]. Returns false if the peer has already closed the connection;
-/// the kernel then has no key, and this process can read the peer's final message.
+/// the kernel then has no key, and this process can read the peer's final message, usually the reason
+/// for a refusal.
 ///
 /// # Errors
 /// As [`install`].
@@ -352,7 +335,7 @@ fn attach(stream: &TcpStream) -> Result<(), Refused> {
     })
 }
 
-fn failed(error: impl fmt::Display) -> Refused {
+pub(crate) fn failed(error: impl fmt::Display) -> Refused {
     Refused::Failed {
         reason: error.to_string(),
     }

@@ -42,15 +42,15 @@ macro_rules! verify_signatures_with_own_algorithms {
 pub(super) mod bundle;
 
 use std::cell::Cell;
-use std::fmt;
 use std::sync::Arc;
 
 use rustls::client::danger::{ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::WebPkiSupportedAlgorithms;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{CertificateError, DistinguishedName, Error, OtherError, RootCertStore};
+use rustls::{CertificateError, DistinguishedName, OtherError, RootCertStore};
 use sha2::{Digest, Sha256};
+use thiserror::Error;
 use webpki::{
     CertRevocationList, EndEntityCert, ExpirationPolicy, ExtendedKeyUsageValidator, KeyUsage,
     RevocationOptionsBuilder, UnknownStatusPolicy,
@@ -73,20 +73,34 @@ pub(super) struct Authorities {
 }
 
 /// Why a certificate has no chain to a trusted authority.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum UntrustedReason {
     /// It is signed with its own key.
+    #[error(
+        "it is self-signed and not pinned here: if it is the right certificate, allow it on this host \
+         as {pin}; otherwise give both hosts certificates of one authority"
+    )]
     SelfSigned {
         /// The pin that would allow the certificate.
         pin: Pin,
     },
     /// The chain ends at this authority, which this host does not trust.
+    #[error(
+        "it was issued by an unknown authority, {authority}: give both hosts certificates of one \
+         authority, or add that authority to this host's CA bundle"
+    )]
     ByStranger {
         /// The authority's name.
         authority: String,
     },
     /// The chain is incomplete: this issuer is not trusted here, and the peer did not send its
     /// certificate.
+    #[error(
+        "it was issued by an unknown authority, {issuer}, and the peer did not send that authority's \
+         certificate: if this is an intermediate of an authority in this host's CA bundle, append its \
+         certificate to the peer's; if it is a root, add it to this host's CA bundle, or give both \
+         hosts certificates of one authority"
+    )]
     BrokenOff {
         /// The issuer's name.
         issuer: String,
@@ -155,9 +169,7 @@ impl Authorities {
         }
         Ok(())
     }
-}
 
-impl Authorities {
     /// Checks a peer that was admitted earlier, perhaps before the lists were reloaded.
     ///
     /// # Errors
@@ -221,7 +233,7 @@ impl Trust {
         &self,
         leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-    ) -> Result<PeerIdentity, Error> {
+    ) -> Result<PeerIdentity, rustls::Error> {
         let authorised_by = self.peers.authorise(leaf).map_err(refused)?;
         let now = UnixTime::now();
         let authority =
@@ -245,7 +257,7 @@ impl Trust {
         leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
-    ) -> Result<(), Error> {
+    ) -> Result<(), rustls::Error> {
         UNTRUSTED.set(None);
         let denied = &self.authorities.denied;
         denied.check(leaf, intermediates).map_err(refused)?;
@@ -308,9 +320,9 @@ fn without_chain(
 }
 
 /// The refusal inside a handshake's error, if the list of peers caused it.
-pub(super) fn peer_refused(error: &Error) -> Option<&PeerRefused> {
+pub(super) fn peer_refused(error: &rustls::Error) -> Option<&PeerRefused> {
     match error {
-        Error::InvalidCertificate(CertificateError::Other(OtherError(inner))) => {
+        rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(inner))) => {
             inner.downcast_ref()
         }
         _ => None,
@@ -372,30 +384,6 @@ pub(super) fn readable(name: &str) -> String {
         .collect()
 }
 
-impl fmt::Display for UntrustedReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::SelfSigned { pin } => write!(
-                f,
-                "it is self-signed and not pinned here: if it is the right certificate, allow it on \
-                 this host as {pin}; otherwise give both hosts certificates of one authority"
-            ),
-            Self::ByStranger { authority } => write!(
-                f,
-                "it was issued by an unknown authority, {authority}: give both hosts certificates of \
-                 one authority, or add that authority to this host's CA bundle"
-            ),
-            Self::BrokenOff { issuer } => write!(
-                f,
-                "it was issued by an unknown authority, {issuer}, and the peer did not send that \
-                 authority's certificate: if this is an intermediate of an authority in this host's CA \
-                 bundle, append its certificate to the peer's; if it is a root, add it to this host's \
-                 CA bundle, or give both hosts certificates of one authority"
-            ),
-        }
-    }
-}
-
 fn in_date(leaf: &CertificateDer<'_>, now: UnixTime) -> Result<(), CertificateError> {
     let (_, certificate) =
         X509Certificate::from_der(leaf).map_err(|_| CertificateError::BadEncoding)?;
@@ -454,7 +442,7 @@ impl ServerCertVerifier for Trust {
         _server_name: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
+    ) -> Result<ServerCertVerified, rustls::Error> {
         self.verify(end_entity, intermediates, now)?;
         Ok(ServerCertVerified::assertion())
     }
@@ -472,7 +460,7 @@ impl ClientCertVerifier for Trust {
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
-    ) -> Result<ClientCertVerified, Error> {
+    ) -> Result<ClientCertVerified, rustls::Error> {
         self.verify(end_entity, intermediates, now)?;
         Ok(ClientCertVerified::assertion())
     }

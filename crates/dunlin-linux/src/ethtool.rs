@@ -3,10 +3,12 @@
 
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
+
+use rustix::ioctl::{Opcode, Updater, ioctl};
 
 /// The ioctl, its commands, and the string set of the features (include/uapi/linux/ethtool.h).
-const SIOCETHTOOL: libc::Ioctl = 0x8946;
+const SIOCETHTOOL: Opcode = 0x8946;
 const ETHTOOL_GSTRINGS: u32 = 0x1b;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GFEATURES: u32 = 0x3a;
@@ -67,9 +69,5 @@ fn ethtool(socket: &impl AsFd, device: &str, words: &mut [u32]) -> io::Result<()
     // kernel has features, if that is at most the requested count (`__ethtool_get_strings`); the
     // count came from the same kernel, where it is constant. ETHTOOL_GFEATURES writes at most as
     // many blocks as the second word states (`ethtool_get_features`).
-    let status = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), SIOCETHTOOL, &raw mut request) };
-    match status {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(unsafe { ioctl(socket, Updater::<SIOCETHTOOL, _>::new(&mut request)) }?)
 }

@@ -6,6 +6,7 @@
 //! it sends anything. The kernel then seals everything written and opens everything read. Records
 //! that are not application data are read with [`receive`] and sent with [`send_record`].
 
+use std::fmt;
 use std::io;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, AsRawFd};
@@ -29,9 +30,9 @@ pub const NO_RECORD: [i32; 2] = [libc::EINVAL, libc::EMSGSIZE];
 /// The TLS version of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
-    /// TLS 1.2.
+    /// TLS 1.2 (RFC 5246): only data and alerts follow its handshake.
     V1_2,
-    /// TLS 1.3.
+    /// TLS 1.3 (RFC 8446).
     V1_3,
 }
 
@@ -99,6 +100,16 @@ impl Version {
             Self::V1_2 => 0x0303,
             Self::V1_3 => 0x0304,
         }
+    }
+}
+
+impl fmt::Display for Version {
+    /// Formats the version as OpenSSL does.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V1_2 => "TLSv1.2",
+            Self::V1_3 => "TLSv1.3",
+        })
     }
 }
 

@@ -13,6 +13,7 @@ use std::os::fd::AsRawFd;
 
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
+use rustix::ioctl::{Opcode, opcode};
 use vm_memory::VolatileSlice;
 
 /// `struct pm_scan_arg` of include/uapi/linux/fs.h.
@@ -51,10 +52,7 @@ const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
 /// Fail with `EPERM` on memory that is not registered for asynchronous write-protection.
 const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
-const PAGEMAP_SCAN: libc::c_ulong = (3 << 30)
-    | ((size_of::<ScanArgument>() as libc::c_ulong) << 16)
-    | ((b'f' as libc::c_ulong) << 8)
-    | 16;
+const PAGEMAP_SCAN: Opcode = opcode::read_write::<ScanArgument>(b'f', 16);
 
 /// The most results of one call: 12 KiB, so that scattered pages in a 1 TiB mapping cost few calls
 /// for each gibibyte.

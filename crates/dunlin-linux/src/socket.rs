@@ -328,6 +328,15 @@ pub fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
+/// Whether a system call failed because descriptors or memory ran out. Clients can make accept(2)
+/// fail like this, so it must not stop a listener (I7).
+pub fn is_shortage(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENOMEM | libc::ENFILE | libc::EMFILE | libc::ENOBUFS)
+    )
+}
+
 /// Whether `socket` listens for connections (`SO_ACCEPTCONN`, socket(7)).
 ///
 /// # Errors

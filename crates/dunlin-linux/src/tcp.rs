@@ -3,9 +3,10 @@
 
 use std::io;
 use std::mem::offset_of;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
+use rustix::ioctl::{Getter, Opcode, ioctl};
 use rustix::net::{AddressFamily, sockopt};
 
 use crate::option;
@@ -60,18 +61,15 @@ pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
     })
 }
 
+const SIOCOUTQ: Opcode = libc::TIOCOUTQ as Opcode;
+
 /// Bytes that were written and not acknowledged, whether sent or not (`SIOCOUTQ`, tcp(7)).
 ///
 /// # Errors
 /// The error of ioctl(2).
 pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: SIOCOUTQ, which has the number of TIOCOUTQ, writes one int, and `bytes` is a valid
-    // int. The descriptor is borrowed, hence open.
-    let status = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
-    if status < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    // SAFETY: SIOCOUTQ, which has the number of TIOCOUTQ, writes one int.
+    let bytes = unsafe { ioctl(socket, Getter::<SIOCOUTQ, libc::c_int>::new()) }?;
     Ok(u64::try_from(bytes).unwrap_or(0))
 }
 

@@ -22,6 +22,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use rustix::ioctl::Opcode;
+use rustix::ioctl::opcode::{read, read_write};
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use vm_memory::VolatileSlice;
 
@@ -71,32 +73,27 @@ const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 /// `WriteWatch::control` relies on two facts: each number is that of the request with this
 /// structure, and no request changes the content of memory or whether it is mapped.
 trait Request: Sized {
-    const NUMBER: libc::c_ulong;
+    const NUMBER: Opcode;
 }
 
 impl Request for Api {
-    const NUMBER: libc::c_ulong = request::<Self>(3, 0x3f);
+    const NUMBER: Opcode = read_write::<Self>(0xaa, 0x3f);
 }
 
 /// `UFFDIO_REGISTER`: a range registered for asynchronous write-protection only can be read and
 /// written as before.
 impl Request for Register {
-    const NUMBER: libc::c_ulong = request::<Self>(3, 0x00);
+    const NUMBER: Opcode = read_write::<Self>(0xaa, 0x00);
 }
 
 /// `UFFDIO_UNREGISTER`: removes this userfaultfd's write-protection.
 impl Request for Span {
-    const NUMBER: libc::c_ulong = request::<Self>(2, 0x01);
+    const NUMBER: Opcode = read::<Self>(0xaa, 0x01);
 }
 
 /// `UFFDIO_WRITEPROTECT`: the kernel itself removes the protection at the next write to each page.
 impl Request for WriteProtect {
-    const NUMBER: libc::c_ulong = request::<Self>(3, 0x06);
-}
-
-/// The number of a request with structure `T`; `direction` is 2 for `_IOR`, 3 for `_IOWR`.
-const fn request<T>(direction: libc::c_ulong, number: libc::c_ulong) -> libc::c_ulong {
-    direction << 30 | (size_of::<T>() as libc::c_ulong) << 16 | 0xaa << 8 | number
+    const NUMBER: Opcode = read_write::<Self>(0xaa, 0x06);
 }
 
 /// The backing of the watched memory.

@@ -113,8 +113,8 @@ impl Accept {
         // Otherwise the port would stay open after the acceptor stops.
         drop(sockets);
         let failed = sender.clone();
-        let observer = move |event| {
-            log_event(&event);
+        let observer = move |event: &Event| {
+            log_event(event);
             if matches!(event, Event::Failed(_)) {
                 // The main thread receives until the process ends.
                 let _ = failed.send(ServiceEvent::Failed);
@@ -216,7 +216,7 @@ impl Accept {
     }
 }
 
-/// Logs an event with its client and server name.
+/// Logs an event with its client, server name and fault code.
 fn log_event(event: &Event) {
     let (peer, name) = match event {
         Event::HandedOver { arrived, .. } => (Some(arrived.info.at), Some(&arrived.name)),
@@ -228,6 +228,9 @@ fn log_event(event: &Event) {
     let peer = peer.map(display);
     match event {
         Event::HandedOver { .. } | Event::Forwarded { .. } => info!(peer, name, "{event}"),
+        Event::Refused { refusal, .. } => {
+            warn!(peer, name, fault = refusal.code().name(), "{event}");
+        }
         _ => warn!(peer, name, "{event}"),
     }
 }

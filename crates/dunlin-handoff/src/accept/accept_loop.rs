@@ -15,7 +15,7 @@ use super::forwarded::Forwarded;
 use super::shared::Shared;
 use super::token::{Side, token};
 use super::{Event, Refusal, deliver};
-use dunlin_lane::accept::is_shortage;
+use dunlin_linux::socket::is_shortage;
 
 /// Connections accepted per round, before pending clients are served again.
 const ACCEPTS_PER_ROUND: usize = 16;
@@ -159,7 +159,7 @@ impl AcceptLoop {
             Shortage::Evict(number) => self.dismiss(number, Refusal::Shortage(error)),
             Shortage::Wait => {}
             Shortage::Starved if !std::mem::replace(&mut self.is_starved, true) => {
-                self.shared.report(Event::Starved(error));
+                self.shared.report(&Event::Starved(error));
             }
             Shortage::Starved => {}
         }

@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::epoll::Epoll;
 use dunlin_linux::poll::waker;
+use dunlin_proto::observe::Observer;
 
 use super::accept_loop::AcceptLoop;
 use super::shared::Shared;
-use super::{Event, Options, StartError};
+use super::{Event, Options};
+use crate::error::HandoffError;
 use dunlin_lane::kernel::abilities;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
@@ -27,20 +29,22 @@ pub struct Acceptor {
 
 impl Acceptor {
     /// Accepts clients on `listener`, with the settings of
-    /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server).
+    /// [`Identity::handoff_server`](dunlin_lane::identity::Identity::handoff_server). The acceptor's
+    /// threads report events to `observer`.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// [`HandoffError::Kernel`] if the kernel has no TLS and there is no backend, or
+    /// [`HandoffError::Io`].
     pub fn start(
         listener: TcpListener,
         tls: ServerTls,
         options: Options,
-        observer: impl Fn(Event) + Send + Sync + 'static,
-    ) -> Result<Self, StartError> {
+        observer: impl Observer<Event> + 'static,
+    ) -> Result<Self, HandoffError> {
         // Every kernel with TLS supports this cipher.
         match abilities(CipherSuite::Aes256Gcm) {
             Err(refused) if options.backend.is_none() => return Err(refused.into()),
-            Err(refused) => observer(Event::NoKernelTls(refused)),
+            Err(refused) => observer.event(&Event::NoKernelTls(refused)),
             Ok(_) => {}
         }
         listener.set_nonblocking(true)?;
@@ -62,7 +66,7 @@ impl Acceptor {
             .name("dunlin-accept".to_owned())
             .spawn(move || {
                 if let Err(error) = accept_loop.run() {
-                    on_thread.report(Event::Failed(error));
+                    on_thread.report(&Event::Failed(error));
                 }
                 drop(accept_loop);
                 lock(&on_thread.state).is_closed = true;

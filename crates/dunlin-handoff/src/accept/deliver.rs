@@ -55,7 +55,7 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
             false => deliver(&on_thread, index, secured),
         };
         match delivered {
-            Ok(event) => on_thread.report(event),
+            Ok(event) => on_thread.report(&event),
             Err(refusal) => on_thread.refused(from, Some(named), refusal),
         }
         on_thread.end_handover(index);

@@ -7,7 +7,7 @@
 use dunlin_lane::sync::lock;
 use std::io::{self, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -34,12 +34,6 @@ const IDLE: Duration = Duration::from_secs(10);
 /// Maximum number of evicted clients, in addition to the limit, that still have threads. Each has at
 /// most six descriptors: a name lookup has two, and splicing has not begun.
 const LEAVING: usize = 8;
-
-/// The connection to the backend.
-enum BackendStream {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
 
 impl Forwarded {
     /// Forwards a client in new threads.
@@ -103,14 +97,14 @@ impl Forwarded {
     fn run(&self, shared: &Arc<Shared>) {
         let result = match self.reach(shared) {
             Ok(backend) => {
-                shared.report(Event::Forwarded {
+                shared.report(&Event::Forwarded {
                     from: self.from,
                     name: self.name.clone(),
                 });
                 let result = self.carry(shared, &backend);
                 if result.is_err() || self.is_broken.load(Ordering::SeqCst) {
                     self.is_broken.store(true, Ordering::SeqCst);
-                    backend.reset();
+                    reset(&backend);
                 }
                 result
             }
@@ -137,7 +131,9 @@ impl Forwarded {
         shared.changed.notify_all();
     }
 
-    fn reach(&self, shared: &Shared) -> io::Result<BackendStream> {
+    /// Connects to the backend. A TCP connection is returned as a `UnixStream` too: the caller uses only
+    /// operations that all stream sockets have.
+    fn reach(&self, shared: &Shared) -> io::Result<UnixStream> {
         let Some(Backend { to, header }) = &shared.options.backend else {
             return Err(io::ErrorKind::NotFound.into());
         };
@@ -148,20 +144,21 @@ impl Forwarded {
                 let stream = StandardConnector.connect(to, deadline, stop)?;
                 stream.set_nodelay(true)?;
                 keep_alive(&stream)?;
-                BackendStream::Tcp(stream)
+                UnixStream::from(OwnedFd::from(stream))
             }
-            Target::Unix(path) => BackendStream::Unix(connect_unix_unless(path, deadline, stop)?),
+            Target::Unix(path) => connect_unix_unless(path, deadline, stop)?,
         };
         keep_alive(&self.client)?;
         if let Some(header) = header {
             let header = header.encode(self.from, self.client.local_addr()?);
-            backend.write_all(&header)?;
+            // A new socket's send buffer has room for it.
+            (&backend).write_all(&header)?;
         }
-        backend.set_nonblocking()?;
+        backend.set_nonblocking(true)?;
         Ok(backend)
     }
 
-    fn carry(&self, shared: &Arc<Shared>, backend: &BackendStream) -> Result<(), Refusal> {
+    fn carry(&self, shared: &Arc<Shared>, backend: &UnixStream) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
         // If this fails, the next read or write reports a reset, only later.
         let watched = |side| token(self.number, Some(side));
@@ -189,7 +186,7 @@ impl Forwarded {
                         self.touch();
                     };
                     let pause = carry(&mut out, &self.client, backend, &self.stop, on_sent);
-                    self.spliced(pause, Side::Client, || backend.end())
+                    self.spliced(pause, Side::Client, || backend.shutdown(Shutdown::Write))
                 }
                 Err(_) => Ok(()),
             };
@@ -300,50 +297,11 @@ fn room(most: usize, all: &[Activity], now: Instant) -> Room {
     }
 }
 
-fn reset(stream: &TcpStream) {
+/// Makes the close reset the connection. A unix socket ignores the option: it reports a reset to its
+/// peer if it is closed with unread bytes (unix(7)).
+fn reset(socket: impl AsFd) {
     // Fails only if the peer has disconnected.
-    let _ = set_reset_on_close(stream);
-}
-
-impl BackendStream {
-    fn set_nonblocking(&self) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.set_nonblocking(true),
-            Self::Unix(stream) => stream.set_nonblocking(true),
-        }
-    }
-
-    /// Writes a header. A new socket's send buffer has room for it.
-    fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => { stream }.write_all(bytes),
-            Self::Unix(stream) => { stream }.write_all(bytes),
-        }
-    }
-
-    fn end(&self) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
-            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
-        }
-    }
-
-    fn reset(&self) {
-        match self {
-            Self::Tcp(stream) => reset(stream),
-            // Closing a unix socket with unread bytes reports a reset to its peer (unix(7)).
-            Self::Unix(_) => {}
-        }
-    }
-}
-
-impl AsFd for BackendStream {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Tcp(stream) => stream.as_fd(),
-            Self::Unix(stream) => stream.as_fd(),
-        }
-    }
+    let _ = set_reset_on_close(socket);
 }
 
 #[cfg(test)]

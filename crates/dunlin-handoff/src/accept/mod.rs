@@ -38,11 +38,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use dunlin_proto::client_hello::NoHello;
+use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
 pub use self::acceptor::Acceptor;
 pub use self::proxy::ProxyHeader;
 use super::connect::ConnectionInfo;
+use super::error::{of_handshake, of_io, of_kernel};
 use dunlin_lane::accept::RejectReason;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
@@ -132,18 +134,6 @@ pub struct Arrived {
     pub chosen: Chosen,
 }
 
-/// Why the acceptor did not start.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// The kernel has no TLS, and there is no backend.
-    #[error(transparent)]
-    Kernel(#[from] Refused),
-    /// A system call failed, for instance because no descriptors or threads are left.
-    #[error(transparent)]
-    Io(#[from] io::Error),
-}
-
 /// Why a client was refused or its connection closed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -207,6 +197,30 @@ pub enum Refusal {
     /// A system call failed, for instance because no descriptors or threads are left.
     #[error("{0}")]
     Io(#[from] io::Error),
+}
+
+impl Refusal {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Hello(_) => FaultCode::Malformed,
+            Self::Disconnected | Self::Deadline => FaultCode::ControlLost,
+            Self::Evicted(_) | Self::TooManyForwarded(_) => FaultCode::LaneLimit,
+            Self::Shortage(_) => FaultCode::DescriptorLimit,
+            Self::UnknownName => FaultCode::UnknownRoute,
+            Self::Tls(RejectReason::Handshake(error)) => of_handshake(error),
+            Self::Tls(_) => FaultCode::ControlLost,
+            Self::Incompatible(_) => FaultCode::SecurityNotAgreed,
+            Self::Kernel(refused) => of_kernel(refused),
+            Self::NoReceiver { .. } | Self::ReceiverBusy(_) | Self::BackendUnreachable(_) => {
+                FaultCode::TargetUnreachable
+            }
+            Self::Broken(_) => FaultCode::ChannelBroken,
+            Self::Aborted => FaultCode::Ended,
+            Self::Io(error) => of_io(error),
+        }
+    }
 }
 
 impl From<RejectReason> for Refusal {

@@ -7,19 +7,18 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use dunlin_linux::epoll::Epoll;
 use dunlin_linux::poll::{Waker, Wakeup};
+use dunlin_proto::observe::Observer;
 
 use super::forwarded::Forwarded;
 use super::{Event, Options, Refusal};
 use dunlin_lane::policy::ServerTls;
-
-type Observer = Box<dyn Fn(Event) + Send + Sync>;
 
 /// State shared by all threads.
 pub(super) struct Shared {
     pub(super) options: Options,
     pub(super) tls: ServerTls,
     pub(super) epoll: Epoll,
-    pub(super) observer: Observer,
+    pub(super) observer: Box<dyn Observer<Event>>,
     pub(super) state: Mutex<State>,
     /// Notified when a hand-over or a forwarded client ends.
     pub(super) changed: Condvar,
@@ -48,12 +47,12 @@ impl State {
 }
 
 impl Shared {
-    pub(super) fn report(&self, event: Event) {
-        (self.observer)(event);
+    pub(super) fn report(&self, event: &Event) {
+        self.observer.event(event);
     }
 
     pub(super) fn refused(&self, from: SocketAddr, name: Option<String>, refusal: Refusal) {
-        self.report(Event::Refused {
+        self.report(&Event::Refused {
             from,
             name,
             refusal,

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_lane::provider::{Offer, Provider, TlsVersion};
+use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::lane::{Authority, DESTINATION};
 
 use super::{Acceptor, Backend, Event, Limits, Options, Target};
@@ -14,8 +15,9 @@ use super::{Acceptor, Backend, Event, Limits, Options, Target};
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// An acceptor that forwards every client to `to`, at most `most` at a time.
-pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
+/// An acceptor that forwards every client to `to`, at most `most` at a time, and the codes of its
+/// refusals.
+pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode>) {
     let ciphers = "TLS_AES_256_GCM_SHA384";
     let provider = Provider::built_in()[0];
     let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
@@ -36,9 +38,11 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<Event>) {
     let (sender, events) = channel();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let tls = identity.handoff_server(offer, None).unwrap();
-    let acceptor = Acceptor::start(listener, tls, options, move |event| {
-        // A test that ignores events has dropped the receiver.
-        let _ = sender.send(event);
+    let acceptor = Acceptor::start(listener, tls, options, move |event: &Event| {
+        if let Event::Refused { refusal, .. } = event {
+            // A test that ignores events has dropped the receiver.
+            let _ = sender.send(refusal.code());
+        }
     });
     (acceptor.unwrap(), events)
 }

@@ -63,7 +63,7 @@ pub(super) enum Stage {
 
 pub(super) struct Handshake {
     settings: Arc<ServerSettings>,
-    connection: ServerConnection,
+    connection: Connection,
     pub(super) reading: Reading,
     peer: Option<PeerIdentity>,
 }
@@ -199,7 +199,7 @@ impl Pending {
                     if !handshake.reading.next(&self.stream)? {
                         return Ok(false);
                     }
-                    if let Err(error) = handshake.process() {
+                    if let Err(error) = handshake.reading.process(&mut handshake.connection) {
                         // Best effort: the first error is the one to report.
                         let _ = handshake.write(&self.stream);
                         return Err(error.into());
@@ -248,7 +248,7 @@ impl Pending {
         if !matches!(opening, Opening::Lane(_)) {
             let stream = ControlStream::established(
                 self.stream,
-                Connection::from(handshake.connection),
+                handshake.connection,
                 &handshake.settings.side,
                 Some(&handshake.settings),
             )?;
@@ -276,7 +276,7 @@ impl Handshake {
     fn new(tls: &ServerTls) -> Result<Self, HandshakeError> {
         let settings = tls.settings();
         Ok(Self {
-            connection: ServerConnection::new(Arc::clone(&settings.config))?,
+            connection: ServerConnection::new(Arc::clone(&settings.config))?.into(),
             settings,
             reading: Reading::default(),
             peer: None,
@@ -288,19 +288,6 @@ impl Handshake {
             self.connection.write_tls(&mut stream)?;
         }
         stream.flush()
-    }
-
-    /// Passes the record to rustls.
-    fn process(&mut self) -> Result<(), HandshakeError> {
-        let mut unread = &self.reading.record[..];
-        while !unread.is_empty() {
-            self.connection
-                .read_tls(&mut unread)
-                .map_err(HandshakeError::Io)?;
-            self.connection.process_new_packets()?;
-        }
-        self.reading.record.clear();
-        Ok(())
     }
 
     /// Moves up to `wanted` bytes of plaintext to `opening`. Returns whether there were any.

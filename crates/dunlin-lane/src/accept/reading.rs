@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use dunlin_proto::wire::DecodeError;
+use rustls::Connection;
 use thiserror::Error;
 
 use crate::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
@@ -61,36 +62,62 @@ pub(crate) struct Reading {
 impl Reading {
     /// Reads until one whole record is available; `false` if the socket would block.
     pub(crate) fn next(&mut self, mut stream: &TcpStream) -> Result<bool, RejectReason> {
+        match self.fill(|part| stream.read(part)) {
+            Ok(()) => Ok(true),
+            Err(HandshakeError::Io(error)) => would_block(error),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Calls `read` until one whole record is available. After an error of `read`, a further call
+    /// continues with the same record.
+    pub(crate) fn fill(
+        &mut self,
+        mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,
+    ) -> Result<(), HandshakeError> {
         loop {
             let wanted = match self.record.first_chunk::<HEADER_BYTES>() {
                 None => HEADER_BYTES - self.record.len(),
-                Some(&[content_type, major, _, high, low]) => {
+                Some(&start) => {
+                    let [content_type, major, _, high, low] = start;
+                    // The four types of RFC 8446, section 5.1; the major version has been 3 since
+                    // SSL 3.
                     if !(20..=23).contains(&content_type) || major != 3 {
-                        let start = [content_type, major, 0, high, low];
-                        return Err(HandshakeError::NotTls { start }.into());
+                        return Err(HandshakeError::NotTls { start });
                     }
                     let whole = HEADER_BYTES + usize::from(u16::from_be_bytes([high, low]));
                     if whole > RECEIVED_RECORD_BYTES || self.received + whole > FLIGHT_LIMIT_BYTES {
-                        return Err(HandshakeError::TooLong.into());
+                        return Err(HandshakeError::TooLong);
                     }
                     if self.record.len() == whole {
                         self.received += whole;
-                        return Ok(true);
+                        return Ok(());
                     }
                     whole - self.record.len()
                 }
             };
             let start = self.record.len();
             self.record.resize(start + wanted, 0);
-            let result = stream.read(&mut self.record[start..]);
+            let result = read(&mut self.record[start..]);
             self.record
                 .truncate(start + result.as_ref().map_or(0, |&count| count));
-            match result {
-                Ok(0) => return Err(HandshakeError::PeerClosed.into()),
-                Ok(_) => {}
-                Err(error) => return would_block(error),
+            if result.map_err(HandshakeError::Io)? == 0 {
+                return Err(HandshakeError::PeerClosed);
             }
         }
+    }
+
+    /// Passes the record to rustls.
+    pub(crate) fn process(&mut self, connection: &mut Connection) -> Result<(), HandshakeError> {
+        let mut unread = &self.record[..];
+        while !unread.is_empty() {
+            connection
+                .read_tls(&mut unread)
+                .map_err(HandshakeError::Io)?;
+            connection.process_new_packets()?;
+        }
+        self.record.clear();
+        Ok(())
     }
 }
 

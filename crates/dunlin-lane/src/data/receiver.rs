@@ -384,12 +384,6 @@ impl DataReceiver {
         Canceller(self.link.clone())
     }
 
-    /// The socket, for its addresses and options.
-    #[cfg(feature = "unstable-internals")]
-    pub fn socket(&self) -> &TcpStream {
-        &self.link.stream
-    }
-
     fn answer(&mut self) -> io::Result<()> {
         self.link.stream.set_write_timeout(Some(self.stall_limit))?;
         match &mut self.security {

@@ -212,12 +212,7 @@ impl DataSender {
 
     /// The number of data records that this lane may still send; `None` if it has no limit. A full
     /// frame takes [`RECORDS_PER_FRAME`] plus one for its header.
-    #[cfg(feature = "unstable-internals")]
-    pub fn records_left(&self) -> Option<u64> {
-        self.left()
-    }
-
-    fn left(&self) -> Option<u64> {
+    fn records_left(&self) -> Option<u64> {
         match &self.security {
             Security::Tls(keys) => Some(keys.seal.records_left()),
             Security::Kernel(keys) => Some(RECORD_LIMIT.saturating_sub(keys.sent)),
@@ -231,7 +226,7 @@ impl DataSender {
         /// Records reserved for a chunk in progress, a mark and the close.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
         let used = self.counters.records;
-        if self.left().is_none() {
+        if self.records_left().is_none() {
             KeyUsage::Fresh
         } else if used + FOR_END >= most {
             KeyUsage::Spent
@@ -359,7 +354,7 @@ impl DataSender {
         guest: &GuestPages<'_>,
     ) -> Result<(), SendError> {
         let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
-        if self.left() < Some(records) {
+        if self.records_left() < Some(records) {
             return Err(SealError::Limit.into());
         }
         self.spent = true;
@@ -472,43 +467,9 @@ impl DataSender {
 }
 
 impl<'a> Frame<'a> {
-    /// The number of pages that still fit.
-    pub fn room(&self) -> usize {
-        PAGES_PER_FRAME - self.filled.div_ceil(PAGE_BYTES)
-    }
-
     /// Payload bytes added so far.
     pub fn payload_bytes(&self) -> usize {
         self.filled
-    }
-
-    /// Lets `fill` write the next page into the buffer in which it will be sealed. If `fill`
-    /// returns false, the page is discarded and its slot is reused, so `fill` can copy a page into
-    /// the cache and then find that it is zero. Returns the result of `fill`.
-    ///
-    /// The slot contains bytes of earlier frames: `fill` must overwrite all of it or return false.
-    ///
-    /// # Errors
-    /// [`FrameError`]; `fill` was not called.
-    pub fn page(
-        &mut self,
-        fill: impl FnOnce(&mut [u8; PAGE_BYTES]) -> bool,
-    ) -> Result<bool, FrameError> {
-        if !self.filled.is_multiple_of(PAGE_BYTES) {
-            return Err(FrameError::Misaligned);
-        }
-        if self.filled >= BATCH_BYTES {
-            return Err(FrameError::Full);
-        }
-        let at = self.sender.layout.position(self.filled);
-        let slot = self.sender.buffer[at..]
-            .first_chunk_mut()
-            .expect("a slot below BATCH_BYTES lies within its record");
-        let kept = fill(slot);
-        if kept {
-            self.filled += PAGE_BYTES;
-        }
-        Ok(kept)
     }
 
     /// Adds a page of guest memory, unless it is zero. Returns whether it was added. If the crypto

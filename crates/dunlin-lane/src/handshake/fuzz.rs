@@ -4,7 +4,8 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use super::{FLIGHT_LIMIT_BYTES, HEADER_BYTES, HandshakeError, RECEIVED_RECORD_BYTES, read_record};
+use super::{FLIGHT_LIMIT_BYTES, HandshakeError, Reading, read_record};
+use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
 /// For any handshake records: each is read whole or not at all, and memory stays within the bound.
 pub fn fuzz_handshake_records(bytes: &[u8]) {
@@ -14,12 +15,12 @@ pub fn fuzz_handshake_records(bytes: &[u8]) {
     near.shutdown(Shutdown::Write)
         .expect("the connection is open");
     let deadline = Instant::now() + Duration::from_secs(10);
-    let (mut incoming, mut received) = (Vec::new(), 0);
+    let mut reading = Reading::default();
     let mut rest = bytes;
     loop {
-        let before = incoming.len();
-        let result = read_record(&far, deadline, &mut incoming, &mut received);
-        assert!(incoming.len() <= FLIGHT_LIMIT_BYTES + RECEIVED_RECORD_BYTES);
+        let result = read_record(&far, deadline, &mut reading);
+        assert!(reading.record.len() <= RECEIVED_RECORD_BYTES);
+        assert!(reading.received <= FLIGHT_LIMIT_BYTES);
         let whole = rest
             .first_chunk()
             .map(|&[_, _, _, high, low]: &[u8; HEADER_BYTES]| {
@@ -28,7 +29,8 @@ pub fn fuzz_handshake_records(bytes: &[u8]) {
         match result {
             Ok(()) => {
                 let whole = whole.expect("there was a header");
-                assert_eq!(incoming[before..], rest[..whole]);
+                assert_eq!(reading.record, rest[..whole]);
+                reading.record.clear();
                 assert!((20..=23).contains(&rest[0]) && rest[1] == 3);
                 rest = &rest[whole..];
             }
@@ -41,7 +43,9 @@ pub fn fuzz_handshake_records(bytes: &[u8]) {
                 return;
             }
             Err(HandshakeError::TooLong) => {
-                assert!(whole > Some(RECEIVED_RECORD_BYTES) || received > FLIGHT_LIMIT_BYTES);
+                let whole = whole.expect("there was a header");
+                let received = reading.received + whole;
+                assert!(whole > RECEIVED_RECORD_BYTES || received > FLIGHT_LIMIT_BYTES);
                 return;
             }
             Err(error) => panic!("{error}"),

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::CertificateDer;
-use rustls::{CipherSuite, ExtractedSecrets, NamedGroup, ProtocolVersion};
+use rustls::{CipherSuite, ExtractedSecrets, NamedGroup};
 
-use super::{HandshakeError, Unbuffered, drive, linger, local, tickets};
-use crate::kernel::Refused;
+use super::{HandshakeError, Unbuffered, drive, linger, local, negotiated_version, tickets};
+use crate::kernel::{Refused, failed};
 use crate::policy::HandoffTls;
 use crate::provider::parts;
 use crate::provider::{self, TlsVersion};
@@ -54,9 +54,7 @@ impl Keyed {
     pub fn cipher(&self) -> Result<provider::CipherSuite, Refused> {
         parts(&self.secrets.tx.1)
             .map(|(cipher, _, _)| cipher)
-            .map_err(|error| Refused::Failed {
-                reason: error.to_string(),
-            })
+            .map_err(failed)
     }
 
     /// Consumes a TLS 1.3 server's session tickets until none has arrived for `quiet`. A read by a
@@ -82,11 +80,7 @@ pub(super) fn finish<C: Unbuffered>(
     connection: C,
 ) -> Result<Keyed, HandshakeError> {
     let common = connection.common();
-    let version = match common.protocol_version() {
-        Some(ProtocolVersion::TLSv1_2) => TlsVersion::V1_2,
-        Some(ProtocolVersion::TLSv1_3) => TlsVersion::V1_3,
-        other => return Err(local(format!("TLS {other:?} was negotiated"))),
-    };
+    let version = negotiated_version(common)?;
     let suite = common
         .negotiated_cipher_suite()
         .ok_or_else(|| local("no cipher suite was negotiated"))?

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dunlin_linux::ktls::Version;
-use rustls::ProtocolVersion;
 use rustls::client::UnbufferedClientConnection;
 use rustls::server::UnbufferedServerConnection;
 
 use super::keyed::{self, Keyed};
 use super::{
-    HandshakeError, Next, Unbuffered, drive, identity_of, linger, local, negotiated_suite, step,
+    HandshakeError, Next, Unbuffered, drive, identity_of, linger, negotiated_suite,
+    negotiated_version, step,
 };
 use crate::accept::reading::{Reading, RejectReason, would_block};
 use crate::kernel;
@@ -60,11 +60,7 @@ fn finish<C: Unbuffered + Send + 'static>(
 ) -> Result<Relayed, HandshakeError> {
     let common = connection.common();
     let peer = identity_of(common, &side.trust)?;
-    let version = match common.protocol_version() {
-        Some(ProtocolVersion::TLSv1_3) => Version::V1_3,
-        Some(ProtocolVersion::TLSv1_2) => Version::V1_2,
-        other => return Err(local(format!("TLS {other:?} was negotiated"))),
-    };
+    let version = negotiated_version(common)?;
     let suite = negotiated_suite(common)?;
     let records = if kernel::choose_for_relay(side.offload, suite, version)?.is_kernel
         && kernel::prepare(&stream, suite, version)?

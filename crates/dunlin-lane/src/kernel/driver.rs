@@ -39,12 +39,12 @@ impl Driver {
 
 impl fmt::Display for Driver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (priority {}", self.name, self.priority)?;
-        f.write_str(if self.is_async {
-            ", asynchronous)"
-        } else {
-            ")"
-        })
+        let asynchronous = if self.is_async { ", asynchronous" } else { "" };
+        write!(
+            f,
+            "{} (priority {}{asynchronous})",
+            self.name, self.priority
+        )
     }
 }
 

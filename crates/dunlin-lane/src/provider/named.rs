@@ -1,8 +1,8 @@
 //! OpenSSL's names of suites and groups, in which a toolstack specifies what a hand-off may offer.
 
-use std::fmt;
 use std::sync::Arc;
 
+pub use dunlin_linux::ktls::Version as TlsVersion;
 use rustls::crypto::CryptoProvider;
 use rustls::{CipherSuite as Suite, NamedGroup, ProtocolVersion};
 use thiserror::Error;
@@ -50,16 +50,6 @@ const GROUPS: [(&[&str], NamedGroup); 4] = [
     (&["secp256r1", "prime256v1", "P-256"], NamedGroup::secp256r1),
     (&["secp384r1", "P-384"], NamedGroup::secp384r1),
 ];
-
-/// The TLS version of a hand-off.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TlsVersion {
-    /// TLS 1.2 (RFC 5246): only data and alerts follow its handshake.
-    #[default]
-    V1_2,
-    /// TLS 1.3 (RFC 8446).
-    V1_3,
-}
 
 /// A hand-off cannot offer what the configuration asks for.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
@@ -113,13 +103,14 @@ impl Offer {
         provider: Provider,
     ) -> Result<Self, OfferError> {
         let mut rustls = handshake_provider();
+        let number = match version {
+            TlsVersion::V1_2 => ProtocolVersion::TLSv1_2,
+            TlsVersion::V1_3 => ProtocolVersion::TLSv1_3,
+        };
         let mut suites = Vec::new();
         for suite in CipherSuite::ALL {
-            let [newer, older @ ..] = suite.rustls(provider)?;
-            match version {
-                TlsVersion::V1_2 => suites.extend(older),
-                TlsVersion::V1_3 => suites.push(newer),
-            }
+            let all = suite.rustls(provider)?.into_iter();
+            suites.extend(all.filter(|suite| suite.version().version == number));
         }
         let known: Vec<_> = SUITES
             .iter()
@@ -132,10 +123,11 @@ impl Offer {
         older::add_groups(&mut rustls);
         let known: Vec<_> = GROUPS
             .iter()
-            .filter_map(|(names, number)| {
-                let group = rustls.kx_groups.iter().find(|group| {
-                    group.name() == *number && group.usable_for_version(version.into())
-                })?;
+            .filter_map(|(names, named)| {
+                let group = rustls
+                    .kx_groups
+                    .iter()
+                    .find(|group| group.name() == *named && group.usable_for_version(number))?;
                 Some((names.to_vec(), *group))
             })
             .collect();
@@ -194,25 +186,6 @@ pub fn group_name(group: NamedGroup) -> &'static str {
         .iter()
         .find(|(_, number)| *number == group)
         .map_or("unknown", |(names, _)| names[0])
-}
-
-impl From<TlsVersion> for ProtocolVersion {
-    fn from(version: TlsVersion) -> Self {
-        match version {
-            TlsVersion::V1_2 => Self::TLSv1_2,
-            TlsVersion::V1_3 => Self::TLSv1_3,
-        }
-    }
-}
-
-impl fmt::Display for TlsVersion {
-    /// Formats the version as OpenSSL does.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::V1_2 => "TLSv1.2",
-            Self::V1_3 => "TLSv1.3",
-        })
-    }
 }
 
 #[cfg(test)]

@@ -63,6 +63,10 @@ impl Bundle {
             authorities,
         })
     }
+
+    fn has(&self, leaf: &CertificateDer<'_>) -> bool {
+        self.certificates.iter().any(|own| own == leaf)
+    }
 }
 
 /// webpki trusts every anchor as an authority. Without this check, each host of a pool could use
@@ -84,12 +88,6 @@ impl TrustPolicy {
             by => by,
         };
         Some(PeerIdentity::of(leaf, &[], by, None))
-    }
-}
-
-impl Bundle {
-    fn has(&self, leaf: &CertificateDer<'_>) -> bool {
-        self.certificates.iter().any(|own| own == leaf)
     }
 }
 

@@ -14,6 +14,7 @@ use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_lane::record::{Alert, OpenError};
 use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
+use vm_memory::VolatileSlice;
 
 const STALL: Duration = Duration::from_millis(400);
 
@@ -51,18 +52,13 @@ fn page(seed: u64) -> [u8; PAGE_BYTES] {
     pattern(PAGE_BYTES, seed).try_into().unwrap()
 }
 
-/// Adds `pages`; the closure rejects every fifth one. Returns the content of those kept.
+/// Adds `pages` without every fifth one, and returns the content of the others.
 fn fill(frame: &mut Frame<'_>, pages: std::ops::Range<u64>) -> Vec<u8> {
     let mut kept = Vec::new();
     for number in pages {
-        let content = page(number);
-        let keep = number % 5 != 4;
-        let answer = frame.page(|slot| {
-            *slot = content;
-            keep
-        });
-        assert_eq!(answer, Ok(keep));
-        if keep {
+        if number % 5 != 4 {
+            let content = page(number);
+            assert_eq!(frame.bytes(&content), PAGE_BYTES);
             kept.extend_from_slice(&content);
         }
     }
@@ -95,7 +91,7 @@ fn header(bytes: usize, payload: usize) -> Vec<u8> {
 #[test]
 fn frames_of_every_shape_arrive_whole_and_in_order() {
     for (mut sender, mut receiver) in every_security() {
-        // The next page would be a rejected one, but the frame is already full.
+        // The pages of a full frame: every fifth one is left out.
         let full = PAGES_PER_FRAME as u64 * 5 / 4 - 1;
         let shapes = [
             (8, 1),
@@ -111,7 +107,6 @@ fn frames_of_every_shape_arrive_whole_and_in_order() {
                 let mut frame = sender.frame();
                 let payload = fill(&mut frame, 0..pages);
                 assert_eq!(frame.payload_bytes(), payload.len());
-                assert_eq!(frame.room(), PAGES_PER_FRAME - payload.len() / PAGE_BYTES);
                 let header = header(header_bytes, payload.len());
                 frame.finish(&header).unwrap();
                 sent.push((header[8..].to_vec(), payload));
@@ -144,29 +139,19 @@ fn frames_of_every_shape_arrive_whole_and_in_order() {
 #[test]
 fn a_frame_takes_exactly_its_pages_and_bytes_may_only_follow_pages() {
     let (mut sender, mut receiver) = tls(Provider::built_in()[0]);
+    let mut memory = page(1);
+    let guest = VolatileSlice::from(&mut memory[..]);
     let mut frame = sender.frame();
     for _ in 0..PAGES_PER_FRAME {
-        assert_eq!(
-            frame.page(|slot| *slot != [0; PAGE_BYTES] || {
-                slot[0] = 1;
-                true
-            }),
-            Ok(true)
-        );
+        assert_eq!(frame.guest_page(&guest), Ok(true));
     }
-    assert_eq!(frame.room(), 0);
-    assert_eq!(frame.page(|_| unreachable!()), Err(FrameError::Full));
+    assert_eq!(frame.guest_page(&guest), Err(FrameError::Full));
     assert_eq!(frame.bytes(b"no room"), 0);
 
     let mut frame = sender.frame();
-    frame
-        .page(|slot| {
-            *slot = page(1);
-            true
-        })
-        .unwrap();
+    assert_eq!(frame.guest_page(&guest), Ok(true));
     assert_eq!(frame.bytes(b"odd"), 3);
-    assert_eq!(frame.page(|_| unreachable!()), Err(FrameError::Misaligned));
+    assert_eq!(frame.guest_page(&guest), Err(FrameError::Misaligned));
     let rest = pattern(BATCH_BYTES, 7);
     let taken = frame.bytes(&rest);
     assert_eq!(taken, BATCH_BYTES - PAGE_BYTES - 3);
@@ -311,12 +296,7 @@ fn i6_a_tls_sender_puts_no_plaintext_on_the_wire() {
     )
     .unwrap();
     let mut frame = sender.frame();
-    frame
-        .page(|slot| {
-            slot.fill(b'#');
-            true
-        })
-        .unwrap();
+    frame.bytes(&[b'#'; PAGE_BYTES]);
     frame.finish(&[b'#'; 64]).unwrap();
     sender.finish().unwrap();
     let mut wire = Vec::new();

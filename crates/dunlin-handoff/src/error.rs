@@ -1,0 +1,204 @@
+//! Why a hand-off fails, and the fault codes of its errors.
+
+use std::io;
+use std::net::SocketAddr;
+
+use dunlin_lane::handshake::{HandshakeError, UntrustedReason};
+use dunlin_lane::kernel::Refused;
+use dunlin_lane::provider::TlsVersion;
+use dunlin_linux::socket::is_shortage;
+use dunlin_proto::fault::FaultCode;
+use thiserror::Error;
+
+/// Why no connection was established or moved into the kernel, or an acceptor did not start.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HandoffError {
+    /// The name does not resolve.
+    #[error("cannot resolve {host}: {source}; correct the name or this host's resolver")]
+    Unresolved {
+        /// The name.
+        host: String,
+        /// The resolver's error.
+        source: io::Error,
+    },
+    /// No address accepted the connection in time.
+    #[error("cannot reach {to}: {source}; check that the peer listens there, and the firewalls")]
+    Unreachable {
+        /// Name and port.
+        to: String,
+        /// The error of the last address.
+        source: io::Error,
+    },
+    /// The CA bundle contains neither the peer's certificate nor its issuer.
+    #[error("the certificate of {at} is not trusted: {}", untrusted(.why))]
+    NotTrusted {
+        /// The peer's address.
+        at: SocketAddr,
+        /// Where its chain ends, if the certificate can be decoded.
+        why: Option<UntrustedReason>,
+    },
+    /// The handshake failed.
+    #[error("TLS handshake with {at} failed: {source}")]
+    Handshake {
+        /// The peer's address.
+        at: SocketAddr,
+        /// The handshake's error.
+        source: Box<HandshakeError>,
+    },
+    /// The peer supports no offered version, cipher or curve.
+    #[error(
+        "{at} rejected the offered TLS parameters ({reason}): it must allow {version}, one of the offered ciphers and one of the offered curves"
+    )]
+    Incompatible {
+        /// The peer's address.
+        at: SocketAddr,
+        /// The version offered.
+        version: TlsVersion,
+        /// The peer's alert.
+        reason: String,
+    },
+    /// A socket operation failed.
+    #[error("cannot set up the socket to {at}: {source}")]
+    Socket {
+        /// The peer's address.
+        at: SocketAddr,
+        /// The error.
+        source: io::Error,
+    },
+    /// The caller cancelled the call.
+    #[error("cancelled before the handshake was complete")]
+    Cancelled,
+    /// The kernel has no TLS, or refused the connection's keys.
+    #[error(transparent)]
+    Kernel(#[from] Refused),
+    /// An acceptor could not be set up, for instance because no descriptors or threads are left.
+    #[error("cannot start the acceptor: {0}")]
+    Io(#[from] io::Error),
+}
+
+impl HandoffError {
+    /// The fault code.
+    #[must_use]
+    pub fn code(&self) -> FaultCode {
+        match self {
+            Self::Unresolved { .. } | Self::Unreachable { .. } => FaultCode::ControlLost,
+            Self::NotTrusted { .. } => FaultCode::Unauthorised,
+            Self::Handshake { source, .. } => of_handshake(source),
+            Self::Incompatible { .. } => FaultCode::SecurityNotAgreed,
+            Self::Cancelled => FaultCode::Cancelled,
+            Self::Kernel(refused) => of_kernel(refused),
+            Self::Socket { source, .. } | Self::Io(source) => of_io(source),
+        }
+    }
+}
+
+/// The fault code of a handshake with a program that need not be Dunlin.
+pub(crate) fn of_handshake(error: &HandshakeError) -> FaultCode {
+    match error {
+        HandshakeError::Incompatible(_) => FaultCode::SecurityNotAgreed,
+        HandshakeError::Expired { .. } | HandshakeError::NotYetValid { .. } => {
+            FaultCode::CertificateDate
+        }
+        HandshakeError::TooLong | HandshakeError::Protocol(_) => FaultCode::Malformed,
+        HandshakeError::Offload(refused) => of_kernel(refused),
+        HandshakeError::Local(_) => FaultCode::Internal,
+        error => error.of_control_lane(),
+    }
+}
+
+/// The fault code of a kernel that does not take a connection's keys.
+pub(crate) fn of_kernel(refused: &Refused) -> FaultCode {
+    match refused {
+        Refused::Gone => FaultCode::ControlLost,
+        _ => FaultCode::Kernel,
+    }
+}
+
+/// The fault code of a failed system call.
+pub(crate) fn of_io(error: &io::Error) -> FaultCode {
+    match is_shortage(error) {
+        true => FaultCode::DescriptorLimit,
+        false => FaultCode::Kernel,
+    }
+}
+
+fn untrusted(why: &Option<UntrustedReason>) -> String {
+    match why {
+        Some(UntrustedReason::SelfSigned { pin }) => {
+            format!(
+                "it is self-signed, with the key {pin}; to trust it, append it to the CA bundle"
+            )
+        }
+        Some(UntrustedReason::ByStranger { authority }) => {
+            format!(
+                "it was issued by {authority}; to trust that authority, append it to the CA bundle"
+            )
+        }
+        Some(UntrustedReason::BrokenOff { issuer }) => format!(
+            "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
+             trust it, append it to the CA bundle"
+        ),
+        None => "its issuer is unknown".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accept::Refusal;
+    use dunlin_lane::accept::RejectReason;
+    use dunlin_lane::record::Alert;
+
+    const OUT_OF_DESCRIPTORS: i32 = 24;
+    const ACCESS_DENIED: i32 = 13;
+
+    #[test]
+    fn an_errors_code_depends_on_its_cause() {
+        let at = SocketAddr::from(([192, 0, 2, 7], 443));
+        let io = io::Error::from_raw_os_error;
+        let incompatible = || HandshakeError::Incompatible(String::new());
+        let expired = || HandshakeError::Expired {
+            detail: String::new(),
+        };
+        for (cause, code) in [
+            (HandshakeError::Deadline, FaultCode::ControlLost),
+            (HandshakeError::Mirror, FaultCode::NotDunlin),
+            (HandshakeError::Revoked, FaultCode::Unauthorised),
+            (expired(), FaultCode::CertificateDate),
+            (
+                HandshakeError::PeerAlert(Alert(42)),
+                FaultCode::Unauthorised,
+            ),
+            (HandshakeError::TooLong, FaultCode::Malformed),
+            (Refused::Absent.into(), FaultCode::Kernel),
+            (incompatible(), FaultCode::SecurityNotAgreed),
+        ] {
+            let source = Box::new(cause);
+            let error = HandoffError::Handshake { at, source };
+            assert_eq!(error.code(), code, "{error}");
+        }
+        for (error, code) in [
+            (HandoffError::from(Refused::Absent), FaultCode::Kernel),
+            (Refused::Gone.into(), FaultCode::ControlLost),
+            (io(ACCESS_DENIED).into(), FaultCode::Kernel),
+            (io(OUT_OF_DESCRIPTORS).into(), FaultCode::DescriptorLimit),
+        ] {
+            assert_eq!(error.code(), code, "{error}");
+        }
+        for (refusal, code) in [
+            (Refusal::from(incompatible()), FaultCode::SecurityNotAgreed),
+            (expired().into(), FaultCode::CertificateDate),
+            (
+                RejectReason::Io(io(ACCESS_DENIED)).into(),
+                FaultCode::ControlLost,
+            ),
+            (Refusal::Evicted(7), FaultCode::LaneLimit),
+            (Refusal::UnknownName, FaultCode::UnknownRoute),
+            (Refusal::ReceiverBusy(7), FaultCode::TargetUnreachable),
+            (io(OUT_OF_DESCRIPTORS).into(), FaultCode::DescriptorLimit),
+        ] {
+            assert_eq!(refusal.code(), code, "{refusal}");
+        }
+    }
+}
