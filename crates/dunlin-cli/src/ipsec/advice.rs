@@ -1,4 +1,4 @@
-//! Advice to operators on errors and events of IPsec sessions: the library names no flags and
+//! Advice to operators on errors and events of keying sessions: the library names no flags and
 //! commands.
 
 use anyhow::{Error, anyhow};

@@ -259,7 +259,7 @@ fn ask(socket: &Path, request: Request) -> Result<Answer> {
         Request::Status => STATUS_LIMIT,
         Request::Rekey | Request::Down => ANSWER_LIMIT,
     };
-    let mut client = Client::ask(socket, "IPsec session", &request, Some(limit))?;
+    let mut client = Client::ask(socket, "keying session", &request, Some(limit))?;
     let answer: Answer = client
         .next()?
         .context("the process closed the connection")?;

@@ -1,4 +1,4 @@
-//! The messages between the two sides of an IPsec session after a version is selected. The parent
+//! The messages between the two sides of a keying session after a version is selected. The parent
 //! module shows their order.
 //!
 //! A message is a header of 8 bytes, the kind's fixed part, and extension fields ([`crate::wire`]).
