@@ -20,6 +20,7 @@
 pub(crate) mod codec;
 mod error;
 pub(crate) mod message;
+pub(crate) mod numbered;
 mod start;
 
 pub use error::{DecodeError, DecodeReason, EncodeError};
