@@ -519,9 +519,11 @@ mod tests {
 
     use super::*;
 
-    /// Level and fault code of each line of a log.
+    /// Level and fault code of a line of a log.
+    type LogLine = (Level, Option<String>);
+
     #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<(Level, Option<String>)>>>);
+    struct Lines(Arc<Mutex<Vec<LogLine>>>);
 
     impl<S: Subscriber> Layer<S> for Lines {
         fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
