@@ -22,7 +22,7 @@ use serde::de::DeserializeOwned;
 
 use crate::code::DONE;
 use crate::line::{FailedLine, Line};
-use crate::log::say;
+use crate::log::warn;
 use crate::service::start;
 
 /// Maximum length of a request line.
@@ -149,7 +149,7 @@ pub(crate) trait Service: Send + Sync + 'static {
 
     /// Logs a warning for the operator.
     fn warn(&self, text: &str) {
-        say(text);
+        warn([text.to_owned()]);
     }
 }
 

@@ -22,7 +22,7 @@ use crate::confine::LANE_PORTS;
 use crate::ipsec::ModeName;
 use crate::ipsec::advice::event_text;
 
-/// Subdirectories of the control directory: sockets of tunnels, and of IPsec sessions.
+/// Subdirectories of the control directory: sockets of tunnels, and of keying sessions.
 pub(crate) const TUNNELS: &str = "tunnels";
 pub(crate) const IPSEC: &str = "ipsec";
 
@@ -40,7 +40,7 @@ impl ControlPath {
         self.socket_in(TUNNELS, name)
     }
 
-    /// The control socket of the IPsec session with this peer, or of the server.
+    /// The control socket of the keying session with this peer, or of the server.
     pub(crate) fn ipsec(&self, name: &str) -> Result<PathBuf> {
         let file = name.replace(['/', '\0', ':', '[', ']'], "_");
         if file.is_empty() || file.starts_with('.') {

@@ -68,7 +68,7 @@ fn failures_are_objects_with_json() {
         ),
         ("cancel --vm no", "no VM answers"),
         ("tunnel open ram", "no tunnel runs here"),
-        ("ipsec status no", "no IPsec session answers"),
+        ("ipsec status no", "no keying session answers"),
     ] {
         let mut command = words(&format!("{command} --json --control"));
         command.arg(hosts.scratch.join("control"));

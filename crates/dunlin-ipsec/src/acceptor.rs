@@ -187,7 +187,7 @@ impl Site {
     fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
         let result = accept(listener, tls, stopped, |arrival| match arrival {
             Arrival::Control { stream, opening } => self.begin_or_reject(stream, &opening),
-            Arrival::Lane { .. } => self.reject("a lane", "an IPsec session has no lanes"),
+            Arrival::Lane { .. } => self.reject("a lane", "a keying session has no lanes"),
             Arrival::Rejected { from, reason } => {
                 self.reject(&from.to_string(), &harmless(&reason.to_string()));
             }

@@ -6,13 +6,13 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use super::error::IpsecError;
+use super::xfrm::Network;
 use dunlin_lane::peers::{AuthorisedBy, Peer, PeerIdentity};
 
 /// An address, or all addresses with a common prefix, written `192.0.2.0/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressBlock {
-    address: IpAddr,
-    bits: u8,
+    network: Network,
 }
 
 /// The text is not an address or a block of addresses. The fault is in the configuration.
@@ -24,17 +24,7 @@ impl AddressBlock {
     /// Returns whether the block contains `address`.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
-        let same = |own: u128, other: u128, all: u8| {
-            let rest = u32::from(all - self.bits);
-            own.checked_shr(rest) == other.checked_shr(rest)
-        };
-        match (self.address, address.to_canonical()) {
-            (IpAddr::V4(own), IpAddr::V4(other)) => {
-                same(own.to_bits().into(), other.to_bits().into(), 32)
-            }
-            (IpAddr::V6(own), IpAddr::V6(other)) => same(own.to_bits(), other.to_bits(), 128),
-            _ => false,
-        }
+        self.network.contains(address.to_canonical())
     }
 }
 
@@ -47,22 +37,25 @@ impl FromStr for AddressBlock {
             Some((address, bits)) => (address, Some(bits)),
             None => (text, None),
         };
-        let address: IpAddr = address.parse().map_err(|_| failed())?;
-        let all = if address.is_ipv4() { 32 } else { 128 };
-        let bits = match bits {
-            Some(bits) => bits.parse().map_err(|_| failed())?,
-            None => all,
-        };
-        if bits > all {
-            return Err(failed());
+        let mut network = Network::one(address.parse().map_err(|_| failed())?);
+        if let Some(bits) = bits {
+            let longest = network.prefix;
+            network.prefix = bits.parse().map_err(|_| failed())?;
+            if network.prefix > longest {
+                return Err(failed());
+            }
         }
-        Ok(Self { address, bits })
+        Ok(Self { network })
     }
 }
 
 impl fmt::Display for AddressBlock {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{}/{}", self.address, self.bits)
+        write!(
+            formatter,
+            "{}/{}",
+            self.network.address, self.network.prefix
+        )
     }
 }
 

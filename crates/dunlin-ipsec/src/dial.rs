@@ -39,7 +39,7 @@ pub fn up(
     begin(control, session, options, observer, &given_up)
 }
 
-/// Connects and negotiates an IPsec session.
+/// Connects and negotiates a keying session.
 pub(super) fn open(
     (endpoint, connector): (&str, &dyn Connector),
     tls: &ClientTls,

@@ -1,4 +1,4 @@
-//! Why an IPsec session does not start, or has ended.
+//! Why a keying session does not start, or has ended.
 
 use std::io;
 use std::net::IpAddr;

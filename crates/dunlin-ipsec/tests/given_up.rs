@@ -1,4 +1,4 @@
-//! An IPsec session is cancelled while the peer is silent: it ends at once, and the peer sees the
+//! A keying session is cancelled while the peer is silent: it ends at once, and the peer sees the
 //! end.
 #![allow(clippy::unwrap_used)]
 

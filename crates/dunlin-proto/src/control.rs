@@ -28,12 +28,12 @@ mod regions;
 
 use std::fmt;
 
+pub use body::Kind;
 pub use regions::{Region, RegionError, RegionKind, RegionTable};
 
 use crate::fault::FaultCode;
 use crate::limits::{DIGEST_BYTES, MAX_CONTROL_BODY_BYTES, SESSION_ID_BYTES};
 use crate::negotiate::{SessionId, SessionSecret};
-use crate::wire::message::kinds;
 use crate::wire::{DecodeError, Reader, Start};
 
 /// Bytes of a control message's header.
@@ -346,28 +346,6 @@ pub enum Message {
         /// What became of it.
         verdict: Verdict,
     },
-}
-
-kinds! {
-    Describe = 1, "describe";
-    Accept = 2, "accept";
-    Refuse = 3, "refuse";
-    LaneUp = 4, "lane up";
-    LaneRefused = 5, "lane refused";
-    Ack = 6, "ack";
-    Section = 7, "section";
-    Final = 8, "final";
-    Ready = 9, "ready";
-    Commit = 10, "commit";
-    Running = 11, "running";
-    Release = 12, "release";
-    Cancel = 13, "cancel";
-    Ping = 14, "ping";
-    Pong = 15, "pong";
-    Fence = 16, "fence";
-    Fenced = 17, "fenced";
-    Inquire = 18, "inquire";
-    Answer = 19, "answer";
 }
 
 #[cfg(test)]

@@ -229,7 +229,7 @@ faults! {
     /// The tunnel was asked to stop, and its channels did not end in time.
     Ended = 35, "ended", Local,
         "Start the tunnel on that host again; give it more time to drain if channels were aborted.";
-    /// The ports of an IPsec session belong to another session, or to a policy
+    /// The ports of a keying session belong to another session, or to a policy
     /// of another program.
     PortsTaken = 36, "ports-taken", Configuration,
         "Choose ports that no other session between these hosts uses and no policy of another program covers (`ip xfrm policy`).";

@@ -96,6 +96,14 @@ pub struct Slot {
     pub sender: Sender,
 }
 
+impl Slot {
+    /// The slot with its SPI.
+    #[must_use]
+    pub fn granted(self, spi: u32) -> Grant {
+        Grant { slot: self, spi }
+    }
+}
+
 /// A slot with the SPI under which the receiver installed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grant {

@@ -24,6 +24,7 @@ use thiserror::Error;
 use crate::limits::{MAX_ENDPOINT_BYTES, MAX_NAME_BYTES, MAX_SOCKET_PATH_BYTES};
 use crate::negotiate::SessionId;
 use crate::wire::codec::{Codec, NOT_ZERO};
+use crate::wire::numbered::numbered;
 use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
 
 /// Bytes of a record. All records have this size: the longest name, peer and
@@ -52,46 +53,9 @@ const _: () = assert!(
 );
 const _: () = assert!(RECORD_BYTES <= SLOT_BYTES);
 
-/// One row per state: its number in the file and its name in documents and
-/// logs.
-macro_rules! states {
-    ($(#[$doc:meta])* $name:ident { $( $(#[$row:meta])* $variant:ident = $number:literal, $text:literal; )* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum $name {
-            $( $(#[$row])* $variant, )*
-        }
-
-        impl $name {
-            /// Every state, ordered by number.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The state's name in documents and logs.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self { $( Self::$variant => $text, )* }
-            }
-
-            fn to_file(self) -> u8 {
-                match self { $( Self::$variant => $number, )* }
-            }
-
-            fn from_file(number: u8) -> Option<Self> {
-                match number { $( $number => Some(Self::$variant), )* _ => None }
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str(self.name())
-            }
-        }
-    };
-}
-
-states! {
+numbered! {
     /// What the source remembers of an attempt.
-    SourceRecord {
+    SourceRecord: u8 {
         /// Pre-copy: the VM is here and has not been paused.
         Migrating = 1, "migrating";
         /// *commit* may have been sent: the VM must not be resumed here before
@@ -111,9 +75,9 @@ states! {
     }
 }
 
-states! {
+numbered! {
     /// What the destination remembers of an attempt.
-    DestinationRecord {
+    DestinationRecord: u8 {
         /// The attempt is known here and undecided.
         Prepared = 1, "prepared";
         /// The VM runs here, or ran until its process died.
@@ -249,8 +213,8 @@ impl Record {
             writer.bytes(&MAGIC);
             writer.u16(VERSION);
             let (role, state) = match self.state {
-                State::Source(state) => (1, state.to_file()),
-                State::Destination(state) => (2, state.to_file()),
+                State::Source(state) => (1, state.to_wire()),
+                State::Destination(state) => (2, state.to_wire()),
             };
             writer.u8(role);
             writer.u8(state);
@@ -301,8 +265,8 @@ impl Record {
         let number = reader.u8("state")?;
         let unknown = || bad_value("state", u64::from(number), role_at + 1);
         let state = match role {
-            1 => State::Source(SourceRecord::from_file(number).ok_or_else(unknown)?),
-            2 => State::Destination(DestinationRecord::from_file(number).ok_or_else(unknown)?),
+            1 => State::Source(SourceRecord::from_wire(number).ok_or_else(unknown)?),
+            2 => State::Destination(DestinationRecord::from_wire(number).ok_or_else(unknown)?),
             role => return Err(bad_value("role", u64::from(role), role_at)),
         };
         reader.reserved::<4>("reserved")?;

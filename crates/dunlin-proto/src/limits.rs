@@ -260,7 +260,7 @@ pub const MAX_CLIENT_FLIGHT_BYTES: usize = 40 * 1024;
 /// Bytes of a server name: the longest DNS name is 253, and OpenSSL takes 255.
 pub const MAX_SERVER_NAME_BYTES: usize = 255;
 
-/// SAs that one side of an IPsec session installs for the other side's traffic,
+/// SAs that one side of a keying session installs for the other side's traffic,
 /// in one epoch.
 ///
 /// More than a host has CPUs that carry lanes, or connections worth an SA of
@@ -271,7 +271,7 @@ pub const MAX_SAS: u16 = 1024;
 /// SAs in one message: the maximum, so one exchange replaces an epoch's keys.
 pub const MAX_SLOTS: usize = MAX_SAS as usize;
 
-/// Bytes of a message of an IPsec session after its header.
+/// Bytes of a message of a keying session after its header.
 pub const MAX_IPSEC_BODY_BYTES: usize = 16 * 1024;
 
 /// Bytes left in the largest control bodies for extension fields of later

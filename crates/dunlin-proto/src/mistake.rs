@@ -83,7 +83,7 @@ mistakes! {
         /// An abort waits until all earlier bytes are delivered.
         ResetBehindData,
     }
-    /// Every mistake in IPsec sessions.
+    /// Every mistake in keying sessions.
     IPSEC {
         /// The SAs of new keys are numbered from 0 again, and so are the inputs of
         /// their key derivation. Right: a session never reuses a number.

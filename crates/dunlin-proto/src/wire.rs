@@ -20,6 +20,7 @@
 pub(crate) mod codec;
 mod error;
 pub(crate) mod message;
+pub(crate) mod numbered;
 mod start;
 
 pub use error::{DecodeError, DecodeReason, EncodeError};
@@ -69,11 +70,7 @@ impl<'a> Reader<'a> {
     /// [`DecodeReason::Truncated`].
     pub fn bytes(&mut self, what: &'static str, length: usize) -> Result<&'a [u8], DecodeError> {
         let Some((taken, rest)) = self.rest.split_at_checked(length) else {
-            let why = DecodeReason::Truncated {
-                needed: wide(length),
-                left: wide(self.rest.len()),
-            };
-            return Err(self.refuse(what, why));
+            return Err(self.truncated(what, length));
         };
         self.rest = rest;
         self.offset += length;
@@ -169,11 +166,8 @@ impl<'a> Reader<'a> {
         let offset = self.offset;
         let length = usize::from(self.u16(what)?);
         within(what, wide(length), wide(limit), offset)?;
-        std::str::from_utf8(self.bytes(what, length)?).map_err(|_| DecodeError {
-            what,
-            why: DecodeReason::BadText,
-            offset,
-        })
+        std::str::from_utf8(self.bytes(what, length)?)
+            .map_err(|_| DecodeError::new(what, DecodeReason::BadText, offset))
     }
 
     /// A 16-bit count of items, at most `limit`, of at least `item_bytes` each.
@@ -193,11 +187,7 @@ impl<'a> Reader<'a> {
         within(what, wide(count), wide(limit), offset)?;
         let needed = count * item_bytes;
         if needed > self.rest.len() {
-            let why = DecodeReason::Truncated {
-                needed: wide(needed),
-                left: wide(self.rest.len()),
-            };
-            return Err(self.refuse(what, why));
+            return Err(self.truncated(what, needed));
         }
         Ok(count)
     }
@@ -238,11 +228,8 @@ impl<'a> Reader<'a> {
             if known(tag, &mut value)? {
                 value.finish(WHAT)?;
             } else if flags & FIELD_REQUIRED != 0 {
-                return Err(DecodeError {
-                    what: WHAT,
-                    why: DecodeReason::UnknownRequiredField { tag },
-                    offset,
-                });
+                let why = DecodeReason::UnknownRequiredField { tag };
+                return Err(DecodeError::new(WHAT, why, offset));
             }
         }
         Ok(())
@@ -257,7 +244,8 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         let bytes = wide(self.rest.len());
-        Err(self.refuse(what, DecodeReason::Trailing { bytes }))
+        let why = DecodeReason::Trailing { bytes };
+        Err(DecodeError::new(what, why, self.offset))
     }
 
     /// A reader over a message's `body`, which must have the announced length.
@@ -277,12 +265,12 @@ impl<'a> Reader<'a> {
         std::mem::replace(self, left)
     }
 
-    fn refuse(&self, what: &'static str, why: DecodeReason) -> DecodeError {
-        DecodeError {
-            what,
-            why,
-            offset: self.offset,
-        }
+    fn truncated(&self, what: &'static str, needed: usize) -> DecodeError {
+        let why = DecodeReason::Truncated {
+            needed: wide(needed),
+            left: wide(self.rest.len()),
+        };
+        DecodeError::new(what, why, self.offset)
     }
 }
 
@@ -304,38 +292,22 @@ pub(crate) fn within(
 
 /// The error for a number over its limit.
 pub(crate) fn over_limit(what: &'static str, value: u64, limit: u64, offset: usize) -> DecodeError {
-    DecodeError {
-        what,
-        why: DecodeReason::OverLimit { value, limit },
-        offset,
-    }
+    DecodeError::new(what, DecodeReason::OverLimit { value, limit }, offset)
 }
 
 /// The error for a value that a field cannot have.
 pub(crate) fn bad_value(what: &'static str, value: u64, offset: usize) -> DecodeError {
-    DecodeError {
-        what,
-        why: DecodeReason::BadValue { value },
-        offset,
-    }
+    DecodeError::new(what, DecodeReason::BadValue { value }, offset)
 }
 
 /// The error for a value that this release does not implement.
 pub(crate) fn unsupported(what: &'static str, value: u64, offset: usize) -> DecodeError {
-    DecodeError {
-        what,
-        why: DecodeReason::Unsupported { value },
-        offset,
-    }
+    DecodeError::new(what, DecodeReason::Unsupported { value }, offset)
 }
 
 /// The error for a value that contradicts another one or a rule.
 pub(crate) fn inconsistent(what: &'static str, why: &'static str, offset: usize) -> DecodeError {
-    DecodeError {
-        what,
-        why: DecodeReason::Inconsistent(why),
-        offset,
-    }
+    DecodeError::new(what, DecodeReason::Inconsistent(why), offset)
 }
 
 /// Appends fields to a vector; the mirror of [`Reader`].

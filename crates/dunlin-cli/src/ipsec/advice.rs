@@ -1,7 +1,8 @@
-//! Advice to operators on errors and events of IPsec sessions: the library names no flags and
+//! Advice to operators on errors and events of keying sessions: the library names no flags and
 //! commands.
 
 use anyhow::{Error, anyhow};
+use dunlin::engine::fault_behind;
 use dunlin_ipsec::{Event, IpsecError};
 use dunlin_proto::fault::FaultCode;
 use tracing::{info, warn};
@@ -37,6 +38,15 @@ pub(crate) fn event_text(event: &Event) -> String {
         Event::StaysBlocked { .. } => format!("{event}, or `dunlin ipsec clean`"),
         event => event.to_string(),
     }
+}
+
+/// The fault code of an error of this command, if it has one.
+pub(super) fn fault_of(error: &Error) -> Option<&'static str> {
+    let code = error
+        .chain()
+        .find_map(|cause| Some(cause.downcast_ref::<IpsecError>()?.code()));
+    code.or_else(|| fault_behind(error.as_ref()))
+        .map(FaultCode::name)
 }
 
 /// An error of `dunlin ipsec up`, with advice.

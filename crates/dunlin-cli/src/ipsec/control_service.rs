@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::{DONE, FAILED};
 use crate::control::Client;
-use crate::log::say;
+use crate::log::warn;
 use crate::options::{ControlPath, IPSEC};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
@@ -245,7 +245,7 @@ impl Which {
                 // Its sessions are on record.
                 Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
                     let (at, why) = (socket.display(), chained(&error));
-                    say(&format!("no status from {at}: {why}"));
+                    warn([format!("no status from {at}: {why}")]);
                 }
                 Err(error) => return Err(error),
             }
@@ -259,7 +259,7 @@ fn ask(socket: &Path, request: Request) -> Result<Answer> {
         Request::Status => STATUS_LIMIT,
         Request::Rekey | Request::Down => ANSWER_LIMIT,
     };
-    let mut client = Client::ask(socket, "IPsec session", &request, Some(limit))?;
+    let mut client = Client::ask(socket, "keying session", &request, Some(limit))?;
     let answer: Answer = client
         .next()?
         .context("the process closed the connection")?;
@@ -318,11 +318,10 @@ impl Status {
         let found = match ipsec::recorded(&records) {
             Ok(found) => found,
             Err(error) => {
-                let why = anyhow::Error::from(error);
-                say(&format!(
+                warn([format!(
                     "cannot show sessions of migrations, tunnels and dead processes: {}",
-                    chained(&why)
-                ));
+                    chained(&error.into())
+                )]);
                 return Ok(Vec::new());
             }
         };
@@ -332,8 +331,8 @@ impl Status {
                 Ok(session) if is_reported(&session, answered) => {}
                 Ok(session) => lines.push(SessionLine::recorded(&session)),
                 Err(error) => {
-                    let why = anyhow::Error::from(error);
-                    say(&format!("cannot show a session: {}", chained(&why)));
+                    let why = chained(&error.into());
+                    warn([format!("cannot show a session: {why}")]);
                 }
             }
         }

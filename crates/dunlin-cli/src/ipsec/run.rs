@@ -21,9 +21,10 @@ use dunlin_ipsec::{
     self, AddressBlock, Event, Mode, Observer, Options, PortRange, Server, Session, Udp,
 };
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
+use tracing::{error, warn};
 
 use super::ModeName;
-use super::advice::{log_event, with_advice};
+use super::advice::{fault_of, log_event, with_advice};
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{self, Service, Socket};
@@ -125,7 +126,7 @@ impl Blocked {
         if records.is_empty() {
             return DONE;
         }
-        say(&stay_blocked(&records));
+        warn([stay_blocked(&records)]);
         FAILED
     }
 }
@@ -204,16 +205,7 @@ impl Serve {
         let (sender, events) = channel::<ServiceEvent>();
         wait_for(sender, ends, hang_ups, || ())?;
         let held = Held::serve(&socket, "serve", Sessions::Server(server), blocked.clone())?;
-        let reload = || match accepting.reload() {
-            Ok((until, warnings)) => {
-                say(&format!("certificate reloaded, valid until {until}"));
-                warn(warnings);
-            }
-            Err(error) => say(&format!(
-                "certificate not reloaded, everything stays as it was: {}",
-                chained(&error)
-            )),
-        };
+        let reload = || log_reload(accepting.reload());
         if let Some(signal) = serve_until_end(&events, reload, || held.is_over()) {
             manager.stopping();
             say(&format!("{}: ending all sessions", signal.name()));
@@ -256,7 +248,7 @@ impl Up {
         let (tls, warnings) = client_tls(&common, &to)?;
         warn(warnings.into_iter().chain(offload_advice()));
         let options = self.own.options(self.mode.into(), self.ports, self.udp)?;
-        let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "an IPsec session")?;
+        let socket = Socket::bind(&self.own.control.ipsec(&self.peer)?, "a keying session")?;
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let (sender, events) = channel::<ServiceEvent>();
         let own = cancel.clone();
@@ -300,11 +292,27 @@ impl Up {
                 Err(anyhow!(error).context("the session ended"))
             }
             Some(Err(error)) => {
-                say(&chained(&anyhow!(error)));
+                let error = anyhow!(error);
+                error!(fault = fault_of(&error), "{}", chained(&error));
                 Ok(FAILED)
             }
             _ => Ok(blocked.code()),
         }
+    }
+}
+
+/// Logs whether the certificate was reloaded.
+fn log_reload(reloaded: Result<(String, Vec<String>)>) {
+    match reloaded {
+        Ok((until, warnings)) => {
+            say(&format!("certificate reloaded, valid until {until}"));
+            warn(warnings);
+        }
+        Err(error) => warn!(
+            fault = fault_of(&error),
+            "certificate not reloaded, everything stays as it was: {}",
+            chained(&error)
+        ),
     }
 }
 
@@ -473,7 +481,8 @@ impl Service for Held {
             }
             Request::Down => {
                 if let Some(Err(error)) = self.end() {
-                    self.warn(&chained(&anyhow!(error)));
+                    let error = anyhow!(error);
+                    warn!(fault = fault_of(&error), "{}", chained(&error));
                 }
             }
         }
@@ -493,14 +502,69 @@ impl Service for Held {
     }
 
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
-        self.warn(&format!("cannot answer a request: {}", chained(error)));
+        let why = chained(error);
+        warn!(fault = fault_of(error), "cannot answer a request: {why}");
         error.into()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Debug;
+
+    use tracing::field::{Field, Visit};
+    use tracing::{Event, Level, Subscriber};
+    use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+    use tracing_subscriber::registry::Registry;
+
     use super::*;
+
+    /// Level and fault code of a line of a log.
+    type LogLine = (Level, Option<String>);
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<LogLine>>>);
+
+    impl<S: Subscriber> Layer<S> for Lines {
+        fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+            let mut fault = Fault(None);
+            event.record(&mut fault);
+            lock(&self.0).push((*event.metadata().level(), fault.0));
+        }
+    }
+
+    struct Fault(Option<String>);
+
+    impl Visit for Fault {
+        fn record_str(&mut self, field: &Field, value: &str) {
+            if field.name() == "fault" {
+                self.0 = Some(value.to_owned());
+            }
+        }
+
+        fn record_debug(&mut self, _: &Field, _: &dyn Debug) {}
+    }
+
+    #[test]
+    fn failures_are_logged_as_warnings_with_their_fault_code() {
+        let held = Arc::new(Held {
+            name: "serve".to_owned(),
+            sessions: Mutex::new(None),
+            ending: Mutex::new(()),
+            blocked: Blocked::default(),
+        });
+        let error = || anyhow!(ipsec::IpsecError::NoPerCpu).context("of this request");
+        let lines = Lines::default();
+        let log = Registry::default().with(lines.clone());
+        tracing::subscriber::with_default(log, || {
+            held.refused(&error());
+            log_reload(Err(error()));
+            log_reload(Err(anyhow!("no such file")));
+        });
+        let fault = Some("feature-missing".to_owned());
+        let expected = [fault.clone(), fault, None].map(|fault| (Level::WARN, fault));
+        assert_eq!(*lock(&lines.0), expected);
+    }
 
     #[test]
     fn a_peer_is_bound_to_the_addresses_after_its_name() {

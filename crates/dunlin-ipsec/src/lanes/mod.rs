@@ -3,13 +3,13 @@
 //! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens
 //! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
 //! The side that accepts lanes passes each arrival to
-//! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of IPsec
+//! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of keying
 //! sessions, and each plain lane to [`LaneAcceptor::admit`](dunlin_lane::admit::LaneAcceptor::admit),
 //! which checks with [`IpsecLanes::covers`] that the lane belongs to such a session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts
-//!   IpsecDialer ─▶ connection of its own (TLS): an IPsec session's ═════════▶ take
+//!   IpsecDialer ─▶ connection of its own (TLS): a keying session's ═════════▶ take
 //!    │      offer, to the listener of the lanes, for 64 source ports
 //!    ▼
 //!   ProtectedLane: a lane ── from one of these ports, by ESP ────────────▶ covers
@@ -116,7 +116,7 @@ pub enum NotProtected {
     #[error("addresses of the connection are not available: {0}")]
     Socket(#[from] io::Error),
     /// The connection did not use an SA of this peer.
-    #[error("source {from} is not a port of an IPsec session with this peer")]
+    #[error("source {from} is not a port of a keying session with this peer")]
     NoSession {
         /// The source address of the lane.
         from: SocketAddr,
@@ -171,7 +171,7 @@ impl IpsecLanes {
         })))
     }
 
-    /// Checks that a plain lane of a session with this peer uses the SAs of an IPsec session with
+    /// Checks that a plain lane of a session with this peer uses the SAs of a keying session with
     /// the same peer. Then nothing else reaches this host from the lane's source port (I6).
     ///
     /// # Errors

@@ -21,7 +21,7 @@ impl SealedLanes for IpsecLanes {
         Arc::new(IpsecDialer::new(self.clone()))
     }
 
-    /// Takes offers of IPsec sessions from what arrives at a listener of lanes; returns anything
+    /// Takes offers of keying sessions from what arrives at a listener of lanes; returns anything
     /// else.
     fn take(&self, arrival: Arrival) -> Option<Arrival> {
         let Arrival::Control { stream, opening } = arrival else {
@@ -36,7 +36,7 @@ impl SealedLanes for IpsecLanes {
         // On failure the connection is dropped, and so closed, without an answer.
         let offered = |offers: &SyncSender<_>| offers.try_send((stream, opening)).is_ok();
         if !self.0.offers.as_ref().is_some_and(offered) {
-            let why = "too many IPsec sessions requested at once";
+            let why = "too many keying sessions requested at once";
             self.0.shared.site.reject(&from, why);
         }
         None

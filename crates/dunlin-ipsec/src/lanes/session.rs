@@ -40,8 +40,8 @@ const LOOK: Duration = Duration::from_millis(5);
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum LaneError {
-    /// The IPsec session failed.
-    #[error("no IPsec session for a lane")]
+    /// The keying session failed.
+    #[error("no keying session for a lane")]
     Session(#[from] IpsecError),
     /// Another peer answers at the endpoint of the lane.
     #[error("{to} presented a certificate other than that of the control lane")]

@@ -14,7 +14,7 @@ use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
 use dunlin_proto::ipsec::message::{Message, Terms};
 use dunlin_proto::ipsec::object::{Association, Direction, Object};
 use dunlin_proto::ipsec::plan::{SessionParameters, Step};
-use dunlin_proto::ipsec::{Grant, LEAST_SPI, Mode, Sender, Slot};
+use dunlin_proto::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
 use dunlin_proto::negotiate::SessionId;
 use zeroize::Zeroizing;
@@ -290,12 +290,7 @@ impl Driver {
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
         let parameters = self.parameters()?;
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
-        let grants = slots.iter().map(|slot| {
-            Ok(Grant {
-                slot: *slot,
-                spi: spi()?,
-            })
-        });
+        let grants = slots.iter().map(|slot| Ok(slot.granted(spi()?)));
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
         // All at once: each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);

@@ -98,19 +98,8 @@ pub(super) fn is_same(installed: &Installed, one: &Association) -> bool {
 
 /// Whether some TCP packet matches both policies, regardless of priorities.
 pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
-    let network = |other: Network, own: Network| match (other.address, own.address) {
-        // The kernel writes "any" as zeros of either family.
-        _ if other.prefix == 0 => true,
-        (std::net::IpAddr::V4(other_address), std::net::IpAddr::V4(address)) => {
-            let shift = 32 - u32::from(other.prefix.min(32));
-            other_address.to_bits() >> shift == address.to_bits() >> shift
-        }
-        (std::net::IpAddr::V6(other_address), std::net::IpAddr::V6(address)) => {
-            let shift = 128 - u32::from(other.prefix.min(128));
-            other_address.to_bits() >> shift == address.to_bits() >> shift
-        }
-        _ => false,
-    };
+    // The kernel writes "any" as zeros of either family.
+    let network = |other: Network, own: Network| other.prefix == 0 || other.contains(own.address);
     let (theirs, ours) = (&other.selector, &own.selector);
     let family = theirs.source.prefix > 0 || theirs.destination.prefix > 0;
     let same_family = theirs.source.address.is_ipv4() == ours.source.address.is_ipv4();

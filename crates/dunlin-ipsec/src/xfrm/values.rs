@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
+use dunlin_proto::ipsec::key::KEY_BYTES;
 use dunlin_proto::ipsec::object::{Direction, Encapsulation};
 use dunlin_proto::ipsec::ports::PortBlock;
 use zeroize::Zeroizing;
@@ -31,7 +32,7 @@ pub struct KeyAndSalt(Zeroizing<[u8; Self::BYTES]>);
 
 impl KeyAndSalt {
     /// The length of both together.
-    pub const BYTES: usize = 36;
+    pub const BYTES: usize = KEY_BYTES;
 
     /// Copies the bytes; the caller must wipe the original.
     #[must_use]
@@ -207,6 +208,21 @@ pub struct Network {
 }
 
 impl Network {
+    /// Whether an address has the network's prefix.
+    pub(crate) fn contains(&self, address: IpAddr) -> bool {
+        let same = |own: u128, other: u128, all: u8| {
+            let rest = u32::from(all.saturating_sub(self.prefix));
+            own.checked_shr(rest) == other.checked_shr(rest)
+        };
+        match (self.address, address) {
+            (IpAddr::V4(own), IpAddr::V4(other)) => {
+                same(own.to_bits().into(), other.to_bits().into(), 32)
+            }
+            (IpAddr::V6(own), IpAddr::V6(other)) => same(own.to_bits(), other.to_bits(), 128),
+            _ => false,
+        }
+    }
+
     /// A network of one address.
     #[must_use]
     pub fn one(address: IpAddr) -> Self {

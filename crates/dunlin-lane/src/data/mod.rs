@@ -62,7 +62,7 @@ impl PlainConsent {
         (ours && theirs).then_some(Self(()))
     }
 
-    /// Returns the consent for a connection that an IPsec session of both sides protects. The
+    /// Returns the consent for a connection that a keying session of both sides protects. The
     /// caller guarantees the protection.
     #[must_use]
     pub fn sealed_below() -> Self {

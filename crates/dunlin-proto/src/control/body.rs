@@ -2,7 +2,7 @@
 //! order of the tables in docs/wire/.
 
 use super::{
-    Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Kind, Message, Position, Reached,
+    Accept, ChunkSet, Describe, Digest, Envelope, Final, Header, Message, Position, Reached,
     Section, Verdict,
 };
 use crate::limits::{
@@ -12,9 +12,9 @@ use crate::limits::{
 use crate::wire::codec::{
     Blob, Codec, Fields, LANES, Layout, List, NOT_ZERO, OneOf, Plain, Text, Within, layout,
 };
-use crate::wire::message::bodies;
+use crate::wire::message::messages;
 use crate::wire::{
-    DecodeError, EncodeError, Reader, Start, Writer, bad_value, inconsistent, invalid, unsupported,
+    DecodeError, EncodeError, Reader, Writer, bad_value, inconsistent, invalid, unsupported,
 };
 
 /// The value that means a lane's end, in place of an iteration.
@@ -61,55 +61,39 @@ impl Message {
     /// # Errors
     /// A value that a peer would reject; `out` is then unchanged.
     pub fn encode(&self, envelope: &Envelope, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        let kind = self.kind().to_wire();
-        Start::write(
-            out,
-            kind,
-            MAX_CONTROL_BODY_BYTES,
-            |writer| {
-                writer.u32(envelope.epoch);
-                writer.u32(0);
-                writer.u64(envelope.sequence);
-                writer.bytes(&envelope.session);
-            },
-            |writer| encode_body(self, writer),
-        )
-    }
-
-    /// Reads the body that follows `header`; `None` is an unknown message that
-    /// may be skipped.
-    ///
-    /// # Errors
-    /// [`DecodeError`], also if the body's length is not the announced one.
-    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        header.start.decode(bytes, Kind::from_wire, decode_body)
+        self.append(out, MAX_CONTROL_BODY_BYTES, |writer| {
+            writer.u32(envelope.epoch);
+            writer.u32(0);
+            writer.u64(envelope.sequence);
+            writer.bytes(&envelope.session);
+        })
     }
 }
 
-bodies! {
-    Describe(describe: "describe" as Fields);
-    Accept(accept: "accept" as Fields);
-    Refuse { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
-    LaneUp { lane: "lane" as NOT_ZERO };
-    LaneRefused {
+messages! {
+    Describe = 1, "describe" (describe: "describe" as Fields);
+    Accept = 2, "accept" (accept: "accept" as Fields);
+    Refuse = 3, "refuse" { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
+    LaneUp = 4, "lane up" { lane: "lane" as NOT_ZERO };
+    LaneRefused = 5, "lane refused" {
         lane: "lane" as NOT_ZERO,
         fault: "fault" as Fields,
         text: "text" as Text(MAX_TEXT_BYTES),
     };
-    Ack { sets: "set count" as CHUNK_SETS, reached: "lane count" as REACHED };
-    Section(section: "section" as Fields);
-    Final(last: "final" as Fields);
-    Ready { digest: "digest" as Fields };
-    Commit { run: "run" as Plain };
-    Running { cpu_ns: "CPU time" as Plain, downtime_ns: "downtime" as Plain };
-    Release;
-    Cancel { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
-    Ping { token: "token" as Plain };
-    Pong { token: "token" as Plain };
-    Fence { lane: "lane" as NOT_ZERO };
-    Fenced { lane: "lane" as NOT_ZERO, acks: "set count" as CHUNK_SETS };
-    Inquire { attempt: "attempt" as Plain };
-    Answer { attempt: "attempt" as Plain, verdict: "verdict" as VERDICT };
+    Ack = 6, "ack" { sets: "set count" as CHUNK_SETS, reached: "lane count" as REACHED };
+    Section = 7, "section" (section: "section" as Fields);
+    Final = 8, "final" (last: "final" as Fields);
+    Ready = 9, "ready" { digest: "digest" as Fields };
+    Commit = 10, "commit" { run: "run" as Plain };
+    Running = 11, "running" { cpu_ns: "CPU time" as Plain, downtime_ns: "downtime" as Plain };
+    Release = 12, "release";
+    Cancel = 13, "cancel" { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
+    Ping = 14, "ping" { token: "token" as Plain };
+    Pong = 15, "pong" { token: "token" as Plain };
+    Fence = 16, "fence" { lane: "lane" as NOT_ZERO };
+    Fenced = 17, "fenced" { lane: "lane" as NOT_ZERO, acks: "set count" as CHUNK_SETS };
+    Inquire = 18, "inquire" { attempt: "attempt" as Plain };
+    Answer = 19, "answer" { attempt: "attempt" as Plain, verdict: "verdict" as VERDICT };
 }
 
 layout! { Describe {

@@ -248,12 +248,6 @@ impl RegionTable {
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
     }
-
-    /// Pages of [`PAGE_BYTES`] of all regions together.
-    #[must_use]
-    pub fn total_pages(&self) -> u64 {
-        self.total_bytes / PAGE_BYTES
-    }
 }
 
 impl Layout for RegionTable {
@@ -307,7 +301,7 @@ mod tests {
         assert_eq!(table.get(2).unwrap().length, 4096);
         assert_eq!(table.get(7).unwrap().pages(), 2);
         assert_eq!(table.get(3), None);
-        assert_eq!(table.total_pages(), 3);
+        assert_eq!(table.total_bytes(), 3 * PAGE_BYTES);
         assert_eq!(table.regions()[0].id, 2);
     }
 

@@ -56,9 +56,9 @@ enum Phase {
     /// The peer's terms have not arrived.
     Greeting,
     /// The terms have arrived, and the initial policies are being installed.
-    Beginning,
+    Beginning(Terms),
     /// SAs are added and removed.
-    Running,
+    Running(Terms),
     /// Nothing more is sent or handled.
     Over,
 }
@@ -68,8 +68,6 @@ enum Phase {
 pub struct Exchange {
     phase: Phase,
     own: Own,
-    /// The agreed terms.
-    agreed: Option<Terms>,
     sending: Sending,
     receiving: Receiving,
     peer_ready: bool,
@@ -110,7 +108,6 @@ impl Exchange {
         Self {
             phase: Phase::Greeting,
             own,
-            agreed: None,
             sending: Sending::new(senders),
             receiving: Receiving::default(),
             peer_ready: false,
@@ -155,7 +152,12 @@ impl Exchange {
     /// the fallback; likewise while the peer's SA table is full, and the SA is requested again when
     /// another is released.
     pub fn want(&mut self, sender: Sender) {
-        if self.phase != Phase::Over && self.agreed.is_none_or(|terms| fits(&terms, sender)) {
+        let is_wanted = match self.phase {
+            Phase::Greeting => true,
+            Phase::Beginning(terms) | Phase::Running(terms) => fits(&terms, sender),
+            Phase::Over => false,
+        };
+        if is_wanted {
             self.sending.request(sender);
             self.proceed();
         }
@@ -200,11 +202,11 @@ impl Exchange {
 
     /// The initial policies are installed.
     pub fn begun(&mut self) {
-        if self.phase != Phase::Beginning {
+        let Phase::Beginning(terms) = self.phase else {
             return;
-        }
-        self.phase = Phase::Running;
-        if let (Own::Responder { .. }, Some(terms)) = (&self.own, self.agreed) {
+        };
+        self.phase = Phase::Running(terms);
+        if let Own::Responder { .. } = &self.own {
             self.actions.push_back(Action::Send(Message::Terms(terms)));
         }
         self.proceed();
@@ -212,9 +214,9 @@ impl Exchange {
 
     /// The SAs of an [`Action::InstallInbound`] are installed, each with its SPI.
     pub fn inbound_installed(&mut self, spis: &[u32]) {
-        if self.phase != Phase::Running {
+        let Phase::Running(_) = self.phase else {
             return;
-        }
+        };
         match self.receiving.installed(spis) {
             Some((epoch, spis)) => {
                 let granted = Message::Granted { epoch, spis };
@@ -226,9 +228,9 @@ impl Exchange {
 
     /// The SAs and policies of an [`Action::InstallOutbound`] are installed.
     pub fn outbound_installed(&mut self) {
-        if self.phase != Phase::Running {
+        let Phase::Running(_) = self.phase else {
             return;
-        }
+        };
         self.sending.installed(&mut self.actions);
         self.come_up();
         self.proceed();
@@ -237,43 +239,42 @@ impl Exchange {
     /// Handles a message of the peer.
     pub fn handle_message(&mut self, message: Message) {
         let result = match (self.phase, message) {
-            (Phase::Over, _) => Ok(()),
+            (Phase::Over, _) => Ok(None),
             (_, Message::End { fault, text }) => {
                 self.over(Ending {
                     by_peer: true,
                     fault,
                     text,
                 });
-                Ok(())
+                Ok(None)
             }
-            (Phase::Greeting, Message::Terms(terms)) => self.agree(&terms),
-            (Phase::Running, Message::Want { epoch, slots }) => self.wanted(epoch, slots),
-            (Phase::Running, Message::Granted { epoch, spis }) => {
+            (Phase::Greeting, Message::Terms(terms)) => self.agree(&terms).map(Some),
+            (Phase::Running(terms), Message::Want { epoch, slots }) => {
+                self.wanted(&terms, epoch, slots).map(Some)
+            }
+            (Phase::Running(_), Message::Granted { epoch, spis }) => {
                 let old = self.sending.live().0;
                 if planted(Mistake::RetiredBeforeSwitch) && old > 0 && epoch > old {
                     let retire = Message::Retire { epoch: old };
                     self.actions.push_back(Action::Send(retire));
                 }
-                self.sending
-                    .granted(epoch, &spis)
-                    .map(|action| self.actions.push_back(action))
+                self.sending.granted(epoch, &spis).map(Some)
             }
-            (Phase::Running, Message::Ready) => self.ready(),
-            (Phase::Running, Message::Retire { epoch }) => self
-                .receiving
-                .retire(epoch)
-                .map(|action| self.actions.push_back(action)),
-            (Phase::Running, Message::Release { indices }) => self
-                .receiving
-                .release(&indices)
-                .map(|action| self.actions.push_back(action)),
+            (Phase::Running(_), Message::Ready) => self.ready().map(|()| None),
+            (Phase::Running(_), Message::Retire { epoch }) => {
+                self.receiving.retire(epoch).map(Some)
+            }
+            (Phase::Running(_), Message::Release { indices }) => {
+                self.receiving.release(&indices).map(Some)
+            }
             (_, message) => Err(Breach(
                 FaultCode::Malformed,
                 format!("unexpected message *{}*", message.kind()),
             )),
         };
-        if let Err(Breach(fault, text)) = result {
-            self.end(fault, &text);
+        match result {
+            Ok(action) => self.actions.extend(action),
+            Err(Breach(fault, text)) => self.end(fault, &text),
         }
     }
 
@@ -284,7 +285,7 @@ impl Exchange {
         self.actions.pop_front()
     }
 
-    fn agree(&mut self, peers: &Terms) -> Result<(), Breach> {
+    fn agree(&mut self, peers: &Terms) -> Result<Action, Breach> {
         let agreed = match &self.own {
             Own::Initiator(own) => {
                 let same = own.mode == peers.mode
@@ -317,29 +318,22 @@ impl Exchange {
                 }
             }
         };
-        self.agreed = Some(agreed);
         self.sending.set_limit(peers.sas_max);
         self.sending.keep(|sender| fits(&agreed, sender));
         self.receiving.set_limit(agreed.sas_max);
-        self.phase = Phase::Beginning;
-        self.actions.push_back(Action::Begin(*peers));
-        Ok(())
+        self.phase = Phase::Beginning(agreed);
+        Ok(Action::Begin(*peers))
     }
 
-    fn wanted(&mut self, epoch: u32, slots: Vec<Slot>) -> Result<(), Breach> {
-        let Some(terms) = self.agreed else {
-            return Err(malformed("SAs requested before the terms"));
-        };
-        if let Some(other) = slots.iter().find(|slot| !fits(&terms, slot.sender)) {
+    fn wanted(&mut self, terms: &Terms, epoch: u32, slots: Vec<Slot>) -> Result<Action, Breach> {
+        if let Some(other) = slots.iter().find(|slot| !fits(terms, slot.sender)) {
             let text = format!(
                 "SA for {} requested in a session in mode {} for ports {}",
                 other.sender, terms.mode, terms.ports
             );
             return Err(Breach(FaultCode::Malformed, text));
         }
-        let action = self.receiving.wanted(epoch, slots)?;
-        self.actions.push_back(action);
-        Ok(())
+        self.receiving.wanted(epoch, slots)
     }
 
     fn ready(&mut self) -> Result<(), Breach> {
@@ -360,7 +354,7 @@ impl Exchange {
 
     /// Sends the next request, if none is pending.
     fn proceed(&mut self) {
-        if self.phase == Phase::Running
+        if let Phase::Running(_) = self.phase
             && let Err(Breach(fault, text)) = self.sending.proceed(&mut self.actions)
         {
             self.end(fault, &text);

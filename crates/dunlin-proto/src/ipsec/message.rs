@@ -1,4 +1,4 @@
-//! The messages between the two sides of an IPsec session after a version is selected. The parent
+//! The messages between the two sides of a keying session after a version is selected. The parent
 //! module shows their order.
 //!
 //! A message is a header of 8 bytes, the kind's fixed part, and extension fields ([`crate::wire`]).
@@ -8,12 +8,13 @@ mod body;
 
 use std::net::IpAddr;
 
+pub use body::Kind;
+
 use super::plan::Udp;
 use super::ports::PortRange;
 use super::{Mode, Slot};
 use crate::fault::FaultCode;
 use crate::limits::MAX_IPSEC_BODY_BYTES;
-use crate::wire::message::kinds;
 use crate::wire::{DecodeError, Reader, Start};
 
 /// The length of a message's header.
@@ -102,14 +103,4 @@ pub enum Message {
         /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-}
-
-kinds! {
-    Terms = 129, "terms";
-    Want = 130, "want";
-    Granted = 131, "granted";
-    Ready = 132, "ready";
-    Retire = 133, "retire";
-    Release = 134, "release";
-    End = 135, "end";
 }

@@ -1,4 +1,4 @@
-//! Checks that the tests of IPsec sessions find mistakes that are planted in the decisions.
+//! Checks that the tests of keying sessions find mistakes that are planted in the decisions.
 
 use std::panic::catch_unwind;
 

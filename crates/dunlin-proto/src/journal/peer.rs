@@ -71,30 +71,22 @@ pub enum RecordedPeer {
 }
 
 impl Principal {
-    fn kind(&self) -> u8 {
-        match self {
-            Self::Certificate(_) => 1,
-            Self::Key(_) => 2,
-            Self::Name { .. } => 3,
-            Self::Names { .. } => 4,
-        }
-    }
-
     /// Encodes the block for the file of `session`.
     ///
     /// # Errors
     /// The name exceeds its limit.
     pub fn encode(&self, session: SessionId) -> Result<[u8; PEER_BLOCK_BYTES], EncodeError> {
         const NONE: [u8; 32] = [0; 32];
-        let (authority, digest, name) = match self {
-            Self::Certificate(digest) | Self::Key(digest) => (&NONE, digest, ""),
-            Self::Name { authority, name } => (authority, &NONE, name.as_str()),
-            Self::Names { authority, names } => (authority, names, ""),
+        let (kind, authority, digest, name) = match self {
+            Self::Certificate(digest) => (1, &NONE, digest, ""),
+            Self::Key(digest) => (2, &NONE, digest, ""),
+            Self::Name { authority, name } => (3, authority, &NONE, name.as_str()),
+            Self::Names { authority, names } => (4, authority, names, ""),
         };
         sealed(|writer| {
             writer.bytes(&MAGIC);
             writer.u16(VERSION);
-            writer.u8(self.kind());
+            writer.u8(kind);
             writer.bytes(&[0; 5]);
             writer.bytes(&session);
             writer.bytes(authority);

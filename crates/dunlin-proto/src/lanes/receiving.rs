@@ -325,11 +325,7 @@ impl Receiving {
                 }),
             }
         }
-        let reached = std::mem::take(&mut self.reached)
-            .into_iter()
-            .map(|(lane, position)| Reached { lane, position })
-            .collect();
-        (sets, reached)
+        (sets, self.take_reached())
     }
 
     /// What to repeat on a new control lane: all chunks that have arrived and
@@ -337,17 +333,19 @@ impl Receiving {
     /// each open lane.
     pub fn repeat(&mut self) -> (Vec<ChunkSet>, Vec<Reached>) {
         self.acks.clear();
-        let mut reached = std::mem::take(&mut self.reached);
         for &lane in self.lanes.keys() {
             if let Some(mark) = self.marks.marked(lane) {
-                reached.insert(lane, Position::Mark(mark));
+                self.reached.insert(lane, Position::Mark(mark));
             }
         }
-        let reached = reached
-            .into_iter()
+        (self.received.sets().collect(), self.take_reached())
+    }
+
+    fn take_reached(&mut self) -> Vec<Reached> {
+        let reached = std::mem::take(&mut self.reached).into_iter();
+        reached
             .map(|(lane, position)| Reached { lane, position })
-            .collect();
-        (self.received.sets().collect(), reached)
+            .collect()
     }
 }
 

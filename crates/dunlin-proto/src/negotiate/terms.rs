@@ -60,7 +60,7 @@ impl Features {
     /// always refuse each other.
     pub const TUNNEL: Self = Self(2);
 
-    /// The connection speaks an IPsec session's protocol; required in the same way.
+    /// The connection speaks a keying session's protocol; required in the same way.
     pub const IPSEC: Self = Self(4);
 
     /// The features of this release and their names.
@@ -145,7 +145,7 @@ pub enum LaneSecurity {
     Tls,
     /// No protection: only with the consent of both sides (I6).
     Plain,
-    /// ESP, with security associations set up by an IPsec session next to the control lane.
+    /// ESP, with security associations set up by a keying session next to the control lane.
     Ipsec,
 }
 

@@ -17,10 +17,11 @@
 
 mod body;
 
+pub use body::Kind;
+
 use crate::fault::FaultCode;
 use crate::limits::MAX_TUNNEL_BODY_BYTES;
 use crate::negotiate::SessionSecret;
-use crate::wire::message::kinds;
 use crate::wire::{DecodeError, Reader, Start};
 
 /// Bytes of a message's header.
@@ -185,22 +186,4 @@ pub enum Message {
     },
     /// The sender opens and accepts no more channels; the trunk ends with its last channel.
     Drain,
-}
-
-kinds! {
-    Accept = 65, "accept";
-    Open = 66, "open";
-    Opened = 67, "opened";
-    Refused = 68, "refused";
-    Credit = 69, "credit";
-    Ack = 70, "acknowledgements";
-    LaneRefused = 71, "lane refused";
-    LaneLost = 72, "lane lost";
-    Eof = 73, "eof";
-    Closed = 74, "closed";
-    Reset = 75, "reset";
-    Gone = 76, "gone";
-    Ping = 77, "ping";
-    Pong = 78, "pong";
-    Drain = 79, "drain";
 }

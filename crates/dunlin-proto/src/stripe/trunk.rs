@@ -335,20 +335,15 @@ impl<T: Clone> Trunk<T> {
         }
         self.channels.clear();
         self.ended.clear();
-        self.agenda.gone.clear();
         self.waiting.clear();
         self.leaving.clear();
         self.turns = Turns::default();
         self.lanes = SendingLanes::new(self.config.timeouts);
-        let Agenda {
-            opens,
-            news,
-            credits,
-            ..
-        } = &mut self.agenda;
-        for set in [opens, news, credits] {
-            set.clear();
-        }
+        // Nothing more is sent; *drain* stays due, so the trunk does not count as drained.
+        self.agenda = Agenda {
+            drain_due: self.agenda.drain_due,
+            ..Agenda::default()
+        };
         self.actions.push_back(Action::GiveUp(fault));
     }
 

@@ -1,6 +1,6 @@
 //! Writes and reads the fields of a message. A message lists its fields once
-//! ([`layout!`] for a struct, [`bodies!`](super::message::bodies) for the
-//! messages of a protocol); the list serves both directions.
+//! ([`layout!`] for a struct, [`messages!`](super::message::messages) for
+//! the messages of a protocol); the list serves both directions.
 
 use std::ops::RangeInclusive;
 

@@ -17,6 +17,10 @@ pub struct DecodeError {
 }
 
 impl DecodeError {
+    pub(super) fn new(what: &'static str, why: DecodeReason, offset: usize) -> Self {
+        Self { what, why, offset }
+    }
+
     /// The code to answer with: a newer peer learns which feature is missing
     /// here, any other that its message is malformed.
     pub fn fault(&self) -> FaultCode {

@@ -1,41 +1,21 @@
-//! Macros for the control messages of all protocols: a table of message kinds,
-//! and a table of their fields.
+//! The table of a protocol's control messages.
 
-/// Defines the message kinds of one protocol, one row each: a number that never
-/// changes, and the name in docs/wire/ and logs.
-macro_rules! kinds {
-    ($( $variant:ident = $number:literal, $name:literal; )*) => {
-        /// The kinds of messages.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Kind {
-            $( #[doc = concat!("The message *", $name, "*.")] $variant, )*
-        }
-
-        impl Kind {
-            /// Every kind, ordered by number.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// The kind's name in documents and logs.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self {
-                    $( Self::$variant => $name, )*
-                }
-            }
-
-            /// The number on the wire.
-            #[must_use]
-            pub fn to_wire(self) -> u16 {
-                match self {
-                    $( Self::$variant => $number, )*
-                }
-            }
-
-            pub(crate) fn from_wire(number: u16) -> Option<Self> {
-                match number {
-                    $( $number => Some(Self::$variant), )*
-                    _ => None,
-                }
+/// Defines the control messages of one protocol, one row each: a number that
+/// never changes, the name in docs/wire/ and logs, and the fields in wire order,
+/// each with its name in errors and its [`Codec`](super::codec::Codec). For a
+/// message that wraps a struct, only the struct is listed.
+///
+/// The rows become `Kind`, and `kind`, `append` and `decode` of `Message`.
+macro_rules! messages {
+    ($(
+        $variant:ident = $number:literal, $name:literal
+        $( { $( $field:ident: $what:literal as $codec:expr ),* $(,)? } )?
+        $( ( $whole:ident: $whole_what:literal as $whole_codec:expr ) )?;
+    )*) => {
+        $crate::wire::numbered::numbered! {
+            /// The kinds of messages.
+            Kind: u16 {
+                $( #[doc = concat!("The message *", $name, "*.")] $variant = $number, $name; )*
             }
         }
 
@@ -47,55 +27,48 @@ macro_rules! kinds {
                     $( Self::$variant { .. } => Kind::$variant, )*
                 }
             }
-        }
 
-        impl std::fmt::Display for Kind {
-            fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                formatter.write_str(self.name())
+            /// Appends header and body; `rest` writes what follows the start of
+            /// the header.
+            fn append(
+                &self,
+                out: &mut Vec<u8>,
+                most: usize,
+                rest: impl FnOnce(&mut $crate::wire::Writer<'_>),
+            ) -> Result<(), $crate::wire::EncodeError> {
+                $crate::wire::Start::write(out, self.kind().to_wire(), most, rest, |writer| {
+                    match self {
+                        $( Self::$variant $( { $( $field ),* } )? $( ($whole) )? => {
+                            $( $( $crate::wire::codec::Codec::encode(&$codec, $what, $field, writer)?; )* )?
+                            $( $crate::wire::codec::Codec::encode(&$whole_codec, $whole_what, $whole, writer)?; )?
+                        } )*
+                    }
+                    Ok(())
+                })
+            }
+
+            /// Reads the body that follows `header`; `None` is a message of an
+            /// unknown kind that may be skipped.
+            ///
+            /// # Errors
+            /// [`DecodeError`](crate::wire::DecodeError), also if the body's length
+            /// is not the announced one.
+            pub fn decode(
+                header: &Header,
+                body: &[u8],
+            ) -> Result<Option<Self>, $crate::wire::DecodeError> {
+                let mut body = header.start.body(body)?;
+                let reader = &mut body;
+                let message = match Kind::from_wire(header.start.kind()) {
+                    $( Some(Kind::$variant) => Self::$variant
+                        $( { $( $field: $crate::wire::codec::Codec::decode(&$codec, $what, reader)?, )* } )?
+                        $( ($crate::wire::codec::Codec::decode(&$whole_codec, $whole_what, reader)?) )?, )*
+                    None => return header.start.skip(),
+                };
+                body.fields(|_, _| Ok(false))?;
+                Ok(Some(message))
             }
         }
     };
 }
-pub(crate) use kinds;
-
-/// Defines `encode_body` and `decode_body` from the fields of every message in
-/// wire order, each with its name in errors and its
-/// [`Codec`](super::codec::Codec). For a message that wraps a struct, only the
-/// struct is listed.
-macro_rules! bodies {
-    ($(
-        $variant:ident
-        $( { $( $field:ident: $what:literal as $codec:expr ),* $(,)? } )?
-        $( ( $whole:ident: $whole_what:literal as $whole_codec:expr ) )?;
-    )*) => {
-        /// Appends a message's body.
-        fn encode_body(
-            message: &Message,
-            writer: &mut $crate::wire::Writer<'_>,
-        ) -> Result<(), $crate::wire::EncodeError> {
-            match message {
-                $( Message::$variant $( { $( $field ),* } )? $( ($whole) )? => {
-                    $( $( $crate::wire::codec::Codec::encode(&$codec, $what, $field, writer)?; )* )?
-                    $( $crate::wire::codec::Codec::encode(&$whole_codec, $whole_what, $whole, writer)?; )?
-                } )*
-            }
-            Ok(())
-        }
-
-        /// Reads the whole body of a message of this kind.
-        fn decode_body(
-            kind: Kind,
-            mut body: $crate::wire::Reader<'_>,
-        ) -> Result<Message, $crate::wire::DecodeError> {
-            let reader = &mut body;
-            let message = match kind {
-                $( Kind::$variant => Message::$variant
-                    $( { $( $field: $crate::wire::codec::Codec::decode(&$codec, $what, reader)?, )* } )?
-                    $( ($crate::wire::codec::Codec::decode(&$whole_codec, $whole_what, reader)?) )?, )*
-            };
-            body.fields(|_, _| Ok(false))?;
-            Ok(message)
-        }
-    };
-}
-pub(crate) use bodies;
+pub(crate) use messages;

@@ -78,26 +78,27 @@ impl Start {
         self.body_bytes
     }
 
-    /// Reads the body: `known` maps the kind, and `read` reads the body of a
-    /// known kind. `None` is an unknown message that may be skipped.
+    pub(crate) fn kind(&self) -> u16 {
+        self.kind
+    }
+
+    /// A reader over the body.
     ///
-    /// The body's length is not the announced one, a required kind is unknown,
-    /// or an error of `read`.
-    pub(crate) fn decode<K, M>(
-        &self,
-        bytes: &[u8],
-        known: impl FnOnce(u16) -> Option<K>,
-        read: impl FnOnce(K, Reader<'_>) -> Result<M, DecodeError>,
-    ) -> Result<Option<M>, DecodeError> {
-        let body = Reader::over_body(bytes, self.body_bytes)?;
-        match known(self.kind) {
-            Some(kind) => read(kind, body).map(Some),
-            None if self.required => Err(DecodeError {
-                what: "message kind",
-                why: DecodeReason::UnknownRequiredMessage { kind: self.kind },
-                offset: 0,
-            }),
-            None => Ok(None),
+    /// # Errors
+    /// The body's length is not the announced one.
+    pub(crate) fn body<'a>(&self, bytes: &'a [u8]) -> Result<Reader<'a>, DecodeError> {
+        Reader::over_body(bytes, self.body_bytes)
+    }
+
+    /// Skips a message of an unknown kind.
+    ///
+    /// # Errors
+    /// The message must be understood.
+    pub(crate) fn skip<T>(&self) -> Result<Option<T>, DecodeError> {
+        if !self.required {
+            return Ok(None);
         }
+        let why = DecodeReason::UnknownRequiredMessage { kind: self.kind };
+        Err(DecodeError::new("message kind", why, 0))
     }
 }

@@ -1,4 +1,4 @@
-//! The vectors of IPsec sessions in docs/wire/: each decodes to the value that the
+//! The vectors of keying sessions in docs/wire/: each decodes to the value that the
 //! test names, encodes back to the same bytes, and there is one for every message.
 
 #![allow(clippy::unwrap_used)]
@@ -15,7 +15,7 @@ use dunlin_proto::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BY
 
 use crate::document::{WIRE, assert_exact, contains, vectors_of};
 
-/// Every vector of an IPsec session by its name.
+/// Every vector of a keying session by its name.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
     vectors_of("ipsec/")
 }

@@ -81,7 +81,7 @@ fn every_table_with_offsets_is_as_long_as_the_code_says() {
             stripe::message::MESSAGE_HEADER_BYTES,
         ),
         (
-            "**header** of an IPsec session",
+            "**header** of a keying session",
             ipsec::message::MESSAGE_HEADER_BYTES,
         ),
         ("**Terms**", 4 + 2 * 2 + 2 * 2 + 2 * 16),

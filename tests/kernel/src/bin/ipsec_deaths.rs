@@ -1,4 +1,4 @@
-//! Processes of IPsec sessions that die or hang between any two changes of the kernel's tables, on
+//! Processes of keying sessions that die or hang between any two changes of the kernel's tables, on
 //! either host, also during rekeying; and the processes that replace them.
 
 use std::env;

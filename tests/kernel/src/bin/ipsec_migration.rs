@@ -202,7 +202,7 @@ fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     match refused {
         Some(Message::LaneRefused { lane, fault, text }) => {
             assert_eq!((lane, fault), (1, FaultCode::SecurityNotAgreed));
-            assert!(text.contains("not a port of an IPsec session"), "{text}");
+            assert!(text.contains("not a port of a keying session"), "{text}");
         }
         other => panic!("{other:?}"),
     }
@@ -239,7 +239,7 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     assert!(receiving.finish(true).0.is_err());
 }
 
-/// The destination does not answer the offer of an IPsec session, or falls silent after its answer.
+/// The destination does not answer the offer of a keying session, or falls silent after its answer.
 fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls, answers: bool) {
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let (near, _) = ipsec_lanes("a", Mode::Cpu, &[0]);

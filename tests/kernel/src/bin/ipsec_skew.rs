@@ -1,4 +1,4 @@
-//! The command of an earlier commit and the current one: IPsec sessions, new keys, a migration.
+//! The command of an earlier commit and the current one: keying sessions, new keys, a migration.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;

@@ -69,10 +69,7 @@ impl Receiving {
         if slots.len() != spis.len() || spis.iter().any(|spi| *spi < LEAST_SPI) {
             return None;
         }
-        let grants = slots.iter().zip(spis).map(|(slot, spi)| Grant {
-            slot: *slot,
-            spi: *spi,
-        });
+        let grants = slots.iter().zip(spis).map(|(slot, spi)| slot.granted(*spi));
         if epoch == self.epoch {
             self.live.extend(grants);
         } else {

@@ -141,12 +141,7 @@ impl Sending {
             return Err(malformed("SPI granted twice"));
         }
         let grants = pending.slots.iter().zip(spis);
-        let grants: Vec<Grant> = grants
-            .map(|(slot, (_, spi))| Grant {
-                slot: *slot,
-                spi: *spi,
-            })
-            .collect();
+        let grants: Vec<Grant> = grants.map(|(slot, (_, spi))| slot.granted(*spi)).collect();
         pending.grants = Some(grants.clone());
         let first = epoch != self.epoch;
         let known = self.live.iter().filter(|_| first);

@@ -2,16 +2,14 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::{Header, Kind, Message, Terms};
+use super::{Header, Message, Terms};
 use crate::ipsec::plan::{UDP_SOURCE_PORTS, Udp};
 use crate::ipsec::ports::PortRange;
 use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 use crate::wire::codec::{Codec, Fields, Layout, List, NOT_ZERO, OneOf, Plain, Text, Within};
-use crate::wire::message::bodies;
-use crate::wire::{
-    DecodeError, EncodeError, Reader, Start, Writer, bad_value, inconsistent, invalid,
-};
+use crate::wire::message::messages;
+use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value, inconsistent, invalid};
 
 const NOT_ASCENDING: &str = "must be ascending and not empty";
 const MAPPED: &str = "IPv4-mapped address, must use the IPv4 form";
@@ -57,33 +55,18 @@ impl Message {
     /// # Errors
     /// The message has a value that a peer would reject; `out` is then unchanged.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        let kind = self.kind().to_wire();
-        Start::write(
-            out,
-            kind,
-            MAX_IPSEC_BODY_BYTES,
-            |_| (),
-            |writer| encode_body(self, writer),
-        )
-    }
-
-    /// Decodes the body that follows `header`; `None` for an unknown message that may be skipped.
-    ///
-    /// # Errors
-    /// [`DecodeError`], also if the body does not have the announced length.
-    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        header.start.decode(bytes, Kind::from_wire, decode_body)
+        self.append(out, MAX_IPSEC_BODY_BYTES, |_| ())
     }
 }
 
-bodies! {
-    Terms(terms: "terms" as Fields);
-    Want { epoch: "epoch" as NOT_ZERO, slots: "SA count" as SLOTS };
-    Granted { epoch: "epoch" as NOT_ZERO, spis: "SA count" as SPIS };
-    Ready;
-    Retire { epoch: "epoch" as NOT_ZERO };
-    Release { indices: "SA count" as INDICES };
-    End { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
+messages! {
+    Terms = 129, "terms" (terms: "terms" as Fields);
+    Want = 130, "want" { epoch: "epoch" as NOT_ZERO, slots: "SA count" as SLOTS };
+    Granted = 131, "granted" { epoch: "epoch" as NOT_ZERO, spis: "SA count" as SPIS };
+    Ready = 132, "ready";
+    Retire = 133, "retire" { epoch: "epoch" as NOT_ZERO };
+    Release = 134, "release" { indices: "SA count" as INDICES };
+    End = 135, "end" { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) };
 }
 
 /// A non-empty list of SAs with ascending indices.

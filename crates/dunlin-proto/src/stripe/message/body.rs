@@ -1,13 +1,13 @@
 //! The fixed part of every message, in the order of the tables in docs/wire/tunnel.md.
 
-use super::{Credit, Header, Kind, LaneAck, Mark, Message, Open};
+use super::{Credit, Header, LaneAck, Mark, Message, Open};
 use crate::limits::{
     MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_CREDITS, MAX_LANES, MAX_NAME_BYTES, MAX_TEXT_BYTES,
     MAX_TUNNEL_BODY_BYTES,
 };
+use crate::wire::EncodeError;
 use crate::wire::codec::{Fields, LANES, List, NOT_ZERO, Plain, Text, Within, layout};
-use crate::wire::message::bodies;
-use crate::wire::{DecodeError, EncodeError, Start};
+use crate::wire::message::messages;
 
 /// A position in a channel; the limit makes sums with a length safe from overflow.
 const OFFSET: Within = Within(0..=MAX_CHANNEL_OFFSET);
@@ -39,56 +39,41 @@ impl Message {
     /// # Errors
     /// A value that a peer would reject; `out` is unchanged.
     pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
-        let kind = self.kind().to_wire();
-        Start::write(
-            out,
-            kind,
-            MAX_TUNNEL_BODY_BYTES,
-            |writer| {
-                writer.u32(epoch);
-                writer.u32(0);
-            },
-            |writer| encode_body(self, writer),
-        )
-    }
-
-    /// Decodes the body after `header`. `None` is a message of an unknown kind that may be skipped.
-    ///
-    /// # Errors
-    /// [`DecodeError`], also if the body is not exactly as long as announced.
-    pub fn decode(header: &Header, bytes: &[u8]) -> Result<Option<Self>, DecodeError> {
-        header.start.decode(bytes, Kind::from_wire, decode_body)
+        self.append(out, MAX_TUNNEL_BODY_BYTES, |writer| {
+            writer.u32(epoch);
+            writer.u32(0);
+        })
     }
 }
 
-bodies! {
-    Accept {
+messages! {
+    Accept = 65, "accept" {
         secret: "session secret" as Fields,
         lanes_max: "number of lanes" as LANES,
         port: "port" as Plain,
     };
-    Open(open: "open" as Fields);
-    Opened { channel: "channel" as Plain, limit: "limit" as OFFSET };
-    Refused {
+    Open = 66, "open" (open: "open" as Fields);
+    Opened = 67, "opened" { channel: "channel" as Plain, limit: "limit" as OFFSET };
+    Refused = 68, "refused" {
         channel: "channel" as Plain,
         fault: "fault" as Fields,
         text: "text" as Text(MAX_TEXT_BYTES),
     };
-    Credit(credits: "credit count" as CREDITS);
-    Ack(acks: "lane count" as LANE_ACKS);
-    LaneRefused {
+    Credit = 69, "credit" (credits: "credit count" as CREDITS);
+    Ack = 70, "acknowledgements" (acks: "lane count" as LANE_ACKS);
+    LaneRefused = 71, "lane refused" {
         lane: "lane" as NOT_ZERO,
         fault: "fault" as Fields,
         text: "text" as Text(MAX_TEXT_BYTES),
     };
-    LaneLost(ack: "lane" as Fields);
-    Eof(mark: "mark" as Fields);
-    Closed { channel: "channel" as Plain };
-    Reset { channel: "channel" as Plain, fault: "fault" as Fields };
-    Gone { channel: "channel" as Plain };
-    Ping { token: "token" as Plain };
-    Pong { token: "token" as Plain };
-    Drain;
+    LaneLost = 72, "lane lost" (ack: "lane" as Fields);
+    Eof = 73, "eof" (mark: "mark" as Fields);
+    Closed = 74, "closed" { channel: "channel" as Plain };
+    Reset = 75, "reset" { channel: "channel" as Plain, fault: "fault" as Fields };
+    Gone = 76, "gone" { channel: "channel" as Plain };
+    Ping = 77, "ping" { token: "token" as Plain };
+    Pong = 78, "pong" { token: "token" as Plain };
+    Drain = 79, "drain";
 }
 
 layout! { Open {

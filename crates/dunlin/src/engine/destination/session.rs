@@ -83,7 +83,7 @@ impl<'a> Session<'a> {
             let sealed = options.ipsec.clone();
             let body = move || {
                 let ended = accept(&listener, &tls, &stop, |arrival| {
-                    // IPsec sessions use connections of their own.
+                    // Keying sessions use connections of their own.
                     let Some(arrival) = (match &sealed {
                         Some(lanes) => lanes.take(arrival),
                         None => Some(arrival),

@@ -108,7 +108,7 @@ impl<'a> Transfer<'a> {
 
     /// Ends the session's threads; returns the session without lanes.
     ///
-    /// The lanes' IPsec session ends with the last lane.
+    /// The lanes' keying session ends with the last lane.
     pub(super) fn close(self) -> Session<'a> {
         let Self { mut session, lanes } = self;
         session.close(lanes.threads.into_values());
