@@ -121,10 +121,10 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
             continue;
         }
-        let service = Arc::clone(service);
-        let spawned = start("control-request", move || answer(&connection, &service));
+        let own = Arc::clone(service);
+        let spawned = start("control-request", move || answer(&connection, &own));
         if let Err(error) = spawned {
-            eprintln!("warning: cannot serve a request: {error}");
+            service.warn(&format!("cannot serve a request: {error}"));
         }
     }
 }

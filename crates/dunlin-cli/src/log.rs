@@ -6,11 +6,13 @@
 
 use std::fmt::{self, Write as _};
 use std::io::Write as _;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
+use dunlin::engine::is_harmful;
 use dunlin_linux::poll::{Interest, poll};
 use serde_json::{Map, Value};
 use time::OffsetDateTime;
@@ -21,11 +23,12 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, Registry, SpanRef};
 
-use crate::line::plain;
+use crate::line::{FailedLine, plain};
 use crate::text::clean;
 use crate::timeline;
 
-static STARTED: AtomicBool = AtomicBool::new(false);
+/// The format of the log, if this process writes one.
+static FORMAT: OnceLock<Format> = OnceLock::new();
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Format {
@@ -54,23 +57,24 @@ impl LogFlags {
     /// Starts the log, in the format of the flag or in `default`.
     pub(crate) fn start(&self, default: Option<Format>) {
         if let Some(format) = self.log.or(default) {
-            STARTED.store(true, Ordering::Relaxed);
-            install(Some(format), self.log_level);
+            // The only place that sets it, once in a process.
+            let _ = FORMAT.set(format);
+            install(self.log_level);
         }
     }
 }
 
-/// Installs the subscriber, unless there is one: it writes the log, if there is a format, and
+/// Installs the subscriber, unless there is one: it writes the log, if the process has one, and
 /// records timelines.
-pub(crate) fn install(format: Option<Format>, level: Level) {
-    let subscriber = Registry::default().with(Log { format, level });
+pub(crate) fn install(level: Level) {
+    let subscriber = Registry::default().with(Log { level });
     // The subscriber that exists is one of this kind.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
 /// Whether a log is written.
 pub(crate) fn is_started() -> bool {
-    STARTED.load(Ordering::Relaxed)
+    FORMAT.get().is_some()
 }
 
 /// Writes each warning as a line.
@@ -90,6 +94,20 @@ pub(crate) fn say(text: &str) {
         tracing::info!("{text}");
     } else {
         write(&format!("dunlin: {}", clean(text)));
+    }
+}
+
+/// Writes the error with which the command ends. A JSON log stays JSON to its last line.
+pub(crate) fn fail(failed: &FailedLine) {
+    if let Some(Format::Json) = FORMAT.get() {
+        tracing::error!(
+            fault = failed.fault,
+            at_fault = failed.at_fault,
+            "{}",
+            failed.text
+        );
+    } else {
+        write(&format!("dunlin: {}", failed.for_people()));
     }
 }
 
@@ -118,7 +136,6 @@ fn is_writable() -> bool {
 }
 
 struct Log {
-    format: Option<Format>,
     level: Level,
 }
 
@@ -156,17 +173,28 @@ impl Fields {
         plain(Value::Object(self.0).to_string())
     }
 
-    fn to_text(&self, time: &str, level: &str, message: &Value) -> String {
-        let message = message.as_str().unwrap_or_default();
-        let mut line = format!("{time} {level:5} {message}");
+    /// A line in which a text from a peer or a file can imitate neither a field nor another line.
+    fn into_text(self, time: &str, level: &str, message: &str) -> String {
+        let mut line = format!("{time} {level:5} {}", quoted(message, &['=']));
         for (name, value) in &self.0 {
-            // Writing to a string cannot fail.
-            let _ = match value.as_str() {
-                Some(text) if !text.contains([' ', '"', '=']) => write!(line, " {name}={text}"),
-                _ => write!(line, " {name}={value}"),
+            let value = match value.as_str() {
+                Some(text) => quoted(text, &[' ', '"', '=']),
+                None => value.to_string(),
             };
+            // Writing to a string cannot fail.
+            let _ = write!(line, " {name}={value}");
         }
-        clean(&line)
+        line
+    }
+}
+
+/// The text, as a JSON string if it contains a character of `special`, looks like a JSON string, or
+/// would control a terminal.
+fn quoted(text: &str, special: &[char]) -> String {
+    if text.starts_with('"') || text.contains(special) || text.contains(is_harmful) {
+        plain(Value::from(text).to_string())
+    } else {
+        text.to_owned()
     }
 }
 
@@ -208,7 +236,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
     }
 
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
-        let Some(format) = self.format else { return };
+        let Some(format) = FORMAT.get() else { return };
         let level = event.metadata().level();
         if *level > self.level {
             return;
@@ -233,7 +261,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
         let (time, level) = (now(), level.as_str().to_lowercase());
         write(&match format {
             Format::Json => fields.into_json(time, level, message),
-            Format::Text => fields.to_text(&time, &level, &message),
+            Format::Text => fields.into_text(&time, &level, message.as_str().unwrap_or_default()),
         });
     }
 }
@@ -256,4 +284,27 @@ fn now() -> String {
     let (h, min, s, us) = now.to_hms_micro();
     let month = u8::from(month);
     format!("{year}-{month:02}-{day:02}T{h:02}:{min:02}:{s:02}.{us:06}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i7_a_text_imitates_neither_a_field_nor_a_line() {
+        let forged = "lost vm=web\n2026-11-25T00:00:00.000000Z info  moved\u{202e}";
+        let in_json = r#""lost vm=web\n2026-11-25T00:00:00.000000Z info  moved\u202e""#;
+        for (message, peer, expected) in [
+            ("is open", "a:1", "T info  is open peer=a:1".to_owned()),
+            ("is open", "DNS a", r#"T info  is open peer="DNS a""#.into()),
+            ("is open", "a\tb", r#"T info  is open peer="a\tb""#.into()),
+            ("a\nb", "a", r#"T info  "a\nb" peer=a"#.into()),
+            (r#""a" b"#, "a", r#"T info  "\"a\" b" peer=a"#.into()),
+            (forged, forged, format!("T info  {in_json} peer={in_json}")),
+        ] {
+            let mut fields = Fields::default();
+            fields.0.insert("peer".into(), peer.into());
+            assert_eq!(fields.into_text("T", "info", message), expected);
+        }
+    }
 }

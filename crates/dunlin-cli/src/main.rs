@@ -91,7 +91,7 @@ fn main() -> ExitCode {
     let result = cli.and_then(|cli| run(cli.command));
     let code = result.unwrap_or_else(|error| {
         let failed = FailedLine::from(&error);
-        eprintln!("dunlin: {}", failed.for_people());
+        log::fail(&failed);
         let code = failed.code;
         if json {
             Line::Failed(failed).print();

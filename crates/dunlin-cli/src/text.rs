@@ -16,10 +16,11 @@ pub(crate) fn chained(error: &anyhow::Error) -> String {
     text
 }
 
-/// Like [`clean`], for a text of several lines each of which may contain a peer's text.
+/// Like [`clean`], for a text of several lines each of which may contain a peer's text. All but the
+/// first are indented, so that none looks like a line of the log.
 pub(crate) fn clean_lines(text: &str) -> String {
-    let lines: Vec<String> = text.split('\n').map(clean).collect();
-    lines.join("\n")
+    let lines = text.split('\n').map(|line| clean(line.trim_start()));
+    lines.collect::<Vec<_>>().join("\n  ")
 }
 
 #[cfg(test)]
@@ -40,5 +41,14 @@ mod tests {
             "no identity: key.pem: no such file; put it there"
         );
         assert_eq!(chained(&anyhow!("b").context("a")), "a: b");
+    }
+
+    #[test]
+    fn i7_only_the_first_line_of_an_error_is_not_indented() {
+        let error = "lost\n  because b\n2026-11-25T00:00:00.000000Z info  moved\x1b[2J";
+        assert_eq!(
+            clean_lines(error),
+            "lost\n  because b\n  2026-11-25T00:00:00.000000Z info  moved\\u{1b}[2J"
+        );
     }
 }

@@ -9,9 +9,10 @@ use std::time::Instant;
 use dunlin_lane::sync::lock;
 use serde_json::{Map, Value, json};
 
-/// Spans in a timeline; those that end later are left out, but for the longest, the session. The
-/// shortest iterations last 5 ms, so this is at least 50 s of them, and about 2 MiB.
-const MAX_SPANS: usize = 10_000;
+/// Events after which iterations and lanes are left out, of which a migration may have any number.
+/// The session, the switchover and their steps end last and are always kept. The shortest iterations
+/// last 5 ms, so this is at least 50 s of them, and about 2 MiB.
+const MAX_EVENTS: usize = 10_000;
 
 /// The begin and the events of the timeline that is being recorded: a process has one migration at a
 /// time.
@@ -29,14 +30,15 @@ pub(crate) fn end() -> Vec<Value> {
         .map_or_else(Vec::new, |(_, events)| events)
 }
 
-/// Adds a span that ends now, with its lane and fields, to a timeline that has room for it.
+/// Adds a span that ends now, with its lane and fields, if a timeline is recorded and keeps it.
 pub(crate) fn add(name: &str, entered: Instant, of: impl FnOnce() -> (u64, Map<String, Value>)) {
     let mut recording = lock(&RECORDING);
-    let has_room = |events: &Vec<Value>| events.len() < MAX_SPANS || name == "session";
-    let recording = recording.as_mut();
-    let Some((began, events)) = recording.filter(|(_, events)| has_room(events)) else {
+    let Some((began, events)) = recording.as_mut() else {
         return;
     };
+    if events.len() >= MAX_EVENTS && matches!(name, "iteration" | "lane" | "open") {
+        return;
+    }
     let (lane, fields) = of();
     let pid = std::process::id();
     let us = |from: Instant, to: Instant| to.duration_since(from).as_nanos() as f64 / 1000.0;
@@ -54,4 +56,26 @@ pub(crate) fn add(name: &str, entered: Instant, of: impl FnOnce() -> (u64, Map<S
         "name": name, "ph": "X", "ts": us(*began, entered), "dur": us(entered, Instant::now()),
         "pid": pid, "tid": lane, "args": fields,
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_timeline_still_gets_the_switchover_and_the_session() {
+        begin();
+        let span = |name| add(name, Instant::now(), || (0, Map::new()));
+        (0..2 * MAX_EVENTS).for_each(|_| span("iteration"));
+        let last = ["pause", "commit", "switchover", "close", "session"];
+        for name in ["lane", "open"].iter().chain(&last) {
+            span(name);
+        }
+        let events = end();
+        let (iterations, rest) = events.split_at(MAX_EVENTS);
+        assert!(iterations.iter().all(|event| event["name"] == "iteration"));
+        let spans = rest.iter().filter(|event| event["ph"] == "X");
+        let names: Vec<_> = spans.map(|event| event["name"].clone()).collect();
+        assert_eq!(names, last);
+    }
 }

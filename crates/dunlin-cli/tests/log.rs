@@ -128,6 +128,28 @@ fn a_log_of_errors_is_empty_and_without_the_flag_there_is_none() {
     }
 }
 
+#[test]
+fn a_json_log_ends_with_the_error_and_its_code() {
+    let failed = |flags| {
+        finish(words(&format!("{flags} --config missing.toml")))
+            .expect(1)
+            .err
+    };
+    let lines = parse(&failed("tunnel run --log json"));
+    let last = lines.last().unwrap();
+    check_time(last["time"].as_str().unwrap());
+    assert_eq!(last["level"], "error");
+    assert_eq!(last["fault"], "usage");
+    assert_eq!(last["at_fault"], "configuration");
+    assert!(last["message"].as_str().unwrap().contains("missing.toml"));
+    // In a text log it stays a line for people.
+    let text = failed("tunnel run");
+    assert!(
+        text.lines().last().unwrap().starts_with("dunlin: "),
+        "{text}"
+    );
+}
+
 /// The spans of a timeline: the path of each with its thread. Two spans of a thread are nested or
 /// one after the other.
 fn spans(path: &Path) -> Vec<(u64, String)> {

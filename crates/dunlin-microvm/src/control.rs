@@ -161,20 +161,21 @@ pub enum ControlError {
     Throttle(u8),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Want {
-    Park,
-    Run,
-    Exit,
-}
-
 #[derive(Debug)]
 struct Inner {
-    want: Want,
+    state: VmState,
+    /// The machine is dropped: its threads return.
+    exits: bool,
     /// vCPU threads that are outside KVM_RUN, have unlocked their vCPU, and wait.
     parked: u8,
-    state: VmState,
     throttle_percent: u8,
+}
+
+impl Inner {
+    /// Whether vCPUs may be in the guest.
+    fn runs(&self) -> bool {
+        self.state == VmState::Running && !self.exits
+    }
 }
 
 /// The lock, and the condition variable that every change signals.
@@ -189,9 +190,9 @@ impl Control {
     pub(crate) fn new(vcpus: u8) -> Self {
         Self {
             inner: Mutex::new(Inner {
-                want: Want::Park,
-                parked: vcpus,
                 state: VmState::Created,
+                exits: false,
+                parked: vcpus,
                 throttle_percent: 0,
             }),
             changed: Condvar::new(),
@@ -231,7 +232,6 @@ impl Control {
             ended => return Err(ControlError::Ended(ended.clone())),
         }
         inner.state = VmState::Running;
-        inner.want = Want::Run;
         self.changed.notify_all();
         Ok(())
     }
@@ -242,14 +242,13 @@ impl Control {
         let mut inner = lock(&self.inner);
         if inner.state == VmState::Running {
             inner.state = VmState::Paused;
-            inner.want = Want::Park;
             self.changed.notify_all();
             drop(inner);
             wake();
             inner = lock(&self.inner);
         }
         // Another thread may have resumed the machine meanwhile; then stop waiting.
-        while inner.parked < self.vcpus && inner.want != Want::Run {
+        while inner.parked < self.vcpus && !inner.runs() {
             inner = self.wait(inner);
         }
         match &inner.state {
@@ -260,10 +259,10 @@ impl Control {
 
     /// Loads a source's state with `load` into a machine that was never started. If
     /// that fails, the machine has failed.
-    pub(crate) fn load<T, E: std::error::Error>(
+    pub(crate) fn load<T, E: std::error::Error + From<ControlError>>(
         &self,
         load: impl FnOnce() -> Result<T, E>,
-    ) -> Result<Result<T, E>, ControlError> {
+    ) -> Result<T, E> {
         let mut inner = lock(&self.inner);
         inner.state.must_be_created()?;
         let result = load();
@@ -271,7 +270,7 @@ impl Control {
             Ok(_) => VmState::Paused,
             Err(error) => VmState::Failed(format!("cannot load its state: {error}")),
         };
-        Ok(result)
+        result
     }
 
     /// Ends the machine in `state`, unless it has ended; `wake` makes the other vCPUs
@@ -282,9 +281,6 @@ impl Control {
             return;
         }
         inner.state = state;
-        if inner.want == Want::Run {
-            inner.want = Want::Park;
-        }
         self.changed.notify_all();
         drop(inner);
         wake();
@@ -304,7 +300,7 @@ impl Control {
 
     /// Makes every vCPU thread return.
     pub(crate) fn exit(&self, wake: impl Fn()) {
-        lock(&self.inner).want = Want::Exit;
+        lock(&self.inner).exits = true;
         self.changed.notify_all();
         wake();
     }
@@ -321,16 +317,14 @@ impl Control {
     /// Waits until the vCPU may run; returns false if its thread must return.
     pub(crate) fn wait_to_run(&self) -> bool {
         let mut inner = lock(&self.inner);
-        loop {
-            match inner.want {
-                Want::Park => inner = self.wait(inner),
-                Want::Exit => return false,
-                Want::Run => {
-                    inner.parked -= 1;
-                    return true;
-                }
+        while !inner.runs() {
+            if inner.exits {
+                return false;
             }
+            inner = self.wait(inner);
         }
+        inner.parked -= 1;
+        true
     }
 
     /// Notes that a vCPU thread has unlocked its vCPU.
@@ -341,12 +335,11 @@ impl Control {
 
     /// Whether a vCPU may enter the guest.
     pub(crate) fn may_run(&self) -> bool {
-        lock(&self.inner).want == Want::Run
+        lock(&self.inner).runs()
     }
 
     /// Waits until `due`; returns false if the vCPU must leave the guest before that.
     pub(crate) fn wait_until(&self, due: Instant) -> bool {
-        let inner = self.wait_while(due, |inner| inner.want == Want::Run);
-        inner.want == Want::Run
+        self.wait_while(due, Inner::runs).runs()
     }
 }

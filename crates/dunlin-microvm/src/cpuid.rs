@@ -10,19 +10,12 @@ use crate::wire::{DecodeError, Reader, Writer};
 /// Bytes of an entry in a description.
 const ENTRY_BYTES: usize = 28;
 
-/// One entry of the table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
-    function: u32,
-    index: u32,
-    flags: u32,
-    /// EAX, EBX, ECX, EDX.
-    registers: [u32; 4],
-}
-
 /// The CPUID table that a guest sees.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Table(Vec<Entry>);
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Table(Vec<kvm_cpuid_entry2>);
+
+/// An entry has integers only, though the bindings do not derive `Eq` for it.
+impl Eq for Table {}
 
 /// A register with feature bits: a guest that has seen one needs it on every host.
 struct Word {
@@ -73,25 +66,16 @@ impl Table {
     /// Everything that this host's KVM supports.
     pub(crate) fn supported(kvm: &Kvm) -> io::Result<Self> {
         let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
-        Ok(Self(
-            supported
-                .as_slice()
-                .iter()
-                .map(|entry| Entry {
-                    function: entry.function,
-                    index: entry.index,
-                    flags: entry.flags,
-                    registers: [entry.eax, entry.ebx, entry.ecx, entry.edx],
-                })
-                .collect(),
-        ))
+        Ok(Self(supported.as_slice().to_vec()))
     }
 
     fn register(&self, function: u32, index: u32, register: usize) -> u32 {
         self.0
             .iter()
             .find(|entry| entry.function == function && entry.index == index)
-            .map_or(0, |entry| entry.registers[register])
+            .map_or(0, |entry| {
+                [entry.eax, entry.ebx, entry.ecx, entry.edx][register]
+            })
     }
 
     /// Whether the guest can use AVX, that is, sees XSAVE and AVX.
@@ -132,28 +116,14 @@ impl Table {
 
     /// Sets the table on one vCPU, with the vCPU's number where the table contains it.
     pub(crate) fn show(&self, vcpu: &VcpuFd, index: u8) -> io::Result<()> {
-        let entries: Vec<kvm_cpuid_entry2> = self
-            .0
-            .iter()
-            .map(|entry| {
-                let [eax, mut ebx, ecx, mut edx] = entry.registers;
-                match entry.function {
-                    1 => ebx = ebx & 0x00ff_ffff | u32::from(index) << 24,
-                    0xb | 0x1f => edx = u32::from(index),
-                    _ => {}
-                }
-                kvm_cpuid_entry2 {
-                    function: entry.function,
-                    index: entry.index,
-                    flags: entry.flags,
-                    eax,
-                    ebx,
-                    ecx,
-                    edx,
-                    ..Default::default()
-                }
-            })
-            .collect();
+        let mut entries = self.0.clone();
+        for entry in &mut entries {
+            match entry.function {
+                1 => entry.ebx = entry.ebx & 0x00ff_ffff | u32::from(index) << 24,
+                0xb | 0x1f => entry.edx = u32::from(index),
+                _ => {}
+            }
+        }
         let table = CpuId::from_entries(&entries).map_err(|_| io::ErrorKind::InvalidInput)?;
         Ok(vcpu.set_cpuid2(&table)?)
     }
@@ -162,9 +132,8 @@ impl Table {
         writer.u16(self.0.len() as u16);
         for entry in &self.0 {
             writer.u32(entry.function).u32(entry.index).u32(entry.flags);
-            entry.registers.iter().for_each(|&value| {
-                writer.u32(value);
-            });
+            writer.u32(entry.eax).u32(entry.ebx);
+            writer.u32(entry.ecx).u32(entry.edx);
         }
     }
 
@@ -174,11 +143,15 @@ impl Table {
         let mut table = Vec::with_capacity(entries);
         for _ in 0..entries {
             let mut field = || reader.u32("CPUID entry");
-            table.push(Entry {
+            table.push(kvm_cpuid_entry2 {
                 function: field()?,
                 index: field()?,
                 flags: field()?,
-                registers: [field()?, field()?, field()?, field()?],
+                eax: field()?,
+                ebx: field()?,
+                ecx: field()?,
+                edx: field()?,
+                ..Default::default()
             });
         }
         Ok(Self(table))
@@ -192,16 +165,17 @@ mod tests {
     use crate::wire::DecodeReason;
 
     fn table(vendor: u32, features: u32) -> Table {
-        let entry = |function, registers| Entry {
-            function,
-            index: 0,
-            flags: 0,
-            registers,
+        let basic = kvm_cpuid_entry2 {
+            eax: 0xd,
+            ebx: vendor,
+            ..Default::default()
         };
-        Table(vec![
-            entry(0, [0xd, vendor, 0, 0]),
-            entry(1, [0, 0, features, 0]),
-        ])
+        let features = kvm_cpuid_entry2 {
+            function: 1,
+            ecx: features,
+            ..Default::default()
+        };
+        Table(vec![basic, features])
     }
 
     #[test]

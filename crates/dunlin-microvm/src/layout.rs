@@ -14,10 +14,8 @@ pub(crate) const TABLES: u64 = 0x1_0000;
 pub(crate) const CODE: u64 = 0x6_0000;
 /// The first parameter block; the others follow, one page each.
 pub(crate) const BLOCKS: u64 = 0x7_0000;
-/// Guest-physical address of the pages that only the VMM writes, like a device.
+/// Guest-physical address of 16 pages that the guest leaves to the VMM, as to a device.
 pub const DEVICE_START: u64 = 0x8_0000;
-/// Size of the pages that only the VMM writes.
-pub const DEVICE_BYTES: u64 = 0x1_0000;
 
 /// Words of a parameter block, as byte offsets into it.
 pub(crate) mod block {

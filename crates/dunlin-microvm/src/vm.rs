@@ -12,14 +12,13 @@ use dunlin_linux::mapping::{MappingError, TrackedMemory, advise_huge_pages, allo
 use kvm_bindings::MsrList;
 use kvm_ioctls::Kvm;
 use thiserror::Error;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::common::Common;
 use crate::config::{Config, ConfigError, GuestKind, HostOptions, Workload};
 use crate::control::{ControlError, VmState};
 use crate::describe::{DescribeError, Host, VmDescription, same_rate};
 use crate::dirty::{self, DirtyError, DirtyLog};
-use crate::layout::{DEVICE_BYTES, DEVICE_START, block};
+use crate::layout::block;
 use crate::state::{LoadError, Own, Parts, SaveError, Section};
 use crate::vcpu::{Shared, Slot};
 use crate::{boot, fill, process, vcpu};
@@ -86,22 +85,6 @@ pub enum CreateError {
         #[source]
         source: io::Error,
     },
-}
-
-/// Why the VMM could not read or write guest memory.
-#[derive(Debug, Error)]
-pub enum AccessError {
-    /// The bytes are outside the pages of the VMM's device.
-    #[error("{bytes} bytes at offset {offset} exceed the device's {DEVICE_BYTES} bytes")]
-    Device {
-        /// Offset from the start of the device's pages.
-        offset: u64,
-        /// Number of bytes.
-        bytes: usize,
-    },
-    /// Guest memory does not have this address.
-    #[error("cannot access guest memory")]
-    Memory(#[from] GuestMemoryError),
 }
 
 impl Vm {
@@ -422,26 +405,6 @@ impl Vm {
         self.common().heart.forget_gap();
     }
 
-    /// Writes to the pages of the VMM's device, like a device: the guest does not take
-    /// part, but the dirty log records the write. `offset` counts from
-    /// [`DEVICE_START`].
-    ///
-    /// # Errors
-    /// Device, if the bytes exceed [`DEVICE_BYTES`].
-    pub fn vmm_write(&self, offset: u64, bytes: &[u8]) -> Result<(), AccessError> {
-        let address = device_address(offset, bytes.len())?;
-        Ok(self.memory().write_slice(bytes, address)?)
-    }
-
-    /// Reads from the pages of the VMM's device.
-    ///
-    /// # Errors
-    /// Device, if the bytes exceed [`DEVICE_BYTES`].
-    pub fn vmm_read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), AccessError> {
-        let address = device_address(offset, bytes.len())?;
-        Ok(self.memory().read_slice(bytes, address)?)
-    }
-
     /// Starts logging writes by the guest and by the VMM.
     ///
     /// # Errors
@@ -494,21 +457,17 @@ impl Vm {
     /// # Errors
     /// See [`LoadError`]. The machine has then failed and can only be dropped.
     pub fn load(&self, sections: &[Section]) -> Result<(), LoadError> {
-        self.common()
-            .control
-            .load(|| {
-                let own = match &self.guest {
-                    Guest::Kvm { shared, msrs } => {
-                        self.with_parts(shared, msrs, |parts| parts.load(sections))?
-                    }
-                    Guest::Process(shared) => shared.load(sections)?,
-                };
-                self.common()
-                    .power_off_at
-                    .store(own.power_off_at, Ordering::Relaxed);
-                Ok::<_, LoadError>(own)
-            })?
-            .map(|own| self.common().control.set_throttle(own.throttle_percent))
+        let common = self.common();
+        let own = common.control.load(|| match &self.guest {
+            Guest::Kvm { shared, msrs } => {
+                self.with_parts(shared, msrs, |parts| parts.load(sections))
+            }
+            Guest::Process(shared) => shared.load(sections),
+        })?;
+        let power_off_at = &common.power_off_at;
+        power_off_at.store(own.power_off_at, Ordering::Relaxed);
+        common.control.set_throttle(own.throttle_percent);
+        Ok(())
     }
 
     fn with_parts<T>(
@@ -535,13 +494,6 @@ impl Drop for Vm {
             // The thread has already reported a panic.
             let _ = thread.join();
         }
-    }
-}
-
-fn device_address(offset: u64, bytes: usize) -> Result<GuestAddress, AccessError> {
-    match offset.checked_add(bytes as u64) {
-        Some(end) if end <= DEVICE_BYTES => Ok(GuestAddress(DEVICE_START + offset)),
-        _ => Err(AccessError::Device { offset, bytes }),
     }
 }
 

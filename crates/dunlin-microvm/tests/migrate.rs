@@ -6,11 +6,11 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use dunlin_microvm::{
-    Backing, Config, DEVICE_BYTES, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload,
-};
+use dunlin_microvm::{Backing, Config, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload};
 use dunlin_test_base::kvm;
-use support::{copy_pages, different_pages, dirty_pages, rate_of, running, wait_for};
+use support::{
+    copy_pages, different_pages, dirty_pages, rate_of, running, vmm_read, vmm_write, wait_for,
+};
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
     maps[0][(page / 64) as usize] >> (page % 64) & 1 == 1
@@ -125,9 +125,7 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
         };
         for round in 0..8u8 {
             let_it_write();
-            source
-                .vmm_write(4096 * u64::from(round), &[round; 100])
-                .unwrap();
+            vmm_write(&source, 4096 * u64::from(round), &[round; 100]);
             let maps = source.fetch_dirty_log().unwrap();
             copy_pages(&source, &destination, Some(&maps));
         }
@@ -160,17 +158,15 @@ fn the_log_holds_exactly_what_was_written() {
     assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
 
     // By the VMM: the last byte of one page and the first of the next.
-    vm.vmm_write(4095, &[1, 2]).unwrap();
+    vmm_write(&vm, 4095, &[1, 2]);
     let maps = vm.fetch_dirty_log().unwrap();
     let page = DEVICE_START / 4096;
     assert_eq!(maps[0][(page / 64) as usize], 0b11 << (page % 64));
     assert_eq!(dirty_pages(&maps), 2);
     assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
     let mut bytes = [0; 2];
-    vm.vmm_read(4095, &mut bytes).unwrap();
+    vmm_read(&vm, 4095, &mut bytes);
     assert_eq!(bytes, [1, 2]);
-    assert!(vm.vmm_write(DEVICE_BYTES - 1, &[0; 2]).is_err());
-    assert!(vm.vmm_write(u64::MAX, &[0; 2]).is_err());
 
     // By the guest: some pages of the workload, and its parameter block.
     vm.start().unwrap();

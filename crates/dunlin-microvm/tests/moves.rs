@@ -13,7 +13,7 @@ use dunlin_microvm::{Backing, Config, ControlError, Fill, MachineBuilder, Vm, Vm
 use dunlin_test_base::huge_pages::HugePages;
 use dunlin_test_base::kvm;
 use support::moves::{Tls, attempt, movable, relocate, relocate_while, verified};
-use support::wait_for;
+use support::{vmm_read, vmm_write, wait_for};
 
 const MIB: u64 = 1 << 20;
 
@@ -141,15 +141,15 @@ fn i3_what_the_vmm_writes_during_pre_copy_arrives() {
         working_set_bytes: Some(8 * MIB),
         ..Config::default()
     });
-    vm.vm().vmm_write(0, b"before").unwrap();
+    vmm_write(vm.vm(), 0, b"before");
     let written = AtomicU64::new(0);
     let write = |event: &Event| {
         if matches!(event, Event::Iterated(_)) {
             // One page for each iteration, which no vCPU writes to, and one for all iterations.
             let number = written.fetch_add(1, Ordering::SeqCst) + 1;
             let bytes = number.to_le_bytes();
-            vm.vm().vmm_write(4096 * number.min(14), &bytes).unwrap();
-            vm.vm().vmm_write(15 * 4096, &bytes).unwrap();
+            vmm_write(vm.vm(), 4096 * number.min(14), &bytes);
+            vmm_write(vm.vm(), 15 * 4096, &bytes);
         }
     };
     let (there, report, _) = relocate_while(&vm, &tls, &verified(2), &write);
@@ -157,7 +157,7 @@ fn i3_what_the_vmm_writes_during_pre_copy_arrives() {
     assert_eq!(written as usize, report.iterations.len() - 1);
     let read = |offset: u64| {
         let mut bytes = [0; 8];
-        there.vm().vmm_read(offset, &mut bytes).unwrap();
+        vmm_read(there.vm(), offset, &mut bytes);
         u64::from_le_bytes(bytes)
     };
     assert_eq!(&read(0).to_le_bytes()[..6], b"before");

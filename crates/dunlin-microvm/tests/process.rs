@@ -13,7 +13,9 @@ use dunlin_microvm::{
 };
 use dunlin_test_base::huge_pages::HugePages;
 use support::moves::{Tls, movable, relocate, verified};
-use support::{copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, wait_for};
+use support::{
+    copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write, wait_for,
+};
 use vm_memory::{Bytes, GuestAddress};
 
 /// One test at a time: guests that compete for the CPUs say nothing about pace.
@@ -95,7 +97,7 @@ fn i3_rounds_of_its_log_end_in_the_same_memory() {
     copy_pages(&source, &destination, None);
     for round in 0..8_u8 {
         std::thread::sleep(Duration::from_millis(5));
-        source.vmm_write(0, &[round; 100]).unwrap();
+        vmm_write(&source, 0, &[round; 100]);
         let maps = source.fetch_dirty_log().unwrap();
         copy_pages(&source, &destination, Some(&maps));
     }

@@ -7,7 +7,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use crate::log::say;
+use crate::log::warn;
 
 /// The service manager, if it wants status reports.
 pub(crate) struct Manager(Option<(UnixDatagram, SocketAddr)>);
@@ -66,7 +66,5 @@ impl Manager {
 }
 
 fn cannot_notify(error: &io::Error) {
-    say(&format!(
-        "warning: cannot notify the service manager: {error}"
-    ));
+    warn([format!("cannot notify the service manager: {error}")]);
 }

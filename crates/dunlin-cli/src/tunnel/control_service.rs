@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use dunlin::engine::vmm::FaultCode;
-use dunlin_tunnel::{Demand, Listen, ListenerStatus, OnDemandListener, RouteStatus, Tunnel};
+use dunlin_tunnel::{
+    Demand, Failure, Listen, ListenerStatus, OnDemandListener, RouteStatus, Tunnel,
+};
 use serde::{Deserialize, Serialize};
 
 use super::config::table::parse_listen;
@@ -252,15 +254,14 @@ fn ended(status: &ListenerStatus) -> Line {
     if bad == 0 {
         return Line::Done;
     }
-    let mut failed = FailedLine {
-        fault: "channel-broken".into(),
-        at_fault: "this side".into(),
-        vm: String::new(),
-        text: format!("{bad} of {all} connections failed"),
-        code: FAILED,
-    };
+    let fault = status
+        .why
+        .as_ref()
+        .map_or(FaultCode::ChannelBroken, Failure::code);
+    let text = format!("{bad} of {all} connections failed");
+    let mut failed = FailedLine::new(fault, "", text, FAILED);
     if let Some(why) = &status.why {
-        failed.fault = why.code().to_string();
+        // A failure that the peer reported is seen from this side.
         failed.at_fault = why.at_fault().to_string();
         failed.text.push_str(&format!(": {why}"));
     }

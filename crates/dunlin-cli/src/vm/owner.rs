@@ -240,7 +240,7 @@ fn move_away(
         let observe = |event: &Event| for_thread.observe(event);
         let cancel = &for_thread.cancel;
         if timeline {
-            log::install(None, Level::INFO);
+            log::install(Level::INFO);
             timeline::begin();
         }
         let line = match Migration::builder(vm, to, &tls)

@@ -6,8 +6,8 @@ pub mod moves;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::mapping::PAGE_BYTES;
-use dunlin_microvm::{Config, Vm, VmState};
-use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+use dunlin_microvm::{Config, DEVICE_START, Vm, VmState};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 /// A machine that is filled and runs.
 pub fn running(config: Config) -> Vm {
@@ -15,6 +15,18 @@ pub fn running(config: Config) -> Vm {
     vm.fill().unwrap();
     vm.start().unwrap();
     vm
+}
+
+/// Writes to the pages that the guest leaves to the VMM, as a device would.
+pub fn vmm_write(vm: &Vm, offset: u64, bytes: &[u8]) {
+    let address = GuestAddress(DEVICE_START + offset);
+    vm.memory().write_slice(bytes, address).unwrap();
+}
+
+/// Reads what [`vmm_write`] wrote.
+pub fn vmm_read(vm: &Vm, offset: u64, bytes: &mut [u8]) {
+    let address = GuestAddress(DEVICE_START + offset);
+    vm.memory().read_slice(bytes, address).unwrap();
 }
 
 /// Waits until `done`, at most ten seconds, while the machine runs.
