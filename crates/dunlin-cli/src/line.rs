@@ -6,10 +6,10 @@ use std::time::Duration;
 use dunlin::engine::source::VmLocation;
 use dunlin::engine::vmm::FaultCode;
 use dunlin::engine::{
-    Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, fault_behind, harmless,
-    is_harmful,
+    Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, fault_behind,
 };
 use dunlin::lane::kernel::{Choice, Driver};
+use dunlin_proto::text::{harmless, is_harmful};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};

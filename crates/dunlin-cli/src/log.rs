@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use dunlin::engine::is_harmful;
 use dunlin_linux::poll::{Interest, poll};
+use dunlin_proto::text::is_harmful;
 use serde_json::{Map, Value};
 use time::OffsetDateTime;
 use tracing::field::{Field, Visit};

@@ -5,15 +5,7 @@ pub(crate) use dunlin_proto::text::harmless as clean;
 
 /// An error and its causes, each printed once: some errors include their cause's text.
 pub(crate) fn chained(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain().map(ToString::to_string) {
-        if text.is_empty() {
-            text = cause;
-        } else if !text.contains(&cause) {
-            text = format!("{text}: {cause}");
-        }
-    }
-    text
+    dunlin_proto::text::chain(error.as_ref())
 }
 
 /// Like [`clean`], for a text of several lines each of which may contain a peer's text. All but the

@@ -1,7 +1,7 @@
 //! The server side: accepts sessions from authorised peers.
 
 use dunlin_lane::sync::lock;
-use dunlin_proto::text::harmless;
+use dunlin_proto::text::{chain, harmless};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
@@ -19,7 +19,7 @@ use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::negotiate::{Features, Opening, Refusal, SessionId, Supported, VERSIONS, select};
 
 use super::bound::check_source;
-use super::error::{IpsecError, in_words};
+use super::error::IpsecError;
 use super::session::{Beginning, Session, Status, clean_up_dead};
 use super::tables::Tables;
 use super::{Event, Observer, Options};
@@ -207,7 +207,7 @@ impl Site {
     pub(super) fn begin_or_reject(&self, control: ControlStream, opening: &Opening) {
         let from = harmless(&control.peer().to_string());
         if let Err(error) = self.begin(control, opening) {
-            self.reject(&from, &in_words(&error));
+            self.reject(&from, &chain(&error));
         }
     }
 
@@ -309,7 +309,7 @@ impl Site {
         let over: Vec<Held> = over.collect();
         drop(held);
         for Held { peer, session, .. } in over {
-            let why = session.wait().err().map(|error| in_words(&error));
+            let why = session.wait().err().map(|error| chain(&error));
             self.observer.event(&Event::Over { peer, why });
         }
     }

@@ -10,8 +10,9 @@ use dunlin_proto::ipsec::Sender;
 use dunlin_proto::ipsec::object::Policy;
 use dunlin_proto::ipsec::plan::SessionParameters;
 use dunlin_proto::ipsec::ports::PortBlock;
+use dunlin_proto::text::chain;
 
-use super::error::{IpsecError, in_words};
+use super::error::IpsecError;
 use super::record::{Record, RecordDirectory};
 use super::tables::{AssociationStatus, Tables, still_used};
 use super::xfrm::Xfrm;
@@ -215,7 +216,7 @@ fn clean_up_records(
             clean(&mut tables, record, frees, observer)
         });
         if let Err(error) = done {
-            let why = in_words(&error);
+            let why = chain(&error);
             observer.event(&Event::NotCleaned { why });
             first.get_or_insert(error);
         }

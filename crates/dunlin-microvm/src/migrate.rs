@@ -12,6 +12,7 @@ use dunlin::engine::vmm::{
     SourceVm, VmDescription as Described, VmmError,
 };
 use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
+use dunlin_proto::text::chain;
 
 use crate::config::HostOptions;
 use crate::control::VmState;
@@ -247,15 +248,4 @@ fn check_room(memory_bytes: u64) -> Result<(), Refusal> {
             limit.file.display()
         ),
     })
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
 }

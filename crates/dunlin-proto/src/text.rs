@@ -1,4 +1,6 @@
-//! Escapes text from a peer before it is displayed.
+//! Texts of errors, and escaping of text from a peer before it is displayed.
+
+use std::error::Error;
 
 /// Escapes `text` for a terminal or a line-based log: characters that control a
 /// terminal, end a line or change the writing direction are replaced by their
@@ -14,6 +16,27 @@ pub fn harmless(text: &str) -> String {
         }
     }
     harmless
+}
+
+/// An error and its causes on one line; see [`with_causes`].
+#[must_use]
+pub fn chain(error: &dyn Error) -> String {
+    with_causes(error.to_string(), error.source())
+}
+
+/// Appends a cause and its own causes to `text`. Some errors include their cause's text, which is not
+/// repeated.
+#[must_use]
+pub fn with_causes<'a>(mut text: String, cause: Option<&'a (dyn Error + 'a)>) -> String {
+    let mut next = cause;
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        next = cause.source();
+    }
+    text
 }
 
 /// Whether [`harmless`] escapes the character: control characters, including
@@ -32,6 +55,38 @@ pub fn is_harmful(character: char) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Displays its text, and its cause's text if it has one.
+    #[derive(Debug)]
+    struct Failure(&'static str, Option<Box<Failure>>);
+
+    impl std::fmt::Display for Failure {
+        fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            formatter.write_str(self.0)
+        }
+    }
+
+    impl Error for Failure {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            self.1.as_deref().map(|cause| cause as _)
+        }
+    }
+
+    #[test]
+    fn a_cause_is_appended_once() {
+        let cause = || Some(Box::new(Failure("no such file", None)));
+        assert_eq!(chain(&Failure("no key", cause())), "no key: no such file");
+        let told = Failure("key.pem: no such file; put it there", cause());
+        let outer = Failure("no identity", Some(Box::new(told)));
+        assert_eq!(
+            chain(&outer),
+            "no identity: key.pem: no such file; put it there"
+        );
+        assert_eq!(
+            with_causes("end".into(), Some(&outer)),
+            format!("end: {}", chain(&outer))
+        );
+    }
 
     #[test]
     fn i7_terminal_control_characters_are_escaped() {

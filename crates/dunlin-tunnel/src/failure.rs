@@ -1,6 +1,6 @@
 //! Why the tunnel could not do something: a code and a text for an operator.
 
-use dunlin_proto::text::harmless;
+use dunlin_proto::text::{harmless, with_causes};
 use std::error::Error;
 use std::fmt;
 
@@ -38,17 +38,9 @@ impl Failure {
         }
     }
 
-    /// Appends the cause and its sources to the text. A cause that the text already ends with is
-    /// not repeated.
+    /// Appends the cause and its sources to the text; see [`with_causes`].
     pub(super) fn because(mut self, cause: &dyn Error) -> Self {
-        let mut next = Some(cause);
-        while let Some(cause) = next {
-            let text = cause.to_string();
-            if !self.text.ends_with(&format!(": {text}")) {
-                self.text = format!("{}: {text}", self.text);
-            }
-            next = cause.source();
-        }
+        self.text = with_causes(self.text, Some(cause));
         self
     }
 

@@ -1,7 +1,7 @@
 //! The start of a session: it blocks its ports and takes over ports that an earlier session left
 //! blocked.
 
-use dunlin_proto::text::harmless;
+use dunlin_proto::text::{chain, harmless};
 use std::net::SocketAddr;
 
 use dunlin_proto::ipsec::Mode;
@@ -11,7 +11,7 @@ use dunlin_proto::ipsec::plan::{Adoption, REQID_BLOCKS, REQIDS, SessionParameter
 
 use super::driver::{Driver, Ports};
 use super::system::{ends, guarded, is_of_this_host, random};
-use crate::error::{IpsecError, in_words};
+use crate::error::IpsecError;
 use crate::event::Event;
 use crate::record::{Owner, Record};
 use crate::tables::still_used;
@@ -114,7 +114,7 @@ impl Driver {
             let mut record = match record {
                 Ok(record) => record,
                 Err(error) => {
-                    let why = in_words(&error);
+                    let why = chain(&error);
                     self.tell(Event::NotCleaned { why });
                     continue;
                 }

@@ -1,6 +1,6 @@
 //! The thread of a session: performs the actions of the exchange.
 
-use dunlin_proto::text::harmless;
+use dunlin_proto::text::{chain, harmless};
 use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel, channel};
 use std::sync::{Arc, Mutex};
@@ -22,7 +22,7 @@ use zeroize::Zeroizing;
 use super::reader::read;
 use super::shared::{Beginning, Command, SharedStatus};
 use super::system::{guarded, random};
-use crate::error::{IpsecError, in_words};
+use crate::error::IpsecError;
 use crate::event::{Event, Observer};
 use crate::options::Options;
 use crate::record::{Record, RecordDirectory};
@@ -150,7 +150,7 @@ impl Driver {
             Ok(_) => self.serve(commands, &dealt),
             Err(source) => IpsecError::resources("a thread")(source.kind().into()),
         };
-        self.exchange.end(why.code(), &in_words(&why));
+        self.exchange.end(why.code(), &chain(&why));
         // Sends the reason to the peer, unless the session is over. Returns it once more.
         let _ = self.settle();
         // Unblocks the reader.

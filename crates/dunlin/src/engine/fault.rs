@@ -8,7 +8,7 @@ use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::record::Alert;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
-use dunlin_proto::text::harmless;
+use dunlin_proto::text::{harmless, with_causes};
 
 /// Where the VM is after a failed migration, and what its VMM has to do. The destination
 /// reports [`VmIs::AtSource`], [`VmIs::InDoubt`] and [`VmIs::RanThenDied`] as far as it
@@ -88,20 +88,8 @@ impl Fault {
 
     /// The text for the peer: the fault with its causes, within the limit.
     pub(crate) fn for_peer(&self) -> String {
-        let mut text = self.what.clone();
-        let mut next = self
-            .source
-            .as_ref()
-            .map(|source| &**source as &(dyn StdError + 'static));
-        while let Some(cause) = next {
-            let said = cause.to_string();
-            // Some errors repeat their cause in their own text.
-            if !text.contains(&said) {
-                text.push_str(": ");
-                text.push_str(&said);
-            }
-            next = cause.source();
-        }
+        let cause = self.source.as_deref().map(|source| source as _);
+        let mut text = with_causes(self.what.clone(), cause);
         text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
         text
     }
