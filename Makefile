@@ -30,9 +30,8 @@ fuzz:
 audit:
 	cargo deny check advisories
 
-# 53,516 lines after the crates were separated; the goal was 54,000. Since then tracing, error codes
-# and the smaller interfaces have added 910. A change that needs more states here what for.
-LINES_LIMIT = 54430
+# A change that needs more lines than this states here what for.
+LINES_LIMIT = 54000
 
 # The checks that CI runs before the tests.
 check:

@@ -82,93 +82,11 @@ pub use policy::{ClientTls, ServerTls};
 pub use provider::{CipherSuite, Crypto, Provider};
 pub use security::SealedLanes;
 
-// Each module is public with the feature, and private without it. The pairs are written out because
-// rustfmt does not format modules that a macro declares.
-#[cfg(feature = "unstable-internals")]
-pub mod accept;
-#[cfg(not(feature = "unstable-internals"))]
-mod accept;
-#[cfg(feature = "unstable-internals")]
-pub mod admit;
-#[cfg(not(feature = "unstable-internals"))]
-mod admit;
-#[cfg(feature = "unstable-internals")]
-pub mod control;
-#[cfg(not(feature = "unstable-internals"))]
-mod control;
-#[cfg(feature = "unstable-internals")]
-pub mod data;
-#[cfg(not(feature = "unstable-internals"))]
-mod data;
-mod denied;
-#[cfg(feature = "unstable-internals")]
-pub mod dial;
-#[cfg(not(feature = "unstable-internals"))]
-mod dial;
-#[cfg(feature = "unstable-internals")]
-pub mod fastest;
-#[cfg(not(feature = "unstable-internals"))]
-mod fastest;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
-#[cfg(feature = "unstable-internals")]
-pub mod handshake;
+mod internals;
+
 #[cfg(not(feature = "unstable-internals"))]
-mod handshake;
+use internals::*;
 #[cfg(feature = "unstable-internals")]
-pub mod identity;
-#[cfg(not(feature = "unstable-internals"))]
-mod identity;
-#[cfg(feature = "unstable-internals")]
-pub mod kernel;
-#[cfg(not(feature = "unstable-internals"))]
-mod kernel;
-#[cfg(feature = "unstable-internals")]
-pub mod names;
-#[cfg(not(feature = "unstable-internals"))]
-mod names;
-#[cfg(feature = "unstable-internals")]
-pub mod offload;
-#[cfg(not(feature = "unstable-internals"))]
-mod offload;
-#[cfg(feature = "unstable-internals")]
-pub mod peers;
-#[cfg(not(feature = "unstable-internals"))]
-mod peers;
-#[cfg(feature = "unstable-internals")]
-pub mod policy;
-#[cfg(not(feature = "unstable-internals"))]
-mod policy;
-#[cfg(feature = "unstable-internals")]
-pub mod proof;
-#[cfg(not(feature = "unstable-internals"))]
-mod proof;
-#[cfg(feature = "unstable-internals")]
-pub mod provider;
-#[cfg(not(feature = "unstable-internals"))]
-mod provider;
-#[cfg(feature = "unstable-internals")]
-pub mod record;
-#[cfg(not(feature = "unstable-internals"))]
-mod record;
-#[cfg(feature = "unstable-internals")]
-pub mod relayed;
-#[cfg(not(feature = "unstable-internals"))]
-mod relayed;
-#[cfg(feature = "unstable-internals")]
-pub mod resolve;
-#[cfg(not(feature = "unstable-internals"))]
-mod resolve;
-#[cfg(feature = "unstable-internals")]
-pub mod security;
-#[cfg(not(feature = "unstable-internals"))]
-mod security;
-#[cfg(feature = "unstable-internals")]
-pub mod splice;
-#[cfg(not(feature = "unstable-internals"))]
-mod splice;
-#[cfg(feature = "unstable-internals")]
-pub mod sync;
-#[cfg(not(feature = "unstable-internals"))]
-mod sync;
-mod trust;
+pub use internals::*;
