@@ -76,8 +76,8 @@ mod tests {
     fn a_cause_is_appended_once() {
         let cause = || Some(Box::new(Failure("no such file", None)));
         assert_eq!(chain(&Failure("no key", cause())), "no key: no such file");
-        let told = Failure("key.pem: no such file; put it there", cause());
-        let outer = Failure("no identity", Some(Box::new(told)));
+        let stated = Failure("key.pem: no such file; put it there", cause());
+        let outer = Failure("no identity", Some(Box::new(stated)));
         assert_eq!(
             chain(&outer),
             "no identity: key.pem: no such file; put it there"
