@@ -1,9 +1,9 @@
 //! `cargo xtask tables`: writes the tables with measurements into README and `docs/benchmarking/`.
 //!
-//! - [`kept`]: the results, files of JSON lines.
-//! - [`keep`]: `cargo xtask keep`, which makes such a file from the output of a benchmark.
-//! - [`layout`]: the tables of each page.
-//! - [`report`]: `cargo xtask report`, which plots JSON lines.
+//! - `kept`: the results, files of JSON lines.
+//! - `keep`: `cargo xtask keep`, which makes such a file from the output of a benchmark.
+//! - `layout`: the tables of each page.
+//! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name it and its files. This command replaces what is
 //! between them, or, with `--check`, compares.
