@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,8 @@ use std::str::FromStr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use dunlin_bench::process;
 use dunlin_test_base::Scratch;
 
 use super::program;
@@ -19,28 +20,57 @@ use super::program;
 /// The time limit for every wait.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The line that a forwarder prints when it accepts connections.
+/// The line that an end prints when it accepts connections.
 pub(super) const LISTENING: &str = "listening";
+
+/// What `sshd` logs on its standard error at that time.
+const SSHD_LISTENING: &str = "Server listening on ";
+
+/// The cipher of OpenSSH's connection.
+const SSH_CIPHER: &str = "aes256-gcm@openssh.com";
 
 /// The transport under measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Variant {
     /// No tunnel: the sender's socket is connected to the reader's.
     Bare,
+    /// Two processes that move bytes and seal and open them once, without a handshake or anything
+    /// else ([`super::records`]).
+    Floor,
     /// Two processes that move bytes without encryption ([`super::forward`]).
     Pipeline,
     Stunnel,
+    /// Port forwarding: `ssh -L` and `sshd`, with one connection for all streams.
+    OpenSsh,
+    /// A proxy in Go, built the way KubeVirt's is (`go/proxy.go`).
+    GoProxy,
     Relay,
     /// A tunnel in stripe mode with this number of lanes.
     Stripe(u16),
+}
+
+impl Variant {
+    /// Whether it carries bytes from one host to another, encrypted and authenticated.
+    pub(super) fn is_tunnel(self) -> bool {
+        !matches!(self, Self::Bare | Self::Floor | Self::Pipeline)
+    }
+
+    /// Whether several streams share a connection between the ends, so that one which is not read
+    /// can hold up the others.
+    pub(super) fn shares_connections(self) -> bool {
+        matches!(self, Self::OpenSsh | Self::Stripe(_))
+    }
 }
 
 impl fmt::Display for Variant {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bare => formatter.write_str("bare"),
+            Self::Floor => formatter.write_str("floor"),
             Self::Pipeline => formatter.write_str("pipeline"),
             Self::Stunnel => formatter.write_str("stunnel"),
+            Self::OpenSsh => formatter.write_str("openssh"),
+            Self::GoProxy => formatter.write_str("go-proxy"),
             Self::Relay => formatter.write_str("relay"),
             Self::Stripe(lanes) => write!(formatter, "stripe-{lanes}"),
         }
@@ -54,12 +84,16 @@ impl FromStr for Variant {
         let stripe = text.strip_prefix("stripe-").map(str::parse);
         match (text, stripe) {
             ("bare", _) => Ok(Self::Bare),
+            ("floor", _) => Ok(Self::Floor),
             ("pipeline", _) => Ok(Self::Pipeline),
             ("stunnel", _) => Ok(Self::Stunnel),
+            ("openssh", _) => Ok(Self::OpenSsh),
+            ("go-proxy", _) => Ok(Self::GoProxy),
             ("relay", _) => Ok(Self::Relay),
             (_, Some(Ok(lanes @ 1..=128))) => Ok(Self::Stripe(lanes)),
             _ => Err(format!(
-                "there is no variant {text:?}: bare, pipeline, stunnel, relay, stripe-N"
+                "there is no variant {text:?}: bare, floor, pipeline, stunnel, openssh, go-proxy, \
+                 relay, stripe-N"
             )),
         }
     }
@@ -128,6 +162,13 @@ impl Read for &Stream {
             Stream::Tcp(stream) => (&*stream).read(bytes),
         }
     }
+
+    fn read_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => (&*stream).read_vectored(parts),
+            Stream::Tcp(stream) => (&*stream).read_vectored(parts),
+        }
+    }
 }
 
 impl Write for &Stream {
@@ -135,6 +176,13 @@ impl Write for &Stream {
         match self {
             Stream::Unix(stream) => (&*stream).write(bytes),
             Stream::Tcp(stream) => (&*stream).write(bytes),
+        }
+    }
+
+    fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => (&*stream).write_vectored(parts),
+            Stream::Tcp(stream) => (&*stream).write_vectored(parts),
         }
     }
 
@@ -220,6 +268,58 @@ pub(super) struct Pair {
 
 struct Process(Child);
 
+/// The output in which a process reports that it listens.
+#[derive(Clone, Copy)]
+enum Report {
+    Stdout,
+    Stderr,
+}
+
+impl Process {
+    /// Starts a process and waits until a line of its output begins with `ready`.
+    fn start(mut command: Command, report: Report, ready: &str) -> Result<Self> {
+        command.stdin(Stdio::null());
+        match report {
+            Report::Stdout => command.stdout(Stdio::piped()),
+            Report::Stderr => command.stdout(Stdio::null()).stderr(Stdio::piped()),
+        };
+        let child = command.spawn();
+        let mut process = Self(child.with_context(|| format!("cannot start {command:?}"))?);
+        let output: Option<Box<dyn Read + Send>> = match report {
+            Report::Stdout => process.0.stdout.take().map(|it| Box::new(it) as _),
+            Report::Stderr => process.0.stderr.take().map(|it| Box::new(it) as _),
+        };
+        let mut output = BufReader::new(output.context("it was asked for")?);
+        let mut said = String::new();
+        let mut line = 0;
+        while !said[line..].starts_with(ready) {
+            line = said.len();
+            if output.read_line(&mut said)? == 0 {
+                bail!("{command:?} does not listen; it says {said:?}");
+            }
+        }
+        // Discard the remaining lines: a full pipe would stop the process.
+        thread::spawn(move || io::copy(&mut output, &mut io::sink()));
+        Ok(process)
+    }
+
+    /// The process and the children of its first thread, their children, and so on. `sshd` serves
+    /// a connection in a child.
+    fn family(&self) -> Result<Vec<u32>> {
+        let mut family = vec![self.0.id()];
+        let mut next = 0;
+        while let Some(id) = family.get(next) {
+            let path = format!("/proc/{id}/task/{id}/children");
+            let children = fs::read_to_string(&path).with_context(|| path)?;
+            for child in children.split_whitespace() {
+                family.push(child.parse()?);
+            }
+            next += 1;
+        }
+        Ok(family)
+    }
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         // Fails only if the process has ended.
@@ -243,8 +343,13 @@ impl Pair {
                 pair.tcp = site.tcp.local_addr()?;
                 pair.qemu = site.qemu();
             }
-            Variant::Pipeline => pair.forwards(site)?,
+            Variant::Floor => {
+                pair.forwards(site, [&["--sealed", "listen"], &["--sealed", "target"]])?;
+            }
+            Variant::Pipeline => pair.forwards(site, [&[], &[]])?,
             Variant::Stunnel => pair.stunnels(site)?,
+            Variant::OpenSsh => pair.openssh(site)?,
+            Variant::GoProxy => pair.go_proxies(site)?,
             Variant::Relay => {
                 let ports = [free_port()?, free_port()?, free_port()?];
                 let far =
@@ -261,20 +366,15 @@ impl Pair {
         Ok(pair)
     }
 
-    /// CPU time of both processes so far, user and system (proc_pid_stat(5)).
-    pub(super) fn cpu(&self) -> Result<Duration> {
-        let mut ticks = 0;
+    /// CPU time of both ends so far, user and system, in steps of 10 ms.
+    pub(super) fn cpu_s(&self) -> Result<f64> {
+        let mut seconds = 0.0;
         for process in &self.processes {
-            let stat = fs::read_to_string(format!("/proc/{}/stat", process.0.id()))?;
-            // The command's name may contain spaces; utime and stime are fields 14 and 15.
-            let (_, rest) = stat.rsplit_once(')').context("no stat of a process")?;
-            let fields = rest.split_whitespace().skip(11).take(2);
-            for field in fields {
-                ticks += field.parse::<u64>()?;
+            for id in process.family()? {
+                seconds += process::cpu_s(id)?;
             }
         }
-        // USER_HZ, which Linux reports as 100 on every machine.
-        Ok(Duration::from_millis(ticks * 10))
+        Ok(seconds)
     }
 
     /// Connects to the near end.
@@ -330,59 +430,108 @@ impl Pair {
             command.args(["tunnel", "run", "--config"]).arg(&file);
             // Does not collide with other tunnels on this host.
             command.arg("--control").arg(site.path("control"));
-            let mut child = command
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::null())
-                .spawn()?;
-            let mut said = String::new();
-            let stdout = child.stdout.take().context("it was asked for")?;
-            let mut stdout = BufReader::new(stdout);
-            stdout.read_line(&mut said)?;
-            // Discard the remaining lines.
-            thread::spawn(move || io::copy(&mut stdout, &mut io::sink()));
-            self.processes.push(Process(child));
-            if !said.starts_with("listening on ") {
-                bail!("dunlin does not run with {}", file.display());
-            }
+            command.stderr(Stdio::null());
+            let process = Process::start(command, Report::Stdout, "listening on ")?;
+            self.processes.push(process);
         }
         Ok(())
     }
 
-    fn forwards(&mut self, site: &Site) -> Result<()> {
+    /// Runs this program's forwarder at both ends, with the arguments of the far one and the near
+    /// one.
+    fn forwards(&mut self, site: &Site, arguments: [&[&str]; 2]) -> Result<()> {
+        for (places, arguments) in self.places(site)?.into_iter().zip(arguments) {
+            let mut command = Command::new(std::env::current_exe()?);
+            command.args(["bench", "forward"]).args(arguments);
+            command.args(places);
+            let process = Process::start(command, Report::Stdout, LISTENING)?;
+            self.processes.push(process);
+        }
+        Ok(())
+    }
+
+    fn go_proxies(&mut self, site: &Site) -> Result<()> {
+        let proxy = site.path("go-proxy");
+        program::build_go_proxy(&proxy)?;
+        let peers: [(&str, &[&str]); 2] = [("b", &[]), ("a", &["-peer", "b.test"])];
+        for (places, (host, peer)) in self.places(site)?.into_iter().zip(peers) {
+            let mut command = Command::new(&proxy);
+            command.arg("-identity").arg(site.path(host)).args(peer);
+            command.args(places);
+            let process = Process::start(command, Report::Stdout, LISTENING)?;
+            self.processes.push(process);
+        }
+        Ok(())
+    }
+
+    /// The address on which the far end and the near end listen for each route, each followed by
+    /// the address to which they connect.
+    fn places(&self, site: &Site) -> Result<[Vec<String>; 2]> {
         let (mut far, mut near) = (Vec::new(), Vec::new());
         for (_, listen, target) in self.routes(site)? {
-            let port = free_port()?;
-            far.extend([format!("tcp:{port}"), target]);
-            near.extend([listen, format!("tcp:{port}")]);
+            let middle = format!("tcp:{}", free_port()?);
+            far.extend([middle.clone(), target]);
+            near.extend([listen, middle]);
         }
-        for places in [far, near] {
-            let mut child = Command::new(std::env::current_exe()?)
-                .args(["bench", "forward"])
-                .args(places)
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .spawn()
-                .context("cannot start this program again")?;
-            let stdout = child.stdout.take().context("it was asked for")?;
-            self.processes.push(Process(child));
-            let mut said = String::new();
-            BufReader::new(stdout).read_line(&mut said)?;
-            if said.trim_end() != LISTENING {
-                bail!("the pipeline does not run");
-            }
+        Ok([far, near])
+    }
+
+    fn openssh(&mut self, site: &Site) -> Result<()> {
+        let folder = site.path("openssh");
+        fs::create_dir(&folder)?;
+        let file = |name: &str| folder.join(name).display().to_string();
+        let programs = program::openssh(&folder)?;
+        for key in ["host", "user"] {
+            let mut keygen = Command::new(&programs.keygen);
+            keygen.args(["-q", "-t", "ed25519", "-N", "", "-f", &file(key)]);
+            let done = keygen.output().context("cannot start ssh-keygen")?;
+            ensure!(done.status.success(), "ssh-keygen: {done:?}");
         }
+        let address = free_port()?;
+        let (host, port) = (address.ip().to_string(), address.port().to_string());
+        let key = fs::read_to_string(file("host.pub"))?;
+        fs::write(file("known"), format!("[{host}]:{port} {key}"))?;
+        let config = format!(
+            "{}ListenAddress {address}\nHostKey {}\nAuthorizedKeysFile {}\nPidFile none\n\
+             StrictModes no\nUsePAM no\nCiphers {SSH_CIPHER}\n",
+            programs.config,
+            file("host"),
+            file("user.pub"),
+        );
+        fs::write(file("sshd_config"), config)?;
+        let (mut server, user) = program::as_ssh_user(&programs.sshd)?;
+        server.args(["-D", "-e", "-f", &file("sshd_config")]);
+        let server = Process::start(server, Report::Stderr, SSHD_LISTENING)?;
+        self.processes.push(server);
+
+        let mut client = Command::new(&programs.ssh);
+        client.args(["-N", "-F", "none", "-c", SSH_CIPHER]);
+        client.args(["-p", &port, "-l", &user, "-i", &file("user")]);
+        for option in [
+            &*format!("UserKnownHostsFile={}", file("known")),
+            "GlobalKnownHostsFile=/dev/null",
+            "StrictHostKeyChecking=yes",
+            "BatchMode=yes",
+            "IdentitiesOnly=yes",
+            "IdentityAgent=none",
+            "ExitOnForwardFailure=yes",
+            // ssh runs it once the forwardings listen.
+            "PermitLocalCommand=yes",
+            &*format!("LocalCommand=echo {LISTENING}"),
+        ] {
+            client.args(["-o", option]);
+        }
+        for (_, listen, target) in self.routes(site)? {
+            client.arg("-L");
+            client.arg(format!("{}:{}", untyped(&listen), untyped(&target)));
+        }
+        client.arg(host);
+        let client = Process::start(client, Report::Stdout, LISTENING)?;
+        self.processes.push(client);
         Ok(())
     }
 
     fn stunnels(&mut self, site: &Site) -> Result<()> {
-        // stunnel's syntax for the same addresses.
-        let place = |text: String| {
-            let path = text.strip_prefix("unix:");
-            path.or(text.strip_prefix("tcp:"))
-                .unwrap_or(&text)
-                .to_owned()
-        };
         let of = |host: &str| {
             let file = |name: &str| site.path(host).join(name).display().to_string();
             format!(
@@ -398,8 +547,9 @@ impl Pair {
         for (name, listen, target) in self.routes(site)? {
             let port = free_port()?;
             ports.push(port);
-            far += &format!("[{name}]\naccept = {port}\nconnect = {}\n", place(target));
-            near += &format!("[{name}]\naccept = {}\nconnect = {port}\n", place(listen));
+            let (listen, target) = (untyped(&listen), untyped(&target));
+            far += &format!("[{name}]\naccept = {port}\nconnect = {target}\n");
+            near += &format!("[{name}]\naccept = {listen}\nconnect = {port}\n");
         }
         for (host, text) in [("far", far), ("near", near)] {
             let file = site.path(&format!("stunnel-{host}.conf"));
@@ -425,6 +575,12 @@ impl Pair {
     }
 }
 
+/// An address without its type, as stunnel and OpenSSH write it.
+fn untyped(address: &str) -> &str {
+    let path = address.strip_prefix("unix:");
+    path.or(address.strip_prefix("tcp:")).unwrap_or(address)
+}
+
 fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
     let until = Instant::now() + TIMEOUT;
     while !there() {
@@ -438,4 +594,57 @@ fn wait(what: &str, there: impl Fn() -> bool) -> Result<()> {
 
 fn free_port() -> io::Result<SocketAddr> {
     TcpListener::bind("127.0.0.1:0")?.local_addr()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variant_is_read_as_it_is_written() {
+        for name in [
+            "bare",
+            "floor",
+            "pipeline",
+            "stunnel",
+            "openssh",
+            "go-proxy",
+            "relay",
+            "stripe-1",
+            "stripe-128",
+        ] {
+            assert_eq!(name.parse::<Variant>().unwrap().to_string(), name);
+        }
+        for name in ["stripe-0", "stripe-129", "stripe-", "Floor", ""] {
+            name.parse::<Variant>().unwrap_err();
+        }
+    }
+
+    #[test]
+    fn addresses_lose_their_type_only() {
+        assert_eq!(untyped("unix:/run/tcp:x"), "/run/tcp:x");
+        assert_eq!(untyped("tcp:127.0.0.1:1"), "127.0.0.1:1");
+    }
+
+    fn shell(script: &str, report: Report) -> Result<Process> {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        Process::start(command, report, LISTENING)
+    }
+
+    #[test]
+    fn a_process_is_ready_when_it_says_so() {
+        shell("echo first; echo listening; sleep 60", Report::Stdout).unwrap();
+        shell("echo listening now >&2; sleep 60", Report::Stderr).unwrap();
+        let error = shell("echo the cause", Report::Stdout).err().unwrap();
+        assert!(error.to_string().contains("the cause"), "{error}");
+    }
+
+    #[test]
+    fn the_family_includes_grandchildren() {
+        let script = "sh -c 'sleep 1 & echo listening; wait' & wait";
+        let process = shell(script, Report::Stdout).unwrap();
+        assert_eq!(process.family().unwrap().len(), 3);
+    }
 }

@@ -1,5 +1,6 @@
-//! A tunnel end without encryption. It measures the upper bound for every program that moves bytes
-//! between two hypervisors through user space.
+//! A tunnel end that does the least: it moves bytes between two hypervisors through user space.
+//! Without encryption it is the upper bound for every such program. With [`super::records`] on the
+//! side of the other end, it is the floor of every tunnel.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,19 +9,29 @@ use std::str::FromStr;
 use std::thread;
 
 use anyhow::{Context, Result};
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::ends::{LISTENING, Stream};
-
-/// The number of bytes that a relay moves at once.
-const PIECE_BYTES: usize = 512 << 10;
+use super::records::{self, PIECE_BYTES};
 
 /// Addresses of the forwarder.
 #[derive(Args, Debug)]
 pub struct ForwardOptions {
+    /// The side on which the bytes are in sealed records; without it, neither.
+    #[arg(long)]
+    sealed: Option<Side>,
     /// LISTEN and TARGET of each route, each of them unix:PATH or tcp:ADDRESS:PORT.
     #[arg(required = true, num_args = 2.., value_names = ["LISTEN", "TARGET"])]
     routes: Vec<Place>,
+}
+
+/// A side of the forwarder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Side {
+    /// The connections that it accepts.
+    Listen,
+    /// The connections that it opens.
+    Target,
 }
 
 #[derive(Clone, Debug)]
@@ -79,13 +90,17 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
         let bound = Listener::bind(listen).with_context(|| format!("{listen:?}"));
         routes.push((bound?, target));
     }
+    if options.sealed.is_some() {
+        // The choice takes time, which the first connection must not.
+        records::provider();
+    }
     println!("{LISTENING}");
     thread::scope(|scope| {
         for (listener, target) in &routes {
             scope.spawn(move || {
                 loop {
                     match listener.accept() {
-                        Ok(near) => carry(near, target),
+                        Ok(near) => carry(near, target, options.sealed),
                         Err(error) => eprintln!("a connection could not be accepted: {error}"),
                     }
                 }
@@ -97,25 +112,33 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
 
 /// Moves bytes in both directions, each in a thread of its own. Drops the connection if the target
 /// does not listen.
-fn carry(near: Stream, target: &Place) {
+fn carry(near: Stream, target: &Place, sealed: Option<Side>) {
     let target = target.clone();
+    let (to_target, to_listener): (Move, Move) = match sealed {
+        None => (one_way, one_way),
+        Some(Side::Listen) => (records::open, records::seal),
+        Some(Side::Target) => (records::seal, records::open),
+    };
     thread::spawn(move || {
         // An unreachable target or a reset ends only this connection; the measurement sees the
         // closed connection.
         let Ok(far) = target.connect() else { return };
         thread::scope(|scope| {
-            scope.spawn(|| one_way(&near, &far));
-            let _ = one_way(&far, &near);
+            scope.spawn(|| to_target(&near, &far));
+            let _ = to_listener(&far, &near);
         });
     });
 }
 
-fn one_way(mut from: &Stream, mut to: &Stream) -> io::Result<()> {
+/// Moves all bytes from one stream to another, and then the end of the stream.
+type Move = fn(&Stream, &Stream) -> Result<()>;
+
+fn one_way(mut from: &Stream, mut to: &Stream) -> Result<()> {
     let mut piece = vec![0; PIECE_BYTES];
     loop {
         let count = from.read(&mut piece)?;
         if count == 0 {
-            return to.shutdown();
+            return Ok(to.shutdown()?);
         }
         to.write_all(&piece[..count])?;
     }

@@ -46,7 +46,7 @@ pub(super) fn bulk(
     let channels = open(site, pair, ends, streams)?;
     let each = bytes / streams as u64;
     let content = random(PART_BYTES);
-    let cpu = pair.cpu()?;
+    let cpu_s = pair.cpu_s()?;
     let begin = Instant::now();
     thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -59,7 +59,7 @@ pub(super) fn bulk(
             .try_for_each(|one| one.join().unwrap_or_else(|_| bail!("a thread failed")))
     })?;
     let seconds = begin.elapsed().as_secs_f64();
-    let cpu = pair.cpu()?.saturating_sub(cpu).as_secs_f64();
+    let cpu_s = pair.cpu_s()? - cpu_s;
     for (near, far) in channels {
         drop(far);
         // The channel stays open until the end of stream has arrived.
@@ -68,7 +68,7 @@ pub(super) fn bulk(
     let gib = (each * streams as u64) as f64 / f64::from(1 << 30);
     Ok(Moved {
         gib_per_s: gib / seconds,
-        cpu_s_per_gib: cpu / gib,
+        cpu_s_per_gib: cpu_s / gib,
     })
 }
 

@@ -18,16 +18,26 @@ pub(super) struct Moved {
     pub(super) guest_downtime_ms: f64,
 }
 
-pub(super) fn migrate(site: &Site, pair: &Pair, setup: &Setup) -> Result<Moved> {
+/// Moves a new guest, with this number of multifd channels or without multifd, and with this limit on
+/// the downtime that QEMU predicts.
+pub(super) fn migrate(
+    site: &Site,
+    pair: &Pair,
+    setup: &Setup,
+    channels: Option<u8>,
+    downtime_limit: Duration,
+) -> Result<Moved> {
     // A previous QEMU may have left its socket behind.
     let _ = fs::remove_file(site.qemu());
     let mut source = Machine::start(setup, None)?;
     let mut destination = Machine::start_incoming(setup, None)?;
     source.wait_ready()?;
-    let migration = Migration::through(
+    let mut migration = Migration::through(
         &format!("unix:{}", pair.qemu.display()),
         &format!("unix:{}", site.qemu().display()),
     );
+    migration.multifd = channels;
+    migration.downtime_limit = downtime_limit;
     watch(&mut source, &mut destination, &migration).with_context(|| {
         let (source, destination) = (source.messages(), destination.messages());
         let variant = pair.variant;

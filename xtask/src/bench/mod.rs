@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: compares Dunlin with other programs on this host in one run.
 //!
-//! - [`tunnel`]: throughput and latency of the tunnel, a pair of stunnels, a pair of programs
-//!   without encryption, and a direct connection.
+//! - [`tunnel`]: throughput and latency of the tunnel, stunnel, OpenSSH and a proxy in Go, of their
+//!   floor, and of a direct connection.
 //! - [`whole`]: whole migrations, with QEMU and Cloud Hypervisor beside Dunlin.
 
 mod cloud_hypervisor;
@@ -10,6 +10,7 @@ mod forward;
 mod load;
 mod migration;
 mod program;
+mod records;
 pub mod tunnel;
 mod turns;
 pub mod whole;
@@ -22,12 +23,13 @@ use clap::Subcommand;
 /// The available benchmarks.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
-    /// Compares stunnel, relay and stripe mode: throughput, round trips, and QEMU's downtime.
+    /// Compares relay and stripe mode with stunnel, OpenSSH, a proxy in Go, and their floor:
+    /// throughput, round trips, and QEMU's downtime.
     Tunnel(tunnel::TunnelOptions),
     /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS;
     /// also Cloud Hypervisor, if `CLOUD_HYPERVISOR` names its binary.
     Whole(whole::WholeOptions),
-    /// Runs one end of the unencrypted pipeline; `bench tunnel` starts it.
+    /// Runs one end of the floor or of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]
     Forward(forward::ForwardOptions),
 }

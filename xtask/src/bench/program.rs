@@ -1,9 +1,12 @@
 //! The programs under measurement.
 
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use dunlin_rig::debian;
 use serde::Deserialize;
 
@@ -42,4 +45,157 @@ pub(super) fn stunnel() -> Result<Command> {
     }
     let root = debian::packages("trixie", &["stunnel4"])?;
     Ok(debian::program(&root, "stunnel4")?)
+}
+
+/// OpenSSH's programs.
+pub(super) struct OpenSsh {
+    pub(super) ssh: PathBuf,
+    pub(super) sshd: PathBuf,
+    pub(super) keygen: PathBuf,
+    /// Lines that `sshd` needs in its configuration.
+    pub(super) config: String,
+}
+
+/// Returns the installed OpenSSH, or, if it has no server, Debian's package. Scripts that run the
+/// package's programs are then in `folder`.
+pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
+    // The server is not in the path of every user, and starts only by its whole path.
+    let sshd = PathBuf::from("/usr/sbin/sshd");
+    if sshd.is_file() {
+        return Ok(OpenSsh {
+            ssh: "ssh".into(),
+            sshd,
+            keygen: "ssh-keygen".into(),
+            config: String::new(),
+        });
+    }
+    let root = debian::packages("trixie", &["openssh-server", "openssh-client"])?;
+    let wrapped = |program: &str| -> Result<PathBuf> {
+        let program = root.join(program);
+        let name = program.file_name().context("a program has a name")?;
+        let path = folder.join(name);
+        let loader = debian::program(&root, "sshd")?;
+        let text = script(
+            Path::new(loader.get_program()),
+            &root.join("usr/lib/x86_64-linux-gnu"),
+            &program,
+        );
+        fs::write(&path, text)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o755))?;
+        Ok(path)
+    };
+    Ok(OpenSsh {
+        ssh: wrapped("usr/bin/ssh")?,
+        sshd: wrapped("usr/sbin/sshd")?,
+        keygen: wrapped("usr/bin/ssh-keygen")?,
+        config: format!(
+            "SshdSessionPath {}\nSshdAuthPath {}\n",
+            wrapped("usr/lib/openssh/sshd-session")?.display(),
+            wrapped("usr/lib/openssh/sshd-auth")?.display(),
+        ),
+    })
+}
+
+/// A script that runs a program with the loader and the libraries of its root, as
+/// [`debian::program`] does, for programs that other programs start by a path.
+fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
+    let quoted = |path: &Path| {
+        let path = path.display().to_string();
+        format!("'{}'", path.replace('\'', r"'\''"))
+    };
+    format!(
+        "#!/bin/sh\nexec {} --argv0 \"$0\" --library-path {} {} \"$@\"\n",
+        quoted(loader),
+        quoted(libraries),
+        quoted(program)
+    )
+}
+
+/// The user without rights that every Linux has.
+const UNPRIVILEGED: &str = "65534";
+
+/// Returns a command that runs OpenSSH's server, and the user that can log in there: the server's own.
+///
+/// As root the server would need a user and a folder that only an installed package has. In a user
+/// namespace it runs as another user instead, but still owns root's files.
+pub(super) fn as_ssh_user(sshd: &Path) -> Result<(Command, String)> {
+    let user = user_name(&[])?;
+    if user != "root" {
+        return Ok((Command::new(sshd), user));
+    }
+    let mut command = Command::new("unshare");
+    command.arg("--user");
+    command.args([
+        format!("--map-user={UNPRIVILEGED}"),
+        format!("--map-group={UNPRIVILEGED}"),
+    ]);
+    command.arg(sshd);
+    Ok((command, user_name(&[UNPRIVILEGED])?))
+}
+
+/// The name of a user, or of this process's user.
+fn user_name(id: &[&str]) -> Result<String> {
+    let output = Command::new("id").arg("-un").args(id).output();
+    let output = output.context("cannot start id")?;
+    ensure!(output.status.success(), "id: {output:?}");
+    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+}
+
+/// Whether a Go compiler is installed.
+pub(super) fn has_go() -> Result<bool> {
+    match Command::new("go").arg("version").output() {
+        Ok(done) => Ok(done.status.success()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error).context("cannot start go"),
+    }
+}
+
+/// Builds `go/proxy.go`, which uses only Go's standard library.
+pub(super) fn build_go_proxy(output: &Path) -> Result<()> {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/bench/go/proxy.go");
+    let done = Command::new("go")
+        .args(["build", "-o"])
+        .arg(output)
+        .arg(source)
+        // No other toolchain, workspace or flags than the machine's own.
+        .env("GOTOOLCHAIN", "local")
+        .env("GOWORK", "off")
+        .env("GOFLAGS", "")
+        .stderr(Stdio::inherit())
+        .status()
+        .context("cannot start go")?;
+    ensure!(done.success(), "{source} does not build");
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use dunlin_test_base::Scratch;
+
+    #[test]
+    fn a_script_passes_its_arguments_and_its_own_path_on() {
+        let scratch = Scratch::new();
+        let folder = scratch.join("it's a folder");
+        fs::create_dir(&folder).unwrap();
+        let (loader, path) = (folder.join("loader"), folder.join("script"));
+        fs::write(&loader, "#!/bin/sh\nprintf '%s\\n' \"$@\"\n").unwrap();
+        fs::write(&path, script(&loader, &folder, Path::new("/program"))).unwrap();
+        fs::set_permissions(&loader, Permissions::from_mode(0o755)).unwrap();
+        let done = Command::new("sh").arg(&path).args(["a b", "c"]).output();
+        let said = String::from_utf8(done.unwrap().stdout).unwrap();
+        let own = path.display().to_string();
+        let folder = folder.display().to_string();
+        let expected = [
+            "--argv0",
+            &own,
+            "--library-path",
+            &folder,
+            "/program",
+            "a b",
+            "c",
+        ];
+        assert_eq!(said.lines().collect::<Vec<_>>(), expected);
+    }
 }

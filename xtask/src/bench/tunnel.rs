@@ -4,7 +4,10 @@
 //! round, which spreads other load on the host over all of them. Work outside the tunnel (sender,
 //! reader, opening connections) is the same for all variants and not part of the CPU time.
 
+use std::fmt;
 use std::fs::File;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -14,14 +17,15 @@ use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Setup};
 
 use super::ends::{Ends, Pair, Site, Variant};
-use super::{load, migration, program};
+use super::load::{self, Moved};
+use super::{migration, program, turns};
 
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct TunnelOptions {
     /// Turns of each variant.
     #[arg(long, value_name = "N", default_value_t = 5)]
-    rounds: u32,
+    rounds: usize,
     /// MiB that all streams of a turn carry in total.
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     size: u64,
@@ -31,13 +35,19 @@ pub struct TunnelOptions {
     /// Skips the measurements with QEMU.
     #[arg(long)]
     without_qemu: bool,
-    /// Variants to measure: bare, pipeline, stunnel, relay, stripe-N.
+    /// The downtime that QEMU may predict for its switchover.
+    #[arg(long, value_name = "MS", default_value_t = 300)]
+    downtime_limit: u32,
+    /// Variants to measure: bare, floor, pipeline, stunnel, openssh, go-proxy, relay, stripe-N.
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "bare,pipeline,stunnel,relay,stripe-1,stripe-2,stripe-4"
+        default_value = "bare,floor,pipeline,stunnel,openssh,go-proxy,relay,stripe-1,stripe-2,stripe-4"
     )]
     variants: Vec<Variant>,
+    /// A built dunlin to measure, instead of a release build of this tree.
+    #[arg(long, value_name = "FILE")]
+    dunlin: Option<PathBuf>,
     #[command(flatten)]
     output: Output,
 }
@@ -46,6 +56,10 @@ pub struct TunnelOptions {
 const STREAMS: [usize; 2] = [1, 4];
 /// Sizes of a round trip in bytes.
 const TRIPS: [usize; 2] = [1, 4096];
+/// Streams of a stalled turn, beside the one that is not read.
+const BESIDE: usize = 4;
+/// QEMU's multifd channels, beside its main one; `None` sends all memory over that one.
+const CHANNELS: [Option<u8>; 2] = [None, Some(4)];
 
 /// 512 MiB, of which the guest writes to 40 MiB about twice a second.
 const WORKLOAD: Workload = Workload {
@@ -57,19 +71,45 @@ const WORKLOAD: Workload = Workload {
     seed: 0xbe7c,
 };
 
-pub(super) fn run(options: &TunnelOptions) -> Result<()> {
-    let site = Site::new(program::dunlin()?)?;
-    let mut pairs = Vec::new();
-    for &variant in &options.variants {
-        eprintln!("starting {variant}");
-        let pair = Pair::start(&site, variant).with_context(|| format!("{variant}"))?;
-        for ends in Ends::BOTH {
-            // The first connection sets up state that later ones reuse.
-            load::trips(&site, &pair, ends, 1, 10)?;
+/// What is measured at a time.
+#[derive(Clone, Copy)]
+enum Turn<'a> {
+    /// All variants one after the other, so that their ratios are of one round.
+    Bulk {
+        ends: Ends,
+        streams: usize,
+    },
+    PingPong {
+        bytes: usize,
+    },
+    Stalled(&'a Pair),
+    Qemu {
+        pair: &'a Pair,
+        channels: Option<u8>,
+    },
+}
+
+impl fmt::Display for Turn<'_> {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bulk { ends, streams } => write!(out, "{} ends, streams: {streams}", ends.name()),
+            Self::PingPong { bytes } => write!(out, "round trips, bytes: {bytes}"),
+            Self::Stalled(pair) => write!(out, "{}, stalled channel", pair.variant),
+            Self::Qemu { pair, channels } => match channels {
+                None => write!(out, "{}, QEMU", pair.variant),
+                Some(channels) => write!(out, "{}, QEMU, multifd: {channels}", pair.variant),
+            },
         }
-        pairs.push(pair);
     }
-    let mut results = Results::default();
+}
+
+pub(super) fn run(options: &TunnelOptions) -> Result<()> {
+    let dunlin = match &options.dunlin {
+        Some(dunlin) => dunlin.canonicalize().context("--dunlin")?,
+        None => program::dunlin()?,
+    };
+    let site = Site::new(dunlin)?;
+    let pairs = start(options, &site)?;
     let qemu = if options.without_qemu {
         None
     } else {
@@ -80,122 +120,207 @@ pub(super) fn run(options: &TunnelOptions) -> Result<()> {
         };
         Some(Setup::new(&qemu, Guest::Bare, WORKLOAD, accelerator))
     };
-    let mut progress = Progress::new(options.rounds as usize);
-    let measured = (0..options.rounds).try_for_each(|_| {
-        progress.step("round");
-        round(options, &site, &pairs, qemu.as_ref(), &mut results)
+    let mut turns = Vec::new();
+    for ends in Ends::BOTH {
+        turns.extend(STREAMS.map(|streams| Turn::Bulk { ends, streams }));
+    }
+    turns.extend(TRIPS.map(|bytes| Turn::PingPong { bytes }));
+    let shared = pairs
+        .iter()
+        .filter(|pair| pair.variant.shares_connections());
+    turns.extend(shared.map(Turn::Stalled));
+    if qemu.is_some() {
+        for channels in CHANNELS {
+            turns.extend(pairs.iter().map(|pair| Turn::Qemu { pair, channels }));
+        }
+    }
+    let mut results = Results::default();
+    let mut progress = Progress::new(options.rounds * turns.len());
+    let measured = turns::rounds(options.rounds, &turns, |turn| {
+        progress.step(&turn.to_string());
+        match (*turn, &qemu) {
+            (Turn::Bulk { ends, streams }, _) => {
+                bulk(options, &site, &pairs, ends, streams, &mut results)
+            }
+            (Turn::PingPong { bytes }, _) => ping_pong(options, &site, &pairs, bytes, &mut results),
+            (Turn::Stalled(pair), _) => stalled(options, &site, pair, &mut results),
+            (Turn::Qemu { pair, channels }, Some(setup)) => {
+                migrate(options, &site, pair, setup, channels, &mut results)
+            }
+            (Turn::Qemu { .. }, None) => unreachable!("without QEMU it has no turn"),
+        }
     });
     drop(progress);
-    // After a failure these are the measurements before it.
     options.output.print(&results)?;
     measured
 }
 
-fn round(
+/// Starts the ends of each variant.
+fn start(options: &TunnelOptions, site: &Site) -> Result<Vec<Pair>> {
+    let mut pairs = Vec::new();
+    for &variant in &options.variants {
+        if variant == Variant::GoProxy && !program::has_go()? {
+            eprintln!("{variant} is left out: there is no Go compiler (`go`) to build it with");
+            continue;
+        }
+        eprintln!("starting {variant}");
+        let pair = Pair::start(site, variant).with_context(|| format!("{variant}"))?;
+        for ends in Ends::BOTH {
+            // The first connection sets up state that later ones reuse.
+            load::trips(site, &pair, ends, 1, 10).with_context(|| format!("{variant}"))?;
+        }
+        pairs.push(pair);
+    }
+    Ok(pairs)
+}
+
+fn bulk(
     options: &TunnelOptions,
     site: &Site,
     pairs: &[Pair],
-    qemu: Option<&Setup>,
+    ends: Ends,
+    streams: usize,
     results: &mut Results,
 ) -> Result<()> {
-    bulk(options, site, pairs, results)?;
-    ping_pong(options, site, pairs, results)?;
-    stalled(options, site, pairs, results)?;
-    let Some(setup) = qemu else { return Ok(()) };
+    let mut measured = Vec::new();
     for pair in pairs {
-        let moved = migration::migrate(site, pair, setup)?;
-        results
-            .line("tunnel-qemu", &pair.variant.to_string())
-            .with("streams", 1)
-            .with("ends", "unix")
-            .figure("total_s", moved.total_s)
-            .figure("downtime_ms", moved.downtime_ms)
-            .figure("guest_downtime_ms", moved.guest_downtime_ms)
-            .add();
+        let moved = load::bulk(site, pair, ends, streams, options.size << 20)
+            .with_context(|| format!("{}", pair.variant))?;
+        measured.push((pair.variant, moved));
+    }
+    for &(variant, moved) in &measured {
+        let mut line = results
+            .line("tunnel-bulk", &variant.to_string())
+            .with("streams", streams)
+            .with("ends", ends.name())
+            .figure("gib_per_s", moved.gib_per_s)
+            .figure("cpu_s_per_gib", moved.cpu_s_per_gib);
+        for (name, ratio) in ratios(variant, moved, &measured) {
+            line = line.figure(name, ratio);
+        }
+        line.add();
     }
     Ok(())
 }
 
-fn bulk(options: &TunnelOptions, site: &Site, pairs: &[Pair], results: &mut Results) -> Result<()> {
-    for ends in Ends::BOTH {
-        for streams in STREAMS {
-            let mut stunnel = None;
-            for pair in pairs {
-                let moved = load::bulk(site, pair, ends, streams, options.size << 20)?;
-                if pair.variant == Variant::Stunnel {
-                    stunnel = Some(moved);
-                }
-                let mut line = results
-                    .line("tunnel-bulk", &pair.variant.to_string())
-                    .with("streams", streams)
-                    .with("ends", ends.name())
-                    .figure("gib_per_s", moved.gib_per_s)
-                    .figure("cpu_s_per_gib", moved.cpu_s_per_gib);
-                if let Some(stunnel) = stunnel {
-                    line = line.figure("against_stunnel", moved.gib_per_s / stunnel.gib_per_s);
-                    if pair.variant != Variant::Bare {
-                        let ratio = moved.cpu_s_per_gib / stunnel.cpu_s_per_gib;
-                        line = line.figure("cpu_against_stunnel", ratio);
-                    }
-                }
-                line.add();
-            }
-        }
+/// The ratios of a tunnel to stunnel and to the floor, where these are measured too.
+fn ratios(
+    variant: Variant,
+    moved: Moved,
+    measured: &[(Variant, Moved)],
+) -> Vec<(&'static str, f64)> {
+    let mut ratios = Vec::new();
+    if !variant.is_tunnel() {
+        return ratios;
     }
-    Ok(())
+    let of = |wanted: Variant| {
+        let found = measured.iter().find(|(variant, _)| *variant == wanted);
+        found.map(|&(_, moved)| moved)
+    };
+    if let Some(stunnel) = of(Variant::Stunnel) {
+        let cpu = moved.cpu_s_per_gib / stunnel.cpu_s_per_gib;
+        ratios.push(("against_stunnel", moved.gib_per_s / stunnel.gib_per_s));
+        ratios.push(("cpu_against_stunnel", cpu));
+    }
+    if let Some(floor) = of(Variant::Floor) {
+        ratios.push(("floor_ratio", moved.cpu_s_per_gib / floor.cpu_s_per_gib));
+    }
+    ratios
 }
 
 fn ping_pong(
     options: &TunnelOptions,
     site: &Site,
     pairs: &[Pair],
+    bytes: usize,
     results: &mut Results,
 ) -> Result<()> {
-    for bytes in TRIPS {
-        for pair in pairs {
-            let mut times = load::trips(site, pair, Ends::Unix, bytes, options.trips)?;
-            times.sort_unstable();
-            let at = |share: f64| {
-                let position = (times.len() as f64 * share) as usize;
-                let time = times.get(position).or(times.last());
-                time.map_or(0.0, |time| time.as_secs_f64() * 1e6)
-            };
-            results
-                .line("tunnel-pingpong", &pair.variant.to_string())
-                .with("streams", 1)
-                .with("ends", "unix")
-                .with("bytes", bytes)
-                .figure("latency_us_median", at(0.5))
-                .figure("latency_us_p99", at(0.99))
-                .add();
-        }
+    for pair in pairs {
+        let mut times = load::trips(site, pair, Ends::Unix, bytes, options.trips)
+            .with_context(|| format!("{}", pair.variant))?;
+        times.sort_unstable();
+        let at = |share: f64| {
+            let position = (times.len() as f64 * share) as usize;
+            let time = times.get(position).or(times.last());
+            time.map_or(0.0, |time| time.as_secs_f64() * 1e6)
+        };
+        results
+            .line("tunnel-pingpong", &pair.variant.to_string())
+            .with("streams", 1)
+            .with("ends", "unix")
+            .with("bytes", bytes)
+            .figure("latency_us_median", at(0.5))
+            .figure("latency_us_p99", at(0.99))
+            .add();
     }
     Ok(())
 }
 
-/// Measures four streams, without and with a fifth channel that its far side does not read.
-fn stalled(
+/// Measures streams without and with another channel that its far side does not read.
+fn stalled(options: &TunnelOptions, site: &Site, pair: &Pair, results: &mut Results) -> Result<()> {
+    let bytes = options.size << 20;
+    let free = load::bulk(site, pair, Ends::Unix, BESIDE, bytes)?;
+    let held = load::Stalled::new(site, pair, Ends::Unix)?;
+    let beside = load::bulk(site, pair, Ends::Unix, BESIDE, bytes)?;
+    drop(held);
+    results
+        .line("tunnel-stalled", &pair.variant.to_string())
+        .with("streams", BESIDE)
+        .with("ends", "unix")
+        .figure("gib_per_s", beside.gib_per_s)
+        .figure("against_none_stalled", beside.gib_per_s / free.gib_per_s)
+        .add();
+    Ok(())
+}
+
+fn migrate(
     options: &TunnelOptions,
     site: &Site,
-    pairs: &[Pair],
+    pair: &Pair,
+    setup: &Setup,
+    channels: Option<u8>,
     results: &mut Results,
 ) -> Result<()> {
-    for pair in pairs {
-        if !matches!(pair.variant, Variant::Stripe(_)) {
-            continue;
-        }
-        let bytes = options.size << 20;
-        let free = load::bulk(site, pair, Ends::Unix, 4, bytes)?;
-        let held = load::Stalled::new(site, pair, Ends::Unix)?;
-        let beside = load::bulk(site, pair, Ends::Unix, 4, bytes)?;
-        drop(held);
-        results
-            .line("tunnel-stalled", &pair.variant.to_string())
-            .with("streams", 4)
-            .with("ends", "unix")
-            .figure("gib_per_s", beside.gib_per_s)
-            .figure("against_none_stalled", beside.gib_per_s / free.gib_per_s)
-            .add();
-    }
+    let limit = Duration::from_millis(options.downtime_limit.into());
+    let moved = migration::migrate(site, pair, setup, channels, limit)?;
+    results
+        .line("tunnel-qemu", &pair.variant.to_string())
+        .with("streams", channels.unwrap_or(1))
+        .with("ends", "unix")
+        .with("downtime_limit_ms", options.downtime_limit)
+        .figure("total_s", moved.total_s)
+        .figure("downtime_ms", moved.downtime_ms)
+        .figure("guest_downtime_ms", moved.guest_downtime_ms)
+        .add();
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_are_of_tunnels_only_and_of_the_same_round() {
+        let moved = |gib_per_s, cpu_s_per_gib| Moved {
+            gib_per_s,
+            cpu_s_per_gib,
+        };
+        let floor = (Variant::Floor, moved(2.0, 0.5));
+        let relay = (Variant::Relay, moved(1.5, 0.75));
+        let stunnel = (Variant::Stunnel, moved(0.5, 1.5));
+        let all = [floor, relay, stunnel];
+        assert_eq!(
+            ratios(relay.0, relay.1, &all),
+            [
+                ("against_stunnel", 3.0),
+                ("cpu_against_stunnel", 0.5),
+                ("floor_ratio", 1.5)
+            ]
+        );
+        let own = ratios(stunnel.0, stunnel.1, &all);
+        assert_eq!(own.last(), Some(&("floor_ratio", 3.0)));
+        assert!(ratios(floor.0, floor.1, &all).is_empty());
+        assert!(ratios(relay.0, relay.1, &[relay]).is_empty());
+    }
 }

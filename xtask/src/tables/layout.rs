@@ -106,9 +106,11 @@ pub(super) const TABLES: [Table; 11] = [
 ];
 
 /// Variants of the tunnel, of whole migrations and of lanes, with their names in the pages.
-const VARIANTS: [(&str, &str); 18] = [
+const VARIANTS: [(&str, &str); 20] = [
     ("bare", "bare"),
     ("stunnel", "stunnel"),
+    ("openssh", "OpenSSH"),
+    ("go-proxy", "Go proxy"),
     ("pipeline", "pipeline"),
     ("relay", "relay"),
     ("stripe-1", "stripe-1"),
@@ -328,16 +330,21 @@ fn downtime(kept: &[Kept]) -> Result<Cells> {
         table[0].push(format!("downtime, ms, {}", run.rounds()?));
         rows.extend(run.select(&[("scenario", json!("tunnel-qemu"))]));
     }
-    for (_, variant) in values(&rows, variant_key)? {
+    let key = |row: &Row| Ok((row.number("streams")?, variant_key(row)?));
+    for (streams, (_, variant)) in values(&rows, key)? {
         let name = match variant.as_str() {
             "bare" => "direct",
             variant => title(variant),
         };
-        let mut cells = vec![name.to_owned()];
+        let mut cells = vec![match streams {
+            1 => name.to_owned(),
+            channels => format!("{name}, multifd {channels}"),
+        }];
         for run in kept {
             let same = [
                 ("scenario", json!("tunnel-qemu")),
                 ("variant", json!(variant)),
+                ("streams", json!(streams)),
             ];
             cells.push(optional(run, &same, "downtime_ms", Places(0))?);
         }
@@ -471,6 +478,14 @@ fn bulk(kept: &[Kept]) -> Result<Cells> {
         "against stunnel",
     ])];
     let mut rows = kept[0].select(&[("scenario", json!("tunnel-bulk"))]);
+    // Runs before the floor was measured have no such column.
+    let mut has_floor = false;
+    for row in &rows {
+        has_floor |= row.figure("floor_ratio")?.is_some();
+    }
+    if has_floor {
+        table[0].push("against the floor".to_owned());
+    }
     // The order of the pages: local sockets before TCP.
     rows.sort_by_cached_key(|row| {
         (
@@ -481,7 +496,7 @@ fn bulk(kept: &[Kept]) -> Result<Cells> {
     let mut group = String::new();
     for row in rows {
         let this = format!("{}, {}", row.text("ends")?, row.number("streams")?);
-        table.push(vec![
+        let mut cells = vec![
             match this == group {
                 true => String::new(),
                 false => this.clone(),
@@ -491,7 +506,11 @@ fn bulk(kept: &[Kept]) -> Result<Cells> {
             cell(row, "against_stunnel", Places(1))?,
             cell(row, "cpu_s_per_gib", Places(2))?,
             cell(row, "cpu_against_stunnel", Places(2))?,
-        ]);
+        ];
+        if has_floor {
+            cells.push(cell(row, "floor_ratio", Places(2))?);
+        }
+        table.push(cells);
         group = this;
     }
     Ok(table)
@@ -626,6 +645,28 @@ mod tests {
         assert_eq!(text(Some((0.5, 1.5))), "1.0 [0.5–1.5]");
         assert_eq!(text(Some((1.0, 1.0))), "1.0");
         assert_eq!(text(None), "1.0");
+    }
+
+    #[test]
+    fn a_tunnel_has_a_column_for_its_floor_if_that_was_measured() {
+        let table = |figures: &[&'static str]| {
+            let mut results = dunlin_bench::Results::default();
+            let line = results.line("tunnel-bulk", "go-proxy");
+            let mut line = line.with("ends", "unix").with("streams", 1);
+            for figure in figures {
+                line = line.figure(figure, 1.5);
+            }
+            line.add();
+            let run = r#"{"run":{"date":"","machine":"","conditions":"","command":""}}"#;
+            let text = format!("{run}\n{}", results.json()[0]);
+            bulk(&[Kept::parse("tunnel", &text).unwrap()]).unwrap()
+        };
+        let with = table(&["gib_per_s", "floor_ratio"]);
+        assert_eq!(with[0][6], "against the floor");
+        let row = ["unix, 1", "Go proxy", "1.50", "", "", "", "1.50"];
+        assert_eq!(with[1..], [row]);
+        let without = table(&["gib_per_s"]);
+        assert_eq!((without[0].len(), without[1].len()), (6, 6));
     }
 
     #[test]
