@@ -4,13 +4,13 @@
 
 use dunlin_proto::fuzz::Target;
 
-pub use crate::accept::fuzz::fuzz_connection;
-pub use crate::data::fuzz::fuzz_data_lane;
-pub use crate::denied::fuzz::fuzz_denied;
-pub use crate::handshake::fuzz::fuzz_handshake_records;
-pub use crate::peers::fuzz::fuzz_certificate;
-pub use crate::record::fuzz::{fuzz_record_content, fuzz_records};
-pub use crate::relayed::fuzz::fuzz_relayed;
+pub use crate::internals::accept::fuzz::fuzz_connection;
+pub use crate::internals::data::fuzz::fuzz_data_lane;
+pub use crate::internals::denied::fuzz::fuzz_denied;
+pub use crate::internals::handshake::fuzz::fuzz_handshake_records;
+pub use crate::internals::peers::fuzz::fuzz_certificate;
+pub use crate::internals::record::fuzz::{fuzz_record_content, fuzz_records};
+pub use crate::internals::relayed::fuzz::fuzz_relayed;
 
 /// Every target of this crate.
 pub const TARGETS: &[Target] = &[

@@ -65,28 +65,26 @@
     allow(dead_code, unreachable_pub, unused_imports)
 )]
 
-pub use accept::{Arrival, LaneSocket, accept};
-pub use admit::{AdmitError, LaneAcceptor, PlainAcceptor, TlsAcceptor};
-pub use data::{Canceller, Counters, DataReceiver, DataSender, PlainConsent};
-pub use dial::{
+pub use internals::accept::{Arrival, LaneSocket, accept};
+pub use internals::admit::{AdmitError, LaneAcceptor, PlainAcceptor, TlsAcceptor};
+pub use internals::data::{Canceller, Counters, DataReceiver, DataSender, PlainConsent};
+pub use internals::dial::{
     Connector, DialCancel, DialError, LaneDialer, LaneRequest, PlainDialer, StandardConnector,
     TlsDialer,
 };
-pub use identity::{
+pub use internals::identity::{
     Files, Identity, IdentityError, Layout, LoadOptions, Role, SettingsError, Warning,
 };
-pub use names::{BadName, PeerName};
-pub use offload::Offload;
-pub use peers::{BadPeer, Peer, PeerIdentity, Peers, Pin};
-pub use policy::{ClientTls, ServerTls};
-pub use provider::{CipherSuite, Crypto, Provider};
-pub use security::SealedLanes;
+pub use internals::names::{BadName, PeerName};
+pub use internals::offload::Offload;
+pub use internals::peers::{BadPeer, Peer, PeerIdentity, Peers, Pin};
+pub use internals::policy::{ClientTls, ServerTls};
+pub use internals::provider::{CipherSuite, Crypto, Provider};
+pub use internals::security::SealedLanes;
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 mod internals;
 
-#[cfg(not(feature = "unstable-internals"))]
-use internals::*;
 #[cfg(feature = "unstable-internals")]
 pub use internals::*;

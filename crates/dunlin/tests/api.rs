@@ -77,13 +77,15 @@ impl Sources {
             ..Module::default()
         };
         for item in items {
-            if is_left_out(attributes(&item)) {
+            let is_left_out = is_left_out(attributes(&item));
+            // A stable path may lead through a re-export that other crates cannot name.
+            if is_left_out && !matches!(item, Item::Use(_)) {
                 continue;
             }
             match item {
                 Item::Mod(inner) => self.module(inner, directory, &path, is_public),
                 Item::Use(import) => {
-                    let is_public = self::is_public(&import.vis);
+                    let is_public = self::is_public(&import.vis) && !is_left_out;
                     let mut before = Vec::new();
                     bind(&import.tree, &mut before, is_public, &mut module.uses);
                 }

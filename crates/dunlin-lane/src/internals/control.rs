@@ -6,7 +6,7 @@
 
 mod request;
 
-use crate::sync::lock;
+use crate::internals::sync::lock;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};

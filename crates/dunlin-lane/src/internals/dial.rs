@@ -6,7 +6,7 @@
 //! process supply them. The request's [`DialCancel`] interrupts name resolution, connecting and the
 //! handshake.
 
-use crate::sync::lock;
+use crate::internals::sync::lock;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex};

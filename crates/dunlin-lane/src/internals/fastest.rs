@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use crate::provider::{CipherSuite, Crypto, Provider};
-use crate::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
+use crate::internals::provider::{CipherSuite, Crypto, Provider};
+use crate::internals::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
 /// The choice of [`auto`] and the measurements behind it.
 #[derive(Clone, Debug)]

@@ -23,7 +23,7 @@
 
 pub(super) mod handoff;
 
-use crate::sync::lock;
+use crate::internals::sync::lock;
 use std::sync::{Arc, Mutex};
 
 use rustls::client::Resumption;

@@ -1,7 +1,7 @@
 //! The crypto library that seals and opens records, and the parts of rustls's provider.
 //!
 //! ring and aws-lc-rs are both fast, but on different processors: they use different vector
-//! extensions, and one can be twice as fast as the other. [`fastest`](crate::fastest) measures both for a few
+//! extensions, and one can be twice as fast as the other. [`fastest`](super::fastest) measures both for a few
 //! milliseconds. If built in, aws-lc-rs provides key exchange and signatures for the handshake,
 //! because ring has no X25519MLKEM768; that choice does not affect speed.
 

@@ -6,9 +6,9 @@ use std::net::{SocketAddr, TcpStream};
 use dunlin_proto::negotiate::Opening;
 
 use super::reading::RejectReason;
-use crate::control::ControlStream;
-use crate::handshake::Secured;
-use crate::handshake::relay::Relayed;
+use crate::internals::control::ControlStream;
+use crate::internals::handshake::Secured;
+use crate::internals::handshake::relay::Relayed;
 
 /// The result of one accepted connection.
 #[expect(

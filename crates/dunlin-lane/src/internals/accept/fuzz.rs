@@ -15,13 +15,13 @@ use webpki::KeyUsage;
 use super::pending::Purpose;
 use super::pending::{Pending, Stage, Step};
 use super::{Arrival, LaneSocket, OPENING_DEADLINE, ServerTls};
-use crate::denied::Denied;
-use crate::offload::Offload;
-use crate::peers::Peers;
-use crate::policy::{ServerSettings, Side};
-use crate::provider::{Crypto, Provider};
-use crate::record::RECEIVED_RECORD_BYTES;
-use crate::trust::{Authorities, Trust};
+use crate::internals::denied::Denied;
+use crate::internals::offload::Offload;
+use crate::internals::peers::Peers;
+use crate::internals::policy::{ServerSettings, Side};
+use crate::internals::provider::{Crypto, Provider};
+use crate::internals::record::RECEIVED_RECORD_BYTES;
+use crate::internals::trust::{Authorities, Trust};
 use dunlin_proto::negotiate::Opening;
 
 /// A host without a certificate, so no handshake succeeds.

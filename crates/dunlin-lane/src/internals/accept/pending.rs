@@ -11,12 +11,12 @@ use rustls::{Connection, ServerConnection};
 
 use super::arrival::{Arrival, LaneSocket, RelayArrival};
 use super::reading::{OPENING_DEADLINE, Reading, RejectReason, would_block};
-use crate::control::ControlStream;
-use crate::handshake::relay::Greeting;
-use crate::handshake::{HandshakeError, Secured, parameters, peer_identity, records};
-use crate::peers::PeerIdentity;
-use crate::policy::ServerSettings;
-use crate::policy::ServerTls;
+use crate::internals::control::ControlStream;
+use crate::internals::handshake::relay::Greeting;
+use crate::internals::handshake::{HandshakeError, Secured, parameters, peer_identity, records};
+use crate::internals::peers::PeerIdentity;
+use crate::internals::policy::ServerSettings;
+use crate::internals::policy::ServerTls;
 
 /// Maximum time for a refused peer to read its alert.
 const LINGER: Duration = Duration::from_millis(500);

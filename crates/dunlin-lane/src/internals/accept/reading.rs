@@ -8,11 +8,11 @@ use dunlin_proto::wire::DecodeError;
 use rustls::Connection;
 use thiserror::Error;
 
-use crate::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
-use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
+use crate::internals::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
+use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
 /// Maximum number of unauthenticated connections. Each costs at most
-/// [`FLIGHT_LIMIT_BYTES`](crate::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state, less than 8
+/// [`FLIGHT_LIMIT_BYTES`](crate::internals::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state, less than 8
 /// MiB in total.
 pub const PENDING_LIMIT: usize = 64;
 /// Time from accepting a connection to the end of its opening message.

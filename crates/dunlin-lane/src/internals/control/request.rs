@@ -12,8 +12,8 @@ use dunlin_proto::wire::DecodeError;
 use thiserror::Error;
 
 use super::{ControlError, ControlStream, client};
-use crate::dial::{Connector, DialCancel, DialError, connect};
-use crate::policy::ClientTls;
+use crate::internals::dial::{Connector, DialCancel, DialError, connect};
+use crate::internals::policy::ClientTls;
 
 /// Why a control lane could not be opened.
 #[derive(Debug, Error)]

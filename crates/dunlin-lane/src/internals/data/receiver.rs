@@ -16,8 +16,8 @@ use vm_memory::VolatileSlice;
 use super::{
     CLOSE_NOTIFY, Canceller, Counters, Link, PAGE_BYTES, PAGES_PER_FRAME, PlainConsent, Security,
 };
-use crate::handshake::Secured;
-use crate::record::{
+use crate::internals::handshake::Secured;
+use crate::internals::record::{
     ALERT, CONTENT_BYTES, Content, HEADER_BYTES, Landed, OVERHEAD_BYTES, OpenError, OpenHalf,
     Opened, RECEIVED_RECORD_BYTES,
 };

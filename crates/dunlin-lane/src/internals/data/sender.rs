@@ -16,8 +16,8 @@ use super::{
     BATCH_BYTES, CLOSE_NOTIFY, Canceller, Counters, HEADER_LIMIT_BYTES, Link, PAGE_BYTES,
     PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
-use crate::handshake::Secured;
-use crate::record::{
+use crate::internals::handshake::Secured;
+use crate::internals::record::{
     ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,
     RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
 };

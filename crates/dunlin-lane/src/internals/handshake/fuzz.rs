@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 use super::{FLIGHT_LIMIT_BYTES, HandshakeError, Reading, read_record};
-use crate::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
+use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
 /// For any handshake records: each is read whole or not at all, and memory stays within the bound.
 pub fn fuzz_handshake_records(bytes: &[u8]) {

@@ -9,10 +9,10 @@ use rustls::pki_types::CertificateDer;
 use rustls::{CipherSuite, ExtractedSecrets, NamedGroup};
 
 use super::{HandshakeError, Unbuffered, drive, linger, local, negotiated_version, tickets};
-use crate::kernel::{Refused, failed};
-use crate::policy::HandoffTls;
-use crate::provider::parts;
-use crate::provider::{self, TlsVersion};
+use crate::internals::kernel::{Refused, failed};
+use crate::internals::policy::HandoffTls;
+use crate::internals::provider::parts;
+use crate::internals::provider::{self, TlsVersion};
 
 /// A connection after a complete handshake.
 pub struct Keyed {

@@ -1,5 +1,5 @@
 //! The handshake of a relay. The peer is another program: no ALPN is sent, and the version is what
-//! both sides allow ([`policy`](crate::policy)).
+//! both sides allow ([`policy`](super::super::policy)).
 
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -15,13 +15,13 @@ use super::{
     HandshakeError, Next, Unbuffered, drive, identity_of, linger, negotiated_suite,
     negotiated_version, step,
 };
-use crate::accept::reading::{Reading, RejectReason, would_block};
-use crate::kernel;
-use crate::peers::PeerIdentity;
-use crate::policy::{ClientTls, ServerSettings, ServerTls, Side};
-use crate::relayed::Records;
-use crate::relayed::in_kernel::halves;
-use crate::relayed::session::Session;
+use crate::internals::accept::reading::{Reading, RejectReason, would_block};
+use crate::internals::kernel;
+use crate::internals::peers::PeerIdentity;
+use crate::internals::policy::{ClientTls, ServerSettings, ServerTls, Side};
+use crate::internals::relayed::Records;
+use crate::internals::relayed::in_kernel::halves;
+use crate::internals::relayed::session::Session;
 
 /// A connection to an authenticated peer that need not be Dunlin.
 pub struct Relayed {

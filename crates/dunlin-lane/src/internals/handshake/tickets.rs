@@ -10,9 +10,9 @@ use dunlin_linux::socket::{remaining, wait_readable};
 use rustls::ConnectionTrafficSecrets;
 
 use super::{HandshakeError, io_error, local};
-use crate::fastest;
-use crate::provider::parts;
-use crate::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
+use crate::internals::fastest;
+use crate::internals::provider::parts;
+use crate::internals::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
 
 /// Maximum number of records with tickets. More are an attack or a fault.
 const RECORD_LIMIT: u64 = 16;
@@ -146,8 +146,8 @@ mod tests {
     use rustls::crypto::cipher::{AeadKey, Iv};
 
     use super::*;
-    use crate::provider::CipherSuite;
-    use crate::record::{HANDSHAKE, SealHalf, TRAILER_BYTES};
+    use crate::internals::provider::CipherSuite;
+    use crate::internals::record::{HANDSHAKE, SealHalf, TRAILER_BYTES};
 
     const KEY: [u8; 32] = [7; 32];
     const QUIET: Duration = Duration::from_millis(50);

@@ -9,8 +9,8 @@ use std::process::Command;
 use dunlin_test_base::Scratch;
 
 use super::*;
-use crate::peers::Peers;
-use crate::provider::Crypto;
+use crate::internals::peers::Peers;
+use crate::internals::provider::Crypto;
 
 /// Counts occurrences of bytes in the writable memory of this process. The bytes are given as
 /// hexadecimal digits so that the argument itself does not match.

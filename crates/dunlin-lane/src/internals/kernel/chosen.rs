@@ -7,7 +7,7 @@ use std::fs;
 use std::net::TcpStream;
 
 use super::Driver;
-use crate::provider::CipherSuite;
+use crate::internals::provider::CipherSuite;
 
 /// The counters of the calling thread's network namespace. `/proc/net` shows the namespace of the
 /// process's first thread, and is missing in a service with `ProcSubset=pid`.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::fs;
 
-use crate::provider::CipherSuite;
+use crate::internals::provider::CipherSuite;
 
 /// Drivers with a lower priority use generic code, at least in part. Drivers with AES instructions
 /// have 300 on arm64 and at least 400 on x86.

@@ -3,7 +3,7 @@
 use rustls::pki_types::CertificateDer;
 
 use super::{AuthorisedBy, Peer, PeerIdentity, Peers};
-use crate::names::PeerName;
+use crate::internals::names::PeerName;
 
 /// For any certificate: only listed peers are admitted, and text printed about it contains no
 /// control characters.

@@ -13,13 +13,13 @@ use webpki::KeyUsage;
 use super::{
     ServerSettings, ServerTls, Side, Terms, VERSIONS, no_name, refused, server_config, trust,
 };
-use crate::denied::Denied;
-use crate::fastest;
-use crate::identity::{Identity, Role, SettingsError, SettingsErrorKind};
-use crate::offload::Offload;
-use crate::peers::{PeerIdentity, Peers};
-use crate::provider::{Offer, TlsVersion};
-use crate::trust::bundle::{PolicyVerifier, TrustPolicy};
+use crate::internals::denied::Denied;
+use crate::internals::fastest;
+use crate::internals::identity::{Identity, Role, SettingsError, SettingsErrorKind};
+use crate::internals::offload::Offload;
+use crate::internals::peers::{PeerIdentity, Peers};
+use crate::internals::provider::{Offer, TlsVersion};
+use crate::internals::trust::bundle::{PolicyVerifier, TrustPolicy};
 
 /// The TLS settings of a hand-off on the connecting side.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use super::{
     ALERT, APPLICATION_DATA, Alert, CONTENT_BYTES, EMPTY_RUN_LIMIT, HANDSHAKE, HEADER_BYTES,
     Landed, LateMessage, OVERHEAD_BYTES, OpenError, OpenHalf, Opened, SealHalf, TAG_BYTES,
 };
-use crate::provider::{CipherSuite, Provider};
+use crate::internals::provider::{CipherSuite, Provider};
 
 /// Returns both halves of a direction, with the library and suite that `choice` selects.
 pub fn halves(choice: u8) -> (SealHalf, OpenHalf) {

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::record::{Alert, OpenError, RECORD_LIMIT, SealError};
+use crate::internals::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 
 /// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
 /// none in use comes near this.

@@ -5,7 +5,7 @@
 //! 4.6). This side also renews keys that reach their record limit, because a relay's connection
 //! cannot be replaced. TLS 1.2 cannot renew keys: a connection ends at its record limit.
 
-use crate::sync::lock;
+use crate::internals::sync::lock;
 use std::io;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,9 +15,9 @@ use dunlin_linux::ktls::{Direction, Version};
 use rustls::ExtractedSecrets;
 
 use super::error::{LATE_RUN_LIMIT, MESSAGE_LIMIT_BYTES, RelayError};
-use crate::handshake::Renewal;
-use crate::kernel;
-use crate::record::{
+use crate::internals::handshake::Renewal;
+use crate::internals::kernel;
+use crate::internals::record::{
     ALERT, Alert, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, RECORD_LIMIT,
 };
 

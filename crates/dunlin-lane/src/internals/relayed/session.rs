@@ -11,9 +11,9 @@ use rustls::ProtocolVersion;
 use rustls::unbuffered::{ConnectionState, EncryptError, InsufficientSizeError};
 
 use super::RelayError;
-use crate::handshake::{Unbuffered, encode};
-use crate::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
-use crate::sync::lock;
+use crate::internals::handshake::{Unbuffered, encode};
+use crate::internals::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
+use crate::internals::sync::lock;
 
 /// Maximum number of key requests without data of ours in between. A peer may treat more as an
 /// attack; rustls does at 33.

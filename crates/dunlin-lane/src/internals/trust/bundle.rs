@@ -19,10 +19,10 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
 use super::{Authorities, UNTRUSTED, in_date, refused, without_chain};
-use crate::denied::Denied;
-use crate::identity::error::IdentityError;
-use crate::identity::files::certificates;
-use crate::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
+use crate::internals::denied::Denied;
+use crate::internals::identity::error::IdentityError;
+use crate::internals::identity::files::certificates;
+use crate::internals::peers::{AuthorisedBy, PeerIdentity, Peers, Pin};
 
 /// The certificates of one file.
 #[derive(Debug)]

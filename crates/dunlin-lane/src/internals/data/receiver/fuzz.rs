@@ -11,8 +11,8 @@ use vm_memory::VolatileSlice;
 use super::{
     Counters, DataReceiver, Link, OVERHEAD_BYTES, RECEIVE_BYTES, ReceiveError, Security, State,
 };
-use crate::data::Keys;
-use crate::record::fuzz::halves;
+use crate::internals::data::Keys;
+use crate::internals::record::fuzz::halves;
 
 /// Bytes that a socket buffers without a reader.
 const ROOM_BYTES: usize = 64 << 10;

@@ -10,8 +10,8 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedProtocolVersion};
 
 use super::*;
-use crate::provider::{Crypto, OldestTls, Provider, parts};
-use crate::record::{HANDSHAKE, HEADER_BYTES, SealHalf, TRAILER_BYTES};
+use crate::internals::provider::{Crypto, OldestTls, Provider, parts};
+use crate::internals::record::{HANDSHAKE, HEADER_BYTES, SealHalf, TRAILER_BYTES};
 
 const VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
 
