@@ -277,7 +277,7 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             ),
         ),
         row(
-            "its CPU time per GiB",
+            "whole migration, CPU time per GiB",
             format!("{} s", Places(2).write(median(dunlin, "cpu_s_per_gib")?)),
             format!(
                 "Cloud Hypervisor: {} s; QEMU: {} s",
