@@ -25,7 +25,8 @@
 //! # Who may connect
 //!
 //! [`Identity`] loads a host's certificate, key and authority. Each side names the peers
-//! that it accepts; an empty list accepts none.
+//! that it accepts; an empty list accepts none, and [`Peers::AnyFromAuthority`] every peer with a
+//! certificate of these authorities.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -44,7 +45,8 @@
 //! # Migrate and receive
 //!
 //! [`Migration::run`] and [`Incoming::run`] block the calling thread until the outcome is
-//! certain. Everything but the VM, the address and the TLS settings has a default:
+//! certain, or, at a source, until [`doubt_limit`] after an unanswered *commit*. Everything but the VM,
+//! the address and the TLS settings has a default:
 //!
 //! - **Options** come from a builder that checks them: [`engine::source::Options`],
 //!   [`engine::destination::Options`]. Give both sides a [`Journal`]; without one, a
@@ -53,6 +55,13 @@
 //! - **Stopping**: [`Cancel`] stops a run from another thread. After *commit* it is too late.
 //!   [`Tune`] changes the rate cap of a running migration.
 //! - **Threads and connections** come from a [`Host`], by default [`StandardHost`].
+//!
+//! # When a connection is lost
+//!
+//! A lost data lane is fenced and replaced, and its unconfirmed pages are sent again; the observer gets
+//! [`LaneLost`]. While the guest runs, a lost control lane is replaced too. If that fails before
+//! *commit*, the VM continues at the source. After *commit* the source asks the destination for the
+//! outcome, until [`doubt_limit`].
 //!
 //! # Where the VM is after an error
 //!
@@ -110,6 +119,7 @@
 //! [`OwnWrites`]: engine::memory::OwnWrites
 //! [`WriteProtectLog`]: engine::dirty::WriteProtectLog
 //! [`Identity`]: lane::Identity
+//! [`Peers::AnyFromAuthority`]: lane::Peers::AnyFromAuthority
 //! [`Journal`]: engine::journal::Journal
 //! [`Observer`]: engine::Observer
 //! [`Cancel`]: engine::Cancel
@@ -120,6 +130,8 @@
 //! [`MigrateError::vm`]: engine::MigrateError::vm
 //! [`MigrateError::doubt`]: engine::MigrateError::doubt
 //! [`Doubt::resolve`]: engine::source::Doubt::resolve
+//! [`LaneLost`]: engine::Event::LaneLost
+//! [`doubt_limit`]: engine::source::OptionsBuilder::doubt_limit
 //! [`VmIs`]: engine::VmIs
 //! [`AtSource`]: engine::VmIs::AtSource
 //! [`StuckAtSource`]: engine::VmIs::StuckAtSource
@@ -158,8 +170,11 @@ pub mod lane {
 /// The version of vm-memory used in the traits of [`engine::vmm`].
 pub use vm_memory;
 
-/// Compiles the code blocks of the integration guide.
+/// Compiles the code blocks of the integration guide and its pages.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/integrating.md")]
+#[doc = include_str!("../../../docs/integrating/test.md")]
 #[doc = include_str!("../../../docs/integrating/migrate.md")]
+#[doc = include_str!("../../../docs/integrating/doubt.md")]
+#[doc = include_str!("../../../docs/integrating/jail.md")]
 pub struct Integrating;
