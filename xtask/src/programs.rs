@@ -173,8 +173,8 @@ fn built() -> Result<Vec<Program>> {
 
 /// Parses one line of cargo's output. Returns the program if the line reports a test program.
 fn program(line: &str) -> Result<Option<Program>> {
-    let message: Message =
-        serde_json::from_str(line).with_context(|| format!("cargo says {line}"))?;
+    let message: Message = serde_json::from_str(line)
+        .with_context(|| format!("cannot parse this line of cargo's output: {line}"))?;
     if message.reason != "compiler-artifact" || !message.profile.is_some_and(|one| one.test) {
         return Ok(None);
     }

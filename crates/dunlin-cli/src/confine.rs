@@ -36,12 +36,13 @@ use crate::line::Line;
 /// How far a process is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Confining {
-    /// Whether the process, after its start, drops what it does not need: `auto` drops what the
-    /// kernel supports, `yes` everything or the process does not start.
+    /// Whether the process, after its start, drops what it does not need: `auto` drops as much
+    /// as the kernel allows, `yes` everything or the process does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
-    /// A directory from which the confined process may read identities; repeatable [default: to
-    /// receive, that of --identity; to run, any directory, since a migration names its own].
+    /// A directory from which the confined process may read identities; repeatable [default: for
+    /// `vm receive`, the directory of --identity; for `vm run`, any directory, because each
+    /// migration names an identity].
     #[arg(long, value_name = "DIR")]
     identities: Vec<PathBuf>,
 }
@@ -68,8 +69,8 @@ static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();
 pub(crate) fn allows_ipsec() -> Result<()> {
     if GAVE_UP_NETWORK.get().is_some() {
         bail!(
-            "the VM's process is confined and lacks the privileges for lanes over IPsec (at fault: \
-             configuration): start it with --ipsec"
+            "the VM's process dropped the privileges for IPsec lanes when it was confined: select \
+             another --security, or start the VM with --ipsec next time (at fault: configuration)"
         );
     }
     Ok(())

@@ -237,7 +237,7 @@ impl Hub {
     /// A trunk with its first control lane up.
     ///
     /// # Errors
-    /// Out of descriptors.
+    /// No file descriptors are left.
     pub(super) fn new(
         site: &Arc<Site>,
         terms: Terms,

@@ -172,7 +172,7 @@ impl Listener {
 pub(super) enum Accepted {
     Connection(Stream),
     Nothing,
-    /// Out of descriptors or memory; both may become available.
+    /// No file descriptors or memory are left; both may become available again.
     Short(io::Error),
 }
 

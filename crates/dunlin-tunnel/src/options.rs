@@ -40,7 +40,7 @@ pub struct Entrance {
     pub listen: Listen,
     /// The peer's tunnel, `host:port`.
     pub to: String,
-    /// The identities that may answer there.
+    /// The identities that the tunnel at `to` may have.
     pub peers: Peers,
     /// Lane count, 1 to 128. Routes to the same peer share lanes; the largest count applies.
     pub lanes: u16,
@@ -349,8 +349,8 @@ impl Limits {
 }
 
 impl Target {
-    /// Whether a connection to this target, with any parameter, can reach that listener. Paths are
-    /// compared as text: symbolic links and mounts are not resolved.
+    /// Whether a connection to this target can reach `listen` for at least one value of the
+    /// parameter. Paths are compared as text: symbolic links and mounts are not resolved.
     fn may_be(&self, listen: &Listen) -> bool {
         match (self, listen) {
             (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),

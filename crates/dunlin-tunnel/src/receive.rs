@@ -199,8 +199,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let is_stuck = rest.is_some();
         let next = core.trunk.wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
-        // Rearm under the lock: the thread with the next turn may request another readiness, and
-        // the last request wins.
+        // Rearm while the lock is held. Otherwise the thread with the next turn could rearm
+        // first, and this older request would replace it.
         let wait_for = match next {
             Some(next) => {
                 piece = next.token;

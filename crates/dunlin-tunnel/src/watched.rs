@@ -18,7 +18,7 @@ pub(super) struct WatchedSockets {
 
 impl WatchedSockets {
     /// # Errors
-    /// Out of descriptors.
+    /// No file descriptors are left.
     pub(super) fn new() -> io::Result<Self> {
         let sockets = Epoll::new()?;
         let (waker, wakeup) = waker()?;

@@ -141,8 +141,8 @@ pub enum Violation {
     },
     /// A region or page that does not exist is reported.
     #[error(
-        "DirtyLog::fetch promises pages of the region table; it reports page {page} of region \
-         {region}, which does not exist"
+        "DirtyLog::fetch promises to report only pages in the region table; it reported page {page} \
+         of region {region}, which does not exist"
     )]
     Outside {
         /// The region's position, as reported.

@@ -67,7 +67,7 @@ impl Keys {
         }
     }
 
-    /// The IV of the first nonce.
+    /// Four bytes of salt, then `iv`: in TLS 1.2 the first nonce, in 1.3 the write IV.
     fn nonce(&self) -> [u8; 12] {
         let mut nonce = [self.number; 12];
         nonce[4..].copy_from_slice(&self.iv);

@@ -214,7 +214,8 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
             hex(&record.vm_uuid)
         ),
         State::Source(SourceRecord::Migrating) if entry.lives => bail!(
-            "nothing is in doubt: VM {vm} is being migrated, and is here; `dunlin cancel` stops that"
+            "nothing is in doubt: VM {vm} is still here and is being migrated; `dunlin cancel` stops \
+             the migration"
         ),
         State::Source(SourceRecord::Migrating) => {
             bail!("nothing is in doubt: VM {vm} died here with its process, before commit")
@@ -229,8 +230,8 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
             bail!("nothing is in doubt: the copy here was given up")
         }
         State::Destination(_) => bail!(
-            "nothing is in doubt here: this host is VM {vm}'s destination, and its own record \
-             ({}) decides; resolve it at the source, {peer}",
+            "nothing is in doubt here: this host is the destination of VM {vm}, and its record says \
+             {}; if the source is in doubt, run `dunlin resolve` there ({peer})",
             record.state
         ),
     };

@@ -147,7 +147,7 @@ fn session(entry: &Entry, record: &Record, live: Option<StatusLine>) -> Value {
     })
 }
 
-/// Where the VM is by this record, if the record's name does not say it.
+/// What this record says about the VM, unless the state's name already says it.
 fn meaning(state: State, lives: bool) -> Option<&'static str> {
     match (state, lives) {
         (State::Source(SourceRecord::Migrating), false) => {

@@ -27,7 +27,7 @@ pub trait SealedLanes: LaneAcceptor + fmt::Debug {
 #[non_exhaustive]
 pub enum Unavailable {
     /// IPsec is selected, and there are no [`SealedLanes`].
-    #[error("this process has no lanes over IPsec")]
+    #[error("IPsec lanes are selected, but this process was not set up for them")]
     NoIpsec,
     /// Plain is selected, and this side does not allow it (I6).
     #[error("this side does not allow plain lanes")]

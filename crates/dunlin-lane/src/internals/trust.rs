@@ -340,7 +340,8 @@ impl UntrustedReason {
         let is_own_issuer = |certificate: &X509Certificate<'_>| {
             certificate.issuer().as_raw() == certificate.subject().as_raw()
         };
-        // `openssl req -x509` marks such a certificate as a CA, which webpki reports first.
+        // `openssl req -x509` marks a self-signed certificate as a CA. webpki then reports
+        // `CaUsedAsEndEntity` instead of `UnknownIssuer`.
         if is_own_issuer(&last)
             && matches!(
                 error,

@@ -1,5 +1,5 @@
-//! Decoders: a decoded value is within its bounds, uses memory in proportion to
-//! the input, and survives encoding and decoding.
+//! Fuzz entries for the decoders. They check that a decoded value is within its bounds, uses memory
+//! in proportion to the input, and is unchanged after it is encoded and decoded again.
 
 use super::as_is_and_with_its_length;
 use std::sync::LazyLock;

@@ -77,7 +77,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
     let listener = Acceptor::open(b, Family::V4, 0);
-    // Closing one would send packets during the next check.
+    // Lanes stay open: closing a lane would send packets during the next check.
     let mut lanes = Vec::new();
     let mut goes_by = || {
         let mut all = Vec::new();
