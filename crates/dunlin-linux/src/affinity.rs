@@ -35,7 +35,7 @@ pub fn keep_to(cpus: &[usize]) -> io::Result<()> {
 /// The CPUs on which the calling thread may run, in ascending order.
 ///
 /// # Errors
-/// The error of sched_getaffinity(2).
+/// An error from sched_getaffinity(2).
 pub fn allowed() -> io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     let cpus = 0..CpuSet::MAX_CPU;

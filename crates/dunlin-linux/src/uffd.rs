@@ -192,7 +192,7 @@ impl WriteWatch {
     /// Stops watching `memory`.
     ///
     /// # Errors
-    /// The error of ioctl(2); dropping the watch stops it in any case.
+    /// An error from ioctl(2); dropping the watch stops it in any case.
     pub fn unregister(&self, memory: &VolatileSlice<'_>) -> io::Result<()> {
         self.control(&mut span(memory))
     }

@@ -77,7 +77,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
 /// Connects to an address.
 ///
 /// # Errors
-/// The error of connect(2).
+/// An error from connect(2).
 pub fn connect_to(at: &str) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&at.parse().expect("an address"), LIMIT)
 }

@@ -123,7 +123,7 @@ pub fn install(socket: &TcpStream, seals: &Keys, opens: &Keys) {
 /// Installs the keys of one direction.
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), Errno> {
     let key = Key {
         version: keys.version,
@@ -138,7 +138,7 @@ pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), 
 /// Receives on a socket with keys. Returns the content type and the number of bytes.
 ///
 /// # Errors
-/// The error of recvmsg(2).
+/// An error from recvmsg(2).
 pub fn receive(socket: &TcpStream, buffer: &mut [u8]) -> Result<(u8, usize), Errno> {
     let received = ktls::receive(socket, buffer).map_err(errno)?;
     Ok((received.control.unwrap_or(DATA), received.bytes))
@@ -251,7 +251,7 @@ impl Peer {
 /// Reads the next record as it is on the wire. Returns `None` at the end of the stream.
 ///
 /// # Errors
-/// The error of read(2), or an end within a record.
+/// An error from read(2), or an end within a record.
 pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut record = vec![0; HEADER];
     if from.read(&mut record[..1])? == 0 {

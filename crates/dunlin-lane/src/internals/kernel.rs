@@ -313,7 +313,7 @@ pub const CANNOT_RENEW: &str = "this kernel cannot replace a connection's keys (
 /// Installs the next key of a direction in the kernel (TLS 1.3). Its record numbers begin at zero.
 ///
 /// # Errors
-/// The error of setsockopt(2); `ResourceBusy` if the kernel does not support renewal.
+/// An error from setsockopt(2); `ResourceBusy` if the kernel does not support renewal.
 pub fn renew(
     stream: &TcpStream,
     direction: Direction,

@@ -37,7 +37,7 @@ impl Kick {
     /// Call it on the thread that will run `vcpu`, before its first KVM_RUN.
     ///
     /// # Errors
-    /// The error of KVM_SET_SIGNAL_MASK or pthread_sigmask.
+    /// An error from KVM_SET_SIGNAL_MASK or pthread_sigmask.
     pub(crate) fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;

@@ -240,7 +240,7 @@ impl DataSender {
     /// Limits this lane's rate in bytes per second; `None` removes the limit.
     ///
     /// # Errors
-    /// The error of setsockopt(2).
+    /// An error from setsockopt(2).
     #[cfg(feature = "unstable-internals")]
     pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
         set_pacing_rate(&*self.link.stream, bytes_per_second)
