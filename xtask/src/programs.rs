@@ -16,7 +16,7 @@ use clap::{Args, ValueEnum};
 use dunlin_test_base::Scratch;
 use serde::Deserialize;
 
-/// The number of programs that run at once, for a machine of two cores.
+/// The number of programs that run simultaneously, for a machine of two cores.
 const AT_A_TIME: usize = 2;
 /// Programs that assert or compare times and rates. Each runs alone.
 const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
@@ -191,7 +191,7 @@ fn program(line: &str) -> Result<Option<Program>> {
     }))
 }
 
-/// Runs programs, `at_a_time` at once; prints the output of each when it has ended.
+/// Runs programs, `at_a_time` simultaneously; prints the output of each when it has ended.
 fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
     let waiting = Mutex::new(VecDeque::from(programs));
     let ran = Mutex::new(Vec::new());

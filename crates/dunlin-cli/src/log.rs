@@ -111,7 +111,7 @@ pub(crate) fn fail(failed: &FailedLine) {
     }
 }
 
-/// Writes one line at once. A closed standard error is not an error.
+/// Writes one line with a single call. A closed standard error is not an error.
 fn write(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }

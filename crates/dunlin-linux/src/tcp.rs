@@ -124,7 +124,7 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
     Ok(sockopt::set_ip_tos(&socket, class)?)
 }
 
-/// Makes a connection send a window probe at once, from the CPU of the calling thread: an empty
+/// Makes a connection send a window probe immediately, from the CPU of the calling thread: an empty
 /// segment, which the peer answers. A pending route lookup ([`set_traffic_class`]) happens here.
 ///
 /// The kernel sends the probe at the end of a repair (`TCP_REPAIR_OFF`), even if the connection was

@@ -438,7 +438,7 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), [1601..1602]);
     }
 
-    /// MADV_COLLAPSE does at once what khugepaged does at some time.
+    /// MADV_COLLAPSE does immediately what khugepaged does eventually.
     #[test]
     fn no_write_is_lost_when_watched_pages_are_merged() {
         if huge_pages::transparent().is_none() {

@@ -216,7 +216,7 @@ impl Vm {
         }
     }
 
-    /// Starts a thread for each vCPU; each parks at once.
+    /// Starts a thread for each vCPU; each parks immediately.
     fn spawn<S: Send + Sync + 'static>(
         &mut self,
         name: &str,

@@ -47,7 +47,7 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     copy_pages(&source, &destination, None);
     destination.load(&sections).unwrap();
     destination.resume().unwrap();
-    // An error ends the wait at once. Without one the wait is the assertion: every vCPU runs and checks
+    // An error ends the wait immediately. Without one the wait is the assertion: every vCPU runs and checks
     // its registers in this time.
     destination.wait_while_running(Duration::from_millis(300))
 }

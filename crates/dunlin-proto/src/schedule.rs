@@ -219,7 +219,7 @@ impl Schedule {
         self.lanes.get(&lane).map(|state| state.course)
     }
 
-    /// Adds a lane, which takes part at once. The destination must have
+    /// Adds a lane, which takes part immediately. The destination must have
     /// admitted it: only then do the other lanes wait for it at a mark.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(

@@ -1,5 +1,5 @@
 //! The state that the threads of a trunk share: the core, which decides, behind one lock, and the
-//! decisions that are carried out at once.
+//! decisions that are carried out immediately.
 //!
 //! ```text
 //!   lane threads ──┐                       ┌──▶ sockets of channels, lanes' ends

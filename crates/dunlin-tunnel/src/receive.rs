@@ -261,7 +261,7 @@ pub(super) fn poll(hub: &Hub) {
     }
 }
 
-/// Fails a channel if its socket reports a reset at once. A unix socket returns its received bytes
+/// Fails a channel if its socket reports a reset immediately. A unix socket returns its received bytes
 /// first, and the error then.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {

@@ -32,7 +32,7 @@ pub const NAME: &str = "host-b.example";
 pub const BYTES: usize = 256 << 10;
 /// Much longer than any step takes in this machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Sends bytes over every connection at once, near to far. If they do not arrive, prints the IPsec
+/// Sends bytes over all connections simultaneously, near to far. If they do not arrive, prints the IPsec
 /// state of both hosts.
 pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     let carried: Vec<io::Result<()>> = thread::scope(|scope| {

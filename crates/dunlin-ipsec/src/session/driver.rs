@@ -292,7 +292,7 @@ impl Driver {
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
         let grants = slots.iter().map(|slot| Ok(slot.granted(spi()?)));
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
-        // All at once: each call waits for the disk.
+        // All in one call, because each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = &mut self.blocked()?.record;
@@ -426,7 +426,7 @@ impl Driver {
     }
 
     /// Sends a message. A peer that has ended the session receives nothing more, although its final
-    /// message may not have been read yet. So a send error does not end the session at once: the
+    /// message may not have been read yet. So a send error does not end the session immediately: the
     /// peer's final message takes precedence over the loss of the connection.
     fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();

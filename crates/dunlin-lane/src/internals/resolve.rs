@@ -15,7 +15,7 @@ use dunlin_linux::socket::remaining;
 use dunlin_proto::limits::MAX_LANES;
 
 /// Maximum number of lookups, and so of their threads, that run at the same time in this process: all
-/// lanes of a session may look up their host at once. A lookup that its caller has abandoned counts
+/// lanes of a session may look up their host simultaneously. A lookup that its caller has abandoned counts
 /// until the resolver returns.
 pub const LOOKUPS_MAX: usize = MAX_LANES as usize;
 

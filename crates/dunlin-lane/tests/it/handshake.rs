@@ -500,7 +500,7 @@ fn i7_an_endless_flight_is_refused_at_the_limit() {
         } else {
             handshake::client(near, &any_client(), soon()).unwrap_err()
         };
-        // rustls may reject the message first; either way the handshake ends at once.
+        // rustls may reject the message first; either way the handshake ends immediately.
         let text = error.to_string();
         assert!(
             matches!(error, HandshakeError::TooLong | HandshakeError::Protocol(_)),

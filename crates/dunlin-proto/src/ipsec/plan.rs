@@ -100,7 +100,7 @@ pub enum Step {
 /// How everything is removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Undo {
-    /// Steps to apply at once, in this order.
+    /// Steps to apply immediately, in this order.
     pub now: Vec<Step>,
     /// Policies to remove when no connection on the ports is left on this host.
     pub when_quiet: Vec<Policy>,

@@ -97,7 +97,7 @@ pub(crate) enum Loss {
     /// It stays until the peer answers a fence: a late write on it could
     /// overwrite newer data.
     Fenced,
-    /// It is removed at once: its data may arrive twice.
+    /// It is removed immediately: its data may arrive twice.
     Dropped,
 }
 

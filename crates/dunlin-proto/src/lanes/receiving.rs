@@ -83,7 +83,7 @@ pub enum Fence {
     /// Close the lane's connection, wake its thread and join it; then
     /// [`Receiving::gone`].
     Close,
-    /// The lane is not open here: answer at once.
+    /// The lane is not open here: answer immediately.
     Answer,
 }
 

@@ -341,7 +341,7 @@ impl Relays {
         channels.iter().map(|one| one.status()).collect()
     }
 
-    /// Ends all relays at once.
+    /// Ends all relays immediately.
     pub(super) fn end(&self) {
         let mut state = self.lock();
         let waiting: Vec<_> = state.queues.values_mut().map(std::mem::take).collect();

@@ -78,7 +78,7 @@ impl Channel {
         let (own, counted) = (Arc::clone(self), Arc::clone(counted));
         let thread = move || {
             let result = body(&own);
-            // Before the end is reported: the next connection may follow at once.
+            // Before the end is reported: the next connection may follow immediately.
             drop(counted);
             own.leave(result);
         };

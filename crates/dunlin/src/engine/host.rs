@@ -71,7 +71,7 @@ impl Cancel {
         lock(&self.0).cancelled
     }
 
-    /// Calls `listener` on cancellation, or at once if already cancelled, until the
+    /// Calls `listener` on cancellation, or immediately if already cancelled, until the
     /// result is dropped.
     pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) -> Listening<'_> {
         let mut state = lock(&self.0);

@@ -70,7 +70,7 @@ pub trait DirtyLog: Send {
     /// Starts recording with an empty log.
     ///
     /// # Errors
-    /// The kernel or the VMM refuses. The migration fails at once.
+    /// The kernel or the VMM refuses. The migration fails immediately.
     fn start(&mut self) -> io::Result<()>;
 
     /// Calls `found` with a region's position in the table and its bitmap, and clears

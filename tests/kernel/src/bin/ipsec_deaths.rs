@@ -47,7 +47,7 @@ const DIES_UP: &str = "dies-up";
 const TRIES: &str = "tries";
 /// Another program adds an SA with the SPI of its first SA just before it does.
 const COLLIDES: &str = "collides";
-/// The process renews its keys and ends the session at once.
+/// The process renews its keys and ends the session immediately.
 const LEAVES: &str = "leaves";
 /// The process is slow with its first change after the session is up.
 const LAGS: &str = "lags";

@@ -51,7 +51,7 @@ fn a_full_socket_accepts_a_part() {
         }
     }
     // The first part was sent before; the kernel chooses the size of the others.
-    assert!(parts > 0, "the rest was accepted at once");
+    assert!(parts > 0, "the rest was accepted in one write");
     near.shutdown(Shutdown::Write).expect("the socket is open");
     assert!(reader.join().expect("the reader does not panic") == data);
 }

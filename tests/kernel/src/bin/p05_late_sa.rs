@@ -50,7 +50,7 @@ fn late(guest: &Guest) {
     read_all(&lane.far, &mut [0; 2]);
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
-    // A new connection uses its own SA at once; one from another CPU uses the fallback.
+    // A new connection uses its own SA immediately; one from another CPU uses the fallback.
     let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
     let third = Lane::connect(a, 2, &listener);

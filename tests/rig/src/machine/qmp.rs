@@ -12,7 +12,7 @@ use dunlin_linux::fdpass;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// The timeout for a reply. QEMU replies at once, except after saving a piece of memory.
+/// The timeout for a reply. QEMU replies immediately, except after saving a piece of memory.
 const ANSWER: Duration = Duration::from_secs(60);
 
 /// An error of QEMU's control socket.

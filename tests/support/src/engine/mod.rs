@@ -537,7 +537,7 @@ pub fn server_of(authority: &Authority) -> ServerTls {
         .unwrap()
 }
 
-/// A destination that gives a lost control lane up almost at once.
+/// A destination that gives a lost control lane up almost immediately.
 pub fn impatient() -> destination::Options {
     destination::Options::builder()
         .control_limit(Duration::from_millis(300))

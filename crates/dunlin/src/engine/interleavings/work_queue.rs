@@ -208,7 +208,7 @@ pub(super) fn not_admitted() {
     assert!(lane.join().unwrap().is_err());
 }
 
-/// Two lanes that send two pieces each; only the first piece may be sent at once.
+/// Two lanes that send two pieces each; only the first piece may be sent immediately.
 fn held_back(work_queue: &Arc<WorkQueue>) -> [JoinHandle<()>; 2] {
     [1, 2].map(|lane| {
         let work_queue = Arc::clone(work_queue);
