@@ -128,7 +128,7 @@ pub(crate) struct ConfiningTunnel {
 }
 
 impl ConfiningTunnel {
-    /// As [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
+    /// Like [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
     /// reason not to confine, and its remedy: the programs of routes with `exec` would be confined
     /// with the tunnel, for example.
     ///

@@ -300,7 +300,7 @@ fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
     (from, doubted)
 }
 
-/// As [`in_doubt`], and returns the proxy and the destination's address too.
+/// Like [`in_doubt`], but also returns the proxy and the destination's address.
 fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (Proxy, String)) {
     let from = hosts.run("1", GUEST);
     let mut to = hosts.receive("b", "2", "");

@@ -179,7 +179,7 @@ pub(super) fn clean_up_dead(options: &Options, observer: &Observer) -> Result<()
 /// ports can be freed without a successor.
 ///
 /// # Errors
-/// As [`clean_up_dead`].
+/// Same as [`clean_up_dead`].
 pub(super) fn clean_up_lanes(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
     let is_lanes = |block: PortBlock| {
         let last = block.port | !block.mask;

@@ -246,7 +246,7 @@ pub fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<Received> {
 /// Like [`receive`], but fills several pieces of memory in order. Uses at most the first 128.
 ///
 /// # Errors
-/// As [`receive`].
+/// Same as [`receive`].
 pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result<Received> {
     let mut pieces = [EMPTY; PIECES_LIMIT];
     let count = fill(&mut pieces, into);

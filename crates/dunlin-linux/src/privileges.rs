@@ -79,7 +79,7 @@ mod tests {
             let line = status.lines().find(|line| line.starts_with(name)).unwrap();
             line.split_whitespace().nth(1).unwrap().to_owned()
         };
-        // A thread of its own, so that other tests keep their capabilities.
+        // On a separate thread, so that other tests keep their capabilities.
         std::thread::spawn(move || {
             // CAP_SETPCAP, without which the bounding set does not change.
             let effective = u64::from_str_radix(&field("CapEff:"), 16).unwrap();

@@ -67,7 +67,7 @@ pub fn connect_unless(
 /// until it is closed, connected or not.
 ///
 /// # Errors
-/// As [`connect_unless`]; `AddrInUse` if another socket uses the local port.
+/// Same as [`connect_unless`]; `AddrInUse` if another socket uses the local port.
 pub fn connect_from_unless(
     local: SocketAddr,
     address: SocketAddr,
@@ -143,7 +143,7 @@ pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
 /// Like [`connect_unix`], but also gives up when `stop` is woken.
 ///
 /// # Errors
-/// As [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
+/// Same as [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
 pub fn connect_unix_unless(
     path: &Path,
     deadline: Instant,

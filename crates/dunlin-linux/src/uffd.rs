@@ -101,8 +101,8 @@ impl Request for WriteProtect {
 pub enum Behind {
     /// None: a private mapping without a file. Untouched pages cost nothing.
     Anonymous,
-    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
-    /// of its own. The kernel may unmap a page and keep it in the file, so every page must be
+    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with its own
+    /// file. The kernel may unmap a page and keep it in the file, so every page must be
     /// marked at registration. That allocates page tables for all of the memory, 1/512 of its size.
     File,
 }

@@ -26,7 +26,7 @@ pub enum Mode {
     /// Striped over plain TCP lanes that IPsec protects, with SAs that the two tunnels negotiate.
     /// Both need [`super::TunnelBuilder::sealed`].
     StripeOverIpsec,
-    /// Each on a TLS connection of its own, to a peer that may be any TLS server. The value is the
+    /// Each on its own TLS connection, to a peer that may be any TLS server. The value is the
     /// oldest TLS version that the peer may use. Lane count and window are ignored.
     Relay(OldestTls),
 }
@@ -150,7 +150,7 @@ impl Routes {
             if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
                 return Err(bad(BadRouteReason::Lanes(entrance.lanes)));
             }
-            // Each listener with port 0 gets a port of its own.
+            // Each listener with port 0 gets its own port.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
             if !listeners.insert(&entrance.listen) && !any_port && !nowhere {

@@ -284,7 +284,7 @@ impl Trunks {
         Ok(Some(hub))
     }
 
-    /// Accepts a connection that proves to be a lane of a trunk; a thread of its own admits it.
+    /// Accepts a connection that proves to be a lane of a trunk; a separate thread admits it.
     ///
     /// # Errors
     /// Why it is rejected.

@@ -1,4 +1,4 @@
-//! Relays: channels on TLS connections of their own, between two tunnels. crates/dunlin-cli tests
+//! Relays: channels on their own TLS connections, between two tunnels. crates/dunlin-cli tests
 //! them with the TLS of other programs.
 #![allow(clippy::unwrap_used)]
 

@@ -62,7 +62,7 @@ impl Builder for Careful {
 
 /// The body of the other process, not a test.
 #[test]
-#[ignore = "the other tests of this file start it in a process of its own"]
+#[ignore = "the other tests of this file start it in its own process"]
 fn role() {
     let Ok(role) = std::env::var("DUNLIN_TEST_ROLE") else {
         return;

@@ -384,7 +384,7 @@ pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
 /// the side `from` in the same segment as that side's last handshake message.
 ///
 /// # Panics
-/// A step fails, in a thread of its own.
+/// A step fails; the panic is on the step's own thread.
 #[must_use]
 pub fn end_with_handshake(from: Side, to: u16) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");

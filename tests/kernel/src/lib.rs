@@ -11,7 +11,7 @@
 //! }
 //! ```
 //!
-//! A test fails by panicking. It runs as root, in a network namespace of its own with only the
+//! A test fails by panicking. It runs as root, in its own network namespace with only the
 //! loopback up. The kernel loads modules on request, as on an installed system. The test's output
 //! is printed, and its files in [`Guest::folder`] are copied to the host.
 //!

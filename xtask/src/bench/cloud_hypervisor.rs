@@ -95,7 +95,7 @@ impl Process {
         }
     }
 
-    /// Waits for an event, a pretty-printed JSON object with the name on a line of its own.
+    /// Waits for an event, a pretty-printed JSON object with the name on a separate line.
     fn wait_event(&self, name: &str) -> Result<Instant> {
         let line = format!("\"event\": \"{name}\"");
         self.wait(name, |text| text.trim_end_matches(',') == line)

@@ -9,7 +9,7 @@
 //!
 //! ```text
 //!  opens lanes                                                       accepts
-//!   IpsecDialer ─▶ connection of its own (TLS): a keying session's ═════════▶ take
+//!   IpsecDialer ─▶ separate connection (TLS): a keying session's ═══════════▶ take
 //!    │      offer, to the listener of the lanes, for 64 source ports
 //!    ▼
 //!   ProtectedLane: a lane ── from one of these ports, by ESP ────────────▶ covers

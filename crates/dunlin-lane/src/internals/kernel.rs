@@ -238,7 +238,7 @@ pub fn install(
 /// for a refusal.
 ///
 /// # Errors
-/// As [`install`].
+/// Same as [`install`].
 pub(crate) fn prepare(
     stream: &TcpStream,
     suite: CipherSuite,
@@ -254,7 +254,7 @@ pub(crate) fn prepare(
 /// Installs both keys of a prepared connection in the kernel.
 ///
 /// # Errors
-/// As [`install`].
+/// Same as [`install`].
 pub(crate) fn give(
     stream: &TcpStream,
     secrets: &ExtractedSecrets,
@@ -285,11 +285,11 @@ fn remembered(
     result
 }
 
-/// As [`choose`], for a connection to a program other than Dunlin. Such a program may renew its
+/// Like [`choose`], for a connection to a program other than Dunlin. Such a program may renew its
 /// keys in TLS 1.3, so `auto` chooses the kernel only if it can follow.
 ///
 /// # Errors
-/// As [`choose`].
+/// Same as [`choose`].
 pub fn choose_for_relay(
     offload: Offload,
     suite: CipherSuite,

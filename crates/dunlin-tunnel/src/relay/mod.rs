@@ -1,4 +1,4 @@
-//! Relays: each connection of a hypervisor is carried on a TLS connection of its own, without
+//! Relays: each connection of a hypervisor is carried on its own TLS connection, without
 //! framing, so that the other end may be any TLS program.
 //!
 //! ```text

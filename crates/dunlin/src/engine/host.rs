@@ -13,7 +13,7 @@ use super::sync::{Interrupt, Mutex, lock};
 /// Opens connections and starts threads for the engine, so that it fits a VMM that must
 /// do neither by itself.
 pub trait Host: Connector {
-    /// Runs `body` on a thread of its own.
+    /// Runs `body` on its own thread.
     ///
     /// # Errors
     /// A thread cannot be started.

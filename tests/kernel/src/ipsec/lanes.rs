@@ -90,7 +90,7 @@ impl Lane {
     /// Like [`Lane::send`], in the opposite direction.
     ///
     /// # Panics
-    /// As [`Lane::send`].
+    /// Same as [`Lane::send`].
     pub fn send_back(&self, cpu: u32, bytes: usize) {
         send(&self.far, &self.near, cpu, bytes);
     }

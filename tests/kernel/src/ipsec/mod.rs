@@ -97,7 +97,7 @@ impl Hosts {
     /// Creates the hosts and loads no module.
     ///
     /// # Panics
-    /// As [`Hosts::new`].
+    /// Same as [`Hosts::new`].
     #[must_use]
     pub fn without_offload(guest: &Guest) -> Self {
         let [a, b] = namespaces(guest);
@@ -114,7 +114,7 @@ impl Hosts {
     /// queue.
     ///
     /// # Panics
-    /// As [`Hosts::new`].
+    /// Same as [`Hosts::new`].
     #[must_use]
     pub fn with_one_queue(guest: &Guest, cpu: u32) -> Self {
         guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload", "tun"]);
@@ -426,7 +426,7 @@ pub fn has_per_cpu() -> bool {
 /// Skips the test if the kernel has none.
 ///
 /// # Panics
-/// As [`has_per_cpu`].
+/// Same as [`has_per_cpu`].
 pub fn needs_per_cpu(guest: &Guest) {
     if !has_per_cpu() {
         guest.skip("this kernel has no per-CPU SAs");

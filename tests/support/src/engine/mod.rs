@@ -46,7 +46,7 @@ pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
 /// A search for what is worth sending in a region of the source's memory.
 pub type Scan = fn(&MappedMemory, usize, &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
 
-/// Memory in which a source looks for holes in a way of its own.
+/// Memory in which a source looks for holes in its own way.
 struct Scanned(MappedMemory, Scan);
 
 impl GuestMemory for Scanned {
@@ -429,7 +429,7 @@ pub fn send_observed(
 
 type Taken = (Result<Received, MigrateError>, TestBuilder);
 
-/// A destination on a thread of its own.
+/// A destination on its own thread.
 pub struct Receiving {
     pub address: SocketAddr,
     pub cancel: Cancel,

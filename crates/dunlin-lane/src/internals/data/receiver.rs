@@ -255,7 +255,7 @@ impl DataReceiver {
         }
     }
 
-    /// As [`Self::payload_into`], but the kernel opens records into the targets.
+    /// Like [`Self::payload_into`], but the kernel opens records into the targets.
     fn payload_by_kernel<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,

@@ -344,8 +344,8 @@ impl DataSender {
         Ok(())
     }
 
-    /// As [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the kernel
-    /// and are read once. The header begins the first payload record; in a record of its own it
+    /// Like [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the kernel
+    /// and are read once. The header begins the first payload record; in its own record it
     /// would wake the peer separately.
     fn transmit_by_kernel(
         &mut self,
@@ -533,7 +533,7 @@ impl<'a> Frame<'a> {
     }
 
     /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
-    /// header gets a record of its own before the payload, or shares a record with a payload of at
+    /// header gets its own record before the payload, or shares a record with a payload of at
     /// most one page. An empty header gets no record.
     ///
     /// # Errors

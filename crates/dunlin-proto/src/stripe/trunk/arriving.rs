@@ -35,8 +35,8 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// The payload of a piece has arrived completely on an admitted lane. The return value decides
-    /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and needs no
-    /// buffer of its own.
+    /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and does
+    /// not need its own buffer.
     ///
     /// # Errors
     /// The peer violates the protocol: the caller calls [`Trunk::end`].
@@ -61,7 +61,7 @@ impl<T: Clone> Trunk<T> {
         Ok(Arrival::Drop)
     }
 
-    /// After [`Arrival::Keep`]: stores the piece in a buffer of its own. If it has become the next
+    /// After [`Arrival::Keep`]: stores the piece in its own buffer. If it has become the next
     /// one meanwhile, it is returned, and the caller has the turn.
     ///
     /// # Errors

@@ -78,7 +78,7 @@ impl Pair {
         std::mem::take(&mut self.actions[side])
     }
 
-    /// A connected channel of the connecting side, with a listener of its own and a lane per
+    /// A connected channel of the connecting side, with its own listener and a lane per
     /// direction.
     fn channel(&mut self) -> u32 {
         let channel = self.sides[0].open(opening(self.listener)).unwrap();
