@@ -407,7 +407,7 @@ impl Trunks {
         }
     }
 
-    /// No channel may be opened or accepted any more.
+    /// No further channels are opened or accepted.
     pub(super) fn drain(&self) {
         self.hubs().iter().for_each(|hub| hub.drain());
     }

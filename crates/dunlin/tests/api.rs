@@ -640,7 +640,7 @@ fn assert_written_down(package: &str, item: &str) {
     let new: Vec<_> = after.difference(&before).collect();
     assert!(
         gone.is_empty() && new.is_empty(),
-        "docs/api/{package}.txt is not the API any more; if that is meant, write it anew with \
+        "docs/api/{package}.txt no longer matches the API; if the change is intended, regenerate it with \
          DUNLIN_BLESS=1\ngone: {gone:#?}\nnew: {new:#?}"
     );
     assert!(written.contains(item), "{package} has no {item}");

@@ -34,7 +34,7 @@ pub(crate) struct Resolve {
     /// did there is lost.
     #[arg(long, conflicts_with = "destroy")]
     run_here: bool,
-    /// Destroy the copy here. You vouch that the VM runs at the destination or is not needed any more.
+    /// Destroy the copy here. You vouch that the VM runs at the destination or is no longer needed.
     #[arg(long)]
     destroy: bool,
     /// Query the destination once more before deciding, with the identity in this directory.
@@ -249,7 +249,7 @@ fn ask(doubt: &str, lives: bool) -> Result<Option<Decision>> {
     if lives {
         println!("  run here   the VM does not run at the destination, and never will");
     }
-    println!("  destroy    the VM runs at the destination, or is not needed any more");
+    println!("  destroy    the VM runs at the destination, or is no longer needed");
     print!("Any other answer decides nothing: ");
     std::io::stdout().flush()?;
     let mut answer = String::new();

@@ -17,7 +17,7 @@ use crate::text::{chained, clean};
 use crate::tunnel;
 use crate::vm::{describe, status};
 
-/// Time limit of a process's answer; it may be stopped.
+/// Time limit for the answer of a process, which may be stopped.
 const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]

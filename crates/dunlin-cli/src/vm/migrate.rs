@@ -103,7 +103,7 @@ pub(crate) struct Migrate {
 pub(crate) struct Set {
     #[command(flatten)]
     target: Target,
-    /// Rate limit of all data lanes together, such as 500M (bytes per second), or `none`. The last
+    /// Rate limit for all data lanes together, such as 500M (bytes per second), or `none`. The last
     /// pass keeps its own limit.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_cap)]
     rate: Cap,

@@ -273,7 +273,7 @@ pub enum Event {
     /// Descriptors or memory ran out, and there is no client to evict. Reported once until accepting
     /// succeeds again.
     Starved(io::Error),
-    /// The listener failed. No clients are accepted any more.
+    /// The listener failed. Clients are no longer accepted.
     Failed(io::Error),
 }
 
@@ -312,7 +312,7 @@ impl fmt::Display for Event {
             ),
             Self::Failed(error) => write!(
                 f,
-                "the listener failed, no clients are accepted any more: {error}"
+                "the listener failed, clients are no longer accepted: {error}"
             ),
         }
     }

@@ -105,7 +105,7 @@ impl Ports {
 /// The direction to the peer. No transition leads back.
 enum Sending {
     Works,
-    /// Nothing is sent any more. The time is that of the error.
+    /// Nothing more is sent. The time is that of the error.
     Failed(IpsecError, Instant),
 }
 

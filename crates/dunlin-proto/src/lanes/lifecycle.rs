@@ -268,7 +268,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// No lanes are wanted any more.
+    /// Lanes are no longer needed.
     pub(crate) fn leave_all(&mut self) {
         for lane in self.lanes.values_mut().filter(|lane| lane.is(State::Up)) {
             lane.state = State::Leaving;

@@ -352,7 +352,7 @@ impl DataReceiver {
         }
     }
 
-    /// Replies to the peer's close, or announces early that this side will not read any more. If
+    /// Replies to the peer's close, or announces early that this side will no longer read. If
     /// the peer's connection has already ended, no reply is needed.
     ///
     /// # Errors

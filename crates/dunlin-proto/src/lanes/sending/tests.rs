@@ -392,7 +392,7 @@ fn without_any_lane_the_work_is_given_up() {
     loop {
         let todo = actions(&mut sending, now_ns);
         if todo.contains(&Action::GiveUp) {
-            assert_eq!(sending.due_ns(), None, "nothing is due any more");
+            assert_eq!(sending.due_ns(), None, "nothing more is due");
             break;
         }
         for action in todo {
