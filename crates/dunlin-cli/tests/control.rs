@@ -78,7 +78,7 @@ fn i2_a_third_shell_cancels_on_either_side() {
 
     let client = under_way(&hosts, &source, &destination);
     let cancelled = hosts.cancel(&source).expect(0);
-    assert!(cancelled.out.contains("goes on at the source"));
+    assert!(cancelled.out.contains("stays at the source"));
     assert_cancelled(&hosts, client, &source);
     destination.wait_for("rejected");
 

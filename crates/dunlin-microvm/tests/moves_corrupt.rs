@@ -162,7 +162,7 @@ fn i3_one_damaged_byte_ends_a_verified_migration_and_the_next_one_works() {
     let error = moved.destination.err().unwrap();
     assert_eq!(error.code(), FaultCode::VerificationFailed, "{error}");
     drop(there);
-    // The guest goes on where it was, and is none the worse.
+    // The guest continues where it was, undamaged.
     assert_eq!(vm.vm().state(), VmState::Running);
     let passes = vm.vm().full_passes();
     wait_for(vm.vm(), "two passes", |vm| vm.full_passes() >= passes + 2);

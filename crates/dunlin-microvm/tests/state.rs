@@ -310,7 +310,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     let left_out: Vec<u32> = listed.iter().filter(left_out).copied().collect();
     let lost: Vec<&u32> = left_out.iter().filter(|index| readable(**index)).collect();
     assert!(lost.is_empty(), "not saved: {lost:x?}");
-    assert!(!msrs.contains_key(&MSR_TSC), "it goes on meanwhile");
+    assert!(!msrs.contains_key(&MSR_TSC), "the TSC continues meanwhile");
 
     for (name, index, value, is_everywhere) in GUESTS_MSRS {
         match msrs.get_mut(&index) {

@@ -243,7 +243,7 @@ fn sources(limits: impl Iterator<Item = String>) -> Tally {
             }
             Some(failed) => {
                 assert!(!runs_here, "{limit}: {failed}");
-                assert!(failed.contains("the VM goes on at the source"), "{failed}");
+                assert!(failed.contains("the VM stays at the source"), "{failed}");
                 println!("{limit}: source: {failed}");
                 tally.failed_in_words += 1;
             }

@@ -129,9 +129,9 @@ impl ClosedPort {
     #[must_use]
     pub fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-        let address = listener.local_addr().expect("it is bound");
-        let near = TcpStream::connect(address).expect("it listens");
-        let (far, from) = listener.accept().expect("it is connected");
+        let address = listener.local_addr().expect("the listener is bound");
+        let near = TcpStream::connect(address).expect("the listener is open");
+        let (far, from) = listener.accept().expect("a connection is pending");
         Self {
             port: from.port(),
             _held: (near, far),

@@ -192,7 +192,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
             .map(|(kernel, _, programs)| scope.spawn(move || rig.run(kernel, programs)))
             .collect();
         runs.into_iter()
-            .map(|run| run.join().expect("it does not panic"))
+            .map(|run| run.join().expect("the thread does not panic"))
             .collect::<Result<Vec<_>>>()
     })?;
     let mut lines = Vec::new();

@@ -132,7 +132,7 @@ impl Resolve {
         let settled = match (vm, entry.lives) {
             ("at-destination", _) => format!("settled: VM {name} runs at the destination"),
             ("at-source", true) => {
-                format!("settled: VM {name} never ran at the destination, and goes on here")
+                format!("settled: VM {name} never ran at the destination, and stays here")
             }
             ("at-source", false) => format!(
                 "settled: VM {name} never ran at the destination, and died here with its process"
@@ -167,7 +167,7 @@ impl Resolve {
             println!(
                 "{}",
                 match decision {
-                    Decision::RunHere => "the VM goes on here",
+                    Decision::RunHere => "the VM stays here",
                     Decision::Destroy => "the copy here is destroyed",
                 }
             );

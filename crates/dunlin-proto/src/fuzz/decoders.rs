@@ -93,7 +93,7 @@ fn control_message(bytes: &[u8]) -> Option<Message> {
     let (again, body) = encoded
         .split_first_chunk::<CONTROL_HEADER_BYTES>()
         .expect("a message starts with its header");
-    let again = Header::decode(again).expect("it was written here");
+    let again = Header::decode(again).expect("the header was encoded above");
     assert_eq!(again.envelope(), header.envelope());
     assert_eq!(
         Message::decode(&again, body).as_ref(),

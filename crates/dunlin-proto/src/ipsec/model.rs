@@ -56,7 +56,7 @@ impl Kernel {
             }
             Step::Remove(Object::Association(one)) => {
                 let at = self.associations.iter().position(|other| *other == one);
-                self.associations.remove(at.expect("it was installed"));
+                self.associations.remove(at.expect("the SA was installed"));
             }
             Step::Add(Object::Listener(_)) | Step::Remove(Object::Listener(_)) => {}
         }

@@ -258,9 +258,9 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);
     let mut leaving = begin("a", LEAVES, 0, LIMIT);
-    assert!(leaving.wait().expect("it ends").success());
+    assert!(leaving.wait().expect("the process ends").success());
     fs::write(LEFT, "").expect("the directory is ours");
-    assert!(lagging.wait().expect("it ends").success());
+    assert!(lagging.wait().expect("the process ends").success());
     for host in ["a", "b"] {
         let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
         assert_eq!(policies.matches("priority").count(), 1, "{policies}");

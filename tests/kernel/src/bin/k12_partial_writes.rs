@@ -27,7 +27,7 @@ fn main() -> ExitCode {
 
 fn a_full_socket_accepts_a_part() {
     let (mut near, far) = kernels();
-    near.set_nonblocking(true).expect("it can be set");
+    near.set_nonblocking(true).expect("the socket is open");
     let data = pattern(BYTES, 1);
     // The peer does not read, so the buffers fill up.
     let mut sent = near.write(&data).expect("the buffers are empty");

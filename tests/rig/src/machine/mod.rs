@@ -190,8 +190,9 @@ impl Machine {
             .spawn()
             .map_err(at(PathBuf::from(command.get_program())))?;
         scratch.record(child.id()).map_err(at(scratch.path()))?;
-        let input = child.stdin.take().expect("it was asked for");
-        let mut output = BufReader::new(child.stdout.take().expect("it was asked for"));
+        let input = child.stdin.take().expect("the command has a stdin pipe");
+        let mut output =
+            BufReader::new(child.stdout.take().expect("the command has a stdout pipe"));
         let (sender, lines) = channel();
         let reader = thread::spawn(move || {
             let mut line = Vec::new();
