@@ -115,7 +115,7 @@ struct Ran {
 /// The programs cannot be built or started, or the suite has none.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
-    // A renamed program would run beside others unnoticed.
+    // Otherwise a renamed program would run in parallel with others unnoticed.
     let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
     if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
         bail!("{gone}, which is to run alone, is not a test program");

@@ -1,6 +1,6 @@
 //! Confinement: the privileges that a VM's process or a tunnel drops after its start.
 //!
-//! An attacker that takes over such a process, from the guest or a peer, finds no privileges,
+//! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
 //! access only to the files that the process needs, and few system calls. New threads inherit the
 //! confinement, so it must precede the second thread. docs/decisions/0010-confinement.md gives the
 //! reasons.

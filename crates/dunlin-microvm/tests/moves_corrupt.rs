@@ -1,5 +1,5 @@
-//! What a migration would do to a guest if it lost or damaged a single byte: the guest finds it, and
-//! where both memories are compared it never comes so far.
+//! Migrations that lose or damage a single byte. The guest detects it; if both memories are compared,
+//! the migration fails before the guest runs.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 

@@ -165,7 +165,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// The section of vCPU 1: the other one has index 0 everywhere, also where an index is wrong.
+/// The section of vCPU 1. In the sections of vCPU 0 every index is 0, so a wrong index would not show.
 fn bytes_of<'a>(sections: &'a mut [Section], name: &str) -> &'a mut Vec<u8> {
     let of = |section: &&mut Section| section.name == name && section.instance == 1;
     &mut sections.iter_mut().find(of).unwrap().bytes
@@ -327,7 +327,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     const APIC_BASE: usize = 272;
     special[FS_BASE..FS_BASE + 8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes());
     special[GS_BASE..GS_BASE + 8].copy_from_slice(&0xffff_8880_0000_3000_u64.to_le_bytes());
-    // System calls on, beside what long mode has set.
+    // Enable system calls, in addition to what long mode has set.
     let efer = word(special, EFER) | 1;
     assert_ne!(
         efer,

@@ -120,7 +120,7 @@ pub const MAX_CHUNK_GAPS: usize = 64 * 1024;
 /// Addresses that a destination names for lanes.
 pub const MAX_ENDPOINTS: usize = 16;
 
-/// Bytes of one such address: a DNS name of 253, or an IPv6 address with a
+/// Bytes of one address for lanes: a DNS name of 253, or an IPv6 address with a
 /// scope of 15, and the port.
 pub const MAX_ENDPOINT_BYTES: usize = 272;
 

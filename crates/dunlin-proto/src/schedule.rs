@@ -246,7 +246,7 @@ impl Schedule {
 
     /// Marks a run of pages as pending for the next iteration. `index` is the
     /// region's position in the list given to [`Schedule::new`]. No chunk is
-    /// cut until [`Schedule::begin_iteration`]: an older version of such a page
+    /// cut until [`Schedule::begin_iteration`]: an older version of a marked page
     /// may still be in flight in the current iteration, and no mark would keep
     /// the two apart (I4).
     pub fn mark_run(&mut self, index: usize, run: Run) {

@@ -143,7 +143,7 @@ impl TunnelBuilder<'_> {
     }
 
     /// Makes lanes over IPsec: for routes with [`Mode::StripeOverIpsec`] and for peers that offer
-    /// IPsec. Without it, the tunnel refuses such peers.
+    /// IPsec. Without it, the tunnel refuses peers that offer IPsec.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }

@@ -70,7 +70,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // Such a lane is not from the trunk's peer, which may have another lane of this number.
+            // A lane with one of these errors is not from the trunk's peer, which may have another lane
+            // of this number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk

@@ -112,9 +112,9 @@ pub enum Violation {
     Missed {
         /// The region's position in the table.
         region: usize,
-        /// The first such page, counted in 4 KiB from the region's start.
+        /// The first page that was not reported, counted in 4 KiB from the region's start.
         page: u64,
-        /// Number of such pages.
+        /// The number of pages that were not reported.
         pages: u64,
     },
     /// A newly started log is not empty.

@@ -165,7 +165,7 @@ fn i1_nothing_is_taken_before_it_was_let_go_and_nothing_runs_before_the_hold_is_
         .unwrap();
     assert_eq!(calls.of("source"), MOVED);
     assert_eq!(calls.of("destination"), ARRIVED);
-    // The order across both hosts, where one must come after the other.
+    // The order of calls across both hosts, for pairs of calls that must be in one order.
     let all = calls.all();
     let at = |call: &str| all.iter().position(|one| *one == call).unwrap();
     for (first, then) in [

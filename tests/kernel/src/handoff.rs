@@ -75,7 +75,7 @@ pub fn stunnel(guest: &Guest, port: u16, more: &str) -> Stunnel {
     }
 }
 
-/// Starts such a stunnel in front of an existing server.
+/// Like [`stunnel`], in front of an existing server.
 ///
 /// # Panics
 /// It does not start.

@@ -270,8 +270,8 @@ pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     command
 }
 
-/// The flag that limits how long a peer may take to answer. The earlier command has another name
-/// for it.
+/// The flag that limits how long a peer may take to answer. The previous version's `dunlin`
+/// has another name for it.
 fn timeout_flag(dunlin: &str) -> &'static str {
     if dunlin == PREVIOUS {
         "--patience"

@@ -53,7 +53,7 @@ pub struct Plan {
 pub struct Fault {
     /// The kind of fault.
     pub kind: FaultKind,
-    /// The moment after which it strikes.
+    /// The moment after which it is injected.
     pub moment: Moment,
     /// Delay after that moment.
     pub after_ns: u64,

@@ -199,8 +199,8 @@ pub(super) fn ago(ms: u64) -> String {
     }
 }
 
-/// Warnings before a VM of this name starts again: sessions in doubt that moved such a VM and have
-/// lost their process.
+/// Warnings before a VM of this name starts again: sessions in doubt that moved a VM of this
+/// name and have lost their process.
 pub(crate) fn left_behind(state: &StatePath, name: &str) -> Result<Vec<String>> {
     let entries = state.list()?;
     Ok(entries

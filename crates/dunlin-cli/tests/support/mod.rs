@@ -175,7 +175,7 @@ impl Drop for Guard {
     }
 }
 
-/// A process that runs beside the test and prints JSON lines.
+/// A process that runs alongside the test and prints JSON lines.
 pub struct Process {
     child: Guard,
     lines: Receiver<String>,

@@ -17,7 +17,7 @@ pub trait SealedLanes: LaneAcceptor + fmt::Debug {
     /// drop may block until the connections of its lanes have closed.
     fn dialer(&self) -> Arc<dyn LaneDialer>;
 
-    /// Consumes `arrival` if it is a connection that negotiates the protection of such lanes;
+    /// Consumes `arrival` if it is a connection that negotiates the protection of sealed lanes;
     /// returns every other connection that arrives at the lane listener.
     fn take(&self, arrival: Arrival) -> Option<Arrival>;
 }

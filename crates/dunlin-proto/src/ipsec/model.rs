@@ -30,7 +30,7 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// Applies a step as the kernel would; panics where the kernel returns an error.
+    /// Applies a step as the kernel would; panics if the kernel would return an error.
     pub(crate) fn apply(&mut self, step: &Step) {
         match *step {
             Step::Add(Object::Policy(policy)) => {

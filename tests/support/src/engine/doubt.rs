@@ -102,7 +102,7 @@ pub struct Shared {
     /// The end of the first connection is kept from the destination.
     mute: AtomicBool,
     refuse: AtomicBool,
-    /// Where the next connections go instead.
+    /// The address to which further connections are forwarded, if it has been changed.
     instead: Mutex<Option<SocketAddr>>,
     first: Mutex<Option<(TcpStream, TcpStream)>>,
 }
@@ -301,7 +301,7 @@ pub fn runs(vm: &TestVm) -> bool {
     *vm.state.lock().unwrap() == RunState::Running
 }
 
-/// Asks about a session by hand; none where there is no answer.
+/// Sends one inquiry about a session; returns `None` if there is no answer.
 pub fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verdict> {
     let mut peer = inquirer(to, client, session).ok()?;
     peer.send(&Message::Inquire { attempt: 1 });

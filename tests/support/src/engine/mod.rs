@@ -69,7 +69,7 @@ pub struct TestVm {
     pub state: Mutex<RunState>,
     /// Called in [`SourceVm::pause`] and friends, for faults that a test plants.
     pub fail: Mutex<Option<&'static str>>,
-    /// How its memory is searched where it is the source, if not as it should be.
+    /// How a source searches this VM's memory, if a test plants a wrong search.
     pub scan: Mutex<Option<Scan>>,
     /// Called with the name of each step before it is taken.
     pub hook: Mutex<Option<Hook>>,
@@ -471,7 +471,8 @@ impl Receiving {
         }
     }
 
-    /// Waits for its end; `cancel` where no session may have come about.
+    /// Waits for the destination's end. With `cancel`, cancels the destination first, because it may
+    /// have no session.
     pub fn finish(
         self,
         cancel: bool,

@@ -5,9 +5,9 @@
 //! control source describe        lane, who speaks, what it is
 //! 66000000 0100…                 its bytes in hexadecimal, 32 a line
 //! ```
-//! Replayed, one side speaks these bytes. Three things are not its to choose and are put in: the
-//! session's name, where the other side chooses it; the proof of a lane, under the secret that the
-//! other side issues; and TLS itself.
+//! A replay sends the bytes of one side. It replaces what that side cannot choose: the session's name,
+//! if the other side chooses it; the proof of a lane, which depends on the secret that the other side
+//! issues; and TLS itself.
 
 pub mod player;
 pub mod relay;
