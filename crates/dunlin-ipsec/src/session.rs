@@ -165,7 +165,7 @@ impl Drop for Session {
 }
 
 /// Removes what dead processes left in this network namespace. The policies that block ports that
-/// were protected stay, unless the owner had asked for the end: a new session takes those ports
+/// were protected stay, unless the owner had requested the end: a new session takes those ports
 /// over. The observer is notified of what cannot be removed.
 ///
 /// # Errors

@@ -57,8 +57,8 @@ struct Damaged {
     vm: Arc<Movable>,
     when: When,
     offset: u64,
-    /// Whether its memory was asked for before: first it is for the lanes, then
-    /// for the digest.
+    /// Whether the memory has been requested before. The first request is for the lanes, the second for
+    /// the digest.
     asked: AtomicBool,
 }
 

@@ -1,4 +1,4 @@
-//! What comes from a peer is checked before it is used, and what a migration loses is found.
+//! State from a peer is checked before it is used, and state that a migration loses is detected.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -136,7 +136,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
             changed(&|section| section.instance = 9),
             Err(LoadError::Unknown { instance: 9, .. })
         ));
-        // Garbage of the right length: KVM may take it, or not; it must not end the process.
+        // Garbage of the right length: KVM may accept or refuse it, and the process must survive.
         let _ = changed(&|section| section.bytes.fill(0xa5));
         let mut fewer = sections.clone();
         fewer.remove(position);
@@ -249,9 +249,9 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     assert_eq!(armed, deadline, "the deadline");
 }
 
-/// Sections are saved in the order in which they are loaded. KVM takes the time until a deadline
-/// from the TSC as it is when the deadline is set: of a new machine that is hours behind the
-/// source's. Not every KVM keeps a TSC that it is given, so that the delay itself is not looked at.
+/// Sections are saved in the order in which they are loaded. KVM computes the time until a deadline
+/// from the TSC at the moment when the deadline is set; the TSC of a new machine is hours behind the
+/// source's. Not every KVM keeps a TSC that is set, so the test does not check the delay itself.
 #[test]
 fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     let Some(_turn) = kvm() else { return };

@@ -1,13 +1,13 @@
-//! The public API as text: what a new release may add to and not break.
+//! The public API as text. A new release may add to it, but must not break it.
 //!
 //! docs/api/ has a file for each of five library crates, made from the sources, so that it needs no nightly
 //! compiler. It lists every `pub` item that another crate can name without the feature
 //! `unstable-internals`: the items of public modules, and what public modules re-export. Items of this
-//! workspace are listed in full under the first path that gives them out; further paths, and items of
+//! workspace are listed in full under the first path that exports them; further paths, and items of
 //! other crates or made by a macro, are a line with `use`.
 //!
-//! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` writes it anew. A line
-//! that went away or changed is a breaking change, and CHANGELOG.md says so.
+//! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` regenerates the files. A
+//! line that was removed or changed is a breaking change, which CHANGELOG.md must list.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};

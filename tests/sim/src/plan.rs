@@ -17,7 +17,7 @@ pub struct Plan {
     /// Pages of the guest. Each represents [`crate::PAGES_EACH`] real pages, so
     /// that pre-copy takes a realistic time.
     pub pages: u32,
-    /// Data lanes that the source wants.
+    /// Data lanes that the source requests.
     pub lanes: u16,
     /// Time between two bursts of guest writes.
     pub write_every_ns: u64,

@@ -2,7 +2,7 @@
 //!
 //! - [`lane`]: identities, peers and connected pairs; [`identity`]: authorities that issue every
 //!   kind of certificate.
-//! - [`engine`]: VMs in memory that migrate; [`hooks`]: a VM with every feature, whose calls can fail;
+//! - [`engine`]: VMs in memory that migrate; [`hooks`]: a VM with every feature and calls that can fail;
 //!   [`hostile`]: peers that lie; [`recorded`]: sessions of previous versions.
 //! - [`tunnel`]: two tunnels on loopback.
 #![forbid(unsafe_code)]

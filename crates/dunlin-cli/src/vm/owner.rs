@@ -141,7 +141,7 @@ impl Service for ControlService {
             Request::Watch => {
                 let moving = self.moving()?;
                 return moving.follow().show(|line| match line {
-                    // Only the client that asked for it.
+                    // The timeline is sent only to the client that requested it.
                     Line::Timeline { .. } => Ok(()),
                     line => send(connection, line),
                 });

@@ -155,7 +155,7 @@ impl Driver {
         let _ = self.settle();
         // Unblocks the reader.
         drop(dealt);
-        // Tells the peer that nothing follows. Fails if the peer is gone.
+        // Informs the peer that nothing follows. Fails if the peer has ended.
         let _ = self.control.close();
         self.control.shutdown();
         if let Ok(reader) = reader {
@@ -444,7 +444,7 @@ impl Driver {
     }
 
     /// Removes what was installed. While connections use the ports, they stay blocked; after
-    /// `quiet_wait` a later process frees them. If the end was not asked for, they stay blocked at
+    /// `quiet_wait` a later process frees them. If the end was not requested, they stay blocked at
     /// once: an attacker who can cut a connection, or make a peer send garbage, must not be able to
     /// open the ports.
     fn remove_installed(
@@ -487,7 +487,7 @@ impl Driver {
     }
 }
 
-/// Whether the owner of either side asked for the end.
+/// Whether the owner of either side requested the end.
 fn is_asked_for(why: &IpsecError) -> bool {
     matches!(
         why,

@@ -253,7 +253,7 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     }
 }
 
-/// Its messages no longer reach the peer. The end was still asked for, so the ports are free.
+/// Its messages no longer reach the peer. The end was requested nevertheless, so the ports are free.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);

@@ -1,4 +1,5 @@
-//! `dunlin handoff accept` passes sockets of its own name, and forwards all others to a stunnel.
+//! `dunlin handoff accept` hands over connections for its own server name, and forwards all others to
+//! a stunnel.
 
 use std::fs;
 use std::io::{self, Read, Write};

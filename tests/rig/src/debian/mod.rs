@@ -35,10 +35,10 @@ pub enum DebianError {
     /// apt is missing, or has no mirror.
     #[error(
         "{0}: the tests fetch Debian's kernels and QEMU with this machine's apt, so they need a \
-         Debian machine whose apt has a mirror"
+         Debian machine on which apt has a mirror"
     )]
     NotDebian(String),
-    /// The mirror's lists or packages did not come.
+    /// The mirror's lists or packages could not be fetched.
     #[error(
         "cannot fetch {what}: {output}\n(once fetched it is kept in {cache}, and no network is \
          needed)"

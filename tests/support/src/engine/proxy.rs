@@ -89,15 +89,14 @@ struct Link {
     progress: Progress,
 }
 
-/// How far a connection has come.
+/// The progress of a connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
     /// Bytes that were forwarded to the destination.
     pub forwarded: u64,
     /// The injected fault.
     pub struck: Option<Fault>,
-    /// TLS records after a data lane's opening whose headers have been received. A frame takes
-    /// several records.
+    /// The number of TLS headers received after a data lane's opening. A frame takes several records.
     pub records: u64,
     /// Whether the source has ended its half.
     pub closed: bool,
@@ -628,7 +627,7 @@ impl Records {
         }
     }
 
-    /// Handles a record whose header ends at `at`.
+    /// Handles a record with a header that ends at `at`.
     fn begun(&mut self, kind: u8, body: usize, at: u64) {
         let begins = at - RECORD_HEADER_BYTES as u64;
         let ends = at + body as u64;

@@ -43,7 +43,7 @@ pub struct Issued {
 #[derive(Clone, Copy)]
 pub struct Wish<'a> {
     pub names: &'a [&'a str],
-    /// The years at whose beginning the validity begins and ends.
+    /// The validity begins at the beginning of the first year and ends at the beginning of the second.
     pub years: (i32, i32),
     pub for_clients: bool,
     pub for_servers: bool,
@@ -122,7 +122,7 @@ impl Ca {
         }
     }
 
-    /// A revocation list whose next update is due at the beginning of `next_year`.
+    /// A revocation list with its next update due at the beginning of `next_year`.
     pub fn revoke(&self, serials: &[u64], next_year: i32) -> String {
         self.revoke_in(2024, serials, next_year)
     }

@@ -180,7 +180,7 @@ fn no_lane_is_blamed_while_the_control_lane_is_silent() {
 }
 
 /// Actions from `from_ns` until just before `to_ns` for a caller that polls
-/// regularly; `silent` makes the control lane silent all the while.
+/// regularly; `silent` keeps the control lane silent during that time.
 fn during(sending: &mut Sending, from_ns: u64, to_ns: u64, silent: bool) -> Vec<Action> {
     let mut all = Vec::new();
     for now_ns in (from_ns..to_ns).step_by(10) {
