@@ -185,7 +185,7 @@ impl Applied {
     /// Records the result of one part; returns whether the part is in force.
     ///
     /// # Errors
-    /// With `yes`, a part or a piece of it failed.
+    /// With `yes`, the part failed completely or partly.
     fn take(&mut self, part: &str, taken: Result<files::Taken>) -> Result<bool> {
         let held = match taken {
             Ok(taken) => {

@@ -258,7 +258,7 @@ pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, St
 /// `warn`.
 ///
 /// # Errors
-/// What the kernel or this process lacks.
+/// The kernel or this process lacks something, which the error names.
 pub(crate) fn ipsec_lanes(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,

@@ -30,8 +30,8 @@ pub struct Received {
 ///
 /// # Errors
 /// `WouldBlock` if the socket's buffer is full. `InvalidInput` for an empty payload, with which a
-/// stream socket drops the descriptors, and for more than [`MOST`] descriptors. Otherwise the
-/// error of sendmsg(2).
+/// stream socket drops the descriptors, and for more than [`MOST`] descriptors. Otherwise an
+/// error from sendmsg(2).
 pub fn send(
     socket: impl AsFd,
     payload: &[u8],

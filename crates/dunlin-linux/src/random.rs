@@ -9,7 +9,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// seeded, which is the case only early at boot.
 ///
 /// # Errors
-/// What getrandom(2) returns: `ENOSYS` before Linux 3.17, or a seccomp filter's error.
+/// An error from getrandom(2): `ENOSYS` before Linux 3.17, or a seccomp filter's error.
 pub fn fill(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {

@@ -138,7 +138,7 @@ impl Machine {
     /// Sets one part of the machine's state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length or chip, else the kernel's error.
+    /// InvalidData for a wrong length or chip, otherwise the kernel's error.
     pub(crate) fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set, bytes: length, ..
@@ -226,7 +226,7 @@ impl Vcpu {
     /// offsets, and those after the end are in their initial state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length, else the kernel's error.
+    /// InvalidData for a wrong length, otherwise the kernel's error.
     pub(crate) fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set,
@@ -267,8 +267,8 @@ impl Vcpu {
     ///
     /// # Errors
     /// Unsupported if KVM accepts the offset but does not keep it (seen on a KVM
-    /// without hardware virtualisation, where guests read the host's counter); else the
-    /// error of KVM_SET_DEVICE_ATTR.
+    /// without hardware virtualisation, where guests read the host's counter); otherwise
+    /// an error from KVM_SET_DEVICE_ATTR.
     pub(crate) fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
         let mut value = offset;
         let attribute = tsc_offset_attribute(&raw mut value);

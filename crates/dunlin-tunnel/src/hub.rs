@@ -304,7 +304,7 @@ impl Hub {
     /// Opens a channel for an accepted connection.
     ///
     /// # Errors
-    /// Why no channel can be opened; the caller closes the connection.
+    /// The reason why no channel can be opened; the caller closes the connection.
     pub(super) fn open(&self, socket: &Arc<Socket>, opening: Opening) -> Result<(), OpenError> {
         let mut core = self.lock();
         let route = opening.route.clone();

@@ -15,7 +15,7 @@ impl Threads {
     /// Starts a thread.
     ///
     /// # Errors
-    /// What clone(2) returns.
+    /// An error from clone(2).
     pub(super) fn spawn(
         &self,
         name: String,

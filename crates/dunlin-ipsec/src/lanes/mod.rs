@@ -175,7 +175,7 @@ impl IpsecLanes {
     /// the same peer. Then nothing else reaches this host from the lane's source port (I6).
     ///
     /// # Errors
-    /// It does not use them.
+    /// The lane does not use them.
     pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), NotProtected> {
         self.covers_if(&|other| other.is(peer), lane)
     }

@@ -199,7 +199,7 @@ impl Driver {
     /// Performs all pending actions.
     ///
     /// # Errors
-    /// Why the session is over.
+    /// The reason why the session is over.
     fn settle(&mut self) -> Result<(), IpsecError> {
         let mut result = Ok(());
         while result.is_ok()

@@ -25,7 +25,7 @@ static RUNNING: AtomicUsize = AtomicUsize::new(0);
 /// brackets.
 ///
 /// # Errors
-/// `InvalidInput` for a malformed endpoint; otherwise as [`host`].
+/// `InvalidInput` for a malformed endpoint; otherwise the errors of [`host`].
 pub fn endpoint(endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<Vec<SocketAddr>> {
     let wanted = "malformed endpoint: give a host and a port, as in host-b.example:4444 or \
                   [2001:db8::7]:4444";

@@ -228,7 +228,7 @@ impl Trust {
     /// Returns the identity of a peer after its handshake passed this check.
     ///
     /// # Errors
-    /// The list of peers does not allow it, or a certificate has expired since the check.
+    /// The list of peers does not allow this one, or a certificate has expired since the check.
     pub(super) fn identify(
         &self,
         leaf: &CertificateDer<'_>,

@@ -11,7 +11,7 @@ impl<T: Clone> Trunk<T> {
     /// A connection has proved to be this lane of the other side.
     ///
     /// # Errors
-    /// Why the lane is refused. The other side receives the reason, and the caller closes the
+    /// The reason why the lane is refused. The other side receives it, and the caller closes the
     /// connection.
     pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
         let admitted = match self.is_over() {
@@ -114,7 +114,7 @@ impl<T: Clone> Trunk<T> {
     /// A lane of the other side ends after `frames` data frames.
     ///
     /// # Errors
-    /// Another number of frames has arrived: the peer violates the protocol.
+    /// A different number of frames has arrived: the peer violates the protocol.
     pub fn lane_ended(&mut self, lane: u16, frames: u64) -> Result<(), PeerFault> {
         self.arriving.ended(lane, frames)
     }
