@@ -121,8 +121,8 @@ impl Confining {
 /// How far a tunnel is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ConfiningTunnel {
-    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops what the
-    /// kernel supports unless a route has `exec`, `yes` everything or the tunnel does not start.
+    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops as much
+    /// as the kernel allows unless a route has `exec`, `yes` everything or the tunnel does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }

@@ -271,7 +271,7 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
         "destination host-b.example:4444 got the command to run VM web",
         "never answered",
         "Is it running there?",
-        "copy here went with its process",
+        "copy here died with its process",
         "--run-here or --destroy",
     ] {
         assert!(asked.contains(part), "no {part:?} in {asked}");
@@ -280,7 +280,7 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
     assert!(asked.contains("it has died there"), "{asked}");
     assert!(asked.contains("What it did since then is lost"), "{asked}");
     let done = state.ask("resolve 0101 --run-here").expect(1);
-    assert!(done.err.contains("went with the process"), "{done:?}");
+    assert!(done.err.contains("died with the process"), "{done:?}");
     assert!(state.remembers(1));
     for number in [1, 2] {
         let line = format!(

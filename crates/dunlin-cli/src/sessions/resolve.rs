@@ -179,7 +179,7 @@ impl Resolve {
     fn settle(&self, entry: &Entry, decision: Decision) -> Result<i32> {
         if decision == Decision::RunHere {
             bail!(
-                "cannot run the VM here: the paused copy went with the process that held it. If \
+                "cannot run the VM here: the paused copy died with the process that held it. If \
                  the VM does not run at the destination either, start it anew; --destroy settles \
                  this session"
             );
@@ -238,7 +238,7 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
     let rest = if entry.lives {
         "A paused copy is here."
     } else {
-        "The paused copy here went with its process."
+        "The paused copy here died with its process."
     };
     Ok(format!("{what} {rest}"))
 }

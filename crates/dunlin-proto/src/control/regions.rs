@@ -242,8 +242,8 @@ impl RegionTable {
         &self.regions
     }
 
-    /// Bytes of all regions together. A destination compares this with what it
-    /// is prepared to give before it allocates anything in proportion.
+    /// Bytes of all regions together. A destination compares this with its
+    /// limit before it allocates anything in proportion.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
