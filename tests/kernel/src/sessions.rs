@@ -106,7 +106,7 @@ pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 /// Waits until neither host has an SA or a policy.
 ///
 /// # Panics
-/// One of them still has at the limit.
+/// A host still has an SA or a policy at the limit.
 pub fn nothing_left(guest: &Guest) {
     let limit = Instant::now() + LIMIT;
     for (host, _) in HOSTS {
@@ -206,7 +206,7 @@ impl Process {
     /// Starts a command and waits for its first output.
     ///
     /// # Panics
-    /// It prints something else.
+    /// The command prints something else.
     #[must_use]
     pub fn begin(mut command: Command, first: &str) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("ip starts");
@@ -220,7 +220,7 @@ impl Process {
     /// Stops it, and expects success.
     ///
     /// # Panics
-    /// It exits with another code.
+    /// The command exits with another code.
     pub fn end(self, guest: &Guest) {
         assert_eq!(self.end_with(guest), Some(0));
     }

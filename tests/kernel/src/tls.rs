@@ -174,7 +174,7 @@ pub fn readable(socket: &TcpStream) -> bool {
 /// Waits until the socket's queue holds this many bytes, counted as on the wire.
 ///
 /// # Panics
-/// They do not arrive within the limit.
+/// The bytes do not arrive within the limit.
 pub fn await_bytes(socket: &TcpStream, bytes: usize) {
     let begun = Instant::now();
     while unread_bytes(socket).expect("the descriptor is a socket") < bytes as u64 {

@@ -22,7 +22,7 @@ impl Vm {
     /// Starts it with a command that lacks only the options for confinement and output.
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn start(command: &mut Command) -> Self {
         let mut process = command
@@ -42,7 +42,7 @@ impl Vm {
     /// `dunlin`.
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn start_at(host: &str, dunlin: &str, line: &str) -> Self {
         let here = env::current_dir().expect("the runner created the folder");
@@ -83,7 +83,7 @@ impl Vm {
 /// Runs `vm migrate --json` on host a of [`crate::sessions`] and returns its last event.
 ///
 /// # Panics
-/// It does not start, or prints nothing.
+/// The command does not start, or prints nothing.
 #[must_use]
 pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
     let words: Vec<&str> = line.split_whitespace().collect();

@@ -121,7 +121,7 @@ pub fn build(names: &[&str]) -> Result<Vec<Program>> {
 /// Builds the `dunlin` command for the guest.
 ///
 /// # Errors
-/// It does not build.
+/// The command does not build.
 pub fn build_dunlin() -> Result<PathBuf> {
     build_one("dunlin-cli", "--bin", "dunlin")
 }

@@ -52,7 +52,7 @@ impl Qemu {
     /// Returns its version, for instance "10.0.2".
     ///
     /// # Errors
-    /// It does not run.
+    /// QEMU does not run.
     pub fn version(&self) -> Result<String, DebianError> {
         let text = apt::output(self.command().arg("--version"))?;
         Ok(text

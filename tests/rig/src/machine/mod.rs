@@ -278,7 +278,7 @@ impl Machine {
     /// page.
     ///
     /// # Errors
-    /// None arrived within [`TIMEOUT`], QEMU ended, or a page is wrong.
+    /// No such line arrived within [`TIMEOUT`], QEMU ended, or a page is wrong.
     pub fn wait_line(
         &mut self,
         what: &'static str,

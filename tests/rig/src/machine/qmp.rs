@@ -121,7 +121,7 @@ impl Qmp {
     /// Returns the next event with a name and data that `wanted` accepts; drops earlier events.
     ///
     /// # Errors
-    /// None arrived in time, or QEMU has exited.
+    /// No such event arrived in time, or QEMU has exited.
     pub fn wait_event(
         &mut self,
         timeout: Duration,
