@@ -29,9 +29,9 @@ pub struct Epoll(OwnedFd);
 /// The event to wait for on a socket. Hang-up and errors are always reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
-    /// It can be read.
+    /// The socket can be read.
     Read,
-    /// It can be written.
+    /// The socket can be written.
     Write,
     /// Only hang-up or an error.
     Failure,

@@ -22,7 +22,7 @@ pub enum EndSignal {
 }
 
 impl EndSignal {
-    /// Its number; the shell's exit code for it is 128 plus this number.
+    /// The signal's number; the shell's exit code for it is 128 plus this number.
     pub fn number(self) -> i32 {
         match self {
             Self::Interrupt => libc::SIGINT,
@@ -30,7 +30,7 @@ impl EndSignal {
         }
     }
 
-    /// Its name.
+    /// The signal's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Interrupt => "SIGINT",

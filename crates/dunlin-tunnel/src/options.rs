@@ -115,7 +115,7 @@ pub enum BadRouteReason {
     OwnTarget {
         /// Where the route listens.
         at: Listen,
-        /// Its target.
+        /// The route's target.
         target: Target,
     },
     /// The target is the listener of a route back to a peer that may use the target.

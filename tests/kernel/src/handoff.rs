@@ -217,7 +217,7 @@ pub struct Accept {
 }
 
 impl Accept {
-    /// Starts it with the certificate `other.pem`; port 4443 receives clients that request other
+    /// Starts the command with the certificate `other.pem`; port 4443 receives clients that request other
     /// names.
     ///
     /// # Panics
@@ -229,7 +229,7 @@ impl Accept {
         Self::start_alone(guest, &[&own[..], &certificate, more].concat())
     }
 
-    /// Starts it without a certificate and without a server for other names, unless `more` adds
+    /// Starts the command without a certificate and without a server for other names, unless `more` adds
     /// them.
     ///
     /// # Panics

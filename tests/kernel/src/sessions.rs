@@ -217,7 +217,7 @@ impl Process {
         Self(child)
     }
 
-    /// Stops it, and expects success.
+    /// Stops the process, and expects success.
     ///
     /// # Panics
     /// The command exits with another code.
@@ -225,7 +225,7 @@ impl Process {
         assert_eq!(self.end_with(guest), Some(0));
     }
 
-    /// Stops it, and returns its exit code.
+    /// Stops the process, and returns its exit code.
     ///
     /// # Panics
     /// The signal cannot be sent.
@@ -361,7 +361,7 @@ impl Capture {
         Self(child)
     }
 
-    /// Stops it when every packet has been written.
+    /// Stops the capture when every packet has been written.
     ///
     /// # Panics
     /// tcpdump does not end.

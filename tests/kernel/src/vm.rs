@@ -19,7 +19,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Starts it with a command that lacks only the options for confinement and output.
+    /// Starts a VM's process with a command that lacks only the options for confinement and output.
     ///
     /// # Panics
     /// The command does not start.
@@ -38,7 +38,7 @@ impl Vm {
         }
     }
 
-    /// Starts one on a host of [`crate::sessions`]; `line` holds the arguments of the command
+    /// Starts a VM's process on a host of [`crate::sessions`]; `line` holds the arguments of the command
     /// `dunlin`.
     ///
     /// # Panics
@@ -56,8 +56,8 @@ impl Vm {
         Self::start(&mut command)
     }
 
-    /// Waits for an event, and returns it too. Before it, expects the event of a complete
-    /// confinement.
+    /// Waits for an event; returns it with this value. Expects the event of a complete confinement
+    /// before it.
     ///
     /// # Panics
     /// The process ends first, or is not fully confined.

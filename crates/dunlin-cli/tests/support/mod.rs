@@ -253,9 +253,9 @@ impl Process {
         }
     }
 
-    /// Sends it a signal, such as `INT`.
+    /// Sends a signal to the process, such as `INT`.
     pub fn signal(&self, name: &str) {
-        assert!(kill(self.pid(), name), "no kill: {name}");
+        assert!(kill(self.pid(), name), "cannot send SIG{name}");
     }
 
     /// Waits for the process to end by itself; returns its exit code and last line.
@@ -270,7 +270,7 @@ impl Process {
         self.child.wait()
     }
 
-    /// Kills it.
+    /// Kills the process.
     pub fn kill(mut self) {
         self.child.0.kill().unwrap();
         self.child.0.wait().unwrap();

@@ -70,7 +70,7 @@ pub enum Target {
 /// The server for clients of all other names.
 #[derive(Clone, Debug)]
 pub struct Backend {
-    /// Its address.
+    /// The server's address.
     pub to: Target,
     /// The version of its PROXY headers; `None` to send no headers.
     pub header: Option<ProxyHeader>,
@@ -138,7 +138,7 @@ pub struct Arrived {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// Its first bytes are not a TLS ClientHello.
+    /// The client's first bytes are not a TLS ClientHello.
     #[error(transparent)]
     Hello(#[from] NoHello),
     /// The client disconnected before its hello was complete.

@@ -94,10 +94,10 @@ pub enum Action {
 /// What happens to a lost lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// It stays until the peer answers a fence: a late write on it could
+    /// The lane stays until the peer answers a fence: a late write on it could
     /// overwrite newer data.
     Fenced,
-    /// It is removed immediately: its data may arrive twice.
+    /// The lane is removed immediately: its data may arrive twice.
     Dropped,
 }
 

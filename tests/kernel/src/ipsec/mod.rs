@@ -195,7 +195,7 @@ impl Host {
         }
     }
 
-    /// Returns its address.
+    /// Returns the host's address.
     #[must_use]
     pub fn address(&self, family: Family) -> IpAddr {
         match family {
@@ -305,7 +305,7 @@ impl Sa {
         Self { family, ..self }
     }
 
-    /// Returns its identity on both hosts.
+    /// Returns the SA's identity on both hosts.
     #[must_use]
     pub fn id(&self, to: &Host) -> StateId {
         StateId {
@@ -335,7 +335,7 @@ impl Sa {
         }
     }
 
-    /// Adds it on the receiver and reads it back.
+    /// Adds the SA on the receiver and reads it back.
     ///
     /// # Panics
     /// The SA is not added.
@@ -345,7 +345,7 @@ impl Sa {
         to.xfrm.verify(&state).expect("the SA matches the request");
     }
 
-    /// Adds it on the sender and reads it back.
+    /// Adds the SA on the sender and reads it back.
     ///
     /// # Panics
     /// The SA is not added.
@@ -357,7 +357,7 @@ impl Sa {
             .expect("the SA matches the request");
     }
 
-    /// Adds it on both hosts, the receiver first.
+    /// Adds the SA on both hosts, the receiver first.
     ///
     /// # Panics
     /// The SA is not added.

@@ -91,10 +91,10 @@ impl Setup {
 /// An error of a machine.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// Its files cannot be written, or its process cannot be started.
+    /// The machine's files cannot be written, or its process cannot be started.
     #[error("{0}")]
     Local(PathBuf, #[source] std::io::Error),
-    /// It did not answer as expected.
+    /// The machine did not answer as expected.
     #[error("QEMU on its control socket")]
     Qmp(#[from] QmpError),
     /// An expected line did not arrive.

@@ -21,7 +21,7 @@ pub enum QmpError {
     /// The socket did not appear.
     #[error("QEMU did not start: {0}")]
     NotStarted(String, #[source] Box<QmpError>),
-    /// It was closed, or a timeout expired.
+    /// The socket was closed, or a timeout expired.
     #[error("{0}")]
     Socket(String, #[source] io::Error),
     /// QEMU refused a command.

@@ -77,9 +77,9 @@ impl Role {
 pub struct Entry {
     /// The session.
     pub session: SessionId,
-    /// This host's side of it.
+    /// This host's role in the session.
     pub role: Role,
-    /// Its newest record; `None` if the session ended before the first record.
+    /// The session's newest record; `None` if the session ended before the first record.
     pub record: Result<Option<Record>, Unreadable>,
     /// The record of the session's peer.
     pub peer: RecordedPeer,
