@@ -16,7 +16,7 @@ use clap::{Args, ValueEnum};
 use dunlin_test_base::Scratch;
 use serde::Deserialize;
 
-/// The number of programs that run at once, for a machine of two cores.
+/// The number of programs that run simultaneously, for a machine of two cores.
 const AT_A_TIME: usize = 2;
 /// Programs that assert or compare times and rates. Each runs alone.
 const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
@@ -115,7 +115,7 @@ struct Ran {
 /// The programs cannot be built or started, or the suite has none.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
-    // A renamed program would run beside others unnoticed.
+    // Otherwise a renamed program would run in parallel with others unnoticed.
     let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
     if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
         bail!("{gone}, which is to run alone, is not a test program");
@@ -173,8 +173,8 @@ fn built() -> Result<Vec<Program>> {
 
 /// Parses one line of cargo's output. Returns the program if the line reports a test program.
 fn program(line: &str) -> Result<Option<Program>> {
-    let message: Message =
-        serde_json::from_str(line).with_context(|| format!("cargo says {line}"))?;
+    let message: Message = serde_json::from_str(line)
+        .with_context(|| format!("cannot parse this line of cargo's output: {line}"))?;
     if message.reason != "compiler-artifact" || !message.profile.is_some_and(|one| one.test) {
         return Ok(None);
     }
@@ -191,7 +191,7 @@ fn program(line: &str) -> Result<Option<Program>> {
     }))
 }
 
-/// Runs programs, `at_a_time` at once; prints the output of each when it has ended.
+/// Runs programs, `at_a_time` simultaneously; prints the output of each when it has ended.
 fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
     let waiting = Mutex::new(VecDeque::from(programs));
     let ran = Mutex::new(Vec::new());

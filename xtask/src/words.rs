@@ -1,5 +1,5 @@
-//! The word check: searches the retired names and phrases of `tools/words` in comments, string literals
-//! and identifiers of sources, and in the whole text of other files.
+//! The word check: searches comments, string literals and identifiers of sources, and the whole text
+//! of other files, for the retired names and phrases in `tools/words`.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -670,7 +670,7 @@ fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
     false
 }
 
-/// In test programs, examples and build scripts too, which are crates of their own and need no
+/// In test programs, examples and build scripts too, which are separate crates and need no
 /// attribute.
 #[test]
 fn unsafe_is_where_it_is_allowed() {

@@ -1,6 +1,6 @@
 //! Confinement: the privileges that a VM's process or a tunnel drops after its start.
 //!
-//! An attacker that takes over such a process, from the guest or a peer, finds no privileges,
+//! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
 //! access only to the files that the process needs, and few system calls. New threads inherit the
 //! confinement, so it must precede the second thread. docs/decisions/0010-confinement.md gives the
 //! reasons.
@@ -36,12 +36,13 @@ use crate::line::Line;
 /// How far a process is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Confining {
-    /// Whether the process, after its start, drops what it does not need: `auto` drops what the
-    /// kernel supports, `yes` everything or the process does not start.
+    /// Whether the process, after its start, drops what it does not need: `auto` drops as much
+    /// as the kernel allows, `yes` everything or the process does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
-    /// A directory from which the confined process may read identities; repeatable [default: to
-    /// receive, that of --identity; to run, any directory, since a migration names its own].
+    /// A directory from which the confined process may read identities; repeatable [default: for
+    /// `vm receive`, the directory of --identity; for `vm run`, any directory, because each
+    /// migration names an identity].
     #[arg(long, value_name = "DIR")]
     identities: Vec<PathBuf>,
 }
@@ -68,8 +69,8 @@ static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();
 pub(crate) fn allows_ipsec() -> Result<()> {
     if GAVE_UP_NETWORK.get().is_some() {
         bail!(
-            "the VM's process is confined and lacks the privileges for lanes over IPsec (at fault: \
-             configuration): start it with --ipsec"
+            "the VM's process dropped the privileges for IPsec lanes when it was confined: select \
+             another --security, or start the VM with --ipsec next time (at fault: configuration)"
         );
     }
     Ok(())
@@ -120,14 +121,14 @@ impl Confining {
 /// How far a tunnel is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ConfiningTunnel {
-    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops what the
-    /// kernel supports unless a route has `exec`, `yes` everything or the tunnel does not start.
+    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops as much
+    /// as the kernel allows unless a route has `exec`, `yes` everything or the tunnel does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }
 
 impl ConfiningTunnel {
-    /// As [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
+    /// Like [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
     /// reason not to confine, and its remedy: the programs of routes with `exec` would be confined
     /// with the tunnel, for example.
     ///
@@ -184,7 +185,7 @@ impl Applied {
     /// Records the result of one part; returns whether the part is in force.
     ///
     /// # Errors
-    /// With `yes`, a part or a piece of it failed.
+    /// With `yes`, the part failed completely or partly.
     fn take(&mut self, part: &str, taken: Result<files::Taken>) -> Result<bool> {
         let held = match taken {
             Ok(taken) => {

@@ -111,7 +111,7 @@ pub(crate) fn fail(failed: &FailedLine) {
     }
 }
 
-/// Writes one line at once. A closed standard error is not an error.
+/// Writes one line with a single call. A closed standard error is not an error.
 fn write(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
@@ -228,7 +228,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
         let Some(span) = context.span(id) else { return };
-        // In a statement of its own: the lock on the extensions is free again after it.
+        // In a separate statement: the lock on the extensions is free again after it.
         let entered = span.extensions_mut().remove::<Instant>();
         if let Some(entered) = entered {
             timeline::add(span.name(), entered, || lane_and_fields(&span));

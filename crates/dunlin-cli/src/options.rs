@@ -165,15 +165,15 @@ pub(crate) struct MigrateFlags {
     /// it.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) throttle: ThrottleName,
-    /// Rate limit of all data lanes together, such as 500M (bytes per second); `dunlin vm set
+    /// Rate limit for all data lanes together, such as 500M (bytes per second); `dunlin vm set
     /// --rate` changes it during the migration.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) rate: Option<u64>,
-    /// Rate limit of all data lanes during the last pass, while the guest is paused [default: no
+    /// Rate limit for all data lanes during the last pass, while the guest is paused [default: no
     /// limit].
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) last_pass_rate: Option<u64>,
-    /// Rate limit of each data lane, enforced by the kernel.
+    /// Rate limit for each data lane, enforced by the kernel.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_rate)]
     pub(crate) lane_rate: Option<u64>,
 }
@@ -258,7 +258,7 @@ pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, St
 /// `warn`.
 ///
 /// # Errors
-/// What the kernel or this process lacks.
+/// The kernel or this process lacks something, which the error names.
 pub(crate) fn ipsec_lanes(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,

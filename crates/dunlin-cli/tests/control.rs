@@ -78,7 +78,7 @@ fn i2_a_third_shell_cancels_on_either_side() {
 
     let client = under_way(&hosts, &source, &destination);
     let cancelled = hosts.cancel(&source).expect(0);
-    assert!(cancelled.out.contains("goes on at the source"));
+    assert!(cancelled.out.contains("stays at the source"));
     assert_cancelled(&hosts, client, &source);
     destination.wait_for("rejected");
 
@@ -135,7 +135,7 @@ fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
     assert!(!hosts.scratch.join("1").join("vm.sock").exists());
     destination.wait_for("rejected");
 
-    // A process without a migration ends at once, also after it has received a VM.
+    // A process without a migration ends immediately, also after it has received a VM.
     let next = hosts.run("3", GUEST);
     assert_moves(&hosts, next, &destination);
     destination.signal("INT");

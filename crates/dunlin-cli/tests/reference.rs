@@ -9,7 +9,7 @@ use std::process::Command;
 
 use dunlin_test_base::Scratch;
 
-/// The page of flags, written anew if `DUNLIN_BLESS` is set.
+/// The page of flags, regenerated if `DUNLIN_BLESS` is set.
 #[test]
 fn the_page_of_flags_is_the_output_of_help() {
     let mut page =

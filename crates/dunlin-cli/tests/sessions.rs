@@ -200,7 +200,7 @@ fn a_running_session_is_shown_live_and_cancelled_by_its_name() {
     let unknown = state.ask("cancel cdcd").expect(1);
     assert!(unknown.err.contains("no session cdcd"), "{unknown:?}");
     let done = state.ask("cancel ABAB").expect(0);
-    assert!(done.out.contains("goes on at the source"), "{done:?}");
+    assert!(done.out.contains("stays at the source"), "{done:?}");
     assert_eq!(client.ended().0, 4);
     hosts.assert_runs(&from);
     drop(held);
@@ -271,7 +271,7 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
         "destination host-b.example:4444 got the command to run VM web",
         "never answered",
         "Is it running there?",
-        "copy here went with its process",
+        "copy here died with its process",
         "--run-here or --destroy",
     ] {
         assert!(asked.contains(part), "no {part:?} in {asked}");
@@ -280,7 +280,7 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
     assert!(asked.contains("it has died there"), "{asked}");
     assert!(asked.contains("What it did since then is lost"), "{asked}");
     let done = state.ask("resolve 0101 --run-here").expect(1);
-    assert!(done.err.contains("went with the process"), "{done:?}");
+    assert!(done.err.contains("died with the process"), "{done:?}");
     assert!(state.remembers(1));
     for number in [1, 2] {
         let line = format!(
@@ -300,7 +300,7 @@ fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
     (from, doubted)
 }
 
-/// As [`in_doubt`], and returns the proxy and the destination's address too.
+/// Like [`in_doubt`], but also returns the proxy and the destination's address.
 fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (Proxy, String)) {
     let from = hosts.run("1", GUEST);
     let mut to = hosts.receive("b", "2", "");
@@ -357,7 +357,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
         let settled = resolve("1m");
         // Killed after, or before, it recorded that it runs the VM.
         let (code, says) = match (state.sources().is_empty(), lives) {
-            (true, true) => (0, "goes on here"),
+            (true, true) => (0, "stays here"),
             (true, false) => (0, "died here with its process"),
             (false, _) => (2, "it has died there"),
         };
@@ -395,7 +395,7 @@ fn a_session_is_cancelled_by_its_name_at_the_destination() {
     assert_eq!(listed["live"]["state"], "arriving");
     let session = listed["session"].as_str().unwrap();
     let done = there.ask(&format!("cancel {session}")).expect(0);
-    assert!(done.out.contains("goes on at the source"), "{done:?}");
+    assert!(done.out.contains("stays at the source"), "{done:?}");
     assert_eq!(client.ended().0, 4);
     hosts.assert_runs(&from);
     to.wait_for("rejected");
@@ -429,7 +429,7 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
     assert!(asked.contains("A paused copy is here"), "{asked}");
     let line = format!("resolve {doubted} --run-here");
     let done = state.ask(&line).expect(0);
-    assert!(done.out.contains("goes on here"), "{done:?}");
+    assert!(done.out.contains("stays here"), "{done:?}");
     assert!(state.sources().is_empty());
     hosts.assert_runs(&from);
     let flags = "--json --verify --peer b.test";

@@ -39,9 +39,9 @@ fn pairs() -> Option<[(PathBuf, PathBuf); 2]> {
     let Some(previous) = std::env::var_os("DUNLIN_PREVIOUS") else {
         assert!(
             std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1"),
-            "the soak needs the earlier command: DUNLIN_PREVIOUS=$(tools/previous)"
+            "the soak needs the previous version's `dunlin`: DUNLIN_PREVIOUS=$(tools/previous)"
         );
-        println!("left to the soak, which builds the earlier command");
+        println!("left to the soak, which builds the previous version's `dunlin`");
         return None;
     };
     let (previous, today) = (
@@ -531,7 +531,7 @@ fn a_hand_off_connects_to_the_other() {
             continue;
         }
         assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
-        // A socket of either kind, from the earlier command.
+        // A socket of either kind, from the previous version's `dunlin`.
         let mut near = File::from(sockets.pop().unwrap());
         if !has_kernel_tls {
             let why = accept.process.wait_for("for own.test is refused");

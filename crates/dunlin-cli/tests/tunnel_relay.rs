@@ -127,7 +127,7 @@ impl Scene {
     }
 }
 
-/// Sends in both directions at once, and ends both.
+/// Sends in both directions simultaneously, and ends both.
 fn exchange<A, B>(near: A, far: B, end_near: fn(&A), end_far: fn(&B))
 where
     A: Send + Sync,

@@ -16,7 +16,7 @@ use tunnel::Scene;
 
 const SILENT: usize = 2_000;
 const SILENT_IN_SOAK: usize = 10_000;
-/// A channel opens after every so many connections.
+/// The number of silent connections between two channels that are opened.
 const EACH: usize = 250;
 /// Descriptors of this process besides the connections.
 const OWN_FILES: u64 = 200;

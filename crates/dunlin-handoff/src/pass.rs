@@ -12,7 +12,7 @@ use dunlin_linux::socket::wait_writable;
 /// open.
 ///
 /// # Errors
-/// `TimedOut` if the receiver does not read all of `payload` before `deadline`; otherwise the error of
+/// `TimedOut` if the receiver does not read all of `payload` before `deadline`; otherwise an error from
 /// [`fdpass::send`]. After an error the receiver may still have the sockets, if a part was sent.
 pub fn send_sockets(
     to: impl AsFd,

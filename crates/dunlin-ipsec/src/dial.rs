@@ -22,8 +22,8 @@ const LOOK: Duration = Duration::from_millis(100);
 /// hosts. `cancel` ends the attempt.
 ///
 /// # Errors
-/// The reason why they are not; [`IpsecError::Ended`] on cancellation. Nothing stays installed, unless
-/// this side's traffic was already protected: then its ports stay blocked.
+/// The reason why the ports are not protected; [`IpsecError::Ended`] on cancellation. Nothing stays
+/// installed, unless this side's traffic was already protected: then its ports stay blocked.
 pub fn up(
     to: &str,
     tls: &ClientTls,

@@ -52,7 +52,7 @@ pub enum IpsecError {
     Exposed {
         /// The directory.
         path: PathBuf,
-        /// Its permission bits.
+        /// The directory's permission bits.
         mode: u32,
     },
     /// A line of a record cannot be parsed.

@@ -43,7 +43,7 @@ pub(crate) fn of(connection: &TcpStream) -> io::Result<Device> {
 /// Returns the name of the device on which a connection's segments leave now.
 ///
 /// # Errors
-/// As [`of`].
+/// Same as [`of`].
 pub(crate) fn name_of(connection: &TcpStream) -> io::Result<String> {
     name(index(connection.peer_addr()?.ip())?)
 }

@@ -15,7 +15,7 @@
 //!
 //! A `+` line is synced before the kernel installs the object; a `-` line is written after the
 //! kernel has removed it. `heir` means that the session's policies replaced those of an earlier
-//! session that had protected the ports; `ended` that its owner asked for its end; `about` names
+//! session that had protected the ports; `ended` that its owner requested its end; `about` names
 //! the owner ([`Owner`]). Only the last line can be truncated, and then nothing was installed for
 //! it. A record of an earlier boot is void, because the kernel's tables are gone; a record of
 //! another network namespace is left to a process there. The file is locked while its process
@@ -224,7 +224,7 @@ impl Record {
         self.objects.iter().filter_map(Object::policy)
     }
 
-    /// Whether the ports are freed when no connection uses them: the owner asked for the end, or no
+    /// Whether the ports are freed when no connection uses them: the owner requested the end, or no
     /// connection relies on the policies.
     pub(super) fn is_free(&self) -> bool {
         self.has_ended || !self.has_protected()
@@ -238,7 +238,7 @@ impl Record {
         self.sync()
     }
 
-    /// Records that the owner asked for the end.
+    /// Records that the owner requested the end.
     pub(super) fn end(&mut self) -> Result<(), IpsecError> {
         self.has_ended = true;
         self.write(&format!("{ENDED}\n"))

@@ -165,7 +165,7 @@ impl Drop for Session {
 }
 
 /// Removes what dead processes left in this network namespace. The policies that block ports that
-/// were protected stay, unless the owner had asked for the end: a new session takes those ports
+/// were protected stay, unless the owner had requested the end: a new session takes those ports
 /// over. The observer is notified of what cannot be removed.
 ///
 /// # Errors
@@ -179,7 +179,7 @@ pub(super) fn clean_up_dead(options: &Options, observer: &Observer) -> Result<()
 /// ports can be freed without a successor.
 ///
 /// # Errors
-/// As [`clean_up_dead`].
+/// Same as [`clean_up_dead`].
 pub(super) fn clean_up_lanes(options: &Options, observer: &Observer) -> Result<(), IpsecError> {
     let is_lanes = |block: PortBlock| {
         let last = block.port | !block.mask;

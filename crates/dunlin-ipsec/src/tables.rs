@@ -1,5 +1,5 @@
 //! Applies the steps of a plan to the kernel's tables: records each object first, reads it back
-//! after installing it, and removes only objects of its own.
+//! after installing it, and removes only its own objects.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, UdpSocket};

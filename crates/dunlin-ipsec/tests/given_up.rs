@@ -1,4 +1,4 @@
-//! A keying session is cancelled while the peer is silent: it ends at once, and the peer sees the
+//! A keying session is cancelled while the peer is silent: it ends immediately, and the peer sees the
 //! end.
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! No frame allocates. A program of its own, because the counter replaces the process's allocator.
+//! No frame allocates. A separate program, because the counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 

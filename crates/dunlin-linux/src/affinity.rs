@@ -11,7 +11,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// Keeps the calling thread on the given CPU.
 ///
 /// # Errors
-/// `EINVAL` when the CPU does not exist or is outside the process's cpuset.
+/// `EINVAL` if the CPU does not exist or is outside the process's cpuset.
 pub fn pin_to(cpu: usize) -> io::Result<()> {
     keep_to(&[cpu])
 }
@@ -19,7 +19,7 @@ pub fn pin_to(cpu: usize) -> io::Result<()> {
 /// Keeps the calling thread, and the threads that it starts later, on the given CPUs.
 ///
 /// # Errors
-/// `EINVAL` when a number exceeds the size of the set (1024), or when none of the CPUs is in the
+/// `EINVAL` if a number exceeds the size of the set (1024), or if none of the CPUs is in the
 /// process's cpuset.
 pub fn keep_to(cpus: &[usize]) -> io::Result<()> {
     let mut set = CpuSet::new();
@@ -35,7 +35,7 @@ pub fn keep_to(cpus: &[usize]) -> io::Result<()> {
 /// The CPUs on which the calling thread may run, in ascending order.
 ///
 /// # Errors
-/// The error of sched_getaffinity(2).
+/// An error from sched_getaffinity(2).
 pub fn allowed() -> io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     let cpus = 0..CpuSet::MAX_CPU;

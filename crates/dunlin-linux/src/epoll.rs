@@ -29,9 +29,9 @@ pub struct Epoll(OwnedFd);
 /// The event to wait for on a socket. Hang-up and errors are always reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readiness {
-    /// It can be read.
+    /// The socket can be read.
     Read,
-    /// It can be written.
+    /// The socket can be written.
     Write,
     /// Only hang-up or an error.
     Failure,
@@ -61,7 +61,7 @@ impl Epoll {
     /// Adds a socket that is reported once; [`Epoll::again`] arms it again.
     ///
     /// # Errors
-    /// The error of epoll_ctl(2).
+    /// An error from epoll_ctl(2).
     pub fn add(&self, socket: impl AsFd, token: u64, readiness: Readiness) -> io::Result<()> {
         self.add_for(socket, token, events(readiness) | EventFlags::ONESHOT)
     }
@@ -69,7 +69,7 @@ impl Epoll {
     /// Adds a descriptor that every [`Epoll::wait`] reports while it is readable.
     ///
     /// # Errors
-    /// The error of epoll_ctl(2).
+    /// An error from epoll_ctl(2).
     pub fn add_always(&self, descriptor: impl AsFd, token: u64) -> io::Result<()> {
         self.add_for(descriptor, token, EventFlags::IN)
     }
@@ -80,7 +80,7 @@ impl Epoll {
     /// block.
     ///
     /// # Errors
-    /// The error of epoll_ctl(2).
+    /// An error from epoll_ctl(2).
     pub fn add_news(&self, socket: impl AsFd, token: u64, wanted: bool) -> io::Result<()> {
         let wanted = match wanted {
             true => EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP,
@@ -93,7 +93,7 @@ impl Epoll {
     /// the last one is closed.
     ///
     /// # Errors
-    /// The error of epoll_ctl(2).
+    /// An error from epoll_ctl(2).
     pub fn remove(&self, socket: impl AsFd) -> io::Result<()> {
         Ok(epoll::delete(&self.0, socket)?)
     }
@@ -101,7 +101,7 @@ impl Epoll {
     /// Arms a socket that was added with [`Epoll::add`], so that it is reported once more.
     ///
     /// # Errors
-    /// The error of epoll_ctl(2).
+    /// An error from epoll_ctl(2).
     pub fn again(&self, socket: impl AsFd, token: u64, readiness: Readiness) -> io::Result<()> {
         let events = events(readiness) | EventFlags::ONESHOT;
         Ok(epoll::modify(
@@ -125,7 +125,7 @@ impl Epoll {
     /// ready to `ready`. After a signal it returns without adding any.
     ///
     /// # Errors
-    /// The error of epoll_pwait(2).
+    /// An error from epoll_pwait(2).
     pub fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) -> io::Result<()> {
         let mut reports = [const { MaybeUninit::<Event>::uninit() }; REPORTS];
         let timeout = timeout.map(|left| timespec(left.min(LONGEST)));

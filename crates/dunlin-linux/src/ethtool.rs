@@ -25,7 +25,7 @@ const FEATURES_LIMIT: u32 = 1024;
 /// the device's network namespace.
 ///
 /// # Errors
-/// The error of ioctl(2), such as `ENODEV`.
+/// An error from ioctl(2), such as `ENODEV`.
 pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool)>> {
     // The number of features: `sset_mask` in two words, then room for the result.
     let mut set = [ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_FEATURES, 0, 0];

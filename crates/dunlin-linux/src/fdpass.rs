@@ -30,8 +30,8 @@ pub struct Received {
 ///
 /// # Errors
 /// `WouldBlock` if the socket's buffer is full. `InvalidInput` for an empty payload, with which a
-/// stream socket drops the descriptors, and for more than [`MOST`] descriptors. Otherwise the
-/// error of sendmsg(2).
+/// stream socket drops the descriptors, and for more than [`MOST`] descriptors. Otherwise an
+/// error from sendmsg(2).
 pub fn send(
     socket: impl AsFd,
     payload: &[u8],
@@ -56,7 +56,7 @@ pub fn send(
 ///
 /// # Errors
 /// `InvalidData` if the kernel dropped descriptors, because the message had more than [`MOST`] or
-/// this process has reached its limit; those that were received are closed. Otherwise the error of
+/// this process has reached its limit; those that were received are closed. Otherwise an error from
 /// recvmsg(2).
 pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
     let mut room = [MaybeUninit::uninit(); CONTROL_ROOM];
@@ -85,7 +85,7 @@ pub fn receive(socket: impl AsFd, payload: &mut [u8]) -> io::Result<Received> {
 /// close-on-exec on `number` itself.
 ///
 /// # Errors
-/// The error of fcntl(2): EBADF if `number` is not open.
+/// An error from fcntl(2): EBADF if `number` is not open.
 pub fn inherited(number: RawFd) -> io::Result<OwnedFd> {
     set_close_on_exec(number)?;
     // SAFETY: the call above has shown that `number` is open. It was inherited from the parent, so
@@ -96,7 +96,7 @@ pub fn inherited(number: RawFd) -> io::Result<OwnedFd> {
 /// Sets the close-on-exec flag of a descriptor.
 ///
 /// # Errors
-/// The error of fcntl(2): EBADF if `number` is not open.
+/// An error from fcntl(2): EBADF if `number` is not open.
 pub(crate) fn set_close_on_exec(number: RawFd) -> io::Result<()> {
     // `rustix` accepts only descriptors that are known to be open.
     // SAFETY: fcntl(2) with F_SETFD takes no pointers and fails if `number` is not open. If another
@@ -110,7 +110,7 @@ pub(crate) fn set_close_on_exec(number: RawFd) -> io::Result<()> {
 /// Whether `socket` is a unix socket, which can carry descriptors.
 ///
 /// # Errors
-/// The error of getsockopt(2): ENOTSOCK for a file or a pipe.
+/// An error from getsockopt(2): ENOTSOCK for a file or a pipe.
 pub fn is_unix_socket(socket: impl AsFd) -> io::Result<bool> {
     Ok(sockopt::socket_domain(socket)? == AddressFamily::UNIX)
 }

@@ -20,7 +20,7 @@ use crate::option;
 const APPLICATION_DATA: u8 = 23;
 /// The most pieces of memory that one call uses. A frame of a lane has at most half as many.
 const PIECES_LIMIT: usize = 128;
-/// The error of a read at a record that fails authentication (errno(3)).
+/// A read returns this at a record that fails authentication (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
 /// The errors of a read at bytes that are not a TLS record, and at a record that is too long
 /// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns the first one, `EINVAL`, at a
@@ -189,7 +189,7 @@ impl Key<'_> {
 ///
 /// # Errors
 /// `NotFound` if the kernel has no TLS module, `NotConnected` if the socket is not connected;
-/// otherwise the error of setsockopt(2).
+/// otherwise an error from setsockopt(2).
 pub fn attach(socket: impl AsFd) -> io::Result<()> {
     option::set(socket, libc::IPPROTO_TCP, libc::TCP_ULP, b"tls")
 }
@@ -198,7 +198,7 @@ pub fn attach(socket: impl AsFd) -> io::Result<()> {
 /// supports for TLS 1.3 since Linux 6.14.
 ///
 /// # Errors
-/// `InvalidInput` if the key does not have its cipher's length; otherwise the error of
+/// `InvalidInput` if the key does not have its cipher's length; otherwise an error from
 /// setsockopt(2), such as `EBUSY` if the direction has a key and the kernel cannot replace it.
 pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Result<()> {
     option::set(socket, libc::SOL_TLS, direction.option(), &key.to_bytes()?)
@@ -207,7 +207,7 @@ pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Re
 /// The version and cipher of a direction's key, as the kernel reports them; `None` without a key.
 ///
 /// # Errors
-/// The error of getsockopt(2).
+/// An error from getsockopt(2).
 pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<Installed>> {
     // Reads the head of the structure only, without the key.
     match option::get(socket, libc::SOL_TLS, direction.option()) {
@@ -229,7 +229,7 @@ pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<I
 /// kernel decrypts it a second time and counts it (`TlsRxNoPadViolation`).
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn expect_no_padding(socket: impl AsFd) -> io::Result<()> {
     option::set_int(socket, libc::SOL_TLS, libc::TLS_RX_EXPECT_NO_PAD, 1)
 }
@@ -237,7 +237,7 @@ pub fn expect_no_padding(socket: impl AsFd) -> io::Result<()> {
 /// Reads the content of one or more records of one content type.
 ///
 /// # Errors
-/// The error of recvmsg(2): `EBADMSG` for a record that fails authentication, `EKEYEXPIRED` after
+/// An error from recvmsg(2): `EBADMSG` for a record that fails authentication, `EKEYEXPIRED` after
 /// the peer's KeyUpdate until a new key is installed.
 pub fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<Received> {
     receive_into(socket, &[VolatileSlice::from(into)])
@@ -246,7 +246,7 @@ pub fn receive(socket: impl AsFd, into: &mut [u8]) -> io::Result<Received> {
 /// Like [`receive`], but fills several pieces of memory in order. Uses at most the first 128.
 ///
 /// # Errors
-/// As [`receive`].
+/// Same as [`receive`].
 pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result<Received> {
     let mut pieces = [EMPTY; PIECES_LIMIT];
     let count = fill(&mut pieces, into);
@@ -269,7 +269,7 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
 /// that the kernel accepted; the last one ends a record.
 ///
 /// # Errors
-/// The error of sendmsg(2).
+/// An error from sendmsg(2).
 pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<usize> {
     send(socket, from, None)
 }
@@ -277,7 +277,7 @@ pub fn send_from(socket: impl AsFd, from: &[VolatileSlice<'_>]) -> io::Result<us
 /// Sends one record that is not application data: an alert or a handshake message.
 ///
 /// # Errors
-/// The error of sendmsg(2).
+/// An error from sendmsg(2).
 pub fn send_record(socket: impl AsFd, content_type: u8, content: &[u8]) -> io::Result<()> {
     let mut content = content.to_vec();
     let piece = VolatileSlice::from(&mut content[..]);

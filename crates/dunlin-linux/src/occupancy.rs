@@ -32,7 +32,7 @@ const ENTRY_BYTES: usize = 8;
 const PRESENT: u64 = 1 << 63;
 /// The page is swapped out, or is being migrated.
 const SWAPPED: u64 = 1 << 62;
-/// Entries read at once: 64 KiB, for 32 MiB of memory.
+/// Entries per read: 64 KiB, for 32 MiB of memory.
 const ENTRIES_AT_ONCE: usize = 8192;
 /// Ranges are rounded outwards to multiples of this.
 const PAGE_BYTES: u64 = 4096;

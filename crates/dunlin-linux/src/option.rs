@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd};
 /// Sets an option to `value`, in the layout that the kernel reads.
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub(crate) fn set(
     socket: impl AsFd,
     level: libc::c_int,
@@ -38,7 +38,7 @@ pub(crate) fn set(
 /// kernel has written; the others are zero.
 ///
 /// # Errors
-/// The error of getsockopt(2).
+/// An error from getsockopt(2).
 pub(crate) fn get<const BYTES: usize>(
     socket: impl AsFd,
     level: libc::c_int,
@@ -67,7 +67,7 @@ pub(crate) fn get<const BYTES: usize>(
 /// Sets an option of type `int`.
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub(crate) fn set_int(
     socket: impl AsFd,
     level: libc::c_int,

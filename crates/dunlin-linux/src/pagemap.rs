@@ -187,7 +187,7 @@ fn scan(
 /// the file's position, which mapped memory does not use.
 ///
 /// # Errors
-/// The error of lseek(2), such as `EINVAL` if the file system does not report holes.
+/// An error from lseek(2), such as `EINVAL` if the file system does not report holes.
 pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
     let mut at = within.start;
     while at < within.end {

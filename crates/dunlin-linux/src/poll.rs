@@ -42,7 +42,7 @@ impl<'a> Interest<'a> {
 /// ready; after an interruption by a signal none is.
 ///
 /// # Errors
-/// The error of poll(2), except `EINTR`.
+/// An error from poll(2), except `EINTR`.
 pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut entries: Vec<PollFd<'_>> = interests
         .iter()
@@ -83,7 +83,7 @@ pub struct Wakeup(UnixStream);
 /// Returns a connected [`Waker`] and [`Wakeup`].
 ///
 /// # Errors
-/// The error of socketpair(2), such as `EMFILE`.
+/// An error from socketpair(2), such as `EMFILE`.
 pub fn waker() -> io::Result<(Waker, Wakeup)> {
     let (near, far) = UnixStream::pair()?;
     near.set_nonblocking(true)?;

@@ -28,7 +28,7 @@ pub enum Capability {
 /// set-group-ID and file capabilities have no effect (`PR_SET_NO_NEW_PRIVS`, Linux 3.5).
 ///
 /// # Errors
-/// The error of prctl(2).
+/// An error from prctl(2).
 pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
 }
@@ -37,7 +37,7 @@ pub fn gain_none() -> io::Result<()> {
 /// effective and bounding sets; the inheritable and ambient sets become empty.
 ///
 /// # Errors
-/// The error of prctl(2), capget(2) or capset(2). Capabilities dropped before the error stay
+/// An error from prctl(2), capget(2) or capset(2). Capabilities dropped before the error stay
 /// dropped.
 pub fn keep_capabilities(kept: &[Capability]) -> io::Result<()> {
     let kept = kept.iter().map(|one| 1 << *one as u32);
@@ -79,7 +79,7 @@ mod tests {
             let line = status.lines().find(|line| line.starts_with(name)).unwrap();
             line.split_whitespace().nth(1).unwrap().to_owned()
         };
-        // A thread of its own, so that other tests keep their capabilities.
+        // On a separate thread, so that other tests keep their capabilities.
         std::thread::spawn(move || {
             // CAP_SETPCAP, without which the bounding set does not change.
             let effective = u64::from_str_radix(&field("CapEff:"), 16).unwrap();

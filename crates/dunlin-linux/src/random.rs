@@ -9,7 +9,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// seeded, which is the case only early at boot.
 ///
 /// # Errors
-/// What getrandom(2) returns: `ENOSYS` before Linux 3.17, or a seccomp filter's error.
+/// An error from getrandom(2): `ENOSYS` before Linux 3.17, or a seccomp filter's error.
 pub fn fill(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn the_whole_buffer_is_filled_and_differs_each_time() {
-        // More than the kernel returns at once when a signal arrives.
+        // More than the kernel returns from one call when a signal arrives.
         let (mut one, mut other) = (vec![0; 4096], vec![0; 4096]);
         fill(&mut one).unwrap();
         fill(&mut other).unwrap();

@@ -22,7 +22,7 @@ pub enum EndSignal {
 }
 
 impl EndSignal {
-    /// Its number; the shell's exit code for it is 128 plus this number.
+    /// The signal's number; the shell's exit code for it is 128 plus this number.
     pub fn number(self) -> i32 {
         match self {
             Self::Interrupt => libc::SIGINT,
@@ -30,7 +30,7 @@ impl EndSignal {
         }
     }
 
-    /// Its name.
+    /// The signal's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Interrupt => "SIGINT",
@@ -47,7 +47,7 @@ impl HangUps {
     /// Blocks SIGHUP. Call it before the process has a second thread.
     ///
     /// # Errors
-    /// The error of pthread_sigmask(3).
+    /// An error from pthread_sigmask(3).
     pub fn block() -> io::Result<Self> {
         block(&[libc::SIGHUP]).map(Self)
     }
@@ -55,7 +55,7 @@ impl HangUps {
     /// Waits for the next SIGHUP.
     ///
     /// # Errors
-    /// The error of sigwait(3).
+    /// An error from sigwait(3).
     pub fn wait(&self) -> io::Result<()> {
         wait(&self.0).map(|_| ())
     }
@@ -66,7 +66,7 @@ impl EndSignals {
     /// block them, the kernel delivers them there, and they terminate the process.
     ///
     /// # Errors
-    /// The error of pthread_sigmask(3).
+    /// An error from pthread_sigmask(3).
     pub fn block() -> io::Result<Self> {
         block(&[EndSignal::Interrupt, EndSignal::Terminate].map(EndSignal::number)).map(Self)
     }
@@ -74,7 +74,7 @@ impl EndSignals {
     /// Waits for the next signal.
     ///
     /// # Errors
-    /// The error of sigwait(3).
+    /// An error from sigwait(3).
     pub fn wait(&self) -> io::Result<EndSignal> {
         Ok(if wait(&self.0)? == libc::SIGINT {
             EndSignal::Interrupt

@@ -53,7 +53,7 @@ impl Default for Liveness {
 /// Connects to `address`; gives up at `deadline` or when `stop` is woken.
 ///
 /// # Errors
-/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken; otherwise the error of
+/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken; otherwise an error from
 /// socket(2) or connect(2).
 pub fn connect_unless(
     address: SocketAddr,
@@ -67,7 +67,7 @@ pub fn connect_unless(
 /// until it is closed, connected or not.
 ///
 /// # Errors
-/// As [`connect_unless`]; `AddrInUse` if another socket uses the local port.
+/// Same as [`connect_unless`]; `AddrInUse` if another socket uses the local port.
 pub fn connect_from_unless(
     local: SocketAddr,
     address: SocketAddr,
@@ -132,7 +132,7 @@ const BACKLOG_STEP: Duration = Duration::from_millis(10);
 /// non-blocking mode.
 ///
 /// # Errors
-/// `TimedOut` if the backlog stays full; otherwise the error of socket(2) or connect(2).
+/// `TimedOut` if the backlog stays full; otherwise an error from socket(2) or connect(2).
 pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     connect_unix_or(path, || {
         thread::sleep(BACKLOG_STEP.min(remaining(deadline)?));
@@ -143,7 +143,7 @@ pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
 /// Like [`connect_unix`], but also gives up when `stop` is woken.
 ///
 /// # Errors
-/// As [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
+/// Same as [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
 pub fn connect_unix_unless(
     path: &Path,
     deadline: Instant,
@@ -178,7 +178,7 @@ fn connect_unix_or(
 /// The number of bytes that can be read from `socket` now (`FIONREAD`, tcp(7) and unix(7)).
 ///
 /// # Errors
-/// The error of ioctl(2).
+/// An error from ioctl(2).
 pub fn unread_bytes(socket: impl AsFd) -> io::Result<u64> {
     Ok(rustix::io::ioctl_fionread(socket)?)
 }
@@ -198,7 +198,7 @@ pub fn remaining(deadline: Instant) -> io::Result<Duration> {
 /// socket that another thread shuts down is readable.
 ///
 /// # Errors
-/// The error of poll(2).
+/// An error from poll(2).
 pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
     wait(socket, PollFlags::IN, deadline)
 }
@@ -206,7 +206,7 @@ pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
 /// Waits until `socket` is writable or failed; returns `false` after `deadline`.
 ///
 /// # Errors
-/// The error of poll(2).
+/// An error from poll(2).
 pub fn wait_writable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
     wait(socket, PollFlags::OUT, deadline)
 }
@@ -227,7 +227,7 @@ fn wait(socket: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<b
 /// Makes the kernel detect a failed peer; see [`Liveness`].
 ///
 /// # Errors
-/// The error of setsockopt(2); options set before the error stay set.
+/// An error from setsockopt(2); options set before the error stay set.
 pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     let second = Duration::from_secs(1);
     let timeout = u32::try_from(liveness.user_timeout.as_millis()).unwrap_or(u32::MAX);
@@ -244,7 +244,7 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
 /// removes the limit (`SO_MAX_PACING_RATE`, socket(7)).
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn set_pacing_rate(socket: impl AsFd, bytes_per_second: Option<u64>) -> io::Result<()> {
     // The kernel stores an unsigned long, of which all ones mean "no limit" (net/core/sock.c).
     let rate = bytes_per_second.unwrap_or(u64::MAX).to_ne_bytes();
@@ -256,7 +256,7 @@ pub fn set_pacing_rate(socket: impl AsFd, bytes_per_second: Option<u64>) -> io::
 /// (`net.core.wmem_max`, `rmem_max`) without an error.
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn set_buffers(
     socket: impl AsFd,
     send_bytes: Option<u32>,
@@ -279,7 +279,7 @@ pub fn set_buffers(
 /// earlier when buffer memory is short. A new socket has the value 1.
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
     let bytes = i32::try_from(bytes).unwrap_or(i32::MAX);
     option::set_int(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
@@ -290,7 +290,7 @@ pub fn set_readable_from(socket: impl AsFd, bytes: u32) -> io::Result<()> {
 /// socket(7)).
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_socket_linger(socket, Some(Duration::ZERO))?)
 }
@@ -300,7 +300,7 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
 /// (unix(7)).
 ///
 /// # Errors
-/// The error of connect(2), such as `NotFound`.
+/// An error from connect(2), such as `NotFound`.
 pub fn is_held(path: &Path) -> io::Result<bool> {
     match UnixDatagram::unbound()?.connect(path) {
         Ok(()) => Ok(true),
@@ -314,7 +314,7 @@ pub fn is_held(path: &Path) -> io::Result<bool> {
 /// (`SO_PEERCRED`, unix(7)).
 ///
 /// # Errors
-/// The error of getsockopt(2).
+/// An error from getsockopt(2).
 pub fn peer_user(stream: &UnixStream) -> io::Result<u32> {
     // `rustix` requires a non-zero process ID, but the kernel returns zero if the peer is outside
     // this process's PID namespace.

@@ -30,7 +30,7 @@ impl Conduit {
     /// Creates an empty pipe.
     ///
     /// # Errors
-    /// The error of pipe2(2), such as `EMFILE`.
+    /// An error from pipe2(2), such as `EMFILE`.
     pub fn new() -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
         Ok(Self {
@@ -49,7 +49,7 @@ impl Conduit {
     /// only when the pipe is empty.
     ///
     /// # Errors
-    /// `WouldBlock` if `from` is in non-blocking mode and has no bytes; otherwise the error of
+    /// `WouldBlock` if `from` is in non-blocking mode and has no bytes; otherwise an error from
     /// splice(2). A kernel TLS socket returns `EINVAL` at a record that is not application data and
     /// leaves it in the socket.
     pub fn take(&mut self, from: impl AsFd) -> io::Result<usize> {
@@ -61,7 +61,7 @@ impl Conduit {
     /// Moves as many bytes from the pipe as `to` accepts, and returns how many remain.
     ///
     /// # Errors
-    /// `WouldBlock` if `to` is in non-blocking mode and full; otherwise the error of splice(2).
+    /// `WouldBlock` if `to` is in non-blocking mode and full; otherwise an error from splice(2).
     pub fn give(&mut self, to: impl AsFd) -> io::Result<usize> {
         if self.held > 0 {
             let count = splice(&self.reader, &to, self.held)?;

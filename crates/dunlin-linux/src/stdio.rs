@@ -7,7 +7,7 @@ use std::io::{self, Write};
 /// /dev/null, so later output is discarded and no other file can get its descriptor number.
 ///
 /// # Errors
-/// The error of flushing earlier output, of open(2) or of dup2(2).
+/// An error from flushing earlier output, open(2) or dup2(2).
 pub fn end_output() -> io::Result<()> {
     let mut output = io::stdout().lock();
     output.flush()?;

@@ -46,7 +46,7 @@ impl Silence {
 /// Reads how long the peer of a TCP connection has sent nothing (`TCP_INFO`).
 ///
 /// # Errors
-/// The error of getsockopt(2).
+/// An error from getsockopt(2).
 pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
     // Fields that an older kernel lacks stay zero.
     let (info, _) = info(socket)?;
@@ -66,7 +66,7 @@ const SIOCOUTQ: Opcode = libc::TIOCOUTQ as Opcode;
 /// Bytes that were written and not acknowledged, whether sent or not (`SIOCOUTQ`, tcp(7)).
 ///
 /// # Errors
-/// The error of ioctl(2).
+/// An error from ioctl(2).
 pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
     // SAFETY: SIOCOUTQ, which has the number of TIOCOUTQ, writes one int.
     let bytes = unsafe { ioctl(socket, Getter::<SIOCOUTQ, libc::c_int>::new()) }?;
@@ -77,7 +77,7 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
 /// that packet are sent from this CPU, through the connection's cached SA.
 ///
 /// # Errors
-/// The error of getsockopt(2).
+/// An error from getsockopt(2).
 pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
     // `rustix` would return the -1 of a connection without packets as a CPU number.
     let (cpu, _) = option::get(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)?;
@@ -93,7 +93,7 @@ const INFO_BYTES: usize = BYTES_SENT_AT + 8;
 /// `TCP_INFO`, Linux 4.19).
 ///
 /// # Errors
-/// The error of getsockopt(2); `Unsupported` if the kernel lacks the field.
+/// An error from getsockopt(2); `Unsupported` if the kernel lacks the field.
 pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
     let (info, length) = info(socket)?;
     match info.last_chunk() {
@@ -115,7 +115,7 @@ fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
 /// that sends next.
 ///
 /// # Errors
-/// The error of getsockopt(2) or setsockopt(2).
+/// An error from getsockopt(2) or setsockopt(2).
 pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
     // An IPv6 socket may carry an IPv4 connection; it accepts both options.
     if sockopt::socket_domain(&socket)? == AddressFamily::INET6 {
@@ -124,7 +124,7 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
     Ok(sockopt::set_ip_tos(&socket, class)?)
 }
 
-/// Makes a connection send a window probe at once, from the CPU of the calling thread: an empty
+/// Makes a connection send a window probe immediately, from the CPU of the calling thread: an empty
 /// segment, which the peer answers. A pending route lookup ([`set_traffic_class`]) happens here.
 ///
 /// The kernel sends the probe at the end of a repair (`TCP_REPAIR_OFF`), even if the connection was
@@ -132,7 +132,7 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
 /// sends nothing.
 ///
 /// # Errors
-/// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and the error of getsockopt(2) or
+/// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and an error from getsockopt(2) or
 /// setsockopt(2).
 pub fn send_window(socket: impl AsFd) -> io::Result<()> {
     // TCP_REPAIR_OFF also clears SO_REUSEADDR, without which no new listener could use the port.

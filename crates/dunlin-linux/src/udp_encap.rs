@@ -15,7 +15,7 @@ const ESP_IN_UDP: libc::c_int = 2;
 /// keeps other programs from using it.
 ///
 /// # Errors
-/// The error of setsockopt(2): `ENOPROTOOPT` if the kernel lacks ESP in UDP.
+/// An error from setsockopt(2): `ENOPROTOOPT` if the kernel lacks ESP in UDP.
 pub fn receive_encapsulated(socket: &UdpSocket) -> io::Result<()> {
     option::set_int(socket, libc::IPPROTO_UDP, UDP_ENCAPSULATION, ESP_IN_UDP)
 }

@@ -101,8 +101,8 @@ impl Request for WriteProtect {
 pub enum Behind {
     /// None: a private mapping without a file. Untouched pages cost nothing.
     Anonymous,
-    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
-    /// of its own. The kernel may unmap a page and keep it in the file, so every page must be
+    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with its own
+    /// file. The kernel may unmap a page and keep it in the file, so every page must be
     /// marked at registration. That allocates page tables for all of the memory, 1/512 of its size.
     File,
 }
@@ -192,7 +192,7 @@ impl WriteWatch {
     /// Stops watching `memory`.
     ///
     /// # Errors
-    /// The error of ioctl(2); dropping the watch stops it in any case.
+    /// An error from ioctl(2); dropping the watch stops it in any case.
     pub fn unregister(&self, memory: &VolatileSlice<'_>) -> io::Result<()> {
         self.control(&mut span(memory))
     }
@@ -438,7 +438,7 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), [1601..1602]);
     }
 
-    /// MADV_COLLAPSE does at once what khugepaged does at some time.
+    /// MADV_COLLAPSE does immediately what khugepaged does eventually.
     #[test]
     fn no_write_is_lost_when_watched_pages_are_merged() {
         if huge_pages::transparent().is_none() {

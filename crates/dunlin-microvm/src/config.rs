@@ -162,7 +162,7 @@ pub enum ConfigError {
         /// The available size, in bytes.
         room: u64,
     },
-    /// Each vCPU needs at least eight pages of its own, so that it has a hot eighth.
+    /// Each vCPU needs its own pages, at least eight, so that it has a hot eighth.
     #[error("working set of {0} bytes below the minimum of eight pages per vCPU")]
     SmallWorkingSet(u64),
     /// The share is above 100 %.

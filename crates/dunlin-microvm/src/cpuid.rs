@@ -183,7 +183,8 @@ mod tests {
         let guest = table(1, 0b0110);
         assert_eq!(guest.missing_on(&guest), None);
         assert_eq!(guest.missing_on(&table(1, 0b1110)), None);
-        // Whether the guest enables XSAVE does not depend on the host.
+        // Bit 27 (OSXSAVE) shows what the guest has enabled, not what the host offers, so it is
+        // ignored.
         assert_eq!(table(1, 1 << 27).missing_on(&table(1, 0)), None);
         let missing = guest.missing_on(&table(1, 0b0100)).unwrap();
         assert_eq!(missing, "CPUID 0x1.0 ECX 0x00000002");

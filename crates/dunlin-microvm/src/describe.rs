@@ -118,7 +118,7 @@ impl Host {
 /// runs on every host.
 ///
 /// # Errors
-/// The first reason against it.
+/// The first reason why this host cannot run it.
 pub fn check_description(description: &VmDescription) -> Result<(), DescribeError> {
     if description.config.guest == GuestKind::Process {
         return Ok(description.config.validate()?);

@@ -2,7 +2,7 @@
 //!
 //! The last beat is part of the machine's state. At the first beat at the destination
 //! the two are compared: by CLOCK_MONOTONIC if both are on the same host (equal boot
-//! ids), else by the guest's own TSC, which continues during the migration.
+//! ids), otherwise by the guest's own TSC, which continues during the migration.
 
 use std::fs;
 use std::sync::{Condvar, LazyLock, Mutex, PoisonError};

@@ -74,7 +74,7 @@ impl Machine {
     /// empty.
     ///
     /// # Errors
-    /// The error of KVM_SET_USER_MEMORY_REGION; the slots before the failing one have
+    /// An error from KVM_SET_USER_MEMORY_REGION; the slots before the failing one have
     /// changed.
     pub(crate) fn set_dirty_logging(&self, on: bool) -> io::Result<()> {
         for (slot, region) in self.memory.iter().enumerate() {
@@ -97,7 +97,7 @@ impl Machine {
     /// significant bit first, in 64-bit words.
     ///
     /// # Errors
-    /// The error of KVM_GET_DIRTY_LOG: ENOENT if logging is off or the region does not
+    /// An error from KVM_GET_DIRTY_LOG: ENOENT if logging is off or the region does not
     /// exist.
     pub(crate) fn take_dirty_log(&self, region: usize) -> io::Result<Vec<u64>> {
         let bytes = self
@@ -112,7 +112,7 @@ impl Machine {
     /// Adds a vCPU.
     ///
     /// # Errors
-    /// The error of KVM_CREATE_VCPU.
+    /// An error from KVM_CREATE_VCPU.
     pub(crate) fn create_vcpu(self: &Arc<Self>, id: u64) -> io::Result<Vcpu> {
         Ok(Vcpu {
             fd: self.vm.create_vcpu(id)?,
@@ -138,7 +138,7 @@ impl Machine {
     /// Sets one part of the machine's state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length or chip, else the kernel's error.
+    /// InvalidData for a wrong length or chip, otherwise the kernel's error.
     pub(crate) fn write_state(&self, state: MachineState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set, bytes: length, ..
@@ -182,7 +182,7 @@ impl Vcpu {
     /// Runs the guest until it needs the VMM.
     ///
     /// # Errors
-    /// Interrupted after a kick ([`crate::kvm::kick`]); else the error of KVM_RUN.
+    /// Interrupted after a kick ([`crate::kvm::kick`]); otherwise an error from KVM_RUN.
     pub(crate) fn run(&mut self) -> io::Result<VcpuExit<'_>> {
         Ok(self.fd.run()?)
     }
@@ -193,7 +193,7 @@ impl Vcpu {
     /// KVM_EXIT_IO).
     ///
     /// # Errors
-    /// The error of KVM_RUN, other than EINTR.
+    /// An error from KVM_RUN, other than EINTR.
     pub(crate) fn complete_exit(&mut self) -> io::Result<()> {
         self.fd.set_kvm_immediate_exit(1);
         let result = match self.fd.run() {
@@ -226,7 +226,7 @@ impl Vcpu {
     /// offsets, and those after the end are in their initial state.
     ///
     /// # Errors
-    /// InvalidData for a wrong length, else the kernel's error.
+    /// InvalidData for a wrong length, otherwise the kernel's error.
     pub(crate) fn write_state(&self, state: VcpuState, bytes: &[u8]) -> io::Result<()> {
         let Interface {
             set,
@@ -251,7 +251,7 @@ impl Vcpu {
     /// lacks the attribute (before 5.16).
     ///
     /// # Errors
-    /// The error of KVM_GET_DEVICE_ATTR.
+    /// An error from KVM_GET_DEVICE_ATTR.
     pub(crate) fn tsc_offset(&self) -> io::Result<Option<u64>> {
         let mut offset = 0u64;
         let attribute = tsc_offset_attribute(&raw mut offset);
@@ -267,8 +267,8 @@ impl Vcpu {
     ///
     /// # Errors
     /// Unsupported if KVM accepts the offset but does not keep it (seen on a KVM
-    /// without hardware virtualisation, where guests read the host's counter); else the
-    /// error of KVM_SET_DEVICE_ATTR.
+    /// without hardware virtualisation, where guests read the host's counter); otherwise
+    /// an error from KVM_SET_DEVICE_ATTR.
     pub(crate) fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
         let mut value = offset;
         let attribute = tsc_offset_attribute(&raw mut value);

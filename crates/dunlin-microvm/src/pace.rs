@@ -109,7 +109,7 @@ impl Pacer {
         }
     }
 
-    /// No visits, and a beat one millisecond after the last one, or at once if that is
+    /// No visits, and a beat one millisecond after the last one, or immediately if that is
     /// past.
     fn beat_only(&mut self, now: Instant) -> Turn {
         self.beat_due = (self.beat_due + BEAT).clamp(now, now + BEAT);

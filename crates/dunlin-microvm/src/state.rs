@@ -45,7 +45,7 @@ pub enum SaveError {
     Kvm {
         /// The section's name.
         section: &'static str,
-        /// Its instance.
+        /// The section's instance.
         instance: u32,
         /// The kernel's error.
         #[source]

@@ -216,7 +216,7 @@ impl Vm {
         }
     }
 
-    /// Starts a thread for each vCPU; each parks at once.
+    /// Starts a thread for each vCPU; each parks immediately.
     fn spawn<S: Send + Sync + 'static>(
         &mut self,
         name: &str,
@@ -291,7 +291,7 @@ impl Vm {
     /// effect on a machine that is not running.
     ///
     /// # Errors
-    /// Ended, if the machine has ended, possibly just now. It is stopped even so.
+    /// Ended, if the machine has ended, possibly during the call. It is stopped in any case.
     pub fn pause(&self) -> Result<(), ControlError> {
         self.common().control.pause(|| self.kick_all())
     }

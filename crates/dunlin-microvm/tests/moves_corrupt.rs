@@ -1,5 +1,5 @@
-//! What a migration would do to a guest if it lost or damaged a single byte: the guest finds it, and
-//! where both memories are compared it never comes so far.
+//! Migrations that lose or damage a single byte. The guest detects it; if both memories are compared,
+//! the migration fails before the guest runs.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -57,8 +57,8 @@ struct Damaged {
     vm: Arc<Movable>,
     when: When,
     offset: u64,
-    /// Whether its memory was asked for before: first it is for the lanes, then
-    /// for the digest.
+    /// Whether the memory has been requested before. The first request is for the lanes, the second for
+    /// the digest.
     asked: AtomicBool,
 }
 
@@ -162,7 +162,7 @@ fn i3_one_damaged_byte_ends_a_verified_migration_and_the_next_one_works() {
     let error = moved.destination.err().unwrap();
     assert_eq!(error.code(), FaultCode::VerificationFailed, "{error}");
     drop(there);
-    // The guest goes on where it was, and is none the worse.
+    // The guest continues where it was, undamaged.
     assert_eq!(vm.vm().state(), VmState::Running);
     let passes = vm.vm().full_passes();
     wait_for(vm.vm(), "two passes", |vm| vm.full_passes() >= passes + 2);

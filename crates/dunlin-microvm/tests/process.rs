@@ -155,7 +155,7 @@ fn i3_it_finds_that_its_state_is_of_another_time_than_its_memory() {
     assert!(stop.found > stop.expected);
 }
 
-/// Asserts that so many more visits take at least as long as `rate` a second allows, but for a seventh.
+/// Asserts that `visits` further visits take at least 6/7 of the time that `rate` visits per second need.
 /// A busy machine makes them take longer; `pace` has tests of the exact rate.
 fn is_no_faster(vm: &Vm, visits: u64, rate: f64) {
     let made = rate_of(vm, visits);

@@ -1,4 +1,4 @@
-//! What comes from a peer is checked before it is used, and what a migration loses is found.
+//! State from a peer is checked before it is used, and state that a migration loses is detected.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -47,7 +47,7 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     copy_pages(&source, &destination, None);
     destination.load(&sections).unwrap();
     destination.resume().unwrap();
-    // An error ends the wait at once. Without one the wait is the assertion: every vCPU runs and checks
+    // An error ends the wait immediately. Without one the wait is the assertion: every vCPU runs and checks
     // its registers in this time.
     destination.wait_while_running(Duration::from_millis(300))
 }
@@ -136,7 +136,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
             changed(&|section| section.instance = 9),
             Err(LoadError::Unknown { instance: 9, .. })
         ));
-        // Garbage of the right length: KVM may take it, or not; it must not end the process.
+        // Garbage of the right length: KVM may accept or refuse it, and the process must survive.
         let _ = changed(&|section| section.bytes.fill(0xa5));
         let mut fewer = sections.clone();
         fewer.remove(position);
@@ -165,7 +165,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// The section of vCPU 1: the other one has index 0 everywhere, also where an index is wrong.
+/// The section of vCPU 1. In the sections of vCPU 0 every index is 0, so a wrong index would not show.
 fn bytes_of<'a>(sections: &'a mut [Section], name: &str) -> &'a mut Vec<u8> {
     let of = |section: &&mut Section| section.name == name && section.instance == 1;
     &mut sections.iter_mut().find(of).unwrap().bytes
@@ -249,9 +249,9 @@ fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     assert_eq!(armed, deadline, "the deadline");
 }
 
-/// Sections are saved in the order in which they are loaded. KVM takes the time until a deadline
-/// from the TSC as it is when the deadline is set: of a new machine that is hours behind the
-/// source's. Not every KVM keeps a TSC that it is given, so that the delay itself is not looked at.
+/// Sections are saved in the order in which they are loaded. KVM computes the time until a deadline
+/// from the TSC at the moment when the deadline is set; the TSC of a new machine is hours behind the
+/// source's. Not every KVM keeps a TSC that is set, so the test does not check the delay itself.
 #[test]
 fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     let Some(_turn) = kvm() else { return };
@@ -310,7 +310,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     let left_out: Vec<u32> = listed.iter().filter(left_out).copied().collect();
     let lost: Vec<&u32> = left_out.iter().filter(|index| readable(**index)).collect();
     assert!(lost.is_empty(), "not saved: {lost:x?}");
-    assert!(!msrs.contains_key(&MSR_TSC), "it goes on meanwhile");
+    assert!(!msrs.contains_key(&MSR_TSC), "the TSC continues meanwhile");
 
     for (name, index, value, is_everywhere) in GUESTS_MSRS {
         match msrs.get_mut(&index) {
@@ -327,7 +327,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     const APIC_BASE: usize = 272;
     special[FS_BASE..FS_BASE + 8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes());
     special[GS_BASE..GS_BASE + 8].copy_from_slice(&0xffff_8880_0000_3000_u64.to_le_bytes());
-    // System calls on, beside what long mode has set.
+    // Enable system calls, in addition to what long mode has set.
     let efer = word(special, EFER) | 1;
     assert_ne!(
         efer,

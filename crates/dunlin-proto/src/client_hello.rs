@@ -52,7 +52,7 @@ pub struct Hello {
 /// No readable ClientHello. The client is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum NoHello {
-    /// It does not speak TLS.
+    /// The client does not speak TLS.
     #[error("client does not speak TLS (first byte {0:#04x})")]
     NotTls(u8),
     /// The hello or its records exceed the limit.
@@ -60,7 +60,7 @@ pub enum NoHello {
         "ClientHello exceeds {MAX_CLIENT_HELLO_BYTES} bytes, or its records exceed {MAX_CLIENT_FLIGHT_BYTES}"
     )]
     TooLong,
-    /// It breaks the protocol.
+    /// The client breaks the protocol.
     #[error("malformed ClientHello: {0}")]
     Malformed(&'static str),
 }

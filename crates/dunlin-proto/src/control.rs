@@ -343,7 +343,7 @@ pub enum Message {
     Answer {
         /// The attempt that was asked about.
         attempt: u32,
-        /// What became of it.
+        /// The outcome of the attempt.
         verdict: Verdict,
     },
 }

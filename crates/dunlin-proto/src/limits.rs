@@ -77,7 +77,7 @@ pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 /// Pages of a chunk that this source cuts: 256 KiB.
 ///
 /// Formula: the pages of one frame of a data lane, which is sealed and written
-/// at once and stays in a core's second-level cache while it is.
+/// in one piece and stays in a core's second-level cache meanwhile.
 /// Drawback: a header and an acknowledgement for each 256 KiB.
 /// Alternative: several frames for a chunk; larger batches did not differ
 /// beyond the noise when they were measured.
@@ -120,7 +120,7 @@ pub const MAX_CHUNK_GAPS: usize = 64 * 1024;
 /// Addresses that a destination names for lanes.
 pub const MAX_ENDPOINTS: usize = 16;
 
-/// Bytes of one such address: a DNS name of 253, or an IPv6 address with a
+/// Bytes of one address for lanes: a DNS name of 253, or an IPv6 address with a
 /// scope of 15, and the port.
 pub const MAX_ENDPOINT_BYTES: usize = 272;
 
@@ -171,7 +171,7 @@ pub const MAX_OPENING_BODY_BYTES: usize = 4096;
 
 /// Payload bytes of one frame of the tunnel.
 ///
-/// Formula: what a data lane seals and writes at once.
+/// Formula: what a data lane seals and writes in one piece.
 /// Drawback: a small piece of another channel waits for one such frame.
 /// Alternative: smaller ones; below 128 KiB they cost more per byte.
 pub const MAX_STRIPE_CHUNK_BYTES: u32 = 256 * 1024;

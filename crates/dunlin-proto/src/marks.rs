@@ -54,7 +54,7 @@ pub enum MarkError {
 impl Marks {
     /// Adds a lane: from now on no other lane passes a mark without it. It
     /// starts at the position of the hindmost lane. Its first mark, set by the
-    /// source, then tells in which iteration it starts.
+    /// source, then shows in which iteration it starts.
     pub fn open(&mut self, lane: u16) {
         let reached = self.live.values().map(|one| one.reached).min().unwrap_or(0);
         self.live.insert(

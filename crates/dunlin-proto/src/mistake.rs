@@ -50,7 +50,7 @@ mistakes! {
         /// A restarted destination answers *running* for a VM that died with its
         /// process. Right: *ran, then died*.
         DeadAnswersRunning,
-        /// The source resends a lost lane's pages at once. Right: after the
+        /// The source resends a lost lane's pages immediately. Right: after the
         /// destination has fenced the lane.
         NoFence,
         /// The source forgets the pages of a lost lane. Right: they become pending again.

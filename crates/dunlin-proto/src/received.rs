@@ -27,13 +27,13 @@ pub enum ChunkError {
     /// The chunk has arrived before.
     #[error("chunk {number} arrived twice")]
     Twice {
-        /// Its number.
+        /// The chunk's number.
         number: u64,
     },
     /// The numbers have more gaps than lost lanes can explain.
     #[error("chunk {number} would leave more than {MAX_CHUNK_GAPS} gaps in the chunk numbers")]
     Scattered {
-        /// Its number.
+        /// The chunk's number.
         number: u64,
     },
 }

@@ -219,7 +219,7 @@ impl Schedule {
         self.lanes.get(&lane).map(|state| state.course)
     }
 
-    /// Adds a lane, which takes part at once. The destination must have
+    /// Adds a lane, which takes part immediately. The destination must have
     /// admitted it: only then do the other lanes wait for it at a mark.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(
@@ -246,7 +246,7 @@ impl Schedule {
 
     /// Marks a run of pages as pending for the next iteration. `index` is the
     /// region's position in the list given to [`Schedule::new`]. No chunk is
-    /// cut until [`Schedule::begin_iteration`]: an older version of such a page
+    /// cut until [`Schedule::begin_iteration`]: an older version of a marked page
     /// may still be in flight in the current iteration, and no mark would keep
     /// the two apart (I4).
     pub fn mark_run(&mut self, index: usize, run: Run) {

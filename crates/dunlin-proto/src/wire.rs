@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
     /// returns whether the tag is known; if so, it must read the whole value.
     ///
     /// # Errors
-    /// Those of `known`; [`DecodeReason::Truncated`];
+    /// The errors of `known`; [`DecodeReason::Truncated`];
     /// [`DecodeReason::Inconsistent`] if tags do not ascend;
     /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if a
     /// known field is longer than its value.
@@ -322,7 +322,7 @@ impl<'a> Writer<'a> {
     /// Lets `write` append to `out`; on an error `out` is unchanged.
     ///
     /// # Errors
-    /// Those of `write`.
+    /// The errors of `write`.
     pub fn append<T>(
         out: &'a mut Vec<u8>,
         write: impl FnOnce(&mut Writer<'_>) -> Result<T, EncodeError>,

@@ -33,7 +33,7 @@ impl Dials {
     /// Adds a dial.
     ///
     /// # Errors
-    /// The tunnel is ending, or out of descriptors.
+    /// The tunnel is ending, or no file descriptors are left.
     pub(super) fn begin(&self) -> Result<Dialling<'_>, Failure> {
         let cancel = DialCancel::new().or_failure(FaultCode::Kernel, "cannot create an eventfd")?;
         let mut state = lock(&self.0);

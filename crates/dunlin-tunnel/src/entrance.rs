@@ -62,7 +62,7 @@ impl EntranceListener {
         own.listen == other.listen && (!chosen || own.route == other.route)
     }
 
-    /// Carries later connections as `other` says, which has the same address.
+    /// Replaces the settings for later connections by those of `other`, which has the same address.
     pub(super) fn set_entrance(&self, other: &Entrance) {
         *lock(&self.entrance) = other.clone();
     }

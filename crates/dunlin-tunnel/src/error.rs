@@ -31,7 +31,7 @@ pub enum TunnelError {
         /// The route.
         route: String,
     },
-    /// Out of descriptors or threads.
+    /// No file descriptors or threads are left.
     #[error("cannot start the tunnel: {0}")]
     Io(#[from] io::Error),
 }

@@ -311,7 +311,7 @@ fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {
 }
 
 /// # Errors
-/// The error of getrandom(2).
+/// An error from getrandom(2).
 pub(super) fn random<const N: usize>() -> Result<[u8; N], Failure> {
     let mut bytes = [0; N];
     random::fill(&mut bytes).or_failure(FaultCode::Internal, "the random number source failed")?;

@@ -1,5 +1,5 @@
 //! The state that the threads of a trunk share: the core, which decides, behind one lock, and the
-//! decisions that are carried out at once.
+//! decisions that are carried out immediately.
 //!
 //! ```text
 //!   lane threads ──┐                       ┌──▶ sockets of channels, lanes' ends
@@ -237,7 +237,7 @@ impl Hub {
     /// A trunk with its first control lane up.
     ///
     /// # Errors
-    /// Out of descriptors.
+    /// No file descriptors are left.
     pub(super) fn new(
         site: &Arc<Site>,
         terms: Terms,
@@ -304,7 +304,7 @@ impl Hub {
     /// Opens a channel for an accepted connection.
     ///
     /// # Errors
-    /// Why no channel can be opened; the caller closes the connection.
+    /// The reason why no channel can be opened; the caller closes the connection.
     pub(super) fn open(&self, socket: &Arc<Socket>, opening: Opening) -> Result<(), OpenError> {
         let mut core = self.lock();
         let route = opening.route.clone();

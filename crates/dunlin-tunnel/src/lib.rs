@@ -34,7 +34,7 @@
 //!   channel may choose in a target.
 //! - `hub`: the core of a trunk, its lock, and the decisions that are carried out without waiting.
 //!   `channels`: the connections of a trunk, and how each ends.
-//! - `relay`: channels that are not striped; each has a TLS connection of its own, to any program.
+//! - `relay`: channels that are not striped; each has its own TLS connection, to any program.
 //! - `site`: what trunks and relays share. `piece`, `socket` and `watched`: the bytes and their
 //!   sockets. `meter` and `counted`: counters. `threads`: threads that are joined.
 //!
@@ -143,12 +143,12 @@ impl TunnelBuilder<'_> {
     }
 
     /// Makes lanes over IPsec: for routes with [`Mode::StripeOverIpsec`] and for peers that offer
-    /// IPsec. Without it, the tunnel refuses such peers.
+    /// IPsec. Without it, the tunnel refuses peers that offer IPsec.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }
 
-    /// Reports events to `observer`, on a thread of its own.
+    /// Reports events to `observer`, on a separate thread.
     pub fn observer(self, observer: impl Observer<Event> + 'static) -> Self {
         let observer = Box::new(observer);
         Self { observer, ..self }

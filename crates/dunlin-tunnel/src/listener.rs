@@ -55,7 +55,7 @@ impl Sockets {
     /// The TCP socket of this name, for [`super::TunnelBuilder::sockets`].
     ///
     /// # Errors
-    /// `NotFound`, `InvalidInput` if it is not a TCP socket, or the error of dup(2).
+    /// `NotFound`, `InvalidInput` if it is not a TCP socket, or an error from dup(2).
     pub fn tcp(&self, name: &str) -> io::Result<TcpListener> {
         match self.get(name)? {
             Listener::Tcp(listener) => listener.try_clone(),
@@ -137,7 +137,7 @@ impl Listener {
     /// descriptors or memory are `short`, it waits a moment without accepting.
     ///
     /// # Errors
-    /// The error of poll(2).
+    /// An error from poll(2).
     pub(super) fn wait(&self, wakeup: &Wakeup, short: bool) -> io::Result<bool> {
         let own = match self {
             Self::Unix(listener) => Interest::read(listener),
@@ -172,7 +172,7 @@ impl Listener {
 pub(super) enum Accepted {
     Connection(Stream),
     Nothing,
-    /// Out of descriptors or memory; both may become available.
+    /// No file descriptors or memory are left; both may become available again.
     Short(io::Error),
 }
 

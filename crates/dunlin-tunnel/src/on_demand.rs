@@ -30,7 +30,7 @@ use super::parameter::Parameter;
 use super::route::Listen;
 
 /// How many listeners of [`super::Tunnel::open`] may exist at the same time: more than the VMs that
-/// a host migrates at once. Each costs a thread and a descriptor.
+/// a host migrates simultaneously. Each costs a thread and a descriptor.
 pub const MAX_ON_DEMAND_LISTENERS: usize = 256;
 
 /// A request for a listener, for [`super::Tunnel::open`].

@@ -26,7 +26,7 @@ pub enum Mode {
     /// Striped over plain TCP lanes that IPsec protects, with SAs that the two tunnels negotiate.
     /// Both need [`super::TunnelBuilder::sealed`].
     StripeOverIpsec,
-    /// Each on a TLS connection of its own, to a peer that may be any TLS server. The value is the
+    /// Each on its own TLS connection, to a peer that may be any TLS server. The value is the
     /// oldest TLS version that the peer may use. Lane count and window are ignored.
     Relay(OldestTls),
 }
@@ -40,7 +40,7 @@ pub struct Entrance {
     pub listen: Listen,
     /// The peer's tunnel, `host:port`.
     pub to: String,
-    /// The identities that may answer there.
+    /// The identities that the tunnel at `to` may have.
     pub peers: Peers,
     /// Lane count, 1 to 128. Routes to the same peer share lanes; the largest count applies.
     pub lanes: u16,
@@ -115,7 +115,7 @@ pub enum BadRouteReason {
     OwnTarget {
         /// Where the route listens.
         at: Listen,
-        /// Its target.
+        /// The route's target.
         target: Target,
     },
     /// The target is the listener of a route back to a peer that may use the target.
@@ -150,7 +150,7 @@ impl Routes {
             if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
                 return Err(bad(BadRouteReason::Lanes(entrance.lanes)));
             }
-            // Each listener with port 0 gets a port of its own.
+            // Each listener with port 0 gets its own port.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
             if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
@@ -349,8 +349,8 @@ impl Limits {
 }
 
 impl Target {
-    /// Whether a connection to this target, with any parameter, can reach that listener. Paths are
-    /// compared as text: symbolic links and mounts are not resolved.
+    /// Whether a connection to this target can reach `listen` for at least one value of the
+    /// parameter. Paths are compared as text: symbolic links and mounts are not resolved.
     fn may_be(&self, listen: &Listen) -> bool {
         match (self, listen) {
             (Self::Unix(target), Listen::Unix(listen)) => may_be_path(target, listen),

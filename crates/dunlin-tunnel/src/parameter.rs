@@ -165,8 +165,8 @@ fn one_placeholder<'a>(
     Ok(found.map(str::to_owned))
 }
 
-/// Whether a target's path, with any parameter, can equal `path`. Both are normalised as text:
-/// empty components, `.` and `..` are resolved.
+/// Whether a target's path equals `path` for at least one value of the parameter. Both are
+/// normalised as text: empty components, `.` and `..` are resolved.
 pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     let (target, path) = (plain(target), plain(path));
     if target == path {

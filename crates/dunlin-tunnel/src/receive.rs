@@ -70,7 +70,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // Such a lane is not from the trunk's peer, which may have another lane of this number.
+            // A lane with one of these errors is not from the trunk's peer, which may have another lane
+            // of this number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk
@@ -199,8 +200,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let is_stuck = rest.is_some();
         let next = core.trunk.wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
-        // Rearm under the lock: the thread with the next turn may request another readiness, and
-        // the last request wins.
+        // Rearm while the lock is held. Otherwise the thread with the next turn could rearm
+        // first, and this older request would replace it.
         let wait_for = match next {
             Some(next) => {
                 piece = next.token;
@@ -261,7 +262,7 @@ pub(super) fn poll(hub: &Hub) {
     }
 }
 
-/// Fails a channel if its socket reports a reset at once. A unix socket returns its received bytes
+/// Fails a channel if its socket reports a reset immediately. A unix socket returns its received bytes
 /// first, and the error then.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {

@@ -24,7 +24,7 @@ use dunlin_lane::data::{DataSender, SendError};
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest, LaneTicket};
 use dunlin_lane::sync;
 
-/// A read of at least this many bytes is followed by another read at once. Sending that much takes
+/// A read of at least this many bytes is followed by another read immediately. Sending that much takes
 /// long enough that another thread should watch the sockets meanwhile.
 const MUCH_BYTES: usize = 16 * 1024;
 

@@ -25,7 +25,7 @@ pub struct Status {
 /// A route on this side.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RouteStatus {
-    /// Its name.
+    /// The route's name.
     pub route: String,
     /// Where it listens. Listeners that were opened on demand are in
     /// [`Tunnel::on_demand_listeners`](crate::Tunnel::on_demand_listeners).

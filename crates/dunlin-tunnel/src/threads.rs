@@ -15,7 +15,7 @@ impl Threads {
     /// Starts a thread.
     ///
     /// # Errors
-    /// What clone(2) returns.
+    /// An error from clone(2).
     pub(super) fn spawn(
         &self,
         name: String,
@@ -53,8 +53,8 @@ pub(super) struct Worker {
 impl Worker {
     /// Starts a thread, which must end when its argument becomes readable.
     ///
-    /// Out of descriptors or threads.
-    /// No descriptors or threads are left.
+    /// # Errors
+    /// No file descriptors or threads are left.
     pub(super) fn start(
         name: String,
         body: impl FnOnce(&Wakeup) + Send + 'static,

@@ -222,7 +222,8 @@ impl Trunks {
     /// Accepts the new trunk, or the later control lane of a trunk, that a peer offers.
     ///
     /// # Errors
-    /// Why it is refused. If the peer waits for the answer to its offer, it receives the reason.
+    /// The reason why the connection is refused. If the peer waits for the answer to its offer, it
+    /// receives the reason.
     pub(super) fn accept(
         self: &Arc<Self>,
         control: ControlStream,
@@ -284,10 +285,10 @@ impl Trunks {
         Ok(Some(hub))
     }
 
-    /// Accepts a connection that proves to be a lane of a trunk; a thread of its own admits it.
+    /// Accepts a connection that proves to be a lane of a trunk; a separate thread admits it.
     ///
     /// # Errors
-    /// Why it is rejected.
+    /// The reason why the connection is rejected.
     pub(super) fn accept_lane(
         &self,
         socket: LaneSocket,
@@ -314,7 +315,7 @@ impl Trunks {
     /// Checks the limits for one more trunk with a peer.
     ///
     /// # Errors
-    /// The limit that is reached, or that the tunnel is ending.
+    /// A limit is reached, or the tunnel is ending.
     fn check_room(
         &self,
         trunks: &BTreeMap<SessionId, Arc<Hub>>,
@@ -407,7 +408,7 @@ impl Trunks {
         }
     }
 
-    /// No channel may be opened or accepted any more.
+    /// No further channels are opened or accepted.
     pub(super) fn drain(&self) {
         self.hubs().iter().for_each(|hub| hub.drain());
     }

@@ -18,7 +18,7 @@ pub(super) struct WatchedSockets {
 
 impl WatchedSockets {
     /// # Errors
-    /// Out of descriptors.
+    /// No file descriptors are left.
     pub(super) fn new() -> io::Result<Self> {
         let sockets = Epoll::new()?;
         let (waker, wakeup) = waker()?;
@@ -33,7 +33,7 @@ impl WatchedSockets {
     /// Watches a socket until it is closed. Its readiness is reported once.
     ///
     /// # Errors
-    /// What epoll_ctl(2) returns.
+    /// An error from epoll_ctl(2).
     pub(super) fn add(&self, socket: impl AsFd, token: u64, wanted: Readiness) -> io::Result<()> {
         self.sockets.add(socket, token, wanted)
     }

@@ -227,7 +227,7 @@ fn a_listener_for_one_connection_accepts_exactly_one() {
     let far = accepted(&plain);
     let until = Instant::now() + TIMEOUT;
     while listener.status().listens {
-        assert!(Instant::now() < until, "it goes on listening");
+        assert!(Instant::now() < until, "the listener stays open");
         thread::sleep(Duration::from_millis(5));
     }
     assert!(!is_there(&scene.path("entrance")));
@@ -330,7 +330,7 @@ fn removing_a_route_closes_its_listeners_and_no_channel() {
     scene.near.replace(identity, &left).unwrap();
     let until = Instant::now() + TIMEOUT;
     while listener.status().listens {
-        assert!(Instant::now() < until, "it goes on listening");
+        assert!(Instant::now() < until, "the listener stays open");
         thread::sleep(Duration::from_millis(5));
     }
     assert!(stays.status().listens);

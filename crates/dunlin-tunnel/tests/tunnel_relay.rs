@@ -1,4 +1,4 @@
-//! Relays: channels on TLS connections of their own, between two tunnels. crates/dunlin-cli tests
+//! Relays: channels on their own TLS connections, between two tunnels. crates/dunlin-cli tests
 //! them with the TLS of other programs.
 #![allow(clippy::unwrap_used)]
 
@@ -732,7 +732,7 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
     let why = scene.far_events.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");
-    // At once, or still within the handshake.
+    // Immediately, or still within the handshake.
     let ended = |event: &Event| is_aborted(event) || refused(event);
     scene.near_events.wait("abort", ended);
 }

@@ -36,7 +36,7 @@ impl Vm {
             while let Some(vm) = alive.upgrade() {
                 if let (RunState::Running, next) = &mut *vm.guest() {
                     let page = GuestAddress(*next % PAGES * 4096);
-                    vm.memory.write_obj(*next, page).expect("it exists");
+                    vm.memory.write_obj(*next, page).expect("the page exists");
                     *next += 1;
                 }
                 thread::sleep(Duration::from_micros(100));

@@ -157,7 +157,7 @@ pub use dunlin_lane as lane;
 
 /// Identities, the peers that a host accepts, and TLS settings: what a VMM needs of `dunlin-lane`.
 ///
-/// A VMM that implements lanes of its own, or that chooses cipher suites, kernel TLS or the layout of
+/// A VMM that implements its own lanes, or that chooses cipher suites, kernel TLS or the layout of
 /// an identity's directory, depends on `dunlin-lane` too. The types are the same.
 #[cfg(not(feature = "unstable-internals"))]
 pub mod lane {

@@ -112,9 +112,9 @@ pub enum Violation {
     Missed {
         /// The region's position in the table.
         region: usize,
-        /// The first such page, counted in 4 KiB from the region's start.
+        /// The first page that was not reported, counted in 4 KiB from the region's start.
         page: u64,
-        /// Number of such pages.
+        /// The number of pages that were not reported.
         pages: u64,
     },
     /// A newly started log is not empty.
@@ -141,8 +141,8 @@ pub enum Violation {
     },
     /// A region or page that does not exist is reported.
     #[error(
-        "DirtyLog::fetch promises pages of the region table; it reports page {page} of region \
-         {region}, which does not exist"
+        "DirtyLog::fetch promises to report only pages in the region table; it reported page {page} \
+         of region {region}, which does not exist"
     )]
     Outside {
         /// The region's position, as reported.

@@ -1,13 +1,13 @@
-//! The public API as text: what a new release may add to and not break.
+//! The public API as text. A new release may add to it, but must not break it.
 //!
 //! docs/api/ has a file for each of five library crates, made from the sources, so that it needs no nightly
 //! compiler. It lists every `pub` item that another crate can name without the feature
 //! `unstable-internals`: the items of public modules, and what public modules re-export. Items of this
-//! workspace are listed in full under the first path that gives them out; further paths, and items of
+//! workspace are listed in full under the first path that exports them; further paths, and items of
 //! other crates or made by a macro, are a line with `use`.
 //!
-//! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` writes it anew. A line
-//! that went away or changed is a breaking change, and CHANGELOG.md says so.
+//! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` regenerates the files. A
+//! line that was removed or changed is a breaking change, which CHANGELOG.md must list.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -642,7 +642,7 @@ fn assert_written_down(package: &str, item: &str) {
     let new: Vec<_> = after.difference(&before).collect();
     assert!(
         gone.is_empty() && new.is_empty(),
-        "docs/api/{package}.txt is not the API any more; if that is meant, write it anew with \
+        "docs/api/{package}.txt no longer matches the API; if the change is intended, regenerate it with \
          DUNLIN_BLESS=1\ngone: {gone:#?}\nnew: {new:#?}"
     );
     assert!(written.contains(item), "{package} has no {item}");

@@ -107,7 +107,7 @@ enum Fault {
     BuildRuns,
     /// The VM stays paused after it is resumed.
     ResumeIdles,
-    /// The source's VM is resumed where it must be destroyed.
+    /// The source's VM is resumed instead of being destroyed.
     DestroyIdles,
 }
 

@@ -173,22 +173,22 @@ fn i5_write_protection_conforms_on_huge_pages() {
     check(&memory, 2 << 20, &mut log, as_guest()).unwrap();
 }
 
-/// What a broken log does to what a good one says.
+/// How a broken log changes the reports of a correct one.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// One page in five hundred is forgotten.
+    /// It omits one page in five hundred.
     Forgets,
-    /// What one fetch finds, the next one reports.
+    /// It reports each page one fetch late.
     Lags,
-    /// What was reported is reported ever after.
+    /// It reports each page in every later fetch too.
     Keeps,
-    /// What was written before the start is in the log.
+    /// It reports pages that were written before the start.
     StartsFull,
-    /// A page beyond the last.
+    /// It reports a page beyond the last.
     Outside,
-    /// Never anything.
+    /// It never reports a page.
     Silent,
-    /// It cannot be read.
+    /// Every fetch fails.
     Fails,
 }
 
@@ -267,7 +267,7 @@ fn i5_a_log_that_breaks_any_promise_is_found_out() {
         let violation = check(&memory, 4096, &mut log, as_vmm()).unwrap_err();
         let found = match fault {
             Fault::Forgets | Fault::Silent => matches!(violation, Violation::Missed { .. }),
-            // Either is true of it.
+            // A late report breaks both promises; either may be detected first.
             Fault::Lags => matches!(
                 violation,
                 Violation::Missed { .. } | Violation::NotCleared { .. }
@@ -295,7 +295,7 @@ fn i5_a_log_that_breaks_any_promise_is_found_out() {
 
 #[test]
 fn i5_a_writer_that_another_log_sees_is_missed() {
-    // What the guest writes is not in the VMM's own log.
+    // The log of the VMM's own writes does not contain the guest's.
     let memory = Arc::new(allocate(BYTES, Backing::Private).unwrap());
     let mut log = OwnWrites::new(Arc::clone(&memory));
     let violation = check(&memory, 4096, &mut log, as_guest()).unwrap_err();

@@ -5,8 +5,7 @@ use dunlin::engine::VmIs;
 use dunlin_test_support::engine::{tls, verified};
 use dunlin_test_support::hooks::{Calls, Machines, Vm, attempt};
 
-/// What the source does up to the last step before *commit*, and what both do
-/// then.
+/// The calls at the source, and [`ARRIVED`] those at the destination, in a migration that succeeds.
 const MOVED: [&str; 8] = [
     "describe",
     "start",
@@ -19,8 +18,7 @@ const MOVED: [&str; 8] = [
 ];
 const ARRIVED: [&str; 5] = ["build", "load", "acquire", "resume", "announce"];
 
-/// The step that fails (or steps); what the source does and what the
-/// destination does; where the VM is.
+/// The failing steps; the calls at the source and at the destination; and where the VM is.
 type Row = (
     &'static [&'static str],
     &'static str,
@@ -28,7 +26,7 @@ type Row = (
     Option<VmIs>,
 );
 
-/// Every way of a migration.
+/// A migration that succeeds, and a failure at each step.
 const TABLE: [Row; 15] = [
     (
         &[],
@@ -165,7 +163,7 @@ fn i1_nothing_is_taken_before_it_was_let_go_and_nothing_runs_before_the_hold_is_
         .unwrap();
     assert_eq!(calls.of("source"), MOVED);
     assert_eq!(calls.of("destination"), ARRIVED);
-    // The order across both hosts, where one must come after the other.
+    // The order of calls across both hosts, for pairs of calls that must be in one order.
     let all = calls.all();
     let at = |call: &str| all.iter().position(|one| *one == call).unwrap();
     for (first, then) in [

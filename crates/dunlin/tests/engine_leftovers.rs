@@ -14,7 +14,7 @@ use dunlin_test_support::engine::{
     Receiving, TestBuilder, TestVm, impatient, run, send, tls, verified,
 };
 
-/// What it is, whether it ends well, and how it is done.
+/// A name, whether the session succeeds, and the function that runs it.
 type Case<'a> = (&'a str, bool, Box<dyn Fn() -> bool + 'a>);
 
 /// Threads and descriptors.
@@ -148,7 +148,7 @@ fn nothing_is_left_after_success_and_after_each_kind_of_failure() {
             }),
         ),
     ];
-    // What the process keeps for good is there after one of each.
+    // The first migration creates what the process keeps until its end.
     migrate(failing(None), TestBuilder::default(), &Cancel::new());
     let before = held();
     for (name, well, case) in cases {

@@ -225,7 +225,7 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         for stranger in &strangers {
             let refused = inquirer(to, stranger, SESSION).err();
             assert_eq!(refused, Some(FaultCode::WrongIdentity), "{open}");
-            // A session of its own, which would replace the running one.
+            // A separate session, which would replace the running one.
             match Peer::source_of(to, stranger, LaneSecurity::Tls, [8; 16]).1 {
                 Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Busy),
                 other => panic!("{other:?}"),

@@ -62,7 +62,7 @@ impl Builder for Careful {
 
 /// The body of the other process, not a test.
 #[test]
-#[ignore = "the other tests of this file start it in a process of its own"]
+#[ignore = "the other tests of this file start it in its own process"]
 fn role() {
     let Ok(role) = std::env::var("DUNLIN_TEST_ROLE") else {
         return;
@@ -243,7 +243,7 @@ fn sources(limits: impl Iterator<Item = String>) -> Tally {
             }
             Some(failed) => {
                 assert!(!runs_here, "{limit}: {failed}");
-                assert!(failed.contains("the VM goes on at the source"), "{failed}");
+                assert!(failed.contains("the VM stays at the source"), "{failed}");
                 println!("{limit}: source: {failed}");
                 tally.failed_in_words += 1;
             }

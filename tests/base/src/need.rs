@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 /// Returns the value, or prints what is missing and returns `None`.
 ///
 /// # Panics
-/// It is missing, and the environment has `CI=true`.
+/// The value is missing, and the environment has `CI=true`.
 pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
     match found {
         Ok(value) => Some(value),
@@ -24,7 +24,7 @@ pub fn or_skip<T, E: Display>(what: &str, found: Result<T, E>) -> Option<T> {
 /// Whether the programs are installed.
 ///
 /// # Panics
-/// One is not, and the environment has `CI=true`.
+/// A program is missing, and the environment has `CI=true`.
 #[must_use]
 pub fn are_here(programs: &[&str]) -> bool {
     programs.iter().all(|program| {

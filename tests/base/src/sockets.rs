@@ -14,14 +14,14 @@ pub trait Stream: Sized {
     /// Makes reads and writes block, for at most `timeout` each.
     ///
     /// # Errors
-    /// setsockopt(2)'s and fcntl(2)'s.
+    /// An error from setsockopt(2) or fcntl(2).
     fn limit(&self, timeout: Duration) -> io::Result<()>;
 }
 
 impl Stream for TcpStream {
     fn limit(&self, timeout: Duration) -> io::Result<()> {
         self.set_nonblocking(false)?;
-        // A test that writes single bytes means single segments.
+        // A test that writes single bytes expects a segment for each.
         self.set_nodelay(true)?;
         self.set_read_timeout(Some(timeout))?;
         self.set_write_timeout(Some(timeout))
@@ -38,13 +38,13 @@ impl Stream for UnixStream {
 
 /// A listening socket.
 pub trait Listener {
-    /// Its connections.
+    /// The type of its connections.
     type Stream: Stream;
 
     /// Accepts a connection without waiting for one.
     ///
     /// # Errors
-    /// accept(2)'s.
+    /// An error from accept(2).
     fn accept_now(&self) -> io::Result<Self::Stream>;
 }
 
@@ -78,7 +78,7 @@ pub fn with_timeout<S: Stream>(stream: S) -> S {
 /// The next connection, limited by [`with_timeout`].
 ///
 /// # Panics
-/// None arrives within [`TIMEOUT`].
+/// No connection arrives within [`TIMEOUT`].
 pub fn accepted<L: Listener>(listener: &L) -> L::Stream {
     let until = Instant::now() + TIMEOUT;
     loop {
@@ -98,7 +98,7 @@ pub trait ReadOnce {
     /// Reads once.
     ///
     /// # Errors
-    /// read(2)'s, except EINTR.
+    /// An error from read(2), except EINTR.
     fn read_once(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 }
 
@@ -129,16 +129,16 @@ impl ClosedPort {
     #[must_use]
     pub fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-        let address = listener.local_addr().expect("it is bound");
-        let near = TcpStream::connect(address).expect("it listens");
-        let (far, from) = listener.accept().expect("it is connected");
+        let address = listener.local_addr().expect("the listener is bound");
+        let near = TcpStream::connect(address).expect("the listener is open");
+        let (far, from) = listener.accept().expect("a connection is pending");
         Self {
             port: from.port(),
             _held: (near, far),
         }
     }
 
-    /// Its number.
+    /// The port's number.
     #[must_use]
     pub fn number(&self) -> u16 {
         self.port

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub struct Files(PathBuf);
 
 impl Files {
-    /// Everything in `directory`, which is there.
+    /// The files in `directory`, which must exist.
     #[must_use]
     pub fn new(directory: &Path) -> Self {
         Self(directory.to_owned())
@@ -33,20 +33,20 @@ impl Files {
         self.0.join(format!("memory-{side}"))
     }
 
-    /// The highest count of the guest on either side.
+    /// The highest count that the guest has reached on either side.
     #[must_use]
     pub fn witness(&self) -> PathBuf {
         self.0.join("witness")
     }
 
-    /// Where the process that has the VM is asked.
+    /// The unix socket of the process that holds the VM; other processes send requests to it.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.0.join("vm.sock")
     }
 
-    /// Takes a lock that only one side may hold at a time; the kernel gives it
-    /// back when the process dies. None if another has it, which is noted.
+    /// Takes a lock that only one side may hold at a time. The kernel releases it when the process
+    /// dies. If another process holds the lock, notes that and returns `None`.
     ///
     /// # Errors
     /// The file cannot be opened or locked.
@@ -68,7 +68,7 @@ impl Files {
     /// Notes something that must never happen.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The note cannot be written.
     pub fn note(&self, what: &str) -> io::Result<()> {
         let mut file = OpenOptions::new()
             .create(true)
@@ -77,7 +77,7 @@ impl Files {
         writeln!(file, "{what}")
     }
 
-    /// What has been noted.
+    /// The file that contains the notes.
     #[must_use]
     pub fn notes(&self) -> PathBuf {
         self.0.join("notes")

@@ -21,20 +21,20 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 use crate::files::Files;
 
-/// Guest memory: a file, mapped by every process that runs or migrates the guest.
+/// Guest memory: a file that is mapped by every process that runs or migrates the guest.
 pub type Memory = GuestMemoryMmap<()>;
 
 const PAGE_BYTES: u64 = 4096;
-/// Pages of guest memory.
+/// The number of pages of guest memory.
 const PAGES: u64 = 256;
-/// The first page holds the count; those up to here are written in turn.
+/// Page 0 holds the count; the other pages below this number are written in turn.
 const HOT_PAGES: u64 = 16;
-/// Between two steps of the guest.
+/// The time between two steps of the guest.
 const STEP: Duration = Duration::from_micros(300);
 
 const COUNT: GuestAddress = GuestAddress(0);
 
-/// A guest, in the process that has it.
+/// A guest, in the process that holds it.
 pub struct Guest {
     files: Files,
     side: &'static str,
@@ -61,7 +61,7 @@ impl Guest {
     /// A paused guest with the memory in the file; a new file reads as zeros.
     ///
     /// # Errors
-    /// A file cannot be made or mapped.
+    /// A file cannot be created or mapped.
     pub fn new(files: &Files, side: &'static str) -> io::Result<Self> {
         Ok(Self {
             files: files.clone(),
@@ -72,7 +72,7 @@ impl Guest {
         })
     }
 
-    /// Gives it what it holds before its first step, and its disk.
+    /// Writes the initial content of memory and acquires the disk.
     ///
     /// # Errors
     /// The memory cannot be written.
@@ -83,16 +83,16 @@ impl Guest {
         self.acquire()
     }
 
-    /// Its memory.
+    /// The guest's memory.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// Lets it run, if it does not.
+    /// Runs the guest, unless it runs already.
     ///
     /// # Errors
-    /// A file cannot be opened or a thread not started. Violations are noted.
+    /// A file cannot be opened or the thread cannot be started. Violations are noted.
     pub fn resume(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.writer.is_some() {
@@ -123,20 +123,20 @@ impl Guest {
         Ok(())
     }
 
-    /// Stops it between two steps.
+    /// Stops the guest between two steps.
     pub fn pause(&self) {
         if let Some(writer) = self.lock().writer.take() {
             writer.stop.store(true, Ordering::SeqCst);
-            // What it panicked of is on its standard error.
+            // If the thread panicked, the message is on standard error.
             let _ = writer.thread.join();
             drop(writer.lock);
         }
     }
 
-    /// Takes the disk, unless it has it.
+    /// Acquires the disk, unless the guest has it already.
     ///
     /// # Errors
-    /// Another has it.
+    /// Another process holds the disk.
     pub fn acquire(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.disk.is_none() {
@@ -144,16 +144,16 @@ impl Guest {
         }
         match state.disk {
             Some(_) => Ok(()),
-            None => Err(io::Error::other("another has the disk")),
+            None => Err(io::Error::other("another process has the disk")),
         }
     }
 
-    /// Lets the disk go.
+    /// Releases the disk.
     pub fn deactivate(&self) {
         self.lock().disk = None;
     }
 
-    /// It runs here never more.
+    /// Stops the guest and releases its disk. The guest must not run here again.
     pub fn destroy(&self) {
         self.pause();
         let mut state = self.lock();
@@ -161,7 +161,7 @@ impl Guest {
         state.destroyed = true;
     }
 
-    /// What it is at.
+    /// The guest's state.
     #[must_use]
     pub fn state(&self) -> &'static str {
         let state = self.lock();
@@ -173,7 +173,7 @@ impl Guest {
         }
     }
 
-    /// Does what a line says, and answers with a line.
+    /// Executes the request in `line` and returns the answer.
     pub fn obey(&self, line: &str) -> String {
         let done = match line {
             "state" => return self.state().into(),
@@ -196,7 +196,7 @@ impl Guest {
         done.map_or_else(|error| format!("error {error}"), |()| "done".into())
     }
 
-    /// Compares all memory with what the witness says.
+    /// Compares all memory with the content that follows from the witness.
     fn check(&self) -> io::Result<()> {
         let count = read(&self.memory, COUNT)?;
         let witness = read(&self.witness, COUNT)?;

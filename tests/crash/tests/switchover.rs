@@ -1,8 +1,8 @@
 //! SIGKILL and SIGSTOP of the destination, of the source's migrating process
-//! and of both, at each step of the switchover: the tally shows which side runs
-//! the VM at the end, or with whom it died; and never two.
+//! and of both, at each step of the switchover. The table shows which side runs
+//! the VM at the end, or with which process it died. Two sides never run it.
 //!
-//! `DUNLIN_SOAK=1` plays everything several times over.
+//! `DUNLIN_SOAK=1` runs every case several times.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -16,14 +16,14 @@ use std::time::Instant;
 use dunlin_crash_tests::step;
 use support::{Case, Credentials, Ending, Signal, Victim, run};
 
-/// Runs at a time: they wait for limits most of the time.
+/// The number of runs at a time: a run mostly waits for limits to expire.
 const AT_A_TIME: usize = 6;
-/// A busy machine can let a limit of the peer's pass before the step comes.
+/// How often a run is tried: on a busy machine, a limit of the peer can expire before the step.
 const TRIES: usize = 3;
 
 const VICTIMS: [Victim; 3] = [Victim::Source, Victim::Destination, Victim::Both];
 
-/// The addresses of this process's runs.
+/// The number of the next run, for its addresses.
 static NUMBERS: AtomicUsize = AtomicUsize::new(0);
 
 fn cases(victims: &[Victim], signal: Signal, at_once: bool) -> Vec<Case> {
@@ -157,10 +157,10 @@ fn i1_i2_any_process_killed_at_any_step_the_vm_runs_once_or_died_with_its_proces
 #[test]
 fn i1_i2_a_source_that_is_started_again_at_once_is_answered_by_who_waits_for_it() {
     let mut cases = cases(&[Victim::Source], Signal::Kill, true);
-    // Before *committing* is written there is nothing to ask about, and the
+    // Before *committing* is written, the restarted source finds no session in doubt, and the
     // destination waits in vain.
     cases.retain(|case| case.step != "committing-unwritten");
-    play("SIGKILL of the source, started again at once", &cases);
+    play("SIGKILL of the source, restarted immediately", &cases);
 }
 
 #[test]

@@ -63,7 +63,7 @@ pub fn certificate(guest: &Guest, name: &str) {
 /// Starts a stunnel that presents `pool.pem` to clients that request the name "pool".
 ///
 /// # Panics
-/// It does not start.
+/// The stunnel does not start.
 #[must_use]
 pub fn stunnel(guest: &Guest, port: u16, more: &str) -> Stunnel {
     let target = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
@@ -75,10 +75,10 @@ pub fn stunnel(guest: &Guest, port: u16, more: &str) -> Stunnel {
     }
 }
 
-/// Starts such a stunnel in front of an existing server.
+/// Like [`stunnel`], in front of an existing server.
 ///
 /// # Panics
-/// It does not start.
+/// The stunnel does not start.
 #[must_use]
 pub fn stunnel_to(guest: &Guest, port: u16, to: SocketAddr, more: &str) -> Background {
     let log = guest.folder().join(format!("stunnel-{port}.log"));
@@ -104,7 +104,7 @@ pub fn stunnel_to(guest: &Guest, port: u16, to: SocketAddr, more: &str) -> Backg
 /// Waits for a listener on the port. Reads the socket table instead of connecting.
 ///
 /// # Panics
-/// None appears within half a minute.
+/// No listener appears within half a minute.
 pub fn wait_for_listener(port: u16) {
     let until = Instant::now() + Duration::from_secs(30);
     let words = format!(":{port:04X} 00000000:0000 0A");
@@ -130,7 +130,7 @@ pub struct Called {
 /// Calls `dunlin handoff connect` for a local port.
 ///
 /// # Panics
-/// It does not start.
+/// The command does not start.
 #[must_use]
 pub fn connect(port: u16, more: &[&str]) -> Called {
     connect_as(0, port, more)
@@ -139,7 +139,7 @@ pub fn connect(port: u16, more: &[&str]) -> Called {
 /// Like [`connect`], as another user without privileges.
 ///
 /// # Panics
-/// It does not start.
+/// The command does not start.
 #[must_use]
 pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
     call(connect_command(user, port, more))
@@ -148,7 +148,7 @@ pub fn connect_as(user: u32, port: u16, more: &[&str]) -> Called {
 /// Runs a `handoff connect` that lacks only `--send-fd`, and receives its sockets.
 ///
 /// # Panics
-/// It does not start.
+/// The command does not start.
 #[must_use]
 pub fn call(command: Command) -> Called {
     let (ours, theirs) = UnixStream::pair().expect("a socket pair");
@@ -161,7 +161,7 @@ pub fn call(command: Command) -> Called {
 /// Like [`connect`], for a caller that has closed its socket: nothing can be passed to it.
 ///
 /// # Panics
-/// It does not start.
+/// The command does not start.
 #[must_use]
 pub fn connect_without_receiver(port: u16, more: &[&str]) -> Called {
     let (_, theirs) = UnixStream::pair().expect("a socket pair");
@@ -195,7 +195,7 @@ fn call_for(socket: UnixStream, mut command: Command) -> Called {
 /// Calls [`connect`] and expects one socket. Returns it and its counterpart behind the stunnel.
 ///
 /// # Panics
-/// It fails.
+/// The command fails.
 #[must_use]
 pub fn connected(stunnel: &Stunnel, more: &[&str]) -> (TcpStream, TcpStream) {
     let mut called = connect(stunnel.port, more);
@@ -217,11 +217,11 @@ pub struct Accept {
 }
 
 impl Accept {
-    /// Starts it with the certificate `other.pem`; port 4443 receives clients that request other
+    /// Starts the command with the certificate `other.pem`; port 4443 receives clients that request other
     /// names.
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn start(guest: &Guest, tls: &str, more: &[&str]) -> Self {
         let own = ["--else", "tcp:127.0.0.1:4443", "--tls", tls];
@@ -229,11 +229,11 @@ impl Accept {
         Self::start_alone(guest, &[&own[..], &certificate, more].concat())
     }
 
-    /// Starts it without a certificate and without a server for other names, unless `more` adds
+    /// Starts the command without a certificate and without a server for other names, unless `more` adds
     /// them.
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn start_alone(guest: &Guest, more: &[&str]) -> Self {
         Self::begin(Self::command(guest, more))
@@ -242,7 +242,7 @@ impl Accept {
     /// Starts a complete command, such as one of [`Accept::command_of`].
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn begin(mut command: Command) -> Self {
         let log = File::create("accept.log").expect("the folder is writable");
@@ -297,7 +297,7 @@ impl Accept {
     /// Waits until the number of descriptors and threads is back to `before`.
     ///
     /// # Panics
-    /// It stays higher.
+    /// The number stays higher.
     pub fn settles(&self, before: [usize; 2]) {
         let until = Instant::now() + TIMEOUT;
         while self.held() != before {
@@ -313,7 +313,7 @@ impl Accept {
     /// Waits until the log contains `words`, and returns their line.
     ///
     /// # Panics
-    /// They do not appear.
+    /// The words do not appear.
     #[must_use]
     pub fn says(&self, words: &str) -> String {
         let until = Instant::now() + TIMEOUT;
@@ -331,7 +331,7 @@ impl Accept {
 /// Receives the socket of the next client, and the description that is sent with it.
 ///
 /// # Panics
-/// None arrives.
+/// No socket arrives.
 #[must_use]
 pub fn take(consumer: &UnixListener) -> (TcpStream, Value) {
     let from = consumer.accept().expect("the listener is open").0;
@@ -356,7 +356,7 @@ pub fn take(consumer: &UnixListener) -> (TcpStream, Value) {
 /// from interpreting letters of its input as commands, and from stopping at the end of its input.
 ///
 /// # Panics
-/// It does not start.
+/// The client does not start.
 #[must_use]
 pub fn client(port: u16, name: &str, version: &str) -> Background {
     client_with(port, name, &[version])
@@ -365,7 +365,7 @@ pub fn client(port: u16, name: &str, version: &str) -> Background {
 /// Like [`client`], with other arguments.
 ///
 /// # Panics
-/// It does not start.
+/// The client does not start.
 #[must_use]
 pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
     let to = format!("127.0.0.1:{port}");
@@ -384,7 +384,7 @@ pub fn client_with(port: u16, name: &str, more: &[&str]) -> Background {
 /// the side `from` in the same segment as that side's last handshake message.
 ///
 /// # Panics
-/// A step fails, in a thread of its own.
+/// A step fails; the panic is on the step's own thread.
 #[must_use]
 pub fn end_with_handshake(from: Side, to: u16) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
@@ -441,7 +441,7 @@ const CHANGE_CIPHER_SPEC: u8 = 20;
 /// Reads the next record of a connection.
 ///
 /// # Panics
-/// None arrives.
+/// No record arrives.
 #[must_use]
 pub fn record(from: &mut TcpStream) -> Vec<u8> {
     let mut record = vec![0; 5];
@@ -457,7 +457,7 @@ pub fn record(from: &mut TcpStream) -> Vec<u8> {
 /// Sends `there` and then `back` over a connection, and compares the received bytes.
 ///
 /// # Panics
-/// They differ.
+/// The received bytes differ.
 pub fn exchange(near: &TcpStream, far: &TcpStream, there: &[u8], back: &[u8]) {
     for end in [near, far] {
         // Without a timeout a failing side would leave the other waiting.

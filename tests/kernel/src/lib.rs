@@ -11,7 +11,7 @@
 //! }
 //! ```
 //!
-//! A test fails by panicking. It runs as root, in a network namespace of its own with only the
+//! A test fails by panicking. It runs as root, in its own network namespace with only the
 //! loopback up. The kernel loads modules on request, as on an installed system. The test's output
 //! is printed, and its files in [`Guest::folder`] are copied to the host.
 //!
@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-/// The name of the earlier command in the path; see [`Guest::versions`].
+/// The name of the previous version's `dunlin` in the path; see [`Guest::versions`].
 pub const PREVIOUS: &str = "dunlin-previous";
 
 /// The exit code for "skipped", as in automake.
@@ -149,15 +149,16 @@ impl Guest {
         process::exit(SKIPPED)
     }
 
-    /// The names of the earlier command and of the current one, in both orders. Skips the test
-    /// without `DUNLIN_PREVIOUS`.
+    /// The names of the previous version's `dunlin` and of the current one, in both orders. Skips the
+    /// test without `DUNLIN_PREVIOUS`.
     ///
     /// # Panics
     /// The soak runs without `DUNLIN_PREVIOUS`.
     #[must_use]
     pub fn versions(&self) -> [[&'static str; 2]; 2] {
         if !Path::new("/usr/bin").join(PREVIOUS).exists() {
-            let reason = "the earlier command is missing: DUNLIN_PREVIOUS=$(tools/previous)";
+            let reason =
+                "the previous version's dunlin is missing: DUNLIN_PREVIOUS=$(tools/previous)";
             assert!(!is_soak(), "{reason}");
             self.skip(reason);
         }

@@ -80,8 +80,8 @@ pub fn carried(session: &Status) -> BTreeMap<Sender, u64> {
         .collect()
 }
 
-/// The packets that the IPsec of a host's kernel has dropped or refused, by cause. All counters of
-/// the file count such packets.
+/// The packets that the IPsec of a host's kernel has dropped or refused, by cause. Every counter
+/// of the file counts dropped or refused packets.
 #[must_use]
 pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     let text = guest.output("ip", &netns(host, &["cat", "/proc/net/xfrm_stat"]));

@@ -32,7 +32,7 @@ pub const NAME: &str = "host-b.example";
 pub const BYTES: usize = 256 << 10;
 /// Much longer than any step takes in this machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Sends bytes over every connection at once, near to far. If they do not arrive, prints the IPsec
+/// Sends bytes over all connections simultaneously, near to far. If they do not arrive, prints the IPsec
 /// state of both hosts.
 pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     let carried: Vec<io::Result<()>> = thread::scope(|scope| {
@@ -77,7 +77,7 @@ pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
 /// Connects to an address.
 ///
 /// # Errors
-/// The error of connect(2).
+/// An error from connect(2).
 pub fn connect_to(at: &str) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&at.parse().expect("an address"), LIMIT)
 }
@@ -106,7 +106,7 @@ pub fn status<'a>(host: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 /// Waits until neither host has an SA or a policy.
 ///
 /// # Panics
-/// One of them still has at the limit.
+/// A host still has an SA or a policy at the limit.
 pub fn nothing_left(guest: &Guest) {
     let limit = Instant::now() + LIMIT;
     for (host, _) in HOSTS {
@@ -206,7 +206,7 @@ impl Process {
     /// Starts a command and waits for its first output.
     ///
     /// # Panics
-    /// It prints something else.
+    /// The command prints something else.
     #[must_use]
     pub fn begin(mut command: Command, first: &str) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("ip starts");
@@ -217,15 +217,15 @@ impl Process {
         Self(child)
     }
 
-    /// Stops it, and expects success.
+    /// Stops the process, and expects success.
     ///
     /// # Panics
-    /// It exits with another code.
+    /// The command exits with another code.
     pub fn end(self, guest: &Guest) {
         assert_eq!(self.end_with(guest), Some(0));
     }
 
-    /// Stops it, and returns its exit code.
+    /// Stops the process, and returns its exit code.
     ///
     /// # Panics
     /// The signal cannot be sent.
@@ -270,8 +270,8 @@ pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
     command
 }
 
-/// The flag that limits how long a peer may take to answer. The earlier command has another name
-/// for it.
+/// The flag that limits how long a peer may take to answer. The previous version's `dunlin`
+/// has another name for it.
 fn timeout_flag(dunlin: &str) -> &'static str {
     if dunlin == PREVIOUS {
         "--patience"
@@ -361,7 +361,7 @@ impl Capture {
         Self(child)
     }
 
-    /// Stops it when every packet has been written.
+    /// Stops the capture when every packet has been written.
     ///
     /// # Panics
     /// tcpdump does not end.

@@ -67,7 +67,7 @@ impl Keys {
         }
     }
 
-    /// The IV of the first nonce.
+    /// Four bytes of salt, then `iv`: in TLS 1.2 the first nonce, in 1.3 the write IV.
     fn nonce(&self) -> [u8; 12] {
         let mut nonce = [self.number; 12];
         nonce[4..].copy_from_slice(&self.iv);
@@ -123,7 +123,7 @@ pub fn install(socket: &TcpStream, seals: &Keys, opens: &Keys) {
 /// Installs the keys of one direction.
 ///
 /// # Errors
-/// The error of setsockopt(2).
+/// An error from setsockopt(2).
 pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), Errno> {
     let key = Key {
         version: keys.version,
@@ -138,7 +138,7 @@ pub fn set(socket: &TcpStream, direction: Direction, keys: &Keys) -> Result<(), 
 /// Receives on a socket with keys. Returns the content type and the number of bytes.
 ///
 /// # Errors
-/// The error of recvmsg(2).
+/// An error from recvmsg(2).
 pub fn receive(socket: &TcpStream, buffer: &mut [u8]) -> Result<(u8, usize), Errno> {
     let received = ktls::receive(socket, buffer).map_err(errno)?;
     Ok((received.control.unwrap_or(DATA), received.bytes))
@@ -174,7 +174,7 @@ pub fn readable(socket: &TcpStream) -> bool {
 /// Waits until the socket's queue holds this many bytes, counted as on the wire.
 ///
 /// # Panics
-/// They do not arrive within the limit.
+/// The bytes do not arrive within the limit.
 pub fn await_bytes(socket: &TcpStream, bytes: usize) {
     let begun = Instant::now();
     while unread_bytes(socket).expect("the descriptor is a socket") < bytes as u64 {
@@ -251,7 +251,7 @@ impl Peer {
 /// Reads the next record as it is on the wire. Returns `None` at the end of the stream.
 ///
 /// # Errors
-/// The error of read(2), or an end within a record.
+/// An error from read(2), or an end within a record.
 pub fn read_record(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut record = vec![0; HEADER];
     if from.read(&mut record[..1])? == 0 {

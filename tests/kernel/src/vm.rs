@@ -19,10 +19,10 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Starts it with a command that lacks only the options for confinement and output.
+    /// Starts a VM's process with a command that lacks only the options for confinement and output.
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn start(command: &mut Command) -> Self {
         let mut process = command
@@ -38,11 +38,11 @@ impl Vm {
         }
     }
 
-    /// Starts one on a host of [`crate::sessions`]; `line` holds the arguments of the command
+    /// Starts a VM's process on a host of [`crate::sessions`]; `line` holds the arguments of the command
     /// `dunlin`.
     ///
     /// # Panics
-    /// It does not start.
+    /// The command does not start.
     #[must_use]
     pub fn start_at(host: &str, dunlin: &str, line: &str) -> Self {
         let here = env::current_dir().expect("the runner created the folder");
@@ -56,8 +56,8 @@ impl Vm {
         Self::start(&mut command)
     }
 
-    /// Waits for an event, and returns it too. Before it, expects the event of a complete
-    /// confinement.
+    /// Waits for an event; returns it with this value. Expects the event of a complete confinement
+    /// before it.
     ///
     /// # Panics
     /// The process ends first, or is not fully confined.
@@ -83,7 +83,7 @@ impl Vm {
 /// Runs `vm migrate --json` on host a of [`crate::sessions`] and returns its last event.
 ///
 /// # Panics
-/// It does not start, or prints nothing.
+/// The command does not start, or prints nothing.
 #[must_use]
 pub fn migrate_from_a(dunlin: &str, line: &str) -> Value {
     let words: Vec<&str> = line.split_whitespace().collect();

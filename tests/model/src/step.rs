@@ -11,12 +11,12 @@ use crate::world::{Copy, FromDestination, FromSource, Process, World};
 /// The outcome of an action that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// It succeeded.
+    /// The action succeeded.
     Done,
-    /// It failed and changed nothing.
+    /// The action failed and changed nothing.
     Failed,
     /// A record failed but is on disk: a sync that returns an error does not
-    /// tell what was written.
+    /// show what was written.
     FailedButWritten,
 }
 

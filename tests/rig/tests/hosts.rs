@@ -295,7 +295,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     assert!(!gone(), "what ran there runs on");
 }
 
-/// The test above runs this test as a process of its own.
+/// The test above runs this test as a separate process.
 #[test]
 #[ignore = "run by another test"]
 fn makes_a_host_and_waits() {

@@ -53,8 +53,8 @@ pub(crate) struct Marks {
     pub(crate) ran: Option<u32>,
     /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
-    /// For each page: the iteration of the attempt in which it was last cut,
-    /// and the number of dirty-log readings before that.
+    /// For each page: the iteration in which it was last put into a chunk, counted within the
+    /// attempt, and how often the dirty log had been read by then.
     pub(crate) cuts: Vec<(u32, u32)>,
 }
 

@@ -50,7 +50,7 @@ pub fn run(plan: &Plan) -> Result<Tally, Violation> {
 /// Like [`run`], and prints a line for each event.
 ///
 /// # Errors
-/// As [`run`].
+/// Same as [`run`].
 pub fn trace(plan: &Plan, line: &mut dyn FnMut(&str)) -> Result<Tally, Violation> {
     play(plan, Some(line))
 }

@@ -17,7 +17,7 @@ pub struct Plan {
     /// Pages of the guest. Each represents [`crate::PAGES_EACH`] real pages, so
     /// that pre-copy takes a realistic time.
     pub pages: u32,
-    /// Data lanes that the source wants.
+    /// Data lanes that the source requests.
     pub lanes: u16,
     /// Time between two bursts of guest writes.
     pub write_every_ns: u64,
@@ -53,7 +53,7 @@ pub struct Plan {
 pub struct Fault {
     /// The kind of fault.
     pub kind: FaultKind,
-    /// The moment after which it strikes.
+    /// The moment after which it is injected.
     pub moment: Moment,
     /// Delay after that moment.
     pub after_ns: u64,

@@ -76,7 +76,7 @@ pub(crate) struct Attempt {
     asked: u32,
     pub(crate) cancelled: bool,
     end: End,
-    /// Whether no fault has struck since it started.
+    /// Whether no fault has been injected since it started.
     clean: bool,
     refused: bool,
     /// The lanes are given up.
@@ -141,7 +141,7 @@ impl World<'_> {
             self.source.next = self.plan.first_attempt;
             self.moment(Moment::Begun);
         }
-        // After a few attempts no more faults strike, and an attempt must succeed.
+        // After a few attempts no further faults are injected, and an attempt must succeed.
         if self.ends.len() >= 2 {
             self.quiet = true;
             self.armed.clear();

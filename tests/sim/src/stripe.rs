@@ -33,7 +33,7 @@ pub fn run(plan: &Plan) -> Result<Tally, Violation> {
 /// Like [`run`], and prints a line for each event.
 ///
 /// # Errors
-/// As [`run`].
+/// Same as [`run`].
 pub fn trace(plan: &Plan, line: &mut dyn FnMut(&str)) -> Result<Tally, Violation> {
     World::new(plan, Some(line)).play()
 }

@@ -140,11 +140,11 @@ pub struct Tally {
     pub steps: u64,
     /// Virtual time of all runs.
     pub virtual_ns: u128,
-    /// Runs with such a fault.
+    /// For each fault: the number of runs in which it was injected.
     pub faults: BTreeMap<FaultKind, u64>,
-    /// Runs with such an outcome.
+    /// For each outcome of an attempt: the number of runs with it.
     pub ends: BTreeMap<End, u64>,
-    /// Runs with such a situation.
+    /// For each situation: the number of runs in which it occurred.
     pub passages: BTreeMap<Passage, u64>,
 }
 

@@ -27,7 +27,7 @@ pub(crate) enum Event {
     SourceLane { life: u32, lane: u16 },
     /// A lane's thread at the destination.
     DestinationLane { session: u32, lane: u16 },
-    /// The plan's fault of this index strikes.
+    /// The plan's fault of this index is injected.
     Fault(usize),
     /// A crashed process is restarted.
     Restart(Side),
@@ -86,7 +86,7 @@ pub(crate) struct World<'a> {
     pub(crate) failure: Option<Violation>,
     pub(crate) seen: BTreeSet<Moment>,
     pub(crate) armed: BTreeSet<FaultKind>,
-    /// No fault strikes any more.
+    /// No further faults are injected.
     pub(crate) quiet: bool,
     pub(crate) struck: BTreeSet<FaultKind>,
     pub(crate) ends: Vec<End>,

@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// How often the API socket of a new process, and the end of the source's, are looked for.
 const PERIOD: Duration = Duration::from_millis(5);
 
-/// The program, where `CLOUD_HYPERVISOR` names one.
+/// The program, if `CLOUD_HYPERVISOR` names one.
 pub(super) fn program() -> Option<OsString> {
     env::var_os("CLOUD_HYPERVISOR").filter(|name| !name.is_empty())
 }
@@ -95,7 +95,7 @@ impl Process {
         }
     }
 
-    /// Waits for an event, a pretty-printed JSON object with the name on a line of its own.
+    /// Waits for an event, a pretty-printed JSON object with the name on a separate line.
     fn wait_event(&self, name: &str) -> Result<Instant> {
         let line = format!("\"event\": \"{name}\"");
         self.wait(name, |text| text.trim_end_matches(',') == line)

@@ -110,7 +110,7 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
     Ok(())
 }
 
-/// Moves bytes in both directions, each in a thread of its own. Drops the connection if the target
+/// Moves bytes in both directions, each on its own thread. Drops the connection if the target
 /// does not listen.
 fn carry(near: Stream, target: &Place, sealed: Option<Side>) {
     let target = target.clone();

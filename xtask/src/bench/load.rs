@@ -34,7 +34,7 @@ fn open(site: &Site, pair: &Pair, ends: Ends, streams: usize) -> Result<Vec<(Str
     Ok(open)
 }
 
-/// Sends `bytes` over each of `streams` channels at once, and measures from the first byte to the
+/// Sends `bytes` over each of `streams` channels simultaneously, and measures from the first byte to the
 /// last end of stream.
 pub(super) fn bulk(
     site: &Site,

@@ -2,7 +2,7 @@
 //!
 //! - [`tunnel`]: throughput and latency of the tunnel, stunnel, OpenSSH and a proxy in Go, of their
 //!   floor, and of a direct connection.
-//! - [`whole`]: whole migrations, with QEMU and Cloud Hypervisor beside Dunlin.
+//! - [`whole`]: whole migrations, with Dunlin, QEMU and Cloud Hypervisor.
 
 mod cloud_hypervisor;
 mod ends;

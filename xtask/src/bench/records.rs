@@ -15,7 +15,7 @@ use dunlin_lane::record::{
 
 use super::ends::Stream;
 
-/// Bytes that a forwarder moves at once, with records and without.
+/// Bytes that a forwarder moves in one piece, with records and without.
 pub(super) const PIECE_BYTES: usize = 512 << 10;
 /// Records that one read fills.
 const RECORDS: usize = PIECE_BYTES / CONTENT_BYTES;

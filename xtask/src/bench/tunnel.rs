@@ -56,9 +56,9 @@ pub struct TunnelOptions {
 const STREAMS: [usize; 2] = [1, 4];
 /// Sizes of a round trip in bytes.
 const TRIPS: [usize; 2] = [1, 4096];
-/// Streams of a stalled turn, beside the one that is not read.
+/// Streams of a stalled turn, in addition to the one that is not read.
 const BESIDE: usize = 4;
-/// QEMU's multifd channels, beside its main one; `None` sends all memory over that one.
+/// QEMU's multifd channels, in addition to its main one; `None` sends all memory over that one.
 const CHANNELS: [Option<u8>; 2] = [None, Some(4)];
 
 /// 512 MiB, of which the guest writes to 40 MiB about twice a second.
@@ -203,7 +203,7 @@ fn bulk(
     Ok(())
 }
 
-/// The ratios of a tunnel to stunnel and to the floor, where these are measured too.
+/// The ratios of a tunnel to stunnel and to the floor, if these are measured too.
 fn ratios(
     variant: Variant,
     moved: Moved,

@@ -276,7 +276,7 @@ pub(super) struct Moved {
     pub(super) total_s: f64,
     pub(super) cpu_s: f64,
     pub(super) downtime_ms: f64,
-    /// Where the hypervisor reports them.
+    /// `None` if the hypervisor does not report them.
     pub(super) iterations: Option<f64>,
     pub(super) destination_peak_mib: f64,
 }

@@ -107,7 +107,7 @@ impl<'a> Machine<'a> {
             .stderr(File::create(&errors_at)?)
             .spawn()
             .context("cannot start setpriv (of util-linux), which starts QEMU")?;
-        let console = child.stdout.take().expect("it was asked for");
+        let console = child.stdout.take().expect("the command has a stdout pipe");
 
         let (events, heard) = mpsc::channel();
         let files_at = self.folder.join("files.tar");
@@ -145,8 +145,8 @@ impl<'a> Machine<'a> {
             // If QEMU did not start, it has connected to neither channel.
             report.wake();
             files.wake();
-            reported.join().expect("it does not panic")?;
-            saved.join().expect("it does not panic")?;
+            reported.join().expect("the thread does not panic")?;
+            saved.join().expect("the thread does not panic")?;
             // The console may close before the last report has been read.
             for event in heard.try_iter() {
                 record.hear(event, &mut progress);

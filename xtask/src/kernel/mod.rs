@@ -52,8 +52,8 @@ pub struct KernelOptions {
     #[arg(long)]
     no_run: bool,
     /// newest, oldest, former, or a version as printed by `uname -r`, or a prefix of one; may be
-    /// given several times. Default: the newest and the oldest, and the former for the tests that
-    /// require it.
+    /// given several times. Default: the newest and the oldest, and `former`, an older kernel of the
+    /// previous Debian release, for the tests that require it.
     #[arg(long = "kernel", value_name = "VERSION")]
     kernels: Vec<String>,
     /// Boots the kernel, with the tests in the guest, and opens a shell. Needs exactly one kernel.
@@ -68,9 +68,9 @@ pub struct KernelOptions {
 }
 
 impl KernelOptions {
-    /// Whether the run under this kernel includes such a test. Unless kernels were named, the
-    /// former kernel runs only its own tests. Unless tests were named, some run under only one of
-    /// the other two.
+    /// Whether the run under the kernel `which` includes a test that is meant for `under`. Unless
+    /// kernels were named, the kernel of the previous Debian release runs only its own tests. Unless
+    /// tests were named, some run under only one of the other two.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             _ if !self.kernels.is_empty() => true,
@@ -192,7 +192,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
             .map(|(kernel, _, programs)| scope.spawn(move || rig.run(kernel, programs)))
             .collect();
         runs.into_iter()
-            .map(|run| run.join().expect("it does not panic"))
+            .map(|run| run.join().expect("the thread does not panic"))
             .collect::<Result<Vec<_>>>()
     })?;
     let mut lines = Vec::new();

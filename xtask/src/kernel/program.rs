@@ -35,7 +35,7 @@ pub struct Needs {
     pub packages: Vec<String>,
     /// Whether the guest needs the `dunlin` command.
     pub dunlin: bool,
-    /// Whether the guest also needs the earlier command, if `DUNLIN_PREVIOUS` names one.
+    /// Whether the guest also needs the previous version's `dunlin`, if `DUNLIN_PREVIOUS` names one.
     pub previous: bool,
     /// Test programs of library crates.
     pub library_tests: Vec<String>,
@@ -55,7 +55,7 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// The former release's, also in the soak.
+    /// The older kernel of the previous Debian release, also in the soak.
     Former,
 }
 
@@ -121,7 +121,7 @@ pub fn build(names: &[&str]) -> Result<Vec<Program>> {
 /// Builds the `dunlin` command for the guest.
 ///
 /// # Errors
-/// It does not build.
+/// The command does not build.
 pub fn build_dunlin() -> Result<PathBuf> {
     build_one("dunlin-cli", "--bin", "dunlin")
 }
@@ -152,8 +152,8 @@ fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
     built.into_iter().next().context("one was asked for")
 }
 
-/// Builds programs with static C library, which run beside any other libraries, and returns their
-/// paths. The flags apply to this workspace only; dependencies are built as usual and therefore
+/// Builds programs with a static C library, which do not depend on the guest's libraries, and returns
+/// their paths. The flags apply to this workspace only; dependencies are built as usual and therefore
 /// shared with an ordinary build.
 fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]

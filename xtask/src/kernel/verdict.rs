@@ -121,7 +121,7 @@ pub fn judge(asked: &[&str], record: &Record) -> (Vec<Outcome>, Vec<String>) {
                 };
                 test.verdict = match trouble(record, Some(name)) {
                     // The runner requests a report of blocked tasks at the limit; this report is
-                    // not a fault of its own.
+                    // not a separate fault.
                     _ if code == "late" => Verdict::Failed(Failure::TestHung),
                     Some(failure) => Verdict::Failed(failure),
                     None if (taint & !taint_before) & TROUBLE != 0 => {

@@ -152,7 +152,7 @@ impl Digits {
         }
     }
 
-    /// The median and the range. It is left out where all rounds gave the same.
+    /// The median and the range. The range is omitted if all rounds gave the same result.
     fn write_figure(self, figure: Figure) -> String {
         let median = self.write(figure.median);
         match figure.range {

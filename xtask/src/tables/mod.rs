@@ -1,7 +1,7 @@
 //! `cargo xtask tables`: writes the tables with measurements into README and `docs/benchmarking/`.
 //!
 //! - `kept`: the results, files of JSON lines.
-//! - `keep`: `cargo xtask keep`, which makes such a file from the output of a benchmark.
+//! - `keep`: `cargo xtask keep`, which makes a file of results from the output of a benchmark.
 //! - `layout`: the tables of each page.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!

@@ -31,10 +31,10 @@ pub(crate) struct Thrash {
     /// The guest's memory, all of which it dirties.
     #[arg(long, value_parser = parse_bytes, default_value = "1G")]
     size: u64,
-    /// Rate limit of each lane by the kernel, in bytes per second.
+    /// Rate limit for each lane, enforced by the kernel, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "300M")]
     lane_rate: u64,
-    /// Rate limit of all lanes together, in bytes per second.
+    /// Rate limit for all lanes together, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "500M")]
     rate: u64,
     /// Dirty rate of the guest, in bytes per second; repeatable [default: 350M and 450M].

@@ -278,7 +278,7 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
 
 #[test]
 fn missing_kernel_support_is_reported_or_an_error() {
-    // A filter that forbids Landlock and further filters simulates such a kernel.
+    // A filter that forbids Landlock and further filters simulates a kernel without both.
     let outcomes = confined("nothing-left");
     let said = &outcomes["auto"];
     for part in [

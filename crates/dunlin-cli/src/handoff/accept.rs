@@ -89,10 +89,10 @@ pub(crate) struct Accept {
     /// Groups for the key exchange, best first.
     #[arg(long, value_name = "LIST", default_value = CURVES)]
     curves: String,
-    /// Time limit of a client's handshake.
+    /// Time limit for a client's handshake.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_limit)]
     timeout: Duration,
-    /// Time limit of forwarded clients after SIGTERM.
+    /// Time limit for forwarded clients after SIGTERM.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_limit)]
     drain: Duration,
     #[command(flatten)]

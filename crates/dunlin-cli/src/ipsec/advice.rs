@@ -57,7 +57,7 @@ pub(super) fn with_advice(error: IpsecError) -> Error {
         | IpsecError::EndedByPeer {
             fault: FaultCode::FeatureMissing,
             ..
-        } => anyhow!("{error} (`--mode connection`)"),
+        } => anyhow!("{error}; `--mode connection` does not need per-CPU SAs"),
         _ => error.into(),
     }
 }

@@ -17,9 +17,9 @@ use crate::options::{ControlPath, IPSEC};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
-/// Time limit of an answer: `down` waits for connections to end.
+/// How long to wait for an answer. Long, because `down` waits until connections end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// Time limit of a status answer; after it, only the session's record is shown.
+/// How long to wait for a status answer; after it, only the session's record is shown.
 const STATUS_LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -57,7 +57,7 @@ struct Own {
     /// Maximum number of SAs of the peer for sending.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u16).range(1..=1024))]
     sas: u16,
-    /// Time limit of the peer's answers.
+    /// Time limit for the peer's answers.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_limit)]
     timeout: Duration,
     /// Age at which the keys for sending are renewed.

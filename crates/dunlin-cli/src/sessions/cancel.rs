@@ -30,7 +30,7 @@ impl Cancel {
     pub(crate) fn run(&self) -> Result<i32> {
         let code = Request::Cancel.ask(&self.socket()?)?.done(self.json)?;
         if !self.json {
-            println!("cancelled; the VM goes on at the source");
+            println!("cancelled; the VM stays at the source");
         }
         Ok(code)
     }

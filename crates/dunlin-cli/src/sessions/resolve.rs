@@ -34,7 +34,7 @@ pub(crate) struct Resolve {
     /// did there is lost.
     #[arg(long, conflicts_with = "destroy")]
     run_here: bool,
-    /// Destroy the copy here. You vouch that the VM runs at the destination or is not needed any more.
+    /// Destroy the copy here. You vouch that the VM runs at the destination or is no longer needed.
     #[arg(long)]
     destroy: bool,
     /// Query the destination once more before deciding, with the identity in this directory.
@@ -132,7 +132,7 @@ impl Resolve {
         let settled = match (vm, entry.lives) {
             ("at-destination", _) => format!("settled: VM {name} runs at the destination"),
             ("at-source", true) => {
-                format!("settled: VM {name} never ran at the destination, and goes on here")
+                format!("settled: VM {name} never ran at the destination, and stays here")
             }
             ("at-source", false) => format!(
                 "settled: VM {name} never ran at the destination, and died here with its process"
@@ -167,7 +167,7 @@ impl Resolve {
             println!(
                 "{}",
                 match decision {
-                    Decision::RunHere => "the VM goes on here",
+                    Decision::RunHere => "the VM stays here",
                     Decision::Destroy => "the copy here is destroyed",
                 }
             );
@@ -179,7 +179,7 @@ impl Resolve {
     fn settle(&self, entry: &Entry, decision: Decision) -> Result<i32> {
         if decision == Decision::RunHere {
             bail!(
-                "cannot run the VM here: the paused copy went with the process that held it. If \
+                "cannot run the VM here: the paused copy died with the process that held it. If \
                  the VM does not run at the destination either, start it anew; --destroy settles \
                  this session"
             );
@@ -214,7 +214,8 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
             hex(&record.vm_uuid)
         ),
         State::Source(SourceRecord::Migrating) if entry.lives => bail!(
-            "nothing is in doubt: VM {vm} is being migrated, and is here; `dunlin cancel` stops that"
+            "nothing is in doubt: VM {vm} is still here and is being migrated; `dunlin cancel` stops \
+             the migration"
         ),
         State::Source(SourceRecord::Migrating) => {
             bail!("nothing is in doubt: VM {vm} died here with its process, before commit")
@@ -229,15 +230,15 @@ fn doubt(entry: &Entry, record: &Record) -> Result<String> {
             bail!("nothing is in doubt: the copy here was given up")
         }
         State::Destination(_) => bail!(
-            "nothing is in doubt here: this host is VM {vm}'s destination, and its own record \
-             ({}) decides; resolve it at the source, {peer}",
+            "nothing is in doubt here: this host is the destination of VM {vm}, and its record says \
+             {}; if the source is in doubt, run `dunlin resolve` there ({peer})",
             record.state
         ),
     };
     let rest = if entry.lives {
         "A paused copy is here."
     } else {
-        "The paused copy here went with its process."
+        "The paused copy here died with its process."
     };
     Ok(format!("{what} {rest}"))
 }
@@ -248,7 +249,7 @@ fn ask(doubt: &str, lives: bool) -> Result<Option<Decision>> {
     if lives {
         println!("  run here   the VM does not run at the destination, and never will");
     }
-    println!("  destroy    the VM runs at the destination, or is not needed any more");
+    println!("  destroy    the VM runs at the destination, or is no longer needed");
     print!("Any other answer decides nothing: ");
     std::io::stdout().flush()?;
     let mut answer = String::new();

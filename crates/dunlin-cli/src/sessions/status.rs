@@ -17,7 +17,7 @@ use crate::text::{chained, clean};
 use crate::tunnel;
 use crate::vm::{describe, status};
 
-/// Time limit of a process's answer; it may be stopped.
+/// Time limit for the answer of a process, which may be stopped.
 const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -147,7 +147,7 @@ fn session(entry: &Entry, record: &Record, live: Option<StatusLine>) -> Value {
     })
 }
 
-/// Where the VM is by this record, if the record's name does not say it.
+/// What this record says about the VM, unless the state's name already says it.
 fn meaning(state: State, lives: bool) -> Option<&'static str> {
     match (state, lives) {
         (State::Source(SourceRecord::Migrating), false) => {
@@ -199,8 +199,8 @@ pub(super) fn ago(ms: u64) -> String {
     }
 }
 
-/// Warnings before a VM of this name starts again: sessions in doubt that moved such a VM and have
-/// lost their process.
+/// Warnings before a VM of this name starts again: sessions in doubt that moved a VM of this
+/// name and have lost their process.
 pub(crate) fn left_behind(state: &StatePath, name: &str) -> Result<Vec<String>> {
     let entries = state.list()?;
     Ok(entries

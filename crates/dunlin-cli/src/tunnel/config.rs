@@ -38,7 +38,7 @@ pub(crate) struct Config {
     /// Settings of lanes over IPsec, if configured.
     pub(crate) ipsec: Option<Ipsec>,
     pub(crate) limits: Limits,
-    /// Time limit of channels after SIGTERM.
+    /// Time limit for channels after SIGTERM.
     pub(crate) drain: Duration,
 }
 
@@ -187,7 +187,7 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
     })
 }
 
-/// Default time limit of channels after SIGTERM: slightly less than service managers wait before
+/// Default time limit for channels after SIGTERM: slightly less than service managers wait before
 /// they send SIGKILL.
 const DRAIN: Duration = Duration::from_secs(80);
 

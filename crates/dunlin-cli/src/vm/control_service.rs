@@ -450,7 +450,7 @@ impl ControlService {
     /// Cancels the migration or arrival and waits for its end.
     ///
     /// # Errors
-    /// The reason, if it did not end as cancelled.
+    /// The reason why the migration or arrival was not cancelled.
     pub(crate) fn cancel(&self) -> Result<()> {
         let mut state = lock(&self.state);
         if state.doubt.is_some() {

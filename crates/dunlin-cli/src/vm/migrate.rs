@@ -103,7 +103,7 @@ pub(crate) struct Migrate {
 pub(crate) struct Set {
     #[command(flatten)]
     target: Target,
-    /// Rate limit of all data lanes together, such as 500M (bytes per second), or `none`. The last
+    /// Rate limit for all data lanes together, such as 500M (bytes per second), or `none`. The last
     /// pass keeps its own limit.
     #[arg(long, value_name = "BYTES_PER_S", value_parser = parse_cap)]
     rate: Cap,
@@ -212,7 +212,7 @@ fn until_end(
             _ => {}
         }
     }
-    // The process or its guest died. Only a *committing* line tells how far the migration was.
+    // The process or its guest died. Only a *committing* line shows how far the migration was.
     let failed = if committing {
         let text = "the VM's process died after it sent commit to the destination: check there";
         FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)

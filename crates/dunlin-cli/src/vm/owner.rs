@@ -141,7 +141,7 @@ impl Service for ControlService {
             Request::Watch => {
                 let moving = self.moving()?;
                 return moving.follow().show(|line| match line {
-                    // Only the client that asked for it.
+                    // The timeline is sent only to the client that requested it.
                     Line::Timeline { .. } => Ok(()),
                     line => send(connection, line),
                 });
@@ -176,7 +176,7 @@ impl Service for ControlService {
         failed.vm = "at-source".into();
         if let Some(fault) = fault_behind(error.as_ref()) {
             failed.text.push_str(&format!(
-                " ({fault}, at fault: {}); the VM goes on at the source. {}",
+                " ({fault}, at fault: {}); the VM stays at the source. {}",
                 fault.at_fault(),
                 fault.advice()
             ));
@@ -204,8 +204,8 @@ fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) 
     }
     if !moving.has_ended() {
         service.warn(
-            "the client that requested the migration has gone; it goes on: `dunlin vm watch` \
-             follows it, `dunlin cancel` ends it",
+            "the client that requested the migration has disconnected; the migration continues: \
+             `dunlin vm watch` follows it, `dunlin cancel` ends it",
         );
     }
 }

@@ -11,7 +11,7 @@ use crate::control::Client;
 use crate::identity::Common;
 use crate::options::MigrateFlags;
 
-/// Time limit of an answer that does not wait for a migration.
+/// Time limit for an answer that does not wait for a migration.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 /// A request to a VM's process.

@@ -30,7 +30,7 @@ fn receive(hosts: &Hosts, flags: &str) -> std::process::Command {
     command
 }
 
-/// Starts such a command, which another one may wrap.
+/// Starts a command of [`receive`], which may be wrapped in another command.
 fn listening(hosts: &Hosts, command: std::process::Command, control: &str) -> Process {
     let mut process = Process::start(command, &hosts.scratch.join(control));
     let listening = process.wait_for("listening");

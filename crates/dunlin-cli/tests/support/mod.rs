@@ -175,7 +175,7 @@ impl Drop for Guard {
     }
 }
 
-/// A process that runs beside the test and prints JSON lines.
+/// A process that runs alongside the test and prints JSON lines.
 pub struct Process {
     child: Guard,
     lines: Receiver<String>,
@@ -253,16 +253,16 @@ impl Process {
         }
     }
 
-    /// Sends it a signal, such as `INT`.
+    /// Sends a signal to the process, such as `INT`.
     pub fn signal(&self, name: &str) {
-        assert!(kill(self.pid(), name), "no kill: {name}");
+        assert!(kill(self.pid(), name), "cannot send SIG{name}");
     }
 
     /// Waits for the process to end by itself; returns its exit code and last line.
     pub fn ended(mut self) -> (i32, Value) {
         let code = self.child.wait();
         let last = self.lines.iter().map(|line| parse(&line)).last();
-        (code, last.expect("it prints a last line"))
+        (code, last.expect("the process prints a last line"))
     }
 
     /// Waits for the process to end; returns its exit code.
@@ -270,7 +270,7 @@ impl Process {
         self.child.wait()
     }
 
-    /// Kills it.
+    /// Kills the process.
     pub fn kill(mut self) {
         self.child.0.kill().unwrap();
         self.child.0.wait().unwrap();

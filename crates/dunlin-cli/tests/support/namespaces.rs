@@ -19,7 +19,7 @@ pub struct Wire {
     b: String,
 }
 
-/// Queue of a limited wire: more than all lanes of a test keep in their device at once (TCP limits
+/// Queue of a limited wire: more than all lanes of a test together keep in their device (TCP limits
 /// that to two packets of 64 KiB each). If the sender's own queue overflows, no acknowledgement
 /// reports the loss: an otherwise idle lane retries after 200 ms, which lengthens a downtime.
 const QUEUE_BYTES: u32 = 4 << 20;

@@ -46,7 +46,7 @@ impl AcceptLoop {
     /// Registers the listener.
     ///
     /// # Errors
-    /// epoll_ctl(2)'s.
+    /// An error from epoll_ctl(2).
     pub(super) fn new(shared: &Arc<Shared>, listener: TcpListener) -> io::Result<Self> {
         shared.epoll.add_always(&shared.wakeup, WAKE)?;
         shared.epoll.add(&listener, LISTENER, Readiness::Read)?;

@@ -19,7 +19,7 @@ use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
 
 /// A listener with its threads and clients. Dropping it closes the listener and all forwarded clients
-/// at once, and waits for the hand-overs in progress, which take at most five seconds. Sockets that
+/// immediately, and waits for the hand-overs in progress, which take at most five seconds. Sockets that
 /// were handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,

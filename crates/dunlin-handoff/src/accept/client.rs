@@ -130,7 +130,7 @@ impl Client {
             Ok(Look::Needs(_)) if ended => return self.refuse(Refusal::Disconnected, None),
             Ok(Look::Needs(least)) => {
                 // Fewer bytes do not wake this thread (SO_RCVLOWAT). If they have arrived meanwhile,
-                // the kernel reports the socket at once.
+                // the kernel reports the socket immediately.
                 return match self.readable_from(least) {
                     Ok(()) => Step::Wait,
                     Err(error) => self.refuse(Refusal::Io(error), None),

@@ -70,7 +70,7 @@ pub enum Target {
 /// The server for clients of all other names.
 #[derive(Clone, Debug)]
 pub struct Backend {
-    /// Its address.
+    /// The server's address.
     pub to: Target,
     /// The version of its PROXY headers; `None` to send no headers.
     pub header: Option<ProxyHeader>,
@@ -138,7 +138,7 @@ pub struct Arrived {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// Its first bytes are not a TLS ClientHello.
+    /// The client's first bytes are not a TLS ClientHello.
     #[error(transparent)]
     Hello(#[from] NoHello),
     /// The client disconnected before its hello was complete.
@@ -273,7 +273,7 @@ pub enum Event {
     /// Descriptors or memory ran out, and there is no client to evict. Reported once until accepting
     /// succeeds again.
     Starved(io::Error),
-    /// The listener failed. No clients are accepted any more.
+    /// The listener failed. Clients are no longer accepted.
     Failed(io::Error),
 }
 
@@ -312,7 +312,7 @@ impl fmt::Display for Event {
             ),
             Self::Failed(error) => write!(
                 f,
-                "the listener failed, no clients are accepted any more: {error}"
+                "the listener failed, clients are no longer accepted: {error}"
             ),
         }
     }

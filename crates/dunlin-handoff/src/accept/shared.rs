@@ -34,7 +34,7 @@ pub(super) struct State {
     pub(super) handovers: BTreeMap<usize, usize>,
     /// No new clients are accepted.
     pub(super) is_draining: bool,
-    /// Pending clients are dropped at once.
+    /// Pending clients are dropped immediately.
     pub(super) is_stopped: bool,
     /// The accepting thread has ended.
     pub(super) is_closed: bool,

@@ -9,7 +9,7 @@
 //!
 //! ```text
 //!  opens lanes                                                       accepts
-//!   IpsecDialer ─▶ connection of its own (TLS): a keying session's ═════════▶ take
+//!   IpsecDialer ─▶ separate connection (TLS): a keying session's ═══════════▶ take
 //!    │      offer, to the listener of the lanes, for 64 source ports
 //!    ▼
 //!   ProtectedLane: a lane ── from one of these ports, by ESP ────────────▶ covers
@@ -67,7 +67,7 @@ pub const BLOCK_PORTS: u16 = 64;
 const OFFERS: usize = 8;
 /// The maximum number of accepted lanes that wait for an SA for their answers.
 const ANSWERING: usize = 256;
-/// How long such a lane waits.
+/// How long an accepted lane waits for an SA for its answers.
 const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
 /// The interval at which ended sessions and accepted lanes are handled.
 const TICK: Duration = Duration::from_millis(100);
@@ -135,8 +135,8 @@ impl NotProtected {
 }
 
 impl IpsecLanes {
-    /// Starts opening and accepting such lanes, if the kernel supports them. Both sides take blocks
-    /// of source ports from `options.ports`. `options.cpus` are the CPUs to which this side's lanes
+    /// Starts opening and accepting lanes over IPsec, if the kernel supports them. Both sides take
+    /// blocks of source ports from `options.ports`. `options.cpus` are the CPUs to which this side's lanes
     /// are pinned; if it is empty, all lanes use one SA in mode cpu. Removes what dead processes
     /// left.
     ///
@@ -175,7 +175,7 @@ impl IpsecLanes {
     /// the same peer. Then nothing else reaches this host from the lane's source port (I6).
     ///
     /// # Errors
-    /// It does not use them.
+    /// The lane does not use them.
     pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), NotProtected> {
         self.covers_if(&|other| other.is(peer), lane)
     }

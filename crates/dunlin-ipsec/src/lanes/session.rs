@@ -318,7 +318,7 @@ impl LaneSession {
         entries.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// If the session has ended, shuts down its lanes: nothing leaves from their ports any more.
+    /// If the session has ended, shuts down its lanes: their ports no longer send.
     /// Returns whether it has ended.
     pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {

@@ -132,7 +132,7 @@ impl Driver {
     }
 
     /// Called when this session's own policies are installed. Removes the policies that these
-    /// override, and frees ports that do not belong to this session where no connection uses them.
+    /// override, and frees ports that do not belong to this session and that no connection uses.
     fn settle_inheritance(
         &mut self,
         inheritance: Inheritance,

@@ -105,7 +105,7 @@ impl Ports {
 /// The direction to the peer. No transition leads back.
 enum Sending {
     Works,
-    /// Nothing is sent any more. The time is that of the error.
+    /// Nothing more is sent. The time is that of the error.
     Failed(IpsecError, Instant),
 }
 
@@ -155,7 +155,7 @@ impl Driver {
         let _ = self.settle();
         // Unblocks the reader.
         drop(dealt);
-        // Tells the peer that nothing follows. Fails if the peer is gone.
+        // Informs the peer that nothing follows. Fails if the peer has ended.
         let _ = self.control.close();
         self.control.shutdown();
         if let Ok(reader) = reader {
@@ -199,7 +199,7 @@ impl Driver {
     /// Performs all pending actions.
     ///
     /// # Errors
-    /// Why the session is over.
+    /// The reason why the session is over.
     fn settle(&mut self) -> Result<(), IpsecError> {
         let mut result = Ok(());
         while result.is_ok()
@@ -292,7 +292,7 @@ impl Driver {
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
         let grants = slots.iter().map(|slot| Ok(slot.granted(spi()?)));
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
-        // All at once: each call waits for the disk.
+        // All in one call, because each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = &mut self.blocked()?.record;
@@ -426,7 +426,7 @@ impl Driver {
     }
 
     /// Sends a message. A peer that has ended the session receives nothing more, although its final
-    /// message may not have been read yet. So a send error does not end the session at once: the
+    /// message may not have been read yet. So a send error does not end the session immediately: the
     /// peer's final message takes precedence over the loss of the connection.
     fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();
@@ -444,7 +444,7 @@ impl Driver {
     }
 
     /// Removes what was installed. While connections use the ports, they stay blocked; after
-    /// `quiet_wait` a later process frees them. If the end was not asked for, they stay blocked at
+    /// `quiet_wait` a later process frees them. If the end was not requested, they stay blocked at
     /// once: an attacker who can cut a connection, or make a peer send garbage, must not be able to
     /// open the ports.
     fn remove_installed(
@@ -487,7 +487,7 @@ impl Driver {
     }
 }
 
-/// Whether the owner of either side asked for the end.
+/// Whether the owner of either side requested the end.
 fn is_asked_for(why: &IpsecError) -> bool {
     matches!(
         why,

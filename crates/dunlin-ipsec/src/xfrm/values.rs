@@ -1,4 +1,4 @@
-//! Types of requests to the kernel's IPsec and of its answers.
+//! Types used in requests to the kernel's IPsec (XFRM) and in its replies.
 
 use std::fmt;
 use std::net::IpAddr;

@@ -67,7 +67,7 @@ pub fn accept(
     })
 }
 
-/// As [`accept`], for a relay: its peers are arbitrary TLS clients, and a connection is delivered
+/// Like [`accept`], for a relay: its peers are arbitrary TLS clients, and a connection is delivered
 /// when its handshake is complete.
 pub fn accept_relayed(
     listener: &TcpListener,

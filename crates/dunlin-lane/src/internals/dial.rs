@@ -43,7 +43,7 @@ pub trait Connector: Send + Sync {
     /// Connects from the address and port `local` to `remote`. Only lanes over IPsec need it.
     ///
     /// # Errors
-    /// As [`Connector::connect`]. `AddrInUse` if the local port is in use, and `Unsupported` if
+    /// Same as [`Connector::connect`]. `AddrInUse` if the local port is in use, and `Unsupported` if
     /// this method is not implemented.
     fn connect_from(
         &self,

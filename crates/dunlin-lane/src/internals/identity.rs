@@ -97,7 +97,7 @@ impl Identity {
         Self::load_files(files, options)
     }
 
-    /// As [`Identity::load`], with files at any path.
+    /// Like [`Identity::load`], with files at any path.
     ///
     /// # Errors
     /// [`IdentityError`], which names the file and the remedy.

@@ -238,7 +238,7 @@ pub fn install(
 /// for a refusal.
 ///
 /// # Errors
-/// As [`install`].
+/// Same as [`install`].
 pub(crate) fn prepare(
     stream: &TcpStream,
     suite: CipherSuite,
@@ -254,7 +254,7 @@ pub(crate) fn prepare(
 /// Installs both keys of a prepared connection in the kernel.
 ///
 /// # Errors
-/// As [`install`].
+/// Same as [`install`].
 pub(crate) fn give(
     stream: &TcpStream,
     secrets: &ExtractedSecrets,
@@ -285,11 +285,11 @@ fn remembered(
     result
 }
 
-/// As [`choose`], for a connection to a program other than Dunlin. Such a program may renew its
+/// Like [`choose`], for a connection to a program other than Dunlin. Such a program may renew its
 /// keys in TLS 1.3, so `auto` chooses the kernel only if it can follow.
 ///
 /// # Errors
-/// As [`choose`].
+/// Same as [`choose`].
 pub fn choose_for_relay(
     offload: Offload,
     suite: CipherSuite,
@@ -313,7 +313,7 @@ pub const CANNOT_RENEW: &str = "this kernel cannot replace a connection's keys (
 /// Installs the next key of a direction in the kernel (TLS 1.3). Its record numbers begin at zero.
 ///
 /// # Errors
-/// The error of setsockopt(2); `ResourceBusy` if the kernel does not support renewal.
+/// An error from setsockopt(2); `ResourceBusy` if the kernel does not support renewal.
 pub fn renew(
     stream: &TcpStream,
     direction: Direction,

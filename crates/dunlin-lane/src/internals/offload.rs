@@ -8,7 +8,7 @@ use thiserror::Error;
 /// What seals and opens the TLS records of data lanes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Offload {
-    /// The kernel if it supports the cipher and has a fast implementation, else this process.
+    /// The kernel if it supports the cipher and has a fast implementation, otherwise this process.
     #[default]
     Auto,
     /// The kernel only; fail if it cannot.

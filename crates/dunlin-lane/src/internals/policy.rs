@@ -89,7 +89,7 @@ pub struct ClientTls {
     pub(super) side: Side,
 }
 
-/// What a handshake of either role needs beside rustls's configuration.
+/// What a handshake of either role needs in addition to rustls's configuration.
 #[derive(Clone, Debug)]
 pub(super) struct Side {
     pub(super) trust: Arc<Trust>,

@@ -91,7 +91,7 @@ impl Crypto {
     }
 
     /// Returns rustls's provider: records by [`Crypto::provider`], key exchange by X25519MLKEM768
-    /// where built in, then X25519, and TLS 1.3 suites only.
+    /// if built in, then X25519, and TLS 1.3 suites only.
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].

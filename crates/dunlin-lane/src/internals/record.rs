@@ -566,7 +566,7 @@ impl OpenHalf {
         Ok((*header, body))
     }
 
-    /// As [`OpenHalf::open`], for a peer that may send messages after the handshake. The caller
+    /// Like [`OpenHalf::open`], for a peer that may send messages after the handshake. The caller
     /// must not open more records after an error or a close.
     pub(super) fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
         let (header, body) = self.checked(record)?;

@@ -15,7 +15,7 @@ use dunlin_linux::socket::remaining;
 use dunlin_proto::limits::MAX_LANES;
 
 /// Maximum number of lookups, and so of their threads, that run at the same time in this process: all
-/// lanes of a session may look up their host at once. A lookup that its caller has abandoned counts
+/// lanes of a session may look up their host simultaneously. A lookup that its caller has abandoned counts
 /// until the resolver returns.
 pub const LOOKUPS_MAX: usize = MAX_LANES as usize;
 
@@ -25,7 +25,7 @@ static RUNNING: AtomicUsize = AtomicUsize::new(0);
 /// brackets.
 ///
 /// # Errors
-/// `InvalidInput` for a malformed endpoint; otherwise as [`host`].
+/// `InvalidInput` for a malformed endpoint; otherwise the errors of [`host`].
 pub fn endpoint(endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<Vec<SocketAddr>> {
     let wanted = "malformed endpoint: give a host and a port, as in host-b.example:4444 or \
                   [2001:db8::7]:4444";

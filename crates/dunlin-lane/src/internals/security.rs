@@ -17,7 +17,7 @@ pub trait SealedLanes: LaneAcceptor + fmt::Debug {
     /// drop may block until the connections of its lanes have closed.
     fn dialer(&self) -> Arc<dyn LaneDialer>;
 
-    /// Consumes `arrival` if it is a connection that negotiates the protection of such lanes;
+    /// Consumes `arrival` if it is a connection that negotiates the protection of sealed lanes;
     /// returns every other connection that arrives at the lane listener.
     fn take(&self, arrival: Arrival) -> Option<Arrival>;
 }
@@ -27,7 +27,7 @@ pub trait SealedLanes: LaneAcceptor + fmt::Debug {
 #[non_exhaustive]
 pub enum Unavailable {
     /// IPsec is selected, and there are no [`SealedLanes`].
-    #[error("this process has no lanes over IPsec")]
+    #[error("IPsec lanes are selected, but this process was not set up for them")]
     NoIpsec,
     /// Plain is selected, and this side does not allow it (I6).
     #[error("this side does not allow plain lanes")]

@@ -117,7 +117,7 @@ pub enum Readiness {
 /// Waits for the socket or the stop, without a timeout.
 ///
 /// # Errors
-/// The error of poll(2).
+/// An error from poll(2).
 pub fn wait(socket: &impl AsFd, readiness: Readiness, stop: &Stop) -> io::Result<()> {
     let socket = Interest {
         fd: socket.as_fd(),

@@ -10,7 +10,7 @@
 //! Revocation takes precedence over a pin. A chain can only use certificates that the peer sends,
 //! so the peer's own certificate is first looked up in the local lists by issuer and serial number,
 //! without a chain. rustls derives the alert from the error, so the verifier returns rustls's own
-//! error where one exists; [`take_untrusted`] holds details that those errors cannot carry.
+//! error if one exists; [`take_untrusted`] holds details that those errors cannot carry.
 
 /// The signature checks that all verifiers share, using the verifier's `algorithms`.
 macro_rules! verify_signatures_with_own_algorithms {
@@ -228,7 +228,7 @@ impl Trust {
     /// Returns the identity of a peer after its handshake passed this check.
     ///
     /// # Errors
-    /// The list of peers does not allow it, or a certificate has expired since the check.
+    /// The list of peers does not allow this one, or a certificate has expired since the check.
     pub(super) fn identify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -340,7 +340,8 @@ impl UntrustedReason {
         let is_own_issuer = |certificate: &X509Certificate<'_>| {
             certificate.issuer().as_raw() == certificate.subject().as_raw()
         };
-        // `openssl req -x509` marks such a certificate as a CA, which webpki reports first.
+        // `openssl req -x509` marks a self-signed certificate as a CA. webpki then reports
+        // `CaUsedAsEndEntity` instead of `UnknownIssuer`.
         if is_own_issuer(&last)
             && matches!(
                 error,

@@ -203,7 +203,7 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         assert!(!stranger.is(&identify(&host, allowed).principal()));
     }
     assert!(stranger.is(&stranger.principal()));
-    // Its names do not authorise it where only names are allowed (the second use of the rule).
+    // Its names do not authorise it if only names are allowed (the second use of the rule).
     assert!(names(&[NAME]).authorise_further(&stranger).is_err());
     assert!(names(&[]).authorise_further(&stranger).is_err());
     assert!(names(&[&pin]).authorise_further(&stranger).is_ok());
@@ -500,7 +500,7 @@ fn i7_an_endless_flight_is_refused_at_the_limit() {
         } else {
             handshake::client(near, &any_client(), soon()).unwrap_err()
         };
-        // rustls may reject the message first; either way the handshake ends at once.
+        // rustls may reject the message first; either way the handshake ends immediately.
         let text = error.to_string();
         assert!(
             matches!(error, HandshakeError::TooLong | HandshakeError::Protocol(_)),

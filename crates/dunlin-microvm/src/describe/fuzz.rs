@@ -21,7 +21,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let described = |config| VmDescription {
         config,
         tsc_khz: 2_000_000,
-        cpuid: super::Table::decode(&mut Reader::new(&[0, 0])).expect("it is empty"),
+        cpuid: super::Table::decode(&mut Reader::new(&[0, 0])).expect("the table is empty"),
     };
     let hot = Config {
         name: "sandpiper".to_owned(),

@@ -2,7 +2,7 @@
 //!
 //! The vCPU thread blocks the signal, except while KVM runs the guest
 //! (KVM_SET_SIGNAL_MASK, section 4.30 of the kernel's KVM API). A kick that arrives
-//! early therefore stays pending and makes the next KVM_RUN return EINTR at once. It
+//! early therefore stays pending and makes the next KVM_RUN return EINTR immediately. It
 //! installs no signal handler, so the embedding program's global state is untouched.
 
 use std::io;
@@ -37,7 +37,7 @@ impl Kick {
     /// Call it on the thread that will run `vcpu`, before its first KVM_RUN.
     ///
     /// # Errors
-    /// The error of KVM_SET_SIGNAL_MASK or pthread_sigmask.
+    /// An error from KVM_SET_SIGNAL_MASK or pthread_sigmask.
     pub(crate) fn attach(&self, vcpu: &Vcpu) -> io::Result<Attached<'_>> {
         let old = block()?;
         set_guest_mask(vcpu, &old)?;

@@ -19,41 +19,41 @@ pub enum LoadError {
     /// A mandatory section is missing: the source is at fault.
     #[error("section `{section}` of {instance} is missing")]
     Missing {
-        /// Its name.
+        /// The section's name.
         section: &'static str,
-        /// Its instance.
+        /// The section's instance.
         instance: u32,
     },
     /// A required section is not supported.
     #[error("required section `{section}` of {instance} is not supported: use a newer VMM")]
     Unknown {
-        /// Its name.
+        /// The section's name.
         section: String,
-        /// Its instance.
+        /// The section's instance.
         instance: u32,
     },
     /// Two sections have the same name and instance: the source is at fault.
     #[error("section `{section}` of {instance} appears twice")]
     Twice {
-        /// Its name.
+        /// The section's name.
         section: String,
-        /// Its instance.
+        /// The section's instance.
         instance: u32,
     },
     /// An unsupported version of a section.
     #[error("section `{section}` version {version} not supported (only 1)")]
     Version {
-        /// Its name.
+        /// The section's name.
         section: &'static str,
-        /// Its version.
+        /// The section's version.
         version: u32,
     },
     /// The content of a section is invalid: the source is at fault.
     #[error("cannot decode section `{section}` of {instance}")]
     Decode {
-        /// Its name.
+        /// The section's name.
         section: &'static str,
-        /// Its instance.
+        /// The section's instance.
         instance: u32,
         /// The decoding error.
         #[source]
@@ -62,9 +62,9 @@ pub enum LoadError {
     /// KVM rejected the content of a section.
     #[error("KVM rejected section `{section}` of {instance}")]
     Kvm {
-        /// Its name.
+        /// The section's name.
         section: &'static str,
-        /// Its instance.
+        /// The section's instance.
         instance: u32,
         /// The kernel's error, or the wrong length.
         #[source]
@@ -77,7 +77,7 @@ pub enum LoadError {
         instance: u32,
         /// The MSR.
         index: u32,
-        /// Its value at the source.
+        /// The MSR's value at the source.
         value: u64,
     },
     /// This KVM cannot offset the guest's TSC, which would go backwards.

@@ -8,7 +8,7 @@ use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 use super::error::{LoadError, MSRS, decoded, kvm_refused};
 use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
-/// It continues during the migration and has a section of its own.
+/// It continues during the migration and has its own section.
 pub(super) const MSR_IA32_TSC: u32 = 0x10;
 
 /// Size of an MSR's index and value.

@@ -24,7 +24,7 @@ impl Tsc {
             guest_tsc: reader.u64("guest TSC")?,
             offset: reader.u64("TSC offset")?,
         };
-        // The description determines the rate; this field is for diagnosis.
+        // The TSC rate comes from the VM's description; this copy is only for diagnosis.
         reader.u32("TSC rate")?;
         reader.finish("TSC")?;
         Ok(tsc)

@@ -39,7 +39,7 @@ pub fn wait_for(vm: &Vm, what: &str, done: impl Fn(&Vm) -> bool) {
     }
 }
 
-/// The rate, in visits per second, at which the guest makes so many more visits.
+/// The rate, in visits per second, at which the guest makes its next `visits` visits.
 pub fn rate_of(vm: &Vm, visits: u64) -> f64 {
     let (start, before) = (Instant::now(), vm.stats().pages_checked);
     wait_for(vm, "visits", |vm| {

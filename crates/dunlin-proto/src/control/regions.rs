@@ -131,7 +131,7 @@ pub enum RegionError {
     Length {
         /// The region.
         id: u16,
-        /// Its length in bytes.
+        /// The region's length in bytes.
         length: u64,
     },
     /// The total exceeds the limit.
@@ -144,7 +144,7 @@ pub enum RegionError {
     BackingPage {
         /// The region.
         id: u16,
-        /// Its backing page size in bytes.
+        /// The region's backing page size in bytes.
         bytes: u32,
     },
     /// A flag that must be understood is unknown.
@@ -152,7 +152,7 @@ pub enum RegionError {
     Flags {
         /// The region.
         id: u16,
-        /// Its flags.
+        /// The region's flags.
         flags: u32,
     },
     /// The name is too long.
@@ -242,8 +242,8 @@ impl RegionTable {
         &self.regions
     }
 
-    /// Bytes of all regions together. A destination compares this with what it
-    /// is prepared to give before it allocates anything in proportion.
+    /// Bytes of all regions together. A destination compares this with its
+    /// limit before it allocates anything in proportion.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes

@@ -1,5 +1,5 @@
-//! Decoders: a decoded value is within its bounds, uses memory in proportion to
-//! the input, and survives encoding and decoding.
+//! Fuzz entries for the decoders. They check that a decoded value is within its bounds, uses memory
+//! in proportion to the input, and is unchanged after it is encoded and decoded again.
 
 use super::as_is_and_with_its_length;
 use std::sync::LazyLock;
@@ -93,7 +93,7 @@ fn control_message(bytes: &[u8]) -> Option<Message> {
     let (again, body) = encoded
         .split_first_chunk::<CONTROL_HEADER_BYTES>()
         .expect("a message starts with its header");
-    let again = Header::decode(again).expect("it was written here");
+    let again = Header::decode(again).expect("the header was encoded above");
     assert_eq!(again.envelope(), header.envelope());
     assert_eq!(
         Message::decode(&again, body).as_ref(),

@@ -233,5 +233,5 @@ impl Rig {
 
 fn remove(installed: &mut Vec<(u32, u32)>, key: (u32, u32)) {
     let at = installed.iter().position(|one| *one == key);
-    installed.swap_remove(at.expect("it was installed"));
+    installed.swap_remove(at.expect("the SA was installed"));
 }

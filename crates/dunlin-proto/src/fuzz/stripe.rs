@@ -55,7 +55,7 @@ fn message(bytes: &[u8]) {
     let (again, body) = encoded
         .split_first_chunk::<MESSAGE_HEADER_BYTES>()
         .expect("a message starts with its header");
-    let again = Header::decode(again).expect("it was written here");
+    let again = Header::decode(again).expect("the header was encoded above");
     assert_eq!(again.epoch(), header.epoch());
     assert_eq!(Message::decode(&again, body), Ok(Some(message)));
 }

@@ -71,7 +71,7 @@ pub enum Message {
     Terms(Terms),
     /// Requests SAs for what the sender sends: at most [`crate::limits::MAX_SLOTS`].
     Want {
-        /// Their epoch: the current or the next one.
+        /// The epoch of the SAs: the current or the next one.
         epoch: u32,
         /// The SAs, their indices ascending.
         slots: Vec<Slot>,
@@ -93,7 +93,7 @@ pub enum Message {
     },
     /// The sender no longer sends with these SAs of the current epoch.
     Release {
-        /// Their indices, ascending: at most [`crate::limits::MAX_SLOTS`].
+        /// The indices of the SAs, ascending: at most [`crate::limits::MAX_SLOTS`].
         indices: Vec<u32>,
     },
     /// The session has ended, or is refused.

@@ -30,7 +30,7 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// Applies a step as the kernel would; panics where the kernel returns an error.
+    /// Applies a step as the kernel would; panics if the kernel would return an error.
     pub(crate) fn apply(&mut self, step: &Step) {
         match *step {
             Step::Add(Object::Policy(policy)) => {
@@ -56,7 +56,7 @@ impl Kernel {
             }
             Step::Remove(Object::Association(one)) => {
                 let at = self.associations.iter().position(|other| *other == one);
-                self.associations.remove(at.expect("it was installed"));
+                self.associations.remove(at.expect("the SA was installed"));
             }
             Step::Add(Object::Listener(_)) | Step::Remove(Object::Listener(_)) => {}
         }

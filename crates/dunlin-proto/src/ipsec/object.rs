@@ -481,7 +481,7 @@ mod tests {
             let words: Vec<&str> = line.split(' ').collect();
             let kept = words.len().saturating_sub(cut);
             let cut = words[..kept].join(" ");
-            // An SA without UDP ports is a valid line of its own.
+            // An SA without UDP ports is a valid line by itself.
             if let Ok(other) = cut.parse::<Object>() {
                 prop_assert!(matches!(other, Object::Association(one) if one.encapsulation.is_none()));
             }

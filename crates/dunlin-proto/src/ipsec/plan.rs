@@ -47,7 +47,7 @@ use super::ports::{PortBlock, PortRange};
 use super::{Grant, Mode, Sender};
 use crate::mistake::{Mistake, planted};
 
-/// The smallest priority of policies. Each session has two priorities of its own above it, so that
+/// The smallest priority of policies. Each session has its own two priorities above it, so that
 /// no session mistakes another's policy for its own: at most 65,634. strongSwan's priorities start
 /// in the hundreds of thousands, and the default of `ip xfrm` is 0.
 pub const FIRST_PRIORITY: u32 = 100;
@@ -100,7 +100,7 @@ pub enum Step {
 /// How everything is removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Undo {
-    /// Steps to apply at once, in this order.
+    /// Steps to apply immediately, in this order.
     pub now: Vec<Step>,
     /// Policies to remove when no connection on the ports is left on this host.
     pub when_quiet: Vec<Policy>,

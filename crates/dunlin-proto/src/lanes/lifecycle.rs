@@ -94,10 +94,10 @@ pub enum Action {
 /// What happens to a lost lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// It stays until the peer answers a fence: a late write on it could
+    /// The lane stays until the peer answers a fence: a late write on it could
     /// overwrite newer data.
     Fenced,
-    /// It is removed at once: its data may arrive twice.
+    /// The lane is removed immediately: its data may arrive twice.
     Dropped,
 }
 
@@ -268,7 +268,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// No lanes are wanted any more.
+    /// Lanes are no longer needed.
     pub(crate) fn leave_all(&mut self) {
         for lane in self.lanes.values_mut().filter(|lane| lane.is(State::Up)) {
             lane.state = State::Leaving;

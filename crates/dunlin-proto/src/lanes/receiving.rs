@@ -83,7 +83,7 @@ pub enum Fence {
     /// Close the lane's connection, wake its thread and join it; then
     /// [`Receiving::gone`].
     Close,
-    /// The lane is not open here: answer at once.
+    /// The lane is not open here: answer immediately.
     Answer,
 }
 
@@ -157,7 +157,7 @@ impl Receiving {
     /// A chunk's header has arrived on `lane`: checks that it may be written.
     ///
     /// # Errors
-    /// It must not be written; close the lane.
+    /// The chunk must not be written; close the lane.
     pub fn check_chunk(&self, lane: u16, number: u64, iteration: u32) -> Result<(), CourseError> {
         let expected = self
             .marks

@@ -20,7 +20,7 @@ pub enum Arrival {
     /// It is next, and the caller has the turn to write to the channel's socket: write it, then
     /// call `Trunk::wrote`.
     Deliver,
-    /// Earlier bytes are missing, or another thread is writing: put it into a buffer of its own and
+    /// Earlier bytes are missing, or another thread is writing: put it into its own buffer and
     /// call `Trunk::keep`.
     Keep,
     /// It is a duplicate, or its channel no longer exists.

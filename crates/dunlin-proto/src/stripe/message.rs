@@ -162,7 +162,7 @@ pub enum Message {
         /// The channel.
         channel: u32,
     },
-    /// The channel is aborted, in both directions and at once. Repeated until *gone*.
+    /// The channel is aborted, immediately and in both directions. Repeated until *gone*.
     Reset {
         /// The channel.
         channel: u32,

@@ -7,7 +7,7 @@ use super::fault::PeerFault;
 use super::message::LaneAck;
 use crate::fault::FaultCode;
 
-/// Unacknowledged frames of a lane after which an acknowledgement is due at once. It bounds what
+/// Unacknowledged frames of a lane after which an acknowledgement is due immediately. It bounds what
 /// the sender keeps longer than necessary.
 const ACK_FRAMES: u64 = 16;
 /// The same limit in bytes.
@@ -125,7 +125,7 @@ impl ReceivingLanes {
         }
     }
 
-    /// When the next acknowledgement is due; 0 means at once.
+    /// When the next acknowledgement is due; 0 means immediately.
     pub(super) fn due_ns(&self) -> Option<u64> {
         self.lanes.values().filter_map(Lane::due_ns).min()
     }

@@ -1,7 +1,7 @@
 //! Enums that messages and journals hold as a number.
 
-/// Defines such an enum, one row for each value: a number that never changes,
-/// and the name in documents and logs.
+/// Defines an enum that is encoded as a number. Each value has a row with its number,
+/// which never changes, and its name in documents and logs.
 macro_rules! numbered {
     (
         $(#[$doc:meta])*

@@ -50,7 +50,7 @@ impl Start {
     /// `rest` writes the rest of the header.
     ///
     /// # Errors
-    /// Those of `body`, and a body of more than `most` bytes; `out` is then unchanged.
+    /// The errors of `body`, and a body of more than `most` bytes; `out` is then unchanged.
     pub(crate) fn write(
         out: &mut Vec<u8>,
         kind: u16,

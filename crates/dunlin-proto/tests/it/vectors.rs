@@ -28,7 +28,7 @@ const SESSION: [u8; 16] = [
     0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf,
 ];
 
-/// The vectors of migrations by name; the tunnel's and those of IPsec have modules of their own.
+/// The vectors of migrations by name; the tunnel's and those of IPsec have their own modules.
 fn vectors() -> BTreeMap<&'static str, Vec<u8>> {
     let mut vectors = vectors_of("");
     vectors.retain(|name, _| !name.starts_with("tunnel-") && !name.starts_with("ipsec/"));

@@ -30,7 +30,7 @@ use dunlin_lane::splice::Stop;
 /// How often a direction with a consumer that does not read checks whether the channel is aborted.
 ///
 /// Drawback: a hypervisor that stalls notices an abort this much later.
-/// Alternative: a shutdown would wake the thread at once, but the hypervisor would read an orderly
+/// Alternative: a shutdown would wake the thread immediately, but the hypervisor would read an orderly
 /// end, which an abort must not be.
 pub(super) const STALL_LOOK: Duration = Duration::from_millis(20);
 

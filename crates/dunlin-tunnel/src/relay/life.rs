@@ -83,7 +83,7 @@ impl Life {
     }
 
     /// The peer's connection was reset. Returns true if that loses data of this side: the peer's
-    /// end is read, so no thread reads any more, and this side has not sent its own end.
+    /// end is read, so no thread reads any longer, and this side has not sent its own end.
     pub(super) fn reset(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Open, ..) = self {
             *inward = Inward::Reset;

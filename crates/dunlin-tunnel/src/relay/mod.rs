@@ -1,4 +1,4 @@
-//! Relays: each connection of a hypervisor is carried on a TLS connection of its own, without
+//! Relays: each connection of a hypervisor is carried on its own TLS connection, without
 //! framing, so that the other end may be any TLS program.
 //!
 //! ```text
@@ -341,7 +341,7 @@ impl Relays {
         channels.iter().map(|one| one.status()).collect()
     }
 
-    /// Ends all relays at once.
+    /// Ends all relays immediately.
     pub(super) fn end(&self) {
         let mut state = self.lock();
         let waiting: Vec<_> = state.queues.values_mut().map(std::mem::take).collect();

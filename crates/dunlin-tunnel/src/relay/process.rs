@@ -15,8 +15,8 @@ use crate::failure::Failure;
 use dunlin_lane::record::RECEIVED_RECORD_BYTES;
 use dunlin_lane::sync::lock;
 
-/// Bytes that are sealed and sent at once, and bytes that are received at once. Each piece wakes a
-/// thread, so larger pieces cost less CPU: docs/benchmarking/tried.md has the figures.
+/// Bytes that are sealed and sent in one piece, or received in one piece. Each piece wakes a thread,
+/// so larger pieces cost less CPU: docs/benchmarking/tried.md has the figures.
 ///
 /// Drawback: a busy direction holds twice as much, for the bytes and for their records.
 const PIECE_BYTES: usize = 256 << 10;

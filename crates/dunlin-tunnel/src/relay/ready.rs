@@ -27,7 +27,7 @@ impl Channel {
     /// A channel without threads. Sets the options of the sockets.
     ///
     /// # Errors
-    /// The error of setsockopt(2), or out of descriptors. Both connections are aborted.
+    /// setsockopt(2) fails, or no file descriptors are left. Both connections are aborted.
     pub(super) fn new(
         site: &Arc<Site>,
         number: u32,
@@ -78,7 +78,7 @@ impl Channel {
         let (own, counted) = (Arc::clone(self), Arc::clone(counted));
         let thread = move || {
             let result = body(&own);
-            // Before the end is reported: the next connection may follow at once.
+            // Before the end is reported: the next connection may follow immediately.
             drop(counted);
             own.leave(result);
         };

@@ -16,7 +16,7 @@ use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
 use dunlin_lane::splice::{Readiness, Stop, wait};
 use dunlin_lane::sync::lock;
 
-/// The error of splice(2) if the next record is not data (net/tls/tls_sw.c).
+/// An error from splice(2) if the next record is not data (net/tls/tls_sw.c).
 const EINVAL: i32 = 22;
 
 impl Channel {

@@ -29,7 +29,7 @@ impl Watch {
     /// Starts the watch of a tunnel.
     ///
     /// # Errors
-    /// Out of descriptors or threads.
+    /// No file descriptors or threads are left.
     pub(super) fn start(site: &Site) -> io::Result<Arc<Self>> {
         let made = Arc::new(Self {
             sockets: WatchedSockets::new()?,

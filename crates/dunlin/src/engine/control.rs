@@ -203,7 +203,7 @@ impl ControlLane {
         }
     }
 
-    /// Ends the lane at once and wakes every thread that waits in it.
+    /// Ends the lane immediately and wakes every thread that waits in it.
     pub(crate) fn shutdown(&self) {
         self.backlog.close();
         self.stream.shutdown();

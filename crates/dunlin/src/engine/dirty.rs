@@ -26,11 +26,11 @@ use super::vmm::DirtyLog;
 ///
 /// It does not see writes by another process that maps the same file, such as a
 /// vhost-user back end, nor DMA into pinned pages (VFIO, direct I/O in flight): those
-/// need logs of their own in addition.
+/// need their own logs in addition.
 ///
 /// A region on huge pages is reported in huge pages. A region backed by a file costs
-/// page tables for all of it, 1/512 of its size; a private region costs nothing where
-/// it was never touched. The first read of a private page may be reported as a write.
+/// page tables for all of it, 1/512 of its size; a private region costs nothing for
+/// pages that were never touched. The first read of a private page may be reported as a write.
 /// With transparent huge pages, the first write to a page may be reported for all pages
 /// of its 2 MiB.
 #[derive(Debug)]

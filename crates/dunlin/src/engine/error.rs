@@ -46,7 +46,7 @@ impl MigrateError {
 impl fmt::Display for MigrateError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let vm = match self.vm {
-            VmIs::AtSource => "the VM goes on at the source",
+            VmIs::AtSource => "the VM stays at the source",
             VmIs::StuckAtSource => "the VM is paused at the source and could not be resumed",
             VmIs::InDoubt => {
                 "the VM is paused at the source and may run at the destination: check there \

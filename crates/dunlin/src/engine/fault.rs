@@ -15,17 +15,17 @@ use dunlin_proto::text::{harmless, with_causes};
 /// can tell; it has discarded its copy and has nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmIs {
-    /// It continues at the source, or is paused there because its owner had paused it.
+    /// The VM continues at the source, or is paused there because its owner had paused it.
     /// Nothing to do; another migration may follow.
     AtSource,
-    /// It is paused at the source: its VMM's `reactivate` or `resume` failed. It exists
+    /// The VM is paused at the source: its VMM's `reactivate` or `resume` failed. It exists
     /// nowhere else, so the source may repair the cause and resume it.
     StuckAtSource,
     /// *commit* was sent and not answered. The VM is paused at the source and may run
     /// at the destination. Keep it paused, keep the process alive, and use
     /// [`MigrateError::doubt`](super::MigrateError::doubt).
     InDoubt,
-    /// It was started at the destination and no longer runs there. The source has its
+    /// The VM was started at the destination and no longer runs there. The source has its
     /// copy, paused as it was at the switchover. An operator decides whether to resume
     /// that copy, through [`MigrateError::doubt`](super::MigrateError::doubt).
     RanThenDied,

@@ -13,7 +13,7 @@ use super::sync::{Interrupt, Mutex, lock};
 /// Opens connections and starts threads for the engine, so that it fits a VMM that must
 /// do neither by itself.
 pub trait Host: Connector {
-    /// Runs `body` on a thread of its own.
+    /// Runs `body` on its own thread.
     ///
     /// # Errors
     /// A thread cannot be started.
@@ -71,7 +71,7 @@ impl Cancel {
         lock(&self.0).cancelled
     }
 
-    /// Calls `listener` on cancellation, or at once if already cancelled, until the
+    /// Calls `listener` on cancellation, or immediately if already cancelled, until the
     /// result is dropped.
     pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) -> Listening<'_> {
         let mut state = lock(&self.0);

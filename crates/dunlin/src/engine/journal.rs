@@ -17,7 +17,7 @@
 //! [`Journal::none`] keeps records in the process's memory. The cost: if a process dies
 //! after *commit*, the other side gets the answer *no record*, or no answer, and the VM
 //! stays in doubt until an operator has found where it runs. A source that is restarted
-//! after such a crash has no sign that it must not start the VM again.
+//! after its process died has no sign that it must not start the VM again.
 //!
 //! A session's record is removed when no side will ask about it again. A side that does
 //! not learn this removes the record when the same VM moves again: a source starts no

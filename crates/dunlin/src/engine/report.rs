@@ -117,13 +117,13 @@ pub enum Event {
     },
     /// A data lane is established.
     LaneUp {
-        /// Its number.
+        /// The lane's number.
         lane: u16,
     },
     /// A data lane is lost. Its unconfirmed pages are sent on the other lanes, and
     /// another lane replaces it.
     LaneLost {
-        /// Its number.
+        /// The lane's number.
         lane: u16,
         /// Why, if known.
         why: String,

@@ -63,7 +63,7 @@ impl Tune {
         Ok(())
     }
 
-    /// Passes later changes to `apply`, and an earlier one at once.
+    /// Passes later changes to `apply`, and an earlier one immediately.
     pub(crate) fn attach(&self, apply: impl Fn(Option<u64>) + Send + 'static) {
         let mut state = super::lock(&self.0);
         if let State::Pending(rate) = &*state {

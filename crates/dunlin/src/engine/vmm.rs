@@ -70,7 +70,7 @@ pub trait DirtyLog: Send {
     /// Starts recording with an empty log.
     ///
     /// # Errors
-    /// The kernel or the VMM refuses. The migration fails at once.
+    /// The kernel or the VMM refuses. The migration fails immediately.
     fn start(&mut self) -> io::Result<()>;
 
     /// Calls `found` with a region's position in the table and its bitmap, and clears
@@ -91,13 +91,13 @@ pub trait DirtyLog: Send {
 /// Run state of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunState {
-    /// Its vCPUs run.
+    /// The guest's vCPUs run.
     Running,
-    /// Its owner has paused it.
+    /// The VM's owner has paused the guest.
     Paused,
-    /// It powered itself off.
+    /// The guest powered itself off.
     PoweredOff,
-    /// It reset, crashed or was stopped by a failure, for this reason.
+    /// The guest reset, crashed or was stopped by a failure, for this reason.
     Stopped(String),
 }
 
@@ -106,7 +106,7 @@ pub enum RunState {
 pub struct VmDescription {
     /// The VM's UUID.
     pub uuid: [u8; 16],
-    /// Its name, at most 255 bytes.
+    /// The VM's name, at most 255 bytes.
     pub name: String,
     /// The VMM's own description of the VM, used to build it; at most 256 KiB, opaque
     /// to the engine.
@@ -134,7 +134,7 @@ pub trait SourceVm: Send + Sync {
     /// The VM cannot be described. The migration does not start.
     fn describe(&self) -> Result<VmDescription, VmmError>;
 
-    /// Its memory.
+    /// The VM's memory.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
     /// The dirty logs. Together they must record every write to guest memory.
@@ -257,7 +257,7 @@ pub struct Offered {
 
 /// A VM that has been built and waits for its memory and state.
 pub trait DestinationVm: Send + Sync {
-    /// Its memory. The region table must equal the offered one.
+    /// The VM's memory. The region table must equal the offered one.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
     /// Loads CPU and device state. Nothing may run yet. Refuse a required section that

@@ -22,13 +22,13 @@ pub trait Writer {
     /// Starts writing, until it is paused. It may already be running.
     ///
     /// # Errors
-    /// It cannot run; the test ends.
+    /// The writer cannot run; the test ends.
     fn resume(&self) -> Result<(), VmmError>;
 
-    /// Stops it. After this returns, it does not write.
+    /// Stops the writer. After this returns, it does not write.
     ///
     /// # Errors
-    /// It may still write; the test ends.
+    /// The writer may still write; the test ends.
     fn pause(&self) -> Result<(), VmmError>;
 }
 

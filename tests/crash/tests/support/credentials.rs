@@ -1,4 +1,4 @@
-//! Both sides' certificates.
+//! The certificates of both sides.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -7,7 +7,7 @@ use std::path::Path;
 use dunlin_test_base::Scratch;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
-/// `source` and `destination`, each a directory with an identity.
+/// The identities of both sides, in the directories `source` and `destination`.
 pub struct Credentials(Scratch);
 
 impl Credentials {
@@ -36,7 +36,7 @@ impl Credentials {
         Self(scratch)
     }
 
-    /// Puts both into the directory of a run.
+    /// Copies both identities to the directory of a run.
     pub fn lend(&self, directory: &Path) {
         for side in ["source", "destination"] {
             std::os::unix::fs::symlink(self.0.join(side), directory.join(side)).unwrap();

@@ -1,4 +1,4 @@
-//! A process of a run.
+//! One process of a run, as the test sees it.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
@@ -6,22 +6,21 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// A process that says nothing for so long is stuck: no limit of a run is near
-/// it.
+/// A process without output for this long is stuck: every limit of a run is much shorter.
 const STUCK: Duration = Duration::from_secs(40);
-/// How often a process that is waited for is compared with the other one.
+/// How often [`Party::reaches`] checks whether the other process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
-/// How long after the other one's end a step may still come.
+/// How long after the end of the other process a step may still be reported.
 const LATE: Duration = Duration::from_secs(5);
 
-/// Killed when it is dropped, stopped or not.
+/// A process of a run. Dropping this kills the process, even if it is stopped.
 pub struct Party {
     child: Child,
     stdin: ChildStdin,
     lines: Receiver<String>,
-    /// What has come and was not looked at.
+    /// Lines that have arrived but have not been processed.
     pending: VecDeque<String>,
-    /// Everything that it has said and that was looked at.
+    /// All lines that have been processed.
     pub said: Vec<String>,
 }
 
@@ -52,8 +51,8 @@ impl Party {
         }
     }
 
-    /// The rest of the next line that begins with `start`; an error where
-    /// nothing comes.
+    /// Waits for the next line that begins with `start`, and returns the rest of it. Fails if the
+    /// process ends or is stuck.
     pub fn until(&mut self, start: &str) -> Result<String, String> {
         let until = Instant::now() + STUCK;
         loop {
@@ -67,8 +66,8 @@ impl Party {
         }
     }
 
-    /// Waits until it says `line`. An error where it ends without, or where
-    /// `other` has ended and it does not come any more.
+    /// Waits until the process prints `line`. Fails if the process ends without printing it, is
+    /// stuck, or does not print it within [`LATE`] after `other` has ended.
     pub fn reaches(&mut self, line: &str, other: &mut Self) -> Result<(), String> {
         let mut until = Instant::now() + STUCK;
         let mut alone = false;
@@ -76,7 +75,7 @@ impl Party {
             match self.next(GLANCE, line)? {
                 Some(said) if said == line => return Ok(()),
                 Some(said) if said.starts_with("ended") => {
-                    return Err(self.story("has gone another way", line));
+                    return Err(self.story("took another path and ended", line));
                 }
                 Some(_) => {}
                 None if !alone && other.has_ended() => {
@@ -87,14 +86,14 @@ impl Party {
             }
         }
         let what = if alone {
-            "was led another way"
+            "took another path"
         } else {
             "is stuck"
         };
         Err(self.story(what, line))
     }
 
-    /// Whether it has said so, without taking that from who waits for it.
+    /// Whether the process has reported its end. The lines stay pending.
     fn has_ended(&mut self) -> bool {
         self.pending.extend(self.lines.try_iter());
         self.pending.iter().any(|line| line.starts_with("ended"))
@@ -106,7 +105,7 @@ impl Party {
             None => match self.lines.recv_timeout(wait) {
                 Ok(line) => line,
                 Err(RecvTimeoutError::Timeout) => return Ok(None),
-                Err(RecvTimeoutError::Disconnected) => return Err(self.story("has gone", start)),
+                Err(RecvTimeoutError::Disconnected) => return Err(self.story("died", start)),
             },
         };
         self.said.push(line.clone());
@@ -118,23 +117,23 @@ impl Party {
     }
 
     pub fn tell(&mut self, line: &str) {
-        // Fails if the process has been killed.
+        // Writing fails if the process has been killed.
         let _ = writeln!(self.stdin, "{line}");
     }
 
-    /// Tells it, and returns what it answers after `start`.
+    /// Sends `line`; returns the rest of the answer that begins with `start`.
     pub fn ask(&mut self, line: &str, start: &str) -> Result<String, String> {
         self.tell(line);
         self.until(start)
     }
 
-    /// SIGKILL; it is gone on return.
+    /// Kills the process with SIGKILL and waits for its end.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// SIGSTOP; the process is stopped when this returns.
+    /// Stops the process with SIGSTOP. When this returns, the process is stopped.
     pub fn stop(&self) {
         self.signal("STOP");
         let stat = format!("/proc/{}/stat", self.child.id());
@@ -145,7 +144,7 @@ impl Party {
         };
         let until = Instant::now() + STUCK;
         while !is_stopped() {
-            assert!(Instant::now() < until, "it does not stop");
+            assert!(Instant::now() < until, "the process does not stop");
             std::thread::yield_now();
         }
     }
@@ -155,16 +154,16 @@ impl Party {
     }
 
     fn signal(&self, name: &str) {
-        // The shell's own: a bare Debian has no other.
+        // The shell's builtin: a minimal Debian has no program `kill`.
         let line = format!("kill -s {name} {}", self.child.id());
         let killed = Command::new("sh").args(["-c", &line]).status();
-        assert!(killed.unwrap().success(), "no kill: {name}");
+        assert!(killed.unwrap().success(), "cannot send SIG{name}");
     }
 }
 
 impl Drop for Party {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! What is done in a run, and what must be true at its end.
+//! One run: its actions, and the conditions that must hold at its end.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -30,20 +30,18 @@ pub enum Signal {
     Stop,
 }
 
-/// A run.
+/// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// Where it is held: a step of [`step::SOURCE`] or [`step::DESTINATION`].
+    /// The step at which the run is held, one of [`step::SOURCE`] or [`step::DESTINATION`].
     pub step: &'static str,
     pub victim: Victim,
     pub signal: Signal,
-    /// Whether the VM at the source lives in another process than the one that
-    /// migrates it.
+    /// Whether the source's VM is in another process than the one that migrates it.
     pub elsewhere: bool,
-    /// Whether what was killed is started again while the other side still
-    /// waits for it.
+    /// Whether a killed source is restarted while the destination still waits for it.
     pub at_once: bool,
-    /// Distinguishes the addresses of the runs of one process.
+    /// Distinguishes the addresses of the runs of one test process.
     pub number: usize,
 }
 
@@ -54,14 +52,14 @@ pub enum Ending {
     Source,
     /// It runs at the destination.
     Destination,
-    /// It died with the source's process, and nothing says otherwise.
+    /// It died with the source's process, and no journal contradicts that.
     DiedAtSource,
     /// It died with the destination's process, after the source had released it.
     DiedAtDestination,
-    /// It died with the destination's process, and the source was informed; an
-    /// operator has resumed its copy.
+    /// It died with the destination's process, the source was informed, and an operator has
+    /// resumed the source's copy.
     TakenBack,
-    /// As `TakenBack`, but the copy died with the source's process.
+    /// Like `TakenBack`, but the copy died with the source's process.
     DiedAtBoth,
 }
 
@@ -78,8 +76,8 @@ impl Case {
         self.victim != Victim::Source
     }
 
-    /// An address of loopback's that no other run has, below the ports that
-    /// the kernel gives away: it can be bound again.
+    /// A loopback address that no other run uses. Its port is below the ephemeral ports, so a
+    /// restarted process can bind it again.
     fn address(&self) -> String {
         let process = std::process::id();
         format!(
@@ -99,7 +97,7 @@ struct Cast {
     _vm: Option<Party>,
 }
 
-/// Plays a case; an error says what is not as it must be.
+/// Runs a case. An error says which condition does not hold.
 pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     let scratch = Scratch::in_memory();
     let files = Files::new(scratch.path());
@@ -116,7 +114,7 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     };
     let hold = |here: bool| if here { case.step } else { "" };
     let to_hold = hold(!case.at_source());
-    // Longer than any other limit, if the source must ask while the destination waits.
+    // If the source must inquire while the destination waits: longer than any other limit.
     let control_limit_ms = if case.at_once { "60000" } else { "300" };
     let arguments = [
         "destination",
@@ -149,7 +147,7 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     judge(case, &mut cast, &files, &location)
 }
 
-/// What each side said at its end; a killed one says nothing.
+/// What the source reported at its end; `None` if the source was killed or has not ended.
 struct Ended {
     source: Option<String>,
 }
@@ -184,7 +182,7 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     if case.hits_destination() {
         cast.destination.stop();
     }
-    // A stopped process reads it later.
+    // A stopped process reads this when it continues.
     cast.source.tell("go");
     cast.destination.tell("go");
     let mut source = None;
@@ -204,8 +202,8 @@ fn freeze(case: &Case, cast: &mut Cast) -> Result<Ended, String> {
     Ok(Ended { source })
 }
 
-/// Restarts the killed processes and lets the source ask; returns where the source
-/// then locates the VM.
+/// Restarts the killed processes and lets the source inquire. Returns where the VM is according to
+/// the source.
 fn settle(
     case: &Case,
     cast: &mut Cast,
@@ -260,7 +258,7 @@ fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<
             cast.source.said, cast.destination.said
         ))
     };
-    // Noted by the guest itself: twice at a time, a write lost, back in time.
+    // The guest notes if it runs twice at a time, has lost a write or went back in time.
     if !notes.is_empty() {
         return wrong("the guest noted something");
     }
@@ -308,7 +306,7 @@ fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<
     }
 }
 
-/// The operator decides that the paused copy goes on.
+/// As the operator, runs the paused copy at the source.
 fn take_back(case: &Case, cast: &mut Cast, files: &Files) -> Result<(), String> {
     cast.source.ask("resolve", "resolved")?;
     let state = if case.elsewhere {
@@ -317,7 +315,7 @@ fn take_back(case: &Case, cast: &mut Cast, files: &Files) -> Result<(), String> 
         cast.source.ask("state", "state")?
     };
     if state == "running" || state == "broken" {
-        // Broken where it has gone back in time, which it notices.
+        // `broken` means that the guest has detected that it went back in time.
         return Ok(());
     }
     Err(format!("an operator took the VM back, and it is {state}"))
@@ -331,7 +329,7 @@ fn ask_vm(files: &Files) -> String {
     answer.trim_end().into()
 }
 
-/// What a side's journal says.
+/// The states of the sessions in a side's journal.
 fn states(files: &Files, side: &str) -> Vec<String> {
     let entries = Journal::open(&files.journal(side)).unwrap().list().unwrap();
     let records = entries

@@ -47,7 +47,7 @@ const DIES_UP: &str = "dies-up";
 const TRIES: &str = "tries";
 /// Another program adds an SA with the SPI of its first SA just before it does.
 const COLLIDES: &str = "collides";
-/// The process renews its keys and ends the session at once.
+/// The process renews its keys and ends the session immediately.
 const LEAVES: &str = "leaves";
 /// The process is slow with its first change after the session is up.
 const LAGS: &str = "lags";
@@ -253,14 +253,14 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     }
 }
 
-/// Its messages no longer reach the peer. The end was still asked for, so the ports are free.
+/// Its messages no longer reach the peer. The end was requested nevertheless, so the ports are free.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);
     let mut leaving = begin("a", LEAVES, 0, LIMIT);
-    assert!(leaving.wait().expect("it ends").success());
+    assert!(leaving.wait().expect("the process ends").success());
     fs::write(LEFT, "").expect("the directory is ours");
-    assert!(lagging.wait().expect("it ends").success());
+    assert!(lagging.wait().expect("the process ends").success());
     for host in ["a", "b"] {
         let policies = guest.output("ip", &["-n", host, "xfrm", "policy"]);
         assert_eq!(policies.matches("priority").count(), 1, "{policies}");

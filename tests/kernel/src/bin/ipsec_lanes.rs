@@ -99,7 +99,7 @@ fn lanes_use_the_sas_of_their_cpus(guest: &Guest, tls: &Tls, cpus: &[u32], count
     };
     let mut rounds = 0;
     // Answers use the fallback at first; each lane switches when the SA of its CPU is installed.
-    until("answers use SAs of their own", || {
+    until("answers use their own SAs", || {
         let before = answers();
         lanes.iter().for_each(Lane::send);
         lanes.iter().for_each(Lane::has_sent);

@@ -199,7 +199,7 @@ impl Scene<'_> {
         grown.filter(|one| one.bytes > 100 * one.packets).collect()
     }
 
-    /// All connections send at once, each another number of bytes, in one direction and then back.
+    /// All connections send simultaneously, each a different number of bytes, in one direction and then back.
     /// Every CPU's SA carries exactly its connections' bytes, including retransmissions, and the
     /// fallback carries none.
     fn check(&self, when: &str) {

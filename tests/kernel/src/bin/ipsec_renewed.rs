@@ -137,7 +137,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
     nothing_left(guest);
 }
 
-/// The load on all connections at once.
+/// The load on all connections together.
 #[derive(Default)]
 struct Load {
     done: AtomicBool,

@@ -1,4 +1,5 @@
-//! `dunlin handoff accept` passes sockets of its own name, and forwards all others to a stunnel.
+//! `dunlin handoff accept` hands over connections for its own server name, and forwards all others to
+//! a stunnel.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -336,7 +337,7 @@ fn empty_queue(queue: Vec<UnixStream>, consumer: &UnixListener) {
     }
 }
 
-/// Sends data in both directions at once, then ends the client.
+/// Sends data in both directions simultaneously, then ends the client.
 fn exchange(client: &mut Child, served: &mut TcpStream) {
     let (there, back) = (pattern(BYTES, 1), pattern(BYTES, 2));
     let mut input = client.stdin.take().expect("the stream is piped");

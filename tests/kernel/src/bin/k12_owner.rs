@@ -67,7 +67,7 @@ fn non_blocking_writes(stunnel: &Stunnel) {
     );
 }
 
-/// Each write shorter than a record stays contiguous, even beside another writer.
+/// Each write shorter than a record stays contiguous, even with another writer at the same time.
 fn two_writers(stunnel: &Stunnel) {
     const BLOCK: usize = 4096;
     const BLOCKS: usize = 600;

@@ -27,7 +27,7 @@ fn main() -> ExitCode {
 
 fn a_full_socket_accepts_a_part() {
     let (mut near, far) = kernels();
-    near.set_nonblocking(true).expect("it can be set");
+    near.set_nonblocking(true).expect("the socket is open");
     let data = pattern(BYTES, 1);
     // The peer does not read, so the buffers fill up.
     let mut sent = near.write(&data).expect("the buffers are empty");
@@ -51,7 +51,7 @@ fn a_full_socket_accepts_a_part() {
         }
     }
     // The first part was sent before; the kernel chooses the size of the others.
-    assert!(parts > 0, "the rest was accepted at once");
+    assert!(parts > 0, "the rest was accepted in one write");
     near.shutdown(Shutdown::Write).expect("the socket is open");
     assert!(reader.join().expect("the reader does not panic") == data);
 }

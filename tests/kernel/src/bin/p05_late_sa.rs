@@ -50,7 +50,7 @@ fn late(guest: &Guest) {
     read_all(&lane.far, &mut [0; 2]);
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
-    // A new connection uses its own SA at once; one from another CPU uses the fallback.
+    // A new connection uses its own SA immediately; one from another CPU uses the fallback.
     let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
     let third = Lane::connect(a, 2, &listener);
@@ -77,7 +77,7 @@ fn grown(guest: &Guest, fallback_first: bool) {
     SaSet::new(0x2000, 0, Family::V4).add(b, a);
     let _ = protect(&hosts, Family::V4, Protocol::TCP);
     let listener = Acceptor::open(b, Family::V4, 0);
-    // Closing one would send packets during the next check.
+    // Lanes stay open: closing a lane would send packets during the next check.
     let mut lanes = Vec::new();
     let mut goes_by = || {
         let mut all = Vec::new();

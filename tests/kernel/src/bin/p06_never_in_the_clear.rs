@@ -131,7 +131,7 @@ fn under_a_stream(guest: &Guest, family: Family) {
     removed(&hosts, &wire, &all, [fallback, own, answers], family);
 }
 
-/// SAs are removed and added, and policies beside those of the lane.
+/// Removes and adds SAs, and policies in addition to those of the lane, while a stream runs.
 fn changed_under(
     stream: &Stream<'_>,
     a: &Host,

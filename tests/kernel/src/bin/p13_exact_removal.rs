@@ -1,4 +1,4 @@
-//! Only own entries are removed, beside an SA and a policy of another program; and a policy that is
+//! Only own entries are removed, not an SA and a policy of another program. A policy that is
 //! left behind blocks the port until it is removed.
 
 use std::net::TcpStream;

@@ -63,7 +63,7 @@ fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
 }
 
 /// While the others send, an SA for another CPU is added, at the receiver first: no packet is lost,
-/// and a new lane uses it at once.
+/// and a new lane uses it immediately.
 fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let done = AtomicBool::new(false);

@@ -20,7 +20,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 const MIB: usize = 1 << 20;
-/// The amount sent at once, in MiB.
+/// The amount that is sent per measurement, in MiB.
 const MIBS: usize = 4;
 const BYTES: usize = MIBS * MIB;
 

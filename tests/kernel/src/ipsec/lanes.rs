@@ -65,7 +65,7 @@ impl Lane {
     /// Connects from `host` on one CPU.
     ///
     /// # Panics
-    /// It does not connect.
+    /// The lane does not connect.
     #[must_use]
     pub fn connect(host: &Host, cpu: u32, listener: &Acceptor) -> Self {
         let near = host.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, LIMIT));
@@ -82,7 +82,7 @@ impl Lane {
     /// Sends bytes from one CPU, and waits until the far end has received and acknowledged them.
     ///
     /// # Panics
-    /// They do not arrive.
+    /// The bytes do not arrive.
     pub fn send(&self, cpu: u32, bytes: usize) {
         send(&self.near, &self.far, cpu, bytes);
     }
@@ -90,7 +90,7 @@ impl Lane {
     /// Like [`Lane::send`], in the opposite direction.
     ///
     /// # Panics
-    /// As [`Lane::send`].
+    /// Same as [`Lane::send`].
     pub fn send_back(&self, cpu: u32, bytes: usize) {
         send(&self.far, &self.near, cpu, bytes);
     }
@@ -248,7 +248,7 @@ impl Scene {
     /// Opens a lane from one CPU of the first host.
     ///
     /// # Panics
-    /// It does not connect.
+    /// The lane does not connect.
     #[must_use]
     pub fn lane(&self, cpu: u32) -> Lane {
         Lane::connect(&self.hosts.a, cpu, &self.listener)

@@ -97,7 +97,7 @@ impl Hosts {
     /// Creates the hosts and loads no module.
     ///
     /// # Panics
-    /// As [`Hosts::new`].
+    /// Same as [`Hosts::new`].
     #[must_use]
     pub fn without_offload(guest: &Guest) -> Self {
         let [a, b] = namespaces(guest);
@@ -114,7 +114,7 @@ impl Hosts {
     /// queue.
     ///
     /// # Panics
-    /// As [`Hosts::new`].
+    /// Same as [`Hosts::new`].
     #[must_use]
     pub fn with_one_queue(guest: &Guest, cpu: u32) -> Self {
         guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload", "tun"]);
@@ -195,7 +195,7 @@ impl Host {
         }
     }
 
-    /// Returns its address.
+    /// Returns the host's address.
     #[must_use]
     pub fn address(&self, family: Family) -> IpAddr {
         match family {
@@ -305,7 +305,7 @@ impl Sa {
         Self { family, ..self }
     }
 
-    /// Returns its identity on both hosts.
+    /// Returns the SA's identity on both hosts.
     #[must_use]
     pub fn id(&self, to: &Host) -> StateId {
         StateId {
@@ -335,7 +335,7 @@ impl Sa {
         }
     }
 
-    /// Adds it on the receiver and reads it back.
+    /// Adds the SA on the receiver and reads it back.
     ///
     /// # Panics
     /// The SA is not added.
@@ -345,7 +345,7 @@ impl Sa {
         to.xfrm.verify(&state).expect("the SA matches the request");
     }
 
-    /// Adds it on the sender and reads it back.
+    /// Adds the SA on the sender and reads it back.
     ///
     /// # Panics
     /// The SA is not added.
@@ -357,7 +357,7 @@ impl Sa {
             .expect("the SA matches the request");
     }
 
-    /// Adds it on both hosts, the receiver first.
+    /// Adds the SA on both hosts, the receiver first.
     ///
     /// # Panics
     /// The SA is not added.
@@ -426,7 +426,7 @@ pub fn has_per_cpu() -> bool {
 /// Skips the test if the kernel has none.
 ///
 /// # Panics
-/// As [`has_per_cpu`].
+/// Same as [`has_per_cpu`].
 pub fn needs_per_cpu(guest: &Guest) {
     if !has_per_cpu() {
         guest.skip("this kernel has no per-CPU SAs");

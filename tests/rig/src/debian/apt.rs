@@ -1,4 +1,4 @@
-//! A private apt beside the machine's.
+//! A private configuration of apt, separate from the machine's.
 
 use std::fs;
 use std::path::{Path, PathBuf};

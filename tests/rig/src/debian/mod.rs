@@ -29,13 +29,16 @@ pub use kernel::{Kernel, Which, cached_kernels, kernel};
 pub use qemu::{Qemu, qemu};
 pub use root::{packages, program};
 
-/// An error of Debian's packages.
+/// Why a Debian package, kernel or program is not available.
 #[derive(Debug, Error)]
 pub enum DebianError {
     /// apt is missing, or has no mirror.
-    #[error("{0}: Debian's kernels and QEMU are fetched by a Debian machine's own apt")]
+    #[error(
+        "{0}: the tests fetch Debian's kernels and QEMU with this machine's apt, so they need a \
+         Debian machine on which apt has a mirror"
+    )]
     NotDebian(String),
-    /// The mirror's lists or packages did not come.
+    /// The mirror's lists or packages could not be fetched.
     #[error(
         "cannot fetch {what}: {output}\n(once fetched it is kept in {cache}, and no network is \
          needed)"

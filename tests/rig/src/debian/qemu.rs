@@ -36,7 +36,7 @@ impl Qemu {
     #[must_use]
     pub fn command(&self) -> Command {
         let mut command =
-            program(&self.root, "qemu-system-x86_64").expect("it was looked for by qemu()");
+            program(&self.root, "qemu-system-x86_64").expect("qemu() has found the program");
         command
             .env(
                 "QEMU_MODULE_DIR",
@@ -52,7 +52,7 @@ impl Qemu {
     /// Returns its version, for instance "10.0.2".
     ///
     /// # Errors
-    /// It does not run.
+    /// QEMU does not run.
     pub fn version(&self) -> Result<String, DebianError> {
         let text = apt::output(self.command().arg("--version"))?;
         Ok(text

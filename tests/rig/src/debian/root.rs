@@ -73,7 +73,7 @@ pub(super) fn build(
             unpack(&path, &tree)?;
         }
     }
-    let parent = root.parent().expect("it is inside the cache");
+    let parent = root.parent().expect("the root is inside the cache");
     fs::create_dir_all(parent).map_err(at(parent))?;
     remove(root)?;
     fs::rename(&tree, root).map_err(at(root))?;
@@ -97,7 +97,7 @@ fn unpack(archive: &Path, tree: &Path) -> Result<(), DebianError> {
         .stdout(Stdio::piped())
         .spawn()
         .map_err(|error| DebianError::NotDebian(format!("dpkg-deb: {error}")))?;
-    let pipe = source.stdout.take().expect("it was asked for");
+    let pipe = source.stdout.take().expect("the command has a stdout pipe");
     let unpacked = output(
         Command::new("tar")
             .args(["--extract", "--keep-directory-symlink", "--no-same-owner"])

@@ -17,7 +17,7 @@ impl Initramfs {
     /// Adds a file.
     ///
     /// # Panics
-    /// It is larger than 4 GiB.
+    /// The file is larger than 4 GiB.
     pub fn file(&mut self, path: &str, mode: u32, content: &[u8]) {
         self.entry(path, 0o100_000 | mode, (0, 0), content);
     }

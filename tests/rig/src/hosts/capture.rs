@@ -75,8 +75,9 @@ impl Capture {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| failed(error.to_string()))?;
-        let packets = child.stdout.take().expect("it was asked for");
-        let mut messages = BufReader::new(child.stderr.take().expect("it was asked for"));
+        let packets = child.stdout.take().expect("the command has a stdout pipe");
+        let mut messages =
+            BufReader::new(child.stderr.take().expect("the command has a stderr pipe"));
         let (sender, ended) = sync_channel(1);
         let ending = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&ending);

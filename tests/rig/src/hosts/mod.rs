@@ -54,7 +54,7 @@ pub enum HostsError {
     Kernel(String, #[source] io::Error),
 }
 
-/// One host: a network namespace of its own, with its loopback up.
+/// One host: its own network namespace, with its loopback up.
 #[derive(Debug)]
 pub struct Host {
     namespace: String,

@@ -14,7 +14,7 @@ impl Thread {
     /// Returns the calling thread. Installs a handler for SIGUSR2 in the whole process.
     ///
     /// # Errors
-    /// The error of sigaction(2).
+    /// An error from sigaction(2).
     pub fn this() -> io::Result<Self> {
         extern "C" fn nothing(_: libc::c_int) {}
         let mut action = MaybeUninit::<libc::sigaction>::zeroed();
@@ -34,7 +34,7 @@ impl Thread {
     /// Interrupts the thread's system call, if it is in one.
     ///
     /// # Errors
-    /// The error of tgkill(2): the thread has ended.
+    /// An error from tgkill(2): the thread has ended.
     pub fn interrupt(self) -> io::Result<()> {
         // SAFETY: tgkill accesses no memory; the signal has an empty handler.
         let sent =

@@ -12,7 +12,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 /// the process is not affected.
 ///
 /// # Errors
-/// The error of setns(2): not a namespace, or missing privileges.
+/// An error from setns(2): not a namespace, or missing privileges.
 ///
 /// # Panics
 /// If `task` panics.

@@ -94,7 +94,7 @@ impl Packets {
     /// Returns the next frame that was sent or received, if there is one.
     ///
     /// # Errors
-    /// The error of recvfrom(2).
+    /// An error from recvfrom(2).
     pub fn next_frame(&self) -> io::Result<Option<Frame>> {
         let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `sockaddr_ll` consists of integers only, for which all zeros are valid.
@@ -131,7 +131,7 @@ impl Packets {
     /// Sends a frame unchanged.
     ///
     /// # Errors
-    /// The error of send(2).
+    /// An error from send(2).
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         // SAFETY: the pointer and the length describe `frame`, which outlives the call and is only
         // read.
@@ -153,7 +153,7 @@ impl Packets {
     /// (`PACKET_STATISTICS`).
     ///
     /// # Errors
-    /// The error of getsockopt(2).
+    /// An error from getsockopt(2).
     pub fn lost(&self) -> io::Result<u32> {
         // struct tpacket_stats: packets, drops.
         let mut statistics = [0_u32; 2];

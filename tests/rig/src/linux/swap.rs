@@ -8,7 +8,7 @@ use vm_memory::VolatileSlice;
 /// such as those that another CPU has just accessed.
 ///
 /// # Errors
-/// The error of madvise(2).
+/// An error from madvise(2).
 pub fn page_out(memory: &VolatileSlice<'_>) -> io::Result<()> {
     let start = memory.ptr_guard_mut().as_ptr();
     // SAFETY: the range is mapped. MADV_PAGEOUT moves pages between memory and swap, or writes them

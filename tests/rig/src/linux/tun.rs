@@ -64,7 +64,7 @@ impl Tun {
     /// Receives a packet that the host has sent. Returns its length.
     ///
     /// # Errors
-    /// `WouldBlock` if there is none; otherwise the error of read(2).
+    /// `WouldBlock` if there is none; otherwise an error from read(2).
     pub fn receive(&self, buffer: &mut [u8; PACKET_BYTES]) -> io::Result<usize> {
         (&self.0).read(buffer)
     }
@@ -72,7 +72,7 @@ impl Tun {
     /// Passes a packet to the host.
     ///
     /// # Errors
-    /// The error of write(2), for instance if the interface is down.
+    /// An error from write(2), for instance if the interface is down.
     pub fn send(&self, packet: &[u8]) -> io::Result<()> {
         (&self.0).write(packet).map(drop)
     }

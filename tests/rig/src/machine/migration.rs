@@ -122,7 +122,7 @@ pub fn migrate(
 /// Starts listening at the destination and sending at the source; [`finish`] waits for the end.
 ///
 /// # Errors
-/// One of them refuses the command.
+/// One of the machines refuses the command.
 pub fn begin(
     source: &mut Machine,
     destination: &mut Machine,
@@ -146,7 +146,7 @@ pub fn begin(
 /// Waits until a machine's migration has ended; `side` is used in the error.
 ///
 /// # Errors
-/// It did not complete, or does not end.
+/// The migration did not complete, or does not end.
 pub fn finish(machine: &mut Machine, side: &'static str) -> Result<(), MachineError> {
     let ends = ["completed", "failed", "cancelled"];
     let event = machine.qmp().wait_event(TIMEOUT, |name, data| {

@@ -91,10 +91,10 @@ impl Setup {
 /// An error of a machine.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// Its files cannot be written, or its process cannot be started.
+    /// The machine's files cannot be written, or its process cannot be started.
     #[error("{0}")]
     Local(PathBuf, #[source] std::io::Error),
-    /// It did not answer as expected.
+    /// The machine did not answer as expected.
     #[error("QEMU on its control socket")]
     Qmp(#[from] QmpError),
     /// An expected line did not arrive.
@@ -190,8 +190,9 @@ impl Machine {
             .spawn()
             .map_err(at(PathBuf::from(command.get_program())))?;
         scratch.record(child.id()).map_err(at(scratch.path()))?;
-        let input = child.stdin.take().expect("it was asked for");
-        let mut output = BufReader::new(child.stdout.take().expect("it was asked for"));
+        let input = child.stdin.take().expect("the command has a stdin pipe");
+        let mut output =
+            BufReader::new(child.stdout.take().expect("the command has a stdout pipe"));
         let (sender, lines) = channel();
         let reader = thread::spawn(move || {
             let mut line = Vec::new();
@@ -277,7 +278,7 @@ impl Machine {
     /// page.
     ///
     /// # Errors
-    /// None arrived within [`TIMEOUT`], QEMU ended, or a page is wrong.
+    /// No such line arrived within [`TIMEOUT`], QEMU ended, or a page is wrong.
     pub fn wait_line(
         &mut self,
         what: &'static str,

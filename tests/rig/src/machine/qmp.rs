@@ -12,7 +12,7 @@ use dunlin_linux::fdpass;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// The timeout for a reply. QEMU replies at once, except after saving a piece of memory.
+/// The timeout for a reply. QEMU replies immediately, except after saving a piece of memory.
 const ANSWER: Duration = Duration::from_secs(60);
 
 /// An error of QEMU's control socket.
@@ -21,7 +21,7 @@ pub enum QmpError {
     /// The socket did not appear.
     #[error("QEMU did not start: {0}")]
     NotStarted(String, #[source] Box<QmpError>),
-    /// It was closed, or a timeout expired.
+    /// The socket was closed, or a timeout expired.
     #[error("{0}")]
     Socket(String, #[source] io::Error),
     /// QEMU refused a command.
@@ -121,7 +121,7 @@ impl Qmp {
     /// Returns the next event with a name and data that `wanted` accepts; drops earlier events.
     ///
     /// # Errors
-    /// None arrived in time, or QEMU has exited.
+    /// No such event arrived in time, or QEMU has exited.
     pub fn wait_event(
         &mut self,
         timeout: Duration,

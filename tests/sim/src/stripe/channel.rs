@@ -78,7 +78,7 @@ impl Socket {
         self.open && !self.ended && (self.unread() > 0 || self.at_end())
     }
 
-    /// Bytes that can be sent at once.
+    /// Bytes that can be sent now.
     pub(super) fn says_now(&self) -> u64 {
         let room = SOCKET_BYTES.saturating_sub(self.unread());
         room.min(self.talk.burst).min(self.talk.bytes - self.said)

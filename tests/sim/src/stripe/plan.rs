@@ -58,7 +58,7 @@ pub struct Talk {
     pub burst: u64,
     /// Between two bursts.
     pub pause_ns: u64,
-    /// Bytes that it receives at once.
+    /// Bytes that it receives with one read.
     pub bite: u64,
     /// Between two reads.
     pub bite_ns: u64,

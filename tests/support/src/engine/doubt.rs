@@ -1,5 +1,5 @@
-//! Two hosts around *commit*: journals, a relay that swallows, cuts and
-//! redirects at the engine's own events, and questions asked by hand.
+//! Two hosts around *commit*: journals, a relay that swallows, cuts and redirects connections at events
+//! of the engine, and inquiries that a test sends itself.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -50,7 +50,7 @@ impl JournalDirectory {
         Journal::open_on(&self.path(), Arc::new(disk)).unwrap()
     }
 
-    /// What the records of this host say.
+    /// The states in the records of this host.
     pub fn states(&self) -> Vec<State> {
         let entries = self.journal().list().unwrap().into_iter();
         entries
@@ -59,7 +59,7 @@ impl JournalDirectory {
     }
 }
 
-/// Fails to write records of one kind, or everything.
+/// A disk that fails to write records with this state, or fails every write.
 pub struct FailingDisk(pub Option<State>);
 
 impl Disk for FailingDisk {
@@ -77,7 +77,7 @@ impl Disk for FailingDisk {
     }
 }
 
-/// Fails to write who the peer of a session is, and nothing else.
+/// A disk that fails to write the peer of a session, and writes everything else.
 pub struct PeerlessDisk;
 
 impl Disk for PeerlessDisk {
@@ -99,10 +99,10 @@ pub struct Relay {
 pub struct Shared {
     /// Bytes of the first connection are read and dropped, by direction.
     swallow: [AtomicBool; 2],
-    /// The end of the first connection is kept from the destination.
+    /// The end of the first connection is not forwarded to the destination.
     mute: AtomicBool,
     refuse: AtomicBool,
-    /// Where the next connections go instead.
+    /// The address to which further connections are forwarded, if it has been changed.
     instead: Mutex<Option<SocketAddr>>,
     first: Mutex<Option<(TcpStream, TcpStream)>>,
 }
@@ -116,7 +116,7 @@ impl Relay {
         let address = listener.local_addr().unwrap();
         let shared = Arc::<Shared>::default();
         let own = Arc::clone(&shared);
-        // It ends with the test's process: its threads hold nothing else.
+        // The threads are not joined: they end with the test's process.
         std::thread::spawn(move || {
             for near in listener.incoming().map_while(Result::ok) {
                 if own.refuse.load(Ordering::SeqCst) {
@@ -152,7 +152,7 @@ impl Relay {
         Self { address, shared }
     }
 
-    /// Forwards no further connection.
+    /// Closes each further connection instead of forwarding it.
     pub fn refuse(&self) {
         self.shared.refuse.store(true, Ordering::SeqCst);
     }
@@ -162,12 +162,12 @@ impl Relay {
         *self.shared.instead.lock().unwrap() = Some(to);
     }
 
-    /// From now on nothing more of the control lane arrives there.
+    /// From now on, drops the bytes of the first control lane in `direction`.
     pub fn swallow(&self, direction: usize) {
         self.shared.swallow[direction].store(true, Ordering::SeqCst);
     }
 
-    /// Cuts the first control lane; the destination notices only if asked to.
+    /// Cuts the first control lane. The destination receives the end only if `at_destination`.
     pub fn cut(&self, at_destination: bool) {
         self.shared.mute.store(!at_destination, Ordering::SeqCst);
         if let Some((near, far)) = &*self.shared.first.lock().unwrap() {
@@ -182,7 +182,7 @@ impl Relay {
 pub fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, usize)>) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        // Looked at after the bytes have come: a test swallows before they are sent.
+        // Check this after the read: a test requests swallowing before the bytes are sent.
         let swallowed = control
             .is_some_and(|(shared, direction)| shared.swallow[direction].load(Ordering::SeqCst));
         if !swallowed && to.write_all(&buffer[..count]).is_err() {
@@ -194,13 +194,13 @@ pub fn pump(mut from: TcpStream, mut to: TcpStream, control: Option<(&Shared, us
     }
 }
 
-/// What a test does at an event.
+/// Called at each event.
 pub type At<E> = Box<dyn Fn(&E) + Send + Sync>;
 
-/// The journal of each VM that comes, one after another.
+/// Returns the journal for each arriving VM in turn.
 pub type Journals = Box<dyn Fn() -> Journal + Send>;
 
-/// A host that takes in one VM after another, answering all the while.
+/// A host that receives VMs until one has arrived, and answers inquiries meanwhile.
 pub struct Destination {
     pub address: SocketAddr,
     cancel: Cancel,
@@ -301,7 +301,7 @@ pub fn runs(vm: &TestVm) -> bool {
     *vm.state.lock().unwrap() == RunState::Running
 }
 
-/// Asks about a session by hand; none where there is no answer.
+/// Sends one inquiry about a session; returns `None` if there is no answer.
 pub fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verdict> {
     let mut peer = inquirer(to, client, session).ok()?;
     peer.send(&Message::Inquire { attempt: 1 });
@@ -310,18 +310,19 @@ pub fn ask(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Option<Verd
             attempt: 1,
             verdict,
         }) => Some(verdict),
-        // Refused, or closed without a word.
+        // The destination refused, or closed the connection without a message.
         Some(Message::Refuse { .. }) | None => None,
         other => panic!("{other:?}"),
     }
 }
 
-/// A control lane for questions about a session, or why it was refused.
+/// Opens a control lane for inquiries about a session, or returns the fault with which the destination
+/// refused.
 pub fn inquirer(to: SocketAddr, client: &ClientTls, session: [u8; 16]) -> Result<Peer, FaultCode> {
     inquirer_of(to, client, session, 1)
 }
 
-/// The same, about one attempt of it.
+/// Like [`inquirer`], about one attempt of the session.
 pub fn inquirer_of(
     to: SocketAddr,
     client: &ClientTls,
@@ -357,7 +358,7 @@ pub fn inquirer_of(
     Ok(Peer { stream, envelope })
 }
 
-/// What a destination makes of a client.
+/// The principal that a destination derives from a client's certificate.
 pub fn principal_of(tls: &ServerTls, client: &ClientTls) -> Principal {
     let (near, far) = pair();
     let soon = soon();

@@ -1,6 +1,5 @@
-//! A VM for the engine's tests: ordinary memory, a writer thread in place of
-//! vCPUs, and the writes through vm-memory as its dirty log. What moves it is
-//! the real engine over real sockets and real TLS.
+//! A VM for the engine's tests: ordinary memory, a writer thread in place of vCPUs, and a dirty log of
+//! the writes through vm-memory. The real engine migrates it over real sockets and real TLS.
 
 pub mod doubt;
 pub mod peer;
@@ -35,18 +34,18 @@ use vm_memory::{
 
 use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 
-/// Guest memory of the tests: its own writes are its dirty log.
+/// Guest memory of the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
-/// What a test does at a step of the VM.
+/// Called at each step of the VM.
 pub type Hook = Box<dyn FnMut(&str) + Send>;
 /// See [`TestBuilder::planted`].
 pub type Plant = Box<dyn Fn(&Arc<TestVm>) + Send>;
 
-/// A search for what is worth sending in a region of the source's memory.
+/// A function that finds the ranges to send in a region of the source's memory.
 pub type Scan = fn(&MappedMemory, usize, &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
 
-/// Memory in which a source looks for holes in a way of its own.
+/// Memory with a replaced [`GuestMemory::ranges_to_send`].
 struct Scanned(MappedMemory, Scan);
 
 impl GuestMemory for Scanned {
@@ -63,17 +62,17 @@ impl GuestMemory for Scanned {
     }
 }
 
-/// The VM, on either side.
+/// The VM on either side.
 pub struct TestVm {
     pub memory: Arc<Memory>,
     pub state: Mutex<RunState>,
-    /// Called in [`SourceVm::pause`] and friends, for faults that a test plants.
+    /// The step that fails, if a test plants a fault.
     pub fail: Mutex<Option<&'static str>>,
-    /// How its memory is searched where it is the source, if not as it should be.
+    /// How a source searches this VM's memory, if a test plants a wrong search.
     pub scan: Mutex<Option<Scan>>,
-    /// Called with the name of each step before it is taken.
+    /// Called with the name of each step before the step is executed.
     pub hook: Mutex<Option<Hook>>,
-    /// The order in which the engine called the VM.
+    /// The engine's calls, in order.
     pub calls: Mutex<Vec<&'static str>>,
     pub loaded: Mutex<Vec<Section>>,
     running: Arc<AtomicBool>,
@@ -83,7 +82,7 @@ pub struct TestVm {
 }
 
 impl TestVm {
-    /// A paused VM of `bytes`, in two regions when it has more than 8 MiB.
+    /// A paused VM with `bytes` of memory, in two regions if that is more than 8 MiB.
     pub fn new(bytes: usize) -> Arc<Self> {
         let ranges = if bytes > 8 << 20 {
             let low = bytes / 4096 / 2 * 4096;
@@ -94,13 +93,12 @@ impl TestVm {
         Self::with_ranges(&ranges)
     }
 
-    /// A paused VM with these regions: address and bytes.
+    /// A paused VM with these regions, each with its address and size.
     pub fn with_ranges(ranges: &[(GuestAddress, usize)]) -> Arc<Self> {
         Self::with_memory(GuestMemoryMmap::from_ranges(ranges).unwrap())
     }
 
-    /// A paused VM with two regions in one memfd, from its beginning and from 1 MiB
-    /// on: address and bytes of each.
+    /// A paused VM with two regions of these sizes in one memfd, at the offsets 0 and 1 MiB.
     pub fn in_one_file(bytes: [usize; 2]) -> Arc<Self> {
         const SECOND: u64 = 1 << 20;
         assert!(bytes[0] <= SECOND as usize);
@@ -133,7 +131,7 @@ impl TestVm {
         })
     }
 
-    /// Fills the first `bytes` of each region with numbers that are not zero.
+    /// Fills the first `bytes` bytes of each region with pseudo-random numbers.
     pub fn fill(&self, bytes: usize) {
         for region in self.memory.iter() {
             let end = (region.len() as usize).min(bytes);
@@ -152,7 +150,7 @@ impl TestVm {
         }
     }
 
-    /// Lets a writer go over the first `pages` pages, with `delay` after each.
+    /// Runs the guest: a thread writes to the first `pages` pages in turn, with `delay` after each write.
     pub fn start(&self, pages: u64, delay: Duration) {
         *self.state.lock().unwrap() = RunState::Running;
         self.running.store(true, Ordering::SeqCst);
@@ -222,7 +220,7 @@ impl Drop for TestVm {
     }
 }
 
-/// What the test VM saves.
+/// The device state that a test VM saves.
 pub fn state() -> Vec<Section> {
     (0..3)
         .map(|instance| Section {
@@ -335,13 +333,13 @@ impl DestinationVm for TestVm {
     }
 }
 
-/// Builds a [`TestVm`] of the offered size, and keeps it for the test.
+/// Builds a [`TestVm`] with the offered regions, and keeps it for the test.
 #[derive(Default)]
 pub struct TestBuilder {
     pub built: Option<Arc<TestVm>>,
     pub refuse: Option<Refusal>,
     pub fail: Option<&'static str>,
-    /// Called with the VM that was built.
+    /// Called with each VM that has been built.
     pub planted: Option<Plant>,
 }
 
@@ -365,7 +363,7 @@ impl Builder for TestBuilder {
     }
 }
 
-/// Both sides of one migration.
+/// The results of both sides of a migration.
 pub struct Moved {
     pub source: Result<Report, MigrateError>,
     pub destination: Result<Received, MigrateError>,
@@ -396,7 +394,7 @@ pub fn run(
     }
 }
 
-/// The source's side of a migration, on this thread.
+/// Runs the source of a migration on this thread.
 pub fn send(
     vm: &Arc<TestVm>,
     to: &str,
@@ -410,7 +408,7 @@ pub fn send(
     (result, events.into_inner().unwrap())
 }
 
-/// The same, with the events as they happen.
+/// Like [`send`], and passes each event to `observe` when it occurs.
 pub fn send_observed(
     vm: &Arc<TestVm>,
     to: &str,
@@ -429,7 +427,7 @@ pub fn send_observed(
 
 type Taken = (Result<Received, MigrateError>, TestBuilder);
 
-/// A destination on a thread of its own.
+/// A destination on its own thread.
 pub struct Receiving {
     pub address: SocketAddr,
     pub cancel: Cancel,
@@ -471,7 +469,8 @@ impl Receiving {
         }
     }
 
-    /// Waits for its end; `cancel` where no session may have come about.
+    /// Waits for the destination's end. With `cancel`, cancels the destination first, because it may
+    /// have no session.
     pub fn finish(
         self,
         cancel: bool,
@@ -489,7 +488,7 @@ impl Receiving {
         (result, builder, events)
     }
 
-    /// Waits until an event is there for which `found` holds.
+    /// Waits until the destination has reported an event for which `found` returns true.
     pub fn await_event(&self, found: impl Fn(&DestinationEvent) -> bool) {
         let until = Instant::now() + Duration::from_secs(5);
         while !self.events.lock().unwrap().iter().any(&found) {
@@ -498,7 +497,7 @@ impl Receiving {
         }
     }
 
-    /// Waits until something was turned away for a reason that contains `text`.
+    /// Waits until the destination has rejected a connection for a reason that contains `text`.
     pub fn await_rejection(&self, text: &str) {
         self.await_event(
             |event| matches!(event, DestinationEvent::Rejected { reason } if reason.contains(text)),
@@ -506,7 +505,7 @@ impl Receiving {
     }
 }
 
-/// Both sides' TLS under one authority.
+/// The TLS configurations of both sides, with certificates of one authority.
 pub fn tls() -> (ClientTls, ServerTls) {
     let authority = Authority::new();
     (client_of(&authority, SOURCE), server_of(&authority))
@@ -520,7 +519,7 @@ pub fn client_of(authority: &Authority, name: &str) -> ClientTls {
         .unwrap()
 }
 
-/// A client and a server of `authority` that trust `other` too.
+/// A client and a server with certificates of `authority`, which also trust `other`.
 pub fn trusting(authority: &Authority, other: &Authority) -> (ClientTls, ServerTls) {
     let crypto = Crypto::with(Provider::built_in()[0]);
     let host = |name| load(&authority.host_trusting(&[name], &[other]));
@@ -537,7 +536,7 @@ pub fn server_of(authority: &Authority) -> ServerTls {
         .unwrap()
 }
 
-/// A destination that gives a lost control lane up almost at once.
+/// Options of a destination that waits only briefly for a new control lane.
 pub fn impatient() -> destination::Options {
     destination::Options::builder()
         .control_limit(Duration::from_millis(300))
@@ -545,7 +544,7 @@ pub fn impatient() -> destination::Options {
         .unwrap()
 }
 
-/// Some lanes, and digests compared at the end.
+/// Options of a source with `lanes` lanes, which compares digests at the end.
 pub fn verified(lanes: u16) -> source::Options {
     source::Options::builder()
         .lanes(lanes)

@@ -1,4 +1,4 @@
-//! One end of a session by hand, so that it can break every rule.
+//! One end of a session, message by message, so that a test can break every rule of the protocol.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
@@ -29,12 +29,12 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// A source that has made its offer and read the answer.
+    /// A source that has sent its offer and received the answer.
     pub fn source(to: SocketAddr, tls: &ClientTls, security: LaneSecurity) -> (Self, Opening) {
         Self::source_of(to, tls, security, SESSION)
     }
 
-    /// The same, of another session.
+    /// Like [`Self::source`], for the session `session`.
     pub fn source_of(
         to: SocketAddr,
         tls: &ClientTls,
@@ -58,7 +58,7 @@ impl Peer {
         (Self::new(stream, session), answer)
     }
 
-    /// A source that has got as far as the destination's *accept*.
+    /// A source that has received the destination's *accept*.
     pub fn accepted(to: SocketAddr, tls: &ClientTls) -> (Self, Accept) {
         let (mut peer, answer) = Self::source(to, tls, LaneSecurity::Tls);
         assert!(matches!(answer, Opening::Select(_)), "{answer:?}");
@@ -69,8 +69,8 @@ impl Peer {
         }
     }
 
-    /// A destination that has read the offer and answers with `security`, or
-    /// with what was asked for.
+    /// A destination that has received the offer and selected `security`, or the offered security if
+    /// `security` is `None`.
     pub fn destination(
         listener: &TcpListener,
         tls: &ServerTls,
@@ -110,13 +110,13 @@ impl Peer {
         bytes
     }
 
-    /// Sends; a peer that has hung up already is what many tests wait for.
+    /// Sends a message. Returns false if the peer has closed the connection, which many tests expect.
     pub fn send(&mut self, message: &Message) -> bool {
         let bytes = self.encode(message);
         self.stream.send(&bytes).is_ok()
     }
 
-    /// The next message that is neither ping nor pong; none at the end.
+    /// The next message other than ping and pong; `None` at the end of the connection.
     pub fn receive(&mut self) -> Option<Message> {
         loop {
             let mut bytes = [0; CONTROL_HEADER_BYTES];
@@ -134,7 +134,7 @@ impl Peer {
         }
     }
 
-    /// The next message for which `wanted` holds; none at the end.
+    /// The next message for which `wanted` returns true; `None` at the end of the connection.
     pub fn await_message(&mut self, wanted: impl Fn(&Message) -> bool) -> Option<Message> {
         loop {
             let message = self.receive()?;
@@ -145,7 +145,7 @@ impl Peer {
     }
 }
 
-/// The first words of the other side.
+/// Receives the opening of the other side.
 pub fn read_opening(stream: &ControlStream) -> Opening {
     let mut bytes = [0; PRELUDE_BYTES];
     stream.receive_exact(&mut bytes, soon()).unwrap();
@@ -155,7 +155,7 @@ pub fn read_opening(stream: &ControlStream) -> Opening {
     Opening::decode(&prelude, &body).unwrap()
 }
 
-/// A VM of 4 MiB in one region.
+/// A *describe* of a VM of 4 MiB in one region.
 pub fn describe() -> Message {
     Message::Describe(Describe {
         vm_uuid: [1; 16],
@@ -187,7 +187,7 @@ pub fn lane_open(session: [u8; 16], secret: &SessionSecret, lane: u16) -> LaneOp
     }
 }
 
-/// Opens a data lane with `open` as its first words.
+/// Opens a data lane and sends `open`.
 pub fn open_lane(to: SocketAddr, tls: Option<&ClientTls>, open: &LaneOpen) -> DataSender {
     let stream = TcpStream::connect(to).unwrap();
     let mut sender = match tls {
@@ -223,7 +223,7 @@ pub fn frame(frame: Frame) -> Vec<u8> {
     frame.to_bytes().to_vec()
 }
 
-/// Takes a source's data lane in.
+/// Accepts a data lane of a source.
 pub fn take_lane(listener: &TcpListener, tls: &ServerTls) -> (DataReceiver, LaneOpen) {
     let secured = handshake::server(listener.accept().unwrap().0, tls, soon()).unwrap();
     let mut receiver = DataReceiver::tls(secured, STALL_LIMIT).unwrap();

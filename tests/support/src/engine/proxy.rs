@@ -1,11 +1,9 @@
-//! Something in the network between the two sides: it records, and it does to
-//! connections what networks do.
+//! A proxy between the two sides: it records traffic and injects network faults.
 //!
-//! Each connection has a thread of its own that owns both sockets and sleeps
-//! until they, or the test, have something for it. A fault strikes at a point
-//! of what flows towards the destination, given in advance ([`Proxy::strike_at`]),
-//! or at once ([`Proxy::strike`]). Points inside TLS are found by the lengths of
-//! records, which are not secret.
+//! Each connection has its own thread, which owns both sockets and sleeps until a socket is ready or
+//! the test has a request. A fault is injected at a point in the stream to the destination that is
+//! given in advance ([`Proxy::strike_at`]), or immediately ([`Proxy::strike`]). Points inside TLS are
+//! found by the lengths of records, which are not encrypted.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -20,41 +18,41 @@ use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::frame::FRAME_HEADER_BYTES;
 use dunlin_proto::negotiate::{LaneOpen, VERSIONS};
 
-/// What a record is longer than its content: the type inside and the tag.
+/// How much longer a record's body is than its content: the inner content type and the tag.
 const RECORD_OVERHEAD: usize = 17;
 const RECORD_HEADER_BYTES: usize = 5;
-/// What the relay keeps of a connection that is held.
+/// How many bytes of a held connection are kept.
 const HELD_BYTES: usize = 32 << 20;
-/// Nothing that a test waits for takes longer.
+/// Longer than anything that a test waits for.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What is done to a connection.
+/// A fault of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Both ends see an orderly end of what came so far.
+    /// Both sides read the end of the stream, after the bytes forwarded so far.
     Cut,
-    /// Both ends see a reset.
+    /// Both sides receive a reset.
     Reset,
-    /// Everything is taken and nothing arrives, either way; TCP stays up.
+    /// The bytes of both sides are read and discarded; the TCP connections stay open.
     Swallow,
-    /// Like `Swallow`, but the taken bytes can be released.
+    /// Nothing is forwarded in either direction, but the bytes are kept until [`Proxy::release`].
     Hold,
 }
 
 pub const FAULTS: [Fault; 4] = [Fault::Cut, Fault::Reset, Fault::Swallow, Fault::Hold];
 
-/// A point in what flows towards the destination.
+/// A point in the stream to the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum At {
-    /// Behind so many bytes.
+    /// After this number of bytes.
     Bytes(u64),
-    /// In front of this TLS record, counted from 0.
+    /// Before this TLS record, counted from 0.
     Record(u64),
-    /// So many bytes behind a data lane's opening.
+    /// This number of bytes after a data lane's opening.
     Opened(u64),
-    /// In front of this mark or end, counted from 1.
+    /// Before this *mark* or *end* frame, counted from 1.
     Mark(u64),
-    /// Behind it.
+    /// After this *mark* or *end* frame, counted from 1.
     Marked(u64),
 }
 
@@ -82,7 +80,7 @@ struct State {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What is known of a connection, and what is asked of its thread.
+/// The progress of a connection, and the requests to its thread.
 struct Link {
     waker: Waker,
     now: Option<Fault>,
@@ -91,19 +89,18 @@ struct Link {
     progress: Progress,
 }
 
-/// How far a connection has come.
+/// The progress of a connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Bytes that the destination was given.
+    /// Bytes that were forwarded to the destination.
     pub forwarded: u64,
-    /// The fault that has struck.
+    /// The injected fault.
     pub struck: Option<Fault>,
-    /// Records behind a data lane's opening that were forwarded as far as
-    /// their beginning: frames take several.
+    /// The number of TLS headers received after a data lane's opening. A frame takes several records.
     pub records: u64,
-    /// The source has ended its half.
+    /// Whether the source has ended its half.
     pub closed: bool,
-    /// Nothing flows any more.
+    /// Whether the connection has ended and no longer carries data.
     pub ended: bool,
 }
 
@@ -118,7 +115,7 @@ impl Proxy {
         Self::start_on(TcpListener::bind(("127.0.0.1", 0)).unwrap(), to)
     }
 
-    /// The same, where something listens already.
+    /// Starts a proxy on an existing listener.
     pub fn start_on(listener: TcpListener, to: SocketAddr) -> Self {
         let address = listener.local_addr().unwrap();
         let shared = Arc::<Shared>::default();
@@ -148,7 +145,7 @@ impl Proxy {
                 let shared = Arc::clone(&own);
                 state.threads.push(thread::spawn(move || {
                     let mut relay = Relay::new(&shared, number, near, far);
-                    // A peer that has gone ends the connection.
+                    // An error means that a peer has closed its connection.
                     let _ = relay.run(&wakeup);
                     relay.end();
                 }));
@@ -163,7 +160,7 @@ impl Proxy {
         }
     }
 
-    /// Keeps what goes towards the destination from now on.
+    /// Records the bytes that are forwarded to the destination from now on.
     pub fn record(&self) {
         self.shared.lock().record = true;
     }
@@ -172,23 +169,23 @@ impl Proxy {
         self.shared.lock().recorded.clone()
     }
 
-    /// Lets `fault` strike a connection that has not come yet, or has not come
-    /// so far.
+    /// Plans `fault` for a point that `connection` has not reached yet. The connection need not exist
+    /// yet.
     pub fn strike_at(&self, connection: usize, at: At, fault: Fault) {
         self.shared.lock().plans.insert(connection, (at, fault));
     }
 
-    /// Lets `fault` strike now.
+    /// Injects `fault` immediately.
     pub fn strike(&self, connection: usize, fault: Fault) {
         self.ask(connection, |link| link.now = Some(fault));
     }
 
-    /// Lets `fault` strike when the source ends its half.
+    /// Injects `fault` when the source ends its half of the connection.
     pub fn strike_at_close(&self, connection: usize, fault: Fault) {
         self.ask(connection, |link| link.at_close = Some(fault));
     }
 
-    /// Lets what was held go on, perhaps as far as the next point.
+    /// Continues a held connection; if `until` is given, only as far as that point.
     pub fn release(&self, connection: usize, until: Option<At>) {
         {
             let mut state = self.shared.lock();
@@ -200,17 +197,17 @@ impl Proxy {
         self.ask(connection, |link| link.release = true);
     }
 
-    /// Forwards no more than `bytes` of a connection to the destination.
+    /// Forwards the first `bytes` bytes of a connection to the destination, then holds the connection.
     pub fn hold(&self, connection: usize, bytes: u64) {
         self.strike_at(connection, At::Bytes(bytes), Fault::Hold);
     }
 
-    /// Takes no further connection.
+    /// Closes each further connection on arrival.
     pub fn refuse(&self) {
         self.shared.lock().refuse = true;
     }
 
-    /// Takes connections again.
+    /// Accepts connections again.
     pub fn accept(&self) {
         self.shared.lock().refuse = false;
     }
@@ -232,7 +229,7 @@ impl Proxy {
             .map_or_else(Progress::default, |link| link.progress)
     }
 
-    /// Connections over which something can still flow.
+    /// The connections that have neither ended nor a fault.
     pub fn alive(&self) -> Vec<usize> {
         let state = self.shared.lock();
         let alive = |link: &Link| {
@@ -245,12 +242,12 @@ impl Proxy {
             .collect()
     }
 
-    /// Waits until so many connections have come.
+    /// Waits until at least `count` connections have been forwarded.
     pub fn await_connections(&self, count: usize) {
         self.wait(|state| state.links.len() >= count);
     }
 
-    /// Waits until a connection has come as far as `found` says.
+    /// Waits until `found` returns true for the progress of a connection.
     pub fn await_progress(&self, connection: usize, found: impl Fn(&Progress) -> bool) {
         self.wait(|state| {
             let link = state.links.get(connection);
@@ -263,7 +260,7 @@ impl Proxy {
         let mut state = self.shared.lock();
         while !found(&state) {
             let left = until.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "what was waited for did not happen");
+            assert!(!left.is_zero(), "the awaited event did not occur in time");
             state = self.shared.changed.wait_timeout(state, left).unwrap().0;
         }
     }
@@ -305,7 +302,7 @@ struct Relay<'a> {
     there: Flow,
     back: Flow,
     records: Records,
-    /// Where the planned fault strikes, once that is known.
+    /// The position of the planned fault, once it can be determined.
     strike: Option<(u64, Fault)>,
     struck: Option<Fault>,
 }
@@ -370,7 +367,8 @@ impl<'a> Relay<'a> {
                 read: true,
                 write: false,
             };
-            // An end or an error of a socket counts as ready whatever is asked.
+            // poll(2) reports hangups and errors even if nothing is requested, so leave such sockets
+            // out.
             let asked = [near, far].into_iter().filter(|one| one.read || one.write);
             let interests: Vec<Interest<'_>> = [woken].into_iter().chain(asked).collect();
             poll(&interests, None)?;
@@ -378,7 +376,7 @@ impl<'a> Relay<'a> {
         }
     }
 
-    /// Looks for the point where the planned fault strikes.
+    /// Determines the position of the planned fault, if the scanned records contain it.
     fn plan(&mut self) {
         if self.strike.is_some() || self.struck.is_some() {
             return;
@@ -391,7 +389,7 @@ impl<'a> Relay<'a> {
         }
     }
 
-    /// Lets faults strike that are due. False if nothing more flows.
+    /// Injects the faults that are due. Returns false if the connection has ended.
     fn heed(&mut self) -> bool {
         let mut state = self.shared.lock();
         if state.stop {
@@ -484,7 +482,7 @@ impl<'a> Relay<'a> {
         Ok(())
     }
 
-    /// How many of the waiting bytes may go on now.
+    /// How many of the waiting bytes may be forwarded now.
     fn passable(&self) -> usize {
         let forwarded = self.forwarded();
         let until_strike = self
@@ -493,7 +491,7 @@ impl<'a> Relay<'a> {
         let whole = if self.there.ended {
             self.there.waiting.len()
         } else {
-            // A record's header goes on only when it is known.
+            // An incomplete record header is not forwarded: a fault may be planned before it.
             self.there
                 .waiting
                 .len()
@@ -532,7 +530,8 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// A side that is cut off does not see the other's end either.
+/// Under `Swallow` and `Hold`, a read error counts as the end of that direction. An error would end
+/// the relay, and the other side would notice.
 fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
     match (read, struck) {
         (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),
@@ -540,7 +539,7 @@ fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<O
     }
 }
 
-/// Reads what is there; `None` for nothing now, 0 at the end.
+/// Reads the available bytes; `None` if there are none yet, 0 at the end of the stream.
 fn read(from: &mut TcpStream, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match from.read(buffer) {
         Ok(count) => Ok(Some(count)),
@@ -549,7 +548,7 @@ fn read(from: &mut TcpStream, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     }
 }
 
-/// Writes up to `most` of what waits; returns what went.
+/// Writes up to `most` of the waiting bytes; returns the bytes written.
 fn write(to: &mut TcpStream, waiting: &mut Vec<u8>, most: usize) -> io::Result<Vec<u8>> {
     let mut gone = 0;
     let most = most.min(waiting.len());
@@ -572,7 +571,7 @@ struct Records {
     starts: Vec<u64>,
     opened: Option<u64>,
     after_opening: u64,
-    /// Where marks and ends begin and end.
+    /// The first and last positions of *mark* and *end* frames.
     marks: Vec<(u64, u64)>,
     opening_bytes: usize,
 }
@@ -628,7 +627,7 @@ impl Records {
         }
     }
 
-    /// A record's header ends at `at`.
+    /// Handles a record with a header that ends at `at`.
     fn begun(&mut self, kind: u8, body: usize, at: u64) {
         let begins = at - RECORD_HEADER_BYTES as u64;
         let ends = at + body as u64;
@@ -647,7 +646,7 @@ impl Records {
         }
     }
 
-    /// Bytes of a header that is not known yet.
+    /// The number of bytes of an incomplete header.
     fn partial(&self) -> usize {
         self.header.len()
     }

@@ -1,4 +1,4 @@
-//! A migration through a relay that strikes where a test tells it to.
+//! A migration through a [`Proxy`], which injects faults at the points that a test selects.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -16,17 +16,17 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use super::proxy::Proxy;
 use super::{Memory, Receiving, TestBuilder, TestVm};
 
-/// Pages at the beginning of memory to which the guest writes all the time.
+/// The number of pages at the beginning of memory to which the guest writes continuously.
 pub const HOT_PAGES: u64 = 64;
 
-/// A destination behind a relay, and a guest that writes.
+/// A destination behind a proxy, and a guest that writes.
 pub struct Scene {
     pub vm: Arc<TestVm>,
     pub receiving: Receiving,
     pub proxy: Proxy,
     pub client: ClientTls,
     pub cancel: Cancel,
-    /// To how many pages the guest writes.
+    /// The number of pages to which the guest writes.
     pub hot_pages: u64,
     pub events: Mutex<Vec<Event>>,
     pub came: Condvar,
@@ -83,8 +83,7 @@ impl Scene {
             .run()
     }
 
-    /// Waits until so many events of the source are there for which `which`
-    /// holds.
+    /// Waits until the source has reported `count` events for which `which` returns true.
     pub fn await_events(&self, count: usize, which: impl Fn(&Event) -> bool) {
         let until = Instant::now() + Duration::from_secs(20);
         let mut events = self.events.lock().unwrap();
@@ -104,7 +103,7 @@ impl Scene {
         events.iter().filter_map(lane).collect()
     }
 
-    /// What arrived equals what was there.
+    /// Waits for the destination and asserts that its memory equals the source's.
     pub fn finish(self, report: &Report) {
         assert_eq!(report.digests_equal, Some(true));
         let (received, builder, _) = self.receiving.finish(false);
@@ -134,7 +133,7 @@ pub fn patient() -> destination::Options {
         .unwrap()
 }
 
-/// Limits short enough for a test, and a rate that makes it last.
+/// Limits short enough for a test, and a rate that makes the migration last long enough.
 pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
     source::Options::builder()
         .lanes(lanes)
@@ -151,7 +150,7 @@ pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
         .unwrap()
 }
 
-/// How often each test of chance is repeated.
+/// How often each test that depends on chance is repeated.
 pub fn rounds() -> usize {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|set| set == "1") {
         20
@@ -160,7 +159,7 @@ pub fn rounds() -> usize {
     }
 }
 
-/// Runs `each` for all cases, some at a time: they mostly wait.
+/// Runs `each` for all cases, six at a time: a case mostly waits.
 pub fn side_by_side<T: Sync>(cases: &[T], each: impl Fn(&T) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {

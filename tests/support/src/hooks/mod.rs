@@ -1,6 +1,6 @@
-//! A VM with everything that a VMM can have: a region with a hole, one on huge
-//! pages, and one for device state that is too large for sections. It writes
-//! down the order in which the engine calls it, on both sides.
+//! A VM with every feature that a VMM can have: a region with a hole, a region on huge pages, and a
+//! region for device state that is too large for sections. It records the order of the engine's calls
+//! on both sides.
 
 use std::io;
 use std::net::TcpListener;
@@ -23,20 +23,20 @@ use dunlin_linux::mapping::{Backing, TrackedMemory, allocate};
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
 pub const MIB: u64 = 1 << 20;
-/// The first region's bytes, of which only the ends are ever written.
+/// The size of the first region. Its [`HOLE`] is never written.
 pub const LOW_BYTES: u64 = 32 * MIB;
 pub const HOLE: Range<u64> = 4 * MIB..28 * MIB;
 pub const HUGE_BYTES: u64 = 32 * MIB;
-/// Beside sections in their stream: name's number, instance, version, bytes.
+/// The header of each section in the stream: name, number, version and length.
 const HEADER_BYTES: u64 = 32;
 pub const SECTION_BYTES: u64 = MIB;
 
-/// Every call, of both sides in one order.
+/// All calls on both sides, in the order in which they were made.
 #[derive(Clone, Default)]
 pub struct Calls(Arc<Mutex<Vec<&'static str>>>);
 
 impl Calls {
-    /// Those of one side, without its name.
+    /// The calls on one side, without the side's name.
     pub fn of(&self, side: &str) -> Vec<&'static str> {
         let all = self.0.lock().unwrap();
         all.iter()
@@ -53,7 +53,7 @@ impl Calls {
     }
 }
 
-/// Several memories as one table.
+/// Several memories as one region table.
 pub struct Combined {
     parts: Vec<(Arc<TrackedMemory>, MappedMemory)>,
     regions: Vec<Region>,
@@ -126,7 +126,7 @@ impl GuestMemory for Combined {
     }
 }
 
-/// The log of one of the memories, under its place in the table.
+/// The dirty log of one memory, reported with its index in the region table.
 struct PartLog {
     index: usize,
     log: OwnWrites,
@@ -157,7 +157,7 @@ impl DirtyLog for PartLog {
     }
 }
 
-/// What is done at a step, beside writing it down.
+/// Called at each step, in addition to recording it.
 type Hook = Box<dyn Fn(&str) + Send + Sync>;
 
 /// The VM on either side.
@@ -169,7 +169,7 @@ pub struct Vm {
     pub hook: Option<Hook>,
     /// The guest's run state, and the number of words it has written.
     guest: Mutex<(RunState, u64)>,
-    /// Device state in the stream, in sections of [`SECTION_BYTES`].
+    /// The number of sections of [`SECTION_BYTES`] in the stream of device state.
     sections: u32,
     itself: std::sync::Weak<Vm>,
 }
@@ -213,7 +213,8 @@ impl Vm {
         self.guest.lock().unwrap()
     }
 
-    /// A word to the low region and one to the huge one, on two pages in turn.
+    /// Writes a word to the low region and one to the huge region, each time to the next of a few
+    /// pages.
     fn step(&self) {
         let (state, number) = &mut *self.guest();
         if *state == RunState::Running {
@@ -224,7 +225,7 @@ impl Vm {
         }
     }
 
-    /// Gives the memory its first content and lets the guest run.
+    /// Writes the initial content of memory and runs the guest.
     pub fn start(&self) {
         let mut page = vec![0; 4096];
         for (region, range) in [
@@ -272,7 +273,7 @@ impl Vm {
         Ok(())
     }
 
-    /// The bytes of a section in the stream, and its version.
+    /// The version of a section in the stream, and its bytes.
     fn content(number: u32) -> (u32, Vec<u8>) {
         let bytes = (0..SECTION_BYTES / 8)
             .flat_map(|word| (word.wrapping_mul(0x9e37_79b9) ^ u64::from(number)).to_le_bytes())
@@ -322,7 +323,8 @@ impl SourceVm for Vm {
     fn pause(&self) -> Result<(), VmmError> {
         self.guest().0 = RunState::Paused;
         self.call("source pause")?;
-        // The large state belongs to this moment, and its dirty log sees it.
+        // The large device state is written when the guest is paused; the dirty log of its region
+        // reports the pages.
         let mut offset = 0;
         for number in 0..self.sections {
             self.memory.write(2, offset, &Self::header(number));
@@ -425,7 +427,7 @@ impl DestinationVm for Vm {
     }
 }
 
-/// Builds such VMs, or refuses.
+/// Builds [`Vm`]s at the destination, or refuses to.
 pub struct Machines {
     pub sections: u32,
     pub huge: bool,
@@ -444,7 +446,7 @@ impl Builder for Machines {
                 text: "16 huge pages are missing".into(),
             });
         }
-        // A table that differs in one length must be found.
+        // The engine must detect a region table that differs in one length.
         let other = u32::from(self.fail.contains(&"destination memory")) * 2;
         let vm = Vm::new(self.sections + other, self.huge, &self.calls, &self.fail);
         self.built = Some(Arc::clone(&vm));
@@ -452,7 +454,7 @@ impl Builder for Machines {
     }
 }
 
-/// One attempt, both sides on threads of this process.
+/// One migration attempt, with both sides on threads of this process.
 pub fn attempt(
     vm: &Arc<Vm>,
     machines: &mut Machines,
@@ -482,7 +484,8 @@ pub fn attempt(
             .cancel(&cancel)
             .run();
         if here.is_err() {
-            // One that never got as far as the destination would leave it waiting.
+            // If the source failed before it reached the destination, the destination would still
+            // wait.
             give_up.cancel();
         }
         (here, there.join().unwrap())

@@ -1,6 +1,5 @@
-//! A peer that speaks the protocol and lies, and what is measured while it does:
-//! after each lie the session has ended, nothing of it is left, the VM is on one
-//! side, and a good migration goes through.
+//! A peer that speaks the protocol and lies. After each lie, the tests check that the session has ended
+//! and has left nothing behind, that the VM is on one side, and that an honest migration succeeds.
 
 use std::fs;
 use std::net::{Shutdown, SocketAddr, TcpListener};
@@ -20,13 +19,13 @@ use dunlin_proto::frame::Frame;
 use crate::engine::peer::{Peer, SESSION, frame, lane_open, open_lane};
 use crate::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
 
-/// What a session may cost beside the guest's memory (I8).
+/// The most memory that a session may use in addition to the guest's (I8).
 const PEAK_LIMIT_BYTES: u64 = 64 << 20;
-/// How long a lie may keep a session going. A wait for silence to end takes
-/// longer, and such lies are in `hostile_silence.rs`.
+/// How long a session may last after a lie. A lie that ends by a silence limit takes longer; those
+/// lies are in `hostile_silence.rs`.
 pub const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// One lie at a time: what it costs is measured on the process.
+/// Allows one lie at a time, because its costs are measured for the whole process.
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -36,20 +35,20 @@ pub fn open_files() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// What they are.
+/// The targets of the open file descriptors.
 fn files() -> Vec<std::path::PathBuf> {
     let open = fs::read_dir("/proc/self/fd").unwrap();
     open.filter_map(|file| fs::read_link(file.unwrap().path()).ok())
         .collect()
 }
 
-/// Threads of the engine.
+/// The number of the engine's threads.
 pub fn engine_threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
     tasks
         .filter(|task| {
             let comm = task.as_ref().unwrap().path().join("comm");
-            // A thread may end between the two.
+            // The thread may end before its name is read.
             fs::read_to_string(comm).is_ok_and(|name| name.starts_with("dunlin-"))
         })
         .count()
@@ -62,7 +61,7 @@ fn status_bytes(field: &str) -> u64 {
     kib * 1024
 }
 
-/// What the process had when something began.
+/// The resources that the process used before a lie.
 pub struct Before {
     pub files: usize,
     pub threads: usize,
@@ -72,7 +71,7 @@ pub struct Before {
 
 impl Before {
     pub fn now() -> Self {
-        // Sets the high-water mark back (proc_pid_clear_refs(5)).
+        // Resets the peak of resident memory (proc_pid_clear_refs(5)).
         fs::write("/proc/self/clear_refs", "5").unwrap();
         Self {
             files: open_files(),
@@ -82,13 +81,13 @@ impl Before {
         }
     }
 
-    /// How far memory rose above what it was.
+    /// How far the peak of memory is above its initial size.
     pub fn peak_bytes(&self) -> u64 {
         status_bytes("VmHWM:").saturating_sub(self.resident_bytes)
     }
 
-    /// Nothing is left, and it never took more than its bound. What it took is
-    /// printed as a row of the table of lies.
+    /// Asserts that the lie left no file descriptors or threads and that memory stayed within its
+    /// limit. Prints the costs of the lie as a row of a table.
     pub fn settled(&self, row: &str) {
         let took = self.began.elapsed();
         let peak = self.peak_bytes();
@@ -138,7 +137,7 @@ pub fn good_migration_of(
     assert_eq!(*vm.state.lock().unwrap(), RunState::Stopped("moved".into()));
 }
 
-/// How often the engine let a VM run at the destination.
+/// How often the engine has run a VM at the destination.
 pub fn runs(vm: &TestVm) -> usize {
     vm.calls().iter().filter(|call| **call == "resume").count()
 }
@@ -155,7 +154,7 @@ pub fn with_causes(error: &MigrateError) -> String {
     text
 }
 
-/// A destination that a lying source talks to.
+/// The destination to which a lying source connects.
 pub struct Victim<'a> {
     pub to: SocketAddr,
     pub tls: &'a ClientTls,
@@ -181,7 +180,7 @@ impl Victim<'_> {
     }
 }
 
-/// A source that got as far as its first lane.
+/// A lying source that has established its first lane.
 pub struct Liar<'a> {
     pub peer: Peer,
     pub accept: Accept,
@@ -190,8 +189,8 @@ pub struct Liar<'a> {
     pub tls: &'a ClientTls,
 }
 
-/// Connections that a liar keeps open until it has the answer to its lie: a dropped
-/// lane is cut, and would be noticed first.
+/// Connections that a liar keeps open until it has received the reply to its lie. If it dropped the
+/// lane, the destination could report the lost lane instead of the lie.
 pub struct Held {
     pub peer: Peer,
     pub lane: Option<DataSender>,
@@ -213,7 +212,7 @@ impl From<Liar<'_>> for Held {
 }
 
 impl Liar<'_> {
-    /// Sends on the lane; it may have been cut already.
+    /// Sends `bytes` on the lane. Returns false if the destination has cut the lane already.
     pub fn frame(&mut self, bytes: &[u8]) -> bool {
         self.lane
             .as_mut()
@@ -227,7 +226,8 @@ impl Liar<'_> {
         }
     }
 
-    /// Ends the lane and sends *final* with the same counts: honest, if they are.
+    /// Ends the lane and sends *final* with the same count of chunks. Both are honest if the counts
+    /// are true.
     pub fn conclude(&mut self, chunks: u64, pages: u64) {
         self.end_lane(chunks);
         self.peer.send(&last(chunks, pages, 0));
@@ -253,11 +253,11 @@ pub fn last(chunks: u64, pages: u64, sections: u32) -> Message {
     })
 }
 
-/// What came of a lie at the destination: whether the VM runs there.
+/// The result of a lie to the destination: whether the VM runs there, and the builder.
 pub type Outcome = (Result<bool, MigrateError>, TestBuilder);
 
-/// Lets `lie` loose on a destination, and migrates to the same listener
-/// afterwards. Returns how the lie's session ended.
+/// Runs `lie` against a destination, and then an honest migration to the same listener. Returns how
+/// the session with the lie ended.
 pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
     let (client, server) = tls();
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -269,9 +269,12 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
     lie(&Victim { to, tls: &client });
     let lied = Instant::now();
     let (result, builder, _) = receiving.finish(false);
-    assert!(lied.elapsed() < END_LIMIT, "{row}: it went on");
+    assert!(
+        lied.elapsed() < END_LIMIT,
+        "{row}: the session did not end in time"
+    );
     let result = result.map(|received| {
-        // A source that has not released the VM may ask for as long as the VM lives here.
+        // If the source has not released the VM, inquiries are answered as long as the VM exists.
         if let Some(answering) = received.answering {
             answering.stop();
         }
@@ -282,8 +285,9 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
     (result, builder)
 }
 
-/// Lets `lie` loose, which must end the session with `fault` and `text`; the
-/// VM that was built is dropped and never ran, and the liar gets an answer.
+/// Runs `lie` against a destination. The session must fail with `fault` and an error that contains
+/// `text`. A VM that was built must be discarded without having run, and the liar must receive a
+/// *cancel* with `fault`, unless `fault` is the loss of a lane.
 pub fn refused_by_destination(
     row: &str,
     fault: FaultCode,
@@ -342,9 +346,9 @@ pub fn refused_by_destination(
     }
 }
 
-/// Migrates a running VM to a destination that `lie` plays. The source must end
-/// with `fault` and `text` and say that the VM is `vm`; a VM that stays goes on,
-/// and moves to an honest destination right after.
+/// Migrates a running VM to a lying destination: `lie`. The source must fail with `fault` and an error
+/// that contains `text`, and report the VM at `at`. A VM that is still at the source keeps running, and
+/// its next migration, to an honest destination, succeeds.
 pub fn refused_by_source(
     row: &str,
     (fault, at, text): (FaultCode, VmIs, &str),
@@ -372,7 +376,10 @@ pub fn refused_by_source(
         });
         let error = send(&vm, &to, &client, options, &cancel).0.unwrap_err();
         drop(done);
-        assert!(before.began.elapsed() < END_LIMIT, "{row}: it went on");
+        assert!(
+            before.began.elapsed() < END_LIMIT,
+            "{row}: the session did not end in time"
+        );
         liar.join().unwrap();
         error
     });
@@ -382,8 +389,8 @@ pub fn refused_by_source(
     assert!(
         ["the destination", "the peer", "lane "].iter().any(|who| said.contains(who))
             || error.at_fault() == AtFault::Peer
-            // It is unknown which of the two memories is wrong; and a reason that the
-            // peer gave has its own text.
+            // A failed verification does not show which memory is wrong, and a reason given by the
+            // peer has its own text.
             || matches!(
                 fault,
                 FaultCode::VerificationFailed | FaultCode::GuestPoweredOff
@@ -399,7 +406,7 @@ pub fn refused_by_source(
         before.settled(row);
         good_migration_of(&vm, listener, (&client, &server));
     } else {
-        // It may run at the destination: here it stays paused.
+        // The VM may run at the destination, so it stays paused here.
         assert_eq!(*vm.state.lock().unwrap(), RunState::Paused, "{row}");
         before.settled(row);
         good_migration(listener, (&client, &server));

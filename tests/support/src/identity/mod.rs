@@ -1,5 +1,5 @@
-//! What the identity tests share: authorities that issue every kind of certificate, and peers
-//! that look at nothing.
+//! Shared parts of the identity tests: authorities that issue every kind of certificate, and peers that
+//! verify nothing.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -26,7 +26,7 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 use crate::lane::set_mode;
 use dunlin_test_base::Scratch;
 
-/// An authority: a root, or one under another.
+/// A certificate authority: a root or an intermediate.
 pub struct Ca {
     issuer: Issuer<'static, KeyPair>,
     pub pem: String,
@@ -39,11 +39,11 @@ pub struct Issued {
     pub serial: u64,
 }
 
-/// What a certificate is asked to be.
+/// The properties of a certificate to be issued.
 #[derive(Clone, Copy)]
 pub struct Wish<'a> {
     pub names: &'a [&'a str],
-    /// First and last year.
+    /// The validity begins at the beginning of the first year and ends at the beginning of the second.
     pub years: (i32, i32),
     pub for_clients: bool,
     pub for_servers: bool,
@@ -122,17 +122,17 @@ impl Ca {
         }
     }
 
-    /// A revocation list with its next update at the beginning of that year.
+    /// A revocation list with its next update due at the beginning of `next_year`.
     pub fn revoke(&self, serials: &[u64], next_year: i32) -> String {
         self.revoke_in(2024, serials, next_year)
     }
 
-    /// The same, made at the beginning of a year.
+    /// Like [`Self::revoke`], for a list that is issued at the beginning of `year`.
     pub fn revoke_in(&self, year: i32, serials: &[u64], next_year: i32) -> String {
         self.revoke_for(year, serials, next_year, None)
     }
 
-    /// The same, for the certificates that a distribution point has alone.
+    /// Like [`Self::revoke_in`]. If `point` is given, the list is for that distribution point alone.
     pub fn revoke_for(
         &self,
         year: i32,
@@ -178,7 +178,8 @@ pub fn self_signed(wish: &Wish<'_>) -> Issued {
 pub struct Host(pub Scratch);
 
 impl Host {
-    /// `own` with what is appended to its certificate; empty texts make no file.
+    /// Writes `own`, with `appended` after its certificate, and the other files. No file is written
+    /// for an empty text.
     pub fn new(own: &Issued, appended: &str, authorities: &str, revocations: &str) -> Self {
         let host = Self(Scratch::new());
         host.put("cert.pem", &(own.certificate.clone() + appended));
@@ -213,7 +214,7 @@ impl Host {
     }
 }
 
-/// Takes any certificate.
+/// Accepts any certificate.
 #[derive(Debug)]
 pub struct Anybody;
 
@@ -266,7 +267,7 @@ fn key(host: &Host) -> PrivateKeyDer<'static> {
     PrivateKeyDer::from_pem_file(host.path("key.pem")).unwrap()
 }
 
-/// A TLS client that takes any server, and does not look at its own certificate.
+/// A TLS client that accepts any server and does not check its own certificate.
 pub fn careless_client(host: &Host, protocols: &[&[u8]]) -> rustls::ClientConfig {
     let provider = Crypto::auto().rustls().unwrap();
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
@@ -280,7 +281,7 @@ pub fn careless_client(host: &Host, protocols: &[&[u8]]) -> rustls::ClientConfig
     config
 }
 
-/// A TLS server that takes any client, and does not look at its own certificate.
+/// A TLS server that accepts any client and does not check its own certificate.
 pub fn careless_server(host: &Host, protocols: &[&[u8]]) -> rustls::ServerConfig {
     let provider = Crypto::auto().rustls().unwrap();
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
@@ -293,7 +294,8 @@ pub fn careless_server(host: &Host, protocols: &[&[u8]]) -> rustls::ServerConfig
     config
 }
 
-/// Connects and waits for the other side to give up; what Dunlin would say to that.
+/// Connects and waits until the other side rejects the connection. Returns the text with which Dunlin
+/// reports that.
 pub fn drive_client(config: rustls::ClientConfig, mut stream: TcpStream) -> String {
     let name = "destination.test".try_into().unwrap();
     let mut connection = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
@@ -307,7 +309,7 @@ pub fn drive_client(config: rustls::ClientConfig, mut stream: TcpStream) -> Stri
     in_our_words(result.unwrap_err())
 }
 
-/// The same on the side that accepts.
+/// Like [`drive_client`], on the accepting side.
 pub fn drive_server(config: rustls::ServerConfig, mut stream: TcpStream) -> String {
     let mut connection = rustls::ServerConnection::new(Arc::new(config)).unwrap();
     stream
@@ -324,13 +326,13 @@ fn in_our_words(error: std::io::Error) -> String {
     }
 }
 
-/// Puts a list of denied keys into a host's identity.
+/// Writes a list of denied keys to a host's identity.
 pub fn denies(host: &Host, pins: &[Pin]) {
     let lines: String = pins.iter().map(|pin| format!("{pin}\n")).collect();
     host.put(DENIED_FILE, &("# denied here\n".to_owned() + &lines));
 }
 
-/// The pin of the key in a certificate, as PEM.
+/// The pin of the key in a PEM certificate.
 pub fn key_pin(pem: &str) -> Pin {
     let certificate = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
     Pin::of_key(&certificate).unwrap()

@@ -1,4 +1,4 @@
-//! What the lane tests share: a small certificate authority, connections and secured pairs.
+//! Shared parts of the lane tests: a small certificate authority, connections and secured pairs.
 
 use std::fs;
 use std::net::{TcpListener, TcpStream};
@@ -26,7 +26,7 @@ pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(10)
 }
 
-/// An authority that issues identities in our layout.
+/// An authority that issues identities in Dunlin's layout.
 pub struct Authority {
     pub issuer: Issuer<'static, KeyPair>,
     pem: String,
@@ -51,12 +51,13 @@ impl Authority {
         }
     }
 
-    /// The directory of a host with the DNS, IP and URI names given.
+    /// Creates the identity of a host with these DNS, IP and URI names. Returns its directory.
     pub fn host(&self, names: &[&str]) -> PathBuf {
         self.host_until(names, 2096)
     }
 
-    /// Another certificate for the key of a host, with these names: the key and it, as PEM.
+    /// Issues another certificate for the key of a host, with these names. Returns the key and the
+    /// certificate, both in PEM.
     pub fn renew(&self, host: &Path, names: &[&str]) -> (String, String) {
         let key = fs::read_to_string(host.join("key.pem")).unwrap();
         let pair = KeyPair::from_pem(&key).unwrap();
@@ -68,7 +69,7 @@ impl Authority {
         (key, certificate.pem())
     }
 
-    /// As `host`, with the first second of a year as the end of its validity.
+    /// Like [`Self::host`], with a certificate that expires at the beginning of `year`.
     pub fn host_until(&self, names: &[&str], year: i32) -> PathBuf {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let names = names.iter().map(|name| (*name).to_owned());
@@ -94,7 +95,7 @@ impl Authority {
         directory
     }
 
-    /// The directory of a host that trusts the authorities of `others` too.
+    /// Like [`Self::host`], for a host that also trusts the authorities `others`.
     pub fn host_trusting(&self, names: &[&str], others: &[&Self]) -> PathBuf {
         let directory = self.host(names);
         let all: String = others.iter().map(|other| &*other.pem).collect();
@@ -119,14 +120,14 @@ pub fn names(names: &[&str]) -> Peers {
     names.iter().map(|name| name.parse().unwrap()).collect()
 }
 
-/// Two ends of a connection over loopback.
+/// Both ends of a connection over loopback.
 pub fn pair() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     (near, listener.accept().unwrap().0)
 }
 
-/// Records made in this process, by the library and with the suite given.
+/// Settings with which `provider` seals and opens records in this process, with `suite`.
 pub fn crypto(provider: Provider, suite: CipherSuite) -> Crypto {
     Crypto {
         provider,
@@ -135,7 +136,7 @@ pub fn crypto(provider: Provider, suite: CipherSuite) -> Crypto {
     }
 }
 
-/// The handshake of a lane over loopback: the client's outcome, and the server's.
+/// Runs the handshake of a lane over loopback. Returns the results of the client and the server.
 pub fn both_ends(
     near: &ClientTls,
     far: &ServerTls,
@@ -151,7 +152,7 @@ pub fn both_ends(
     })
 }
 
-/// Both ends of a lane after its handshake, the source's first.
+/// Both ends of a lane after its handshake: the source's, then the destination's.
 pub fn secured(crypto: &Crypto) -> (Secured, Secured) {
     let authority = Authority::new();
     let client = authority
@@ -166,7 +167,7 @@ pub fn secured(crypto: &Crypto) -> (Secured, Secured) {
     (near.unwrap(), far.unwrap())
 }
 
-/// Every provider built in with every suite.
+/// Every combination of a built-in provider and a suite.
 pub fn combinations() -> impl Iterator<Item = (Provider, CipherSuite)> {
     Provider::built_in()
         .iter()

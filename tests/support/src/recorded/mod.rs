@@ -1,13 +1,13 @@
-//! A session as a file: everything that either side said inside TLS, message by message, in the
-//! order in which it passed a relay.
+//! A session as a file: all messages of both sides inside TLS, in the order in which a relay
+//! forwarded them.
 //!
 //! ```text
-//! control source describe        lane, who speaks, what it is
-//! 66000000 0100…                 its bytes in hexadecimal, 32 a line
+//! control source describe        lane, sender, kind of message
+//! 66000000 0100…                 its bytes in hexadecimal, 32 per line
 //! ```
-//! Replayed, one side speaks these bytes. Three things are not its to choose and are put in: the
-//! session's name, where the other side chooses it; the proof of a lane, under the secret that the
-//! other side issues; and TLS itself.
+//! A replay sends the bytes of one side. It replaces what that side cannot choose: the session's name,
+//! if the other side chooses it; the proof of a lane, which depends on the secret that the other side
+//! issues; and TLS itself.
 
 pub mod player;
 pub mod relay;
@@ -19,7 +19,7 @@ use dunlin_proto::negotiate::{OpeningKind, PRELUDE_BYTES, Prelude};
 
 use crate::lane::soon;
 
-/// Who speaks.
+/// The sender of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Source,
@@ -38,7 +38,7 @@ impl Side {
 /// One message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// 0 is control.
+    /// 0 for the control lane.
     pub lane: u16,
     pub from: Side,
     pub kind: String,
@@ -88,7 +88,7 @@ pub fn from_text(text: &str) -> Vec<Entry> {
     entries
 }
 
-/// Stage of a connection: how its next message begins.
+/// The stage of a connection, which determines the format of its next message.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
     Opening,
@@ -96,7 +96,7 @@ pub enum Stage {
     Data,
 }
 
-/// The next whole message, with what it is; none at the end.
+/// The kind and the bytes of the next message; `None` at the end of the connection.
 pub fn read(stream: &ControlStream, stage: Stage) -> Option<(String, Vec<u8>)> {
     let more = |bytes: &mut Vec<u8>, count: usize| {
         let from = bytes.len();
@@ -122,7 +122,7 @@ pub fn read(stream: &ControlStream, stage: Stage) -> Option<(String, Vec<u8>)> {
             let header = Header::decode(bytes[..].try_into().unwrap()).unwrap();
             more(&mut bytes, header.body_bytes())?;
             let message = Message::decode(&header, &bytes[CONTROL_HEADER_BYTES..]).unwrap();
-            // What a later release adds is skipped by those before it.
+            // Earlier releases skip messages that a later release has added.
             message.map_or("unknown".into(), |message| {
                 message.kind().name().replace(' ', "-")
             })

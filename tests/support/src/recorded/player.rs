@@ -1,8 +1,8 @@
-//! One side of a session, from its recording.
+//! Replays one side of a recorded session.
 //!
-//! It says each thing when the other side has said what came before it in the recording: as many
-//! messages of each kind that decides something. Acknowledgements come in any number, and signs of
-//! life decide nothing.
+//! The player sends each recorded message once the other side has sent everything that precedes it in
+//! the recording: at least as many messages of each kind. Acknowledgements, pings and pongs are not
+//! counted, because their number may differ.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -22,10 +22,10 @@ use crate::lane::soon;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// What is not waited for.
+/// The kinds of messages for which a replay does not wait.
 const ANY_NUMBER: [&str; 4] = ["ack", "ping", "pong", "unknown"];
 
-/// What the other side has said so far.
+/// The messages that have been received from the other side.
 #[derive(Default)]
 struct Heard {
     counts: Mutex<HashMap<(u16, String), usize>>,
@@ -41,7 +41,7 @@ impl Heard {
         self.changed.notify_all();
     }
 
-    /// Waits until the wanted number of each has been received.
+    /// Waits until at least the wanted number of messages of each kind has been received.
     fn wait(&self, wanted: &HashMap<(u16, String), usize>, before: &str) {
         let counts = self.counts.lock().unwrap();
         let missing = |counts: &mut HashMap<(u16, String), usize>| {
@@ -67,7 +67,7 @@ impl Heard {
     }
 }
 
-/// Listens to a connection until it ends.
+/// Starts a thread that receives the messages of a connection until it ends.
 fn listen(stream: &Arc<ControlStream>, lane: u16, from: Side, mut at: Stage, heard: &Arc<Heard>) {
     let (stream, heard) = (Arc::clone(stream), Arc::clone(heard));
     thread::spawn(move || {
@@ -85,7 +85,7 @@ fn listen(stream: &Arc<ControlStream>, lane: u16, from: Side, mut at: Stage, hea
     });
 }
 
-/// Goes through a recording as `side`; `say` gets what it has to say.
+/// Replays `side` of a recording. Calls `say` with each message that this side has to send.
 fn play(recording: &[Entry], side: Side, heard: &Heard, mut say: impl FnMut(&Entry)) {
     let mut wanted = HashMap::new();
     for entry in recording {
@@ -99,7 +99,7 @@ fn play(recording: &[Entry], side: Side, heard: &Heard, mut say: impl FnMut(&Ent
     heard.wait(&wanted, "the end");
 }
 
-/// Plays the source against a destination.
+/// Replays the source against a destination.
 pub fn source(recording: &[Entry], to: SocketAddr, tls: &ClientTls) {
     let heard = Arc::<Heard>::default();
     let connect = || {
@@ -110,7 +110,7 @@ pub fn source(recording: &[Entry], to: SocketAddr, tls: &ClientTls) {
     play(recording, Side::Source, &heard, |entry| {
         let mut bytes = entry.bytes.clone();
         if entry.kind == "lane-open" {
-            // The proof, under the secret of today: the first thing in *accept*.
+            // Compute the proof with the secret of this session, the first field of *accept*.
             let accept = heard.first("accept");
             let secret = accept[CONTROL_HEADER_BYTES..].first_chunk().unwrap();
             let session = bytes[PRELUDE_BYTES..].first_chunk().unwrap();
@@ -129,7 +129,7 @@ pub fn source(recording: &[Entry], to: SocketAddr, tls: &ClientTls) {
     lanes[&0].close().unwrap();
 }
 
-/// Plays the destination for one source.
+/// Replays the destination for one source.
 pub fn destination(recording: &[Entry], listener: TcpListener, tls: &ServerTls) {
     let heard = Arc::<Heard>::default();
     let opened = Arc::<Mutex<HashMap<u16, Arc<ControlStream>>>>::default();
@@ -156,10 +156,10 @@ pub fn destination(recording: &[Entry], listener: TcpListener, tls: &ServerTls) 
     play(recording, Side::Destination, &heard, |entry| {
         let mut bytes = entry.bytes.clone();
         let offer = heard.first("offer");
-        // After the features; today's source has chosen it.
+        // The session's name follows the features. The source of this session has chosen it.
         let session = &offer[PRELUDE_BYTES + 16..][..SESSION_ID_BYTES];
         if entry.kind != "select" {
-            // The last of the header.
+            // The session's name is the last field of the header.
             bytes[CONTROL_HEADER_BYTES - SESSION_ID_BYTES..CONTROL_HEADER_BYTES]
                 .copy_from_slice(session);
         }
@@ -184,7 +184,7 @@ pub fn destination(recording: &[Entry], listener: TcpListener, tls: &ServerTls) 
         control.send(&bytes).unwrap();
     });
     for lane in opened.lock().unwrap().values() {
-        // The source may have gone.
+        // The source may have closed the connection already.
         let _ = lane.close();
     }
 }

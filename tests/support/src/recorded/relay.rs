@@ -17,7 +17,7 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// Relays to `to`, until the test's process ends.
+    /// Starts a relay to `to`, which runs until the test's process ends.
     pub fn start(to: SocketAddr, as_destination: ServerTls, as_source: ClientTls) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
@@ -35,7 +35,7 @@ impl Relay {
         Self { address, log }
     }
 
-    /// What has passed.
+    /// The messages that have been relayed.
     pub fn entries(&self) -> Vec<Entry> {
         self.log.lock().unwrap().clone()
     }
@@ -43,7 +43,7 @@ impl Relay {
 
 fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<Entry>>>) {
     let (kind, bytes) = read(&near, Stage::Opening).unwrap();
-    // A lane's number is after the session's name.
+    // In *lane open*, the lane's number follows the session's name.
     let (lane, stage) = match &*kind {
         "offer" => (0, Stage::Control),
         "lane-open" => (u16::from_le_bytes([bytes[32], bytes[33]]), Stage::Data),
@@ -56,7 +56,7 @@ fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<E
             kind,
             bytes: bytes.to_vec(),
         });
-        // Fails once the other side has ended.
+        // Sending fails once the receiver has ended.
         let _ = to.send(bytes);
     };
     write(log, Side::Source, kind, &bytes, &far);
@@ -70,7 +70,7 @@ fn pass(near: Arc<ControlStream>, far: Arc<ControlStream>, log: &Arc<Mutex<Vec<E
                 at = Stage::Control;
             }
         } else {
-            // A data lane carries nothing back but its close.
+            // In this direction, a data lane carries only its close.
             let _ = far_again.receive(&mut [0], soon());
         }
         let _ = near_again.close();

@@ -67,13 +67,13 @@ impl LaneSocket {
 pub enum RelayArrival {
     /// The peer is authenticated.
     Secured(Box<Relayed>),
-    /// As [`Arrival::Rejected`].
+    /// Like [`Arrival::Rejected`].
     Rejected {
         /// The peer's address.
         from: SocketAddr,
         /// Why.
         reason: RejectReason,
     },
-    /// As [`Arrival::Starved`].
+    /// Like [`Arrival::Starved`].
     Starved(io::Error),
 }

@@ -38,7 +38,7 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
     let provider = Provider::built_in()[0];
     let rustls = Crypto::with(provider)
         .rustls_for_lanes()
-        .expect("it is built in");
+        .expect("the provider is built in");
     let algorithms = rustls.signature_verification_algorithms;
     let config = ServerConfig::builder_with_provider(rustls)
         .with_protocol_versions(&[&rustls::version::TLS13])

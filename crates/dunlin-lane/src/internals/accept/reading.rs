@@ -124,7 +124,7 @@ impl Reading {
 /// Returns `Ok(false)` if the error only means that no data is available yet.
 ///
 /// # Errors
-/// Every other error.
+/// The reason for rejecting the connection, for every other error.
 pub fn would_block(error: io::Error) -> Result<bool, RejectReason> {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(false),

@@ -36,7 +36,7 @@ pub const PAGE_BYTES: usize = 4096;
 pub const PAGES_PER_RECORD: usize = CONTENT_BYTES / PAGE_BYTES;
 /// Payload records in a full frame, without the header's record.
 pub const RECORDS_PER_FRAME: usize = 16;
-/// Payload of a full frame: [`PAGES_PER_FRAME`] pages, sealed and written at once. From 128 KiB to
+/// Payload of a full frame: [`PAGES_PER_FRAME`] pages, sealed and written in one piece. From 128 KiB to
 /// 1 MiB the measured cost per byte is the same (two cores, 1 GiB over loopback, 2 MiB second-level
 /// caches). This size also fits caches of 512 KiB, and adds less latency in the tunnel and less
 /// memory per lane than a larger one.

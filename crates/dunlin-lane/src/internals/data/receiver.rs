@@ -255,7 +255,7 @@ impl DataReceiver {
         }
     }
 
-    /// As [`Self::payload_into`], but the kernel opens records into the targets.
+    /// Like [`Self::payload_into`], but the kernel opens records into the targets.
     fn payload_by_kernel<'m>(
         &mut self,
         mut targets: impl Iterator<Item = VolatileSlice<'m>>,
@@ -352,7 +352,7 @@ impl DataReceiver {
         }
     }
 
-    /// Replies to the peer's close, or announces early that this side will not read any more. If
+    /// Replies to the peer's close, or announces early that this side will no longer read. If
     /// the peer's connection has already ended, no reply is needed.
     ///
     /// # Errors

@@ -240,7 +240,7 @@ impl DataSender {
     /// Limits this lane's rate in bytes per second; `None` removes the limit.
     ///
     /// # Errors
-    /// The error of setsockopt(2).
+    /// An error from setsockopt(2).
     #[cfg(feature = "unstable-internals")]
     pub fn set_rate(&self, bytes_per_second: Option<u64>) -> io::Result<()> {
         set_pacing_rate(&*self.link.stream, bytes_per_second)
@@ -344,8 +344,8 @@ impl DataSender {
         Ok(())
     }
 
-    /// As [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the kernel
-    /// and are read once. The header begins the first payload record; in a record of its own it
+    /// Like [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the kernel
+    /// and are read once. The header begins the first payload record; in its own record it
     /// would wake the peer separately.
     fn transmit_by_kernel(
         &mut self,
@@ -533,7 +533,7 @@ impl<'a> Frame<'a> {
     }
 
     /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
-    /// header gets a record of its own before the payload, or shares a record with a payload of at
+    /// header gets its own record before the payload, or shares a record with a payload of at
     /// most one page. An empty header gets no record.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ pub struct Dated {
     pub item: Item,
     /// The file that contains it.
     pub path: PathBuf,
-    /// Its position in that file, from zero.
+    /// The item's position in that file, from zero.
     pub position: usize,
     /// The beginning of its validity; for a revocation list, its date.
     pub not_before: SystemTime,

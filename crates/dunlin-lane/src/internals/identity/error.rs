@@ -53,7 +53,7 @@ pub enum IdentityErrorKind {
     RoleNeeded {
         /// The directory.
         directory: PathBuf,
-        /// Its layout.
+        /// The directory's layout.
         layout: Layout,
     },
     /// A file is missing or cannot be read.
@@ -75,7 +75,7 @@ pub enum IdentityErrorKind {
     KeyOpenToAll {
         /// The key's file.
         path: PathBuf,
-        /// Its permission bits.
+        /// The file's permission bits.
         mode: u32,
     },
     /// The key is encrypted, and a passphrase cannot be entered.
@@ -107,7 +107,7 @@ pub enum IdentityErrorKind {
         path: PathBuf,
         /// The expected kind of item.
         what: Item,
-        /// Its position in the file, from zero.
+        /// The item's position in the file, from zero.
         position: usize,
         /// The reason.
         reason: String,
@@ -235,14 +235,14 @@ pub enum Warning {
     KeyOpenToGroup {
         /// The key's file.
         path: PathBuf,
-        /// Its permission bits.
+        /// The file's permission bits.
         mode: u32,
     },
     /// Every user of this host can read the key, which the options allow.
     KeyOpenToAll {
         /// The key's file.
         path: PathBuf,
-        /// Its permission bits.
+        /// The file's permission bits.
         mode: u32,
     },
     /// An item expires soon, or has expired.

@@ -18,7 +18,7 @@ pub enum OldestTls {
 }
 
 impl Crypto {
-    /// As [`Crypto::rustls`], with P-256 and P-384 after the usual key exchange, and with the TLS
+    /// Like [`Crypto::rustls`], with P-256 and P-384 after the usual key exchange, and with the TLS
     /// 1.2 suites if `oldest` allows them.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ pub enum Action {
     /// Install inbound SAs, and call
     /// [`Exchange::inbound_installed`](super::Exchange::inbound_installed).
     InstallInbound {
-        /// Their epoch.
+        /// The epoch of the SAs.
         epoch: u32,
         /// The SAs.
         slots: Vec<Slot>,
@@ -25,7 +25,7 @@ pub enum Action {
     /// Install outbound SAs and their policies, and call
     /// [`Exchange::outbound_installed`](super::Exchange::outbound_installed).
     InstallOutbound {
-        /// Their epoch.
+        /// The epoch of the SAs.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
@@ -36,7 +36,7 @@ pub enum Action {
     },
     /// Remove these SAs; this side no longer sends with them.
     RetireOutbound {
-        /// Their epoch.
+        /// The epoch of the SAs.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
@@ -45,7 +45,7 @@ pub enum Action {
     },
     /// Remove these SAs soon: packets of the peer may still be in flight.
     RetireInbound {
-        /// Their epoch.
+        /// The epoch of the SAs.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,

@@ -344,7 +344,7 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
-/// So the peer may remove the SAs at once, whichever side is faster.
+/// So the peer may remove the SAs immediately, whichever side is faster.
 #[test]
 fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
     for first in 0..4 {

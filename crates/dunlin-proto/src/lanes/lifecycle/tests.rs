@@ -242,7 +242,7 @@ fn i4_no_number_is_used_twice() {
     }
     assert!(lanes.is_exhausted());
     assert_eq!(opened(&mut lanes, now_ns), []);
-    assert_eq!(lanes.due_ns(), None, "nothing can be opened any more");
+    assert_eq!(lanes.due_ns(), None, "no lane can be opened");
     assert!(lanes.was_opened(u16::MAX) && !lanes.was_opened(0));
 }
 

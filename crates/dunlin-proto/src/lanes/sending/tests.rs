@@ -180,7 +180,7 @@ fn no_lane_is_blamed_while_the_control_lane_is_silent() {
 }
 
 /// Actions from `from_ns` until just before `to_ns` for a caller that polls
-/// regularly; `silent` makes the control lane silent all the while.
+/// regularly; `silent` keeps the control lane silent during that time.
 fn during(sending: &mut Sending, from_ns: u64, to_ns: u64, silent: bool) -> Vec<Action> {
     let mut all = Vec::new();
     for now_ns in (from_ns..to_ns).step_by(10) {
@@ -392,7 +392,7 @@ fn without_any_lane_the_work_is_given_up() {
     loop {
         let todo = actions(&mut sending, now_ns);
         if todo.contains(&Action::GiveUp) {
-            assert_eq!(sending.due_ns(), None, "nothing is due any more");
+            assert_eq!(sending.due_ns(), None, "nothing more is due");
             break;
         }
         for action in todo {

@@ -11,7 +11,7 @@ impl<T: Clone> Trunk<T> {
     /// A connection has proved to be this lane of the other side.
     ///
     /// # Errors
-    /// Why the lane is refused. The other side receives the reason, and the caller closes the
+    /// The reason why the lane is refused. The other side receives it, and the caller closes the
     /// connection.
     pub fn admit(&mut self, lane: u16) -> Result<(), FaultCode> {
         let admitted = match self.is_over() {
@@ -35,8 +35,8 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// The payload of a piece has arrived completely on an admitted lane. The return value decides
-    /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and needs no
-    /// buffer of its own.
+    /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and does
+    /// not need its own buffer.
     ///
     /// # Errors
     /// The peer violates the protocol: the caller calls [`Trunk::end`].
@@ -61,7 +61,7 @@ impl<T: Clone> Trunk<T> {
         Ok(Arrival::Drop)
     }
 
-    /// After [`Arrival::Keep`]: stores the piece in a buffer of its own. If it has become the next
+    /// After [`Arrival::Keep`]: stores the piece in its own buffer. If it has become the next
     /// one meanwhile, it is returned, and the caller has the turn.
     ///
     /// # Errors
@@ -114,7 +114,7 @@ impl<T: Clone> Trunk<T> {
     /// A lane of the other side ends after `frames` data frames.
     ///
     /// # Errors
-    /// Another number of frames has arrived: the peer violates the protocol.
+    /// A different number of frames has arrived: the peer violates the protocol.
     pub fn lane_ended(&mut self, lane: u16, frames: u64) -> Result<(), PeerFault> {
         self.arriving.ended(lane, frames)
     }

@@ -9,7 +9,7 @@ use crate::stripe::{ACK_DELAY_NS, Arrival, KeyUsage, PeerFault, Timeouts};
 const MS: u64 = 1_000_000;
 const CHUNK: u32 = MAX_STRIPE_CHUNK_BYTES;
 
-/// Two sides that receive each other's messages at once, and their actions.
+/// Two sides that receive each other's messages immediately, and their actions.
 struct Pair {
     sides: [Trunk<u64>; 2],
     actions: [Vec<Action>; 2],
@@ -78,7 +78,7 @@ impl Pair {
         std::mem::take(&mut self.actions[side])
     }
 
-    /// A connected channel of the connecting side, with a listener of its own and a lane per
+    /// A connected channel of the connecting side, with its own listener and a lane per
     /// direction.
     fn channel(&mut self) -> u32 {
         let channel = self.sides[0].open(opening(self.listener)).unwrap();
@@ -365,7 +365,8 @@ fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
     }
 }
 
-/// More bytes than a few after the consumer has closed decide at once: it had not read to its end.
+/// If more than a few bytes arrive after the consumer has closed, the channel is aborted immediately:
+/// the consumer had not read to the end.
 #[test]
 fn more_bytes_for_a_consumer_that_has_closed_are_an_abort_at_once() {
     let mut pair = Pair::new();
@@ -414,7 +415,7 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// The side with the source reports at once that the source has closed, and does not believe a
+/// The side with the source reports immediately that the source has closed, and does not believe a
 /// report about an end that it has not read itself.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {

@@ -98,8 +98,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Admits lanes over IPsec if the source asks for them. Without it, such a source
-    /// is refused.
+    /// Admits lanes over IPsec if the source asks for them. Without it, a source
+    /// that asks for them is refused.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self

@@ -23,7 +23,7 @@ pub enum DestinationEvent {
     Offered(Offered),
     /// A data lane is established.
     LaneUp {
-        /// Its number.
+        /// The lane's number.
         lane: u16,
     },
     /// A connection or lane was rejected.
@@ -33,7 +33,7 @@ pub enum DestinationEvent {
     },
     /// A data lane is lost; the source sends its unconfirmed pages again.
     LaneLost {
-        /// Its number.
+        /// The lane's number.
         lane: u16,
         /// Why, if known here.
         why: String,
@@ -73,7 +73,7 @@ pub enum DestinationEvent {
 pub struct Received {
     /// The VM.
     pub vm: Arc<dyn DestinationVm>,
-    /// Its description.
+    /// The VM's description.
     pub offered: Offered,
     /// Whether it runs. If not, it is paused, as its owner had paused it.
     pub runs: bool,

@@ -83,7 +83,7 @@ impl<'a> Session<'a> {
             let sealed = options.ipsec.clone();
             let body = move || {
                 let ended = accept(&listener, &tls, &stop, |arrival| {
-                    // Keying sessions use connections of their own.
+                    // Keying sessions use their own connections.
                     let Some(arrival) = (match &sealed {
                         Some(lanes) => lanes.take(arrival),
                         None => Some(arrival),

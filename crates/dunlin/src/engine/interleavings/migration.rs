@@ -290,7 +290,7 @@ impl Source {
             }
             AtSource::Received(message) => panic!("unexpected {message:?}"),
             AtSource::LaneEnded(lane, in_order) => {
-                let thread = self.threads.remove(lane).expect("it ends once");
+                let thread = self.threads.remove(lane).expect("a lane ends once");
                 thread.join().unwrap();
                 self.work_queue
                     .change(|state| state.lanes.thread_ended(*lane, *in_order, 0));
@@ -425,7 +425,7 @@ fn receive(
             }
             AtDestination::Acks => acknowledge(),
             AtDestination::LaneEnded(lane) => {
-                let thread = threads.remove(&lane).expect("it ends once");
+                let thread = threads.remove(&lane).expect("a lane ends once");
                 thread.join().unwrap();
                 if barrier.lanes(|lanes| lanes.gone(lane)) {
                     fenced(lane);

@@ -117,7 +117,7 @@ pub(super) fn share() {
 
 /// Lanes at the limit of chunks in flight continue once some are acknowledged.
 pub(super) fn acknowledged() {
-    // Each page is a range of its own.
+    // Each page is a separate range.
     const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
     let work_queue = work_queue(WORDS as u64 * 64, 2, None);
     admit(&work_queue, 1);
@@ -208,7 +208,7 @@ pub(super) fn not_admitted() {
     assert!(lane.join().unwrap().is_err());
 }
 
-/// Two lanes that send two pieces each; only the first piece may be sent at once.
+/// Two lanes that send two pieces each; only the first piece may be sent immediately.
 fn held_back(work_queue: &Arc<WorkQueue>) -> [JoinHandle<()>; 2] {
     [1, 2].map(|lane| {
         let work_queue = Arc::clone(work_queue);

@@ -16,7 +16,7 @@ pub trait Disk: Send + Sync {
     /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
-    /// Any of pwrite(2).
+    /// An error from pwrite(2).
     fn write(&self, file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
         file.write_all_at(bytes, offset)
     }
@@ -24,7 +24,7 @@ pub trait Disk: Send + Sync {
     /// Returns when the written bytes are on the disk.
     ///
     /// # Errors
-    /// Any of fdatasync(2). The bytes may be on the disk even so.
+    /// An error from fdatasync(2). The bytes may be on the disk nevertheless.
     fn sync(&self, file: &File) -> io::Result<()> {
         file.sync_data()
     }
@@ -33,7 +33,7 @@ pub trait Disk: Send + Sync {
     /// created file exists and a removed file does not.
     ///
     /// # Errors
-    /// Any of fsync(2).
+    /// An error from fsync(2).
     fn sync_directory(&self, directory: &File) -> io::Result<()> {
         directory.sync_all()
     }
@@ -77,9 +77,9 @@ impl Role {
 pub struct Entry {
     /// The session.
     pub session: SessionId,
-    /// This host's side of it.
+    /// This host's role in the session.
     pub role: Role,
-    /// Its newest record; `None` if the session ended before the first record.
+    /// The session's newest record; `None` if the session ended before the first record.
     pub record: Result<Option<Record>, Unreadable>,
     /// The record of the session's peer.
     pub peer: RecordedPeer,

@@ -30,7 +30,7 @@ pub enum JournalError {
     Exposed {
         /// The directory.
         path: PathBuf,
-        /// Its permission bits.
+        /// The directory's permission bits.
         mode: u32,
     },
     /// The file's content is not valid.

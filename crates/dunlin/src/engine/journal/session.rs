@@ -92,7 +92,7 @@ impl SessionJournal {
     /// connected to a peer yet.
     ///
     /// # Errors
-    /// As [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
+    /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
     pub(crate) fn begin(
         journal: &Journal,
         record: Record,
@@ -219,7 +219,7 @@ impl SessionJournal {
     /// Records only the epoch of a new control lane.
     ///
     /// # Errors
-    /// As [`SessionJournal::write`].
+    /// Same as [`SessionJournal::write`].
     pub fn write_epoch(&mut self, epoch: u32) -> Result<Duration, JournalError> {
         let record = Record {
             epoch,

@@ -37,7 +37,7 @@ impl Journal {
     /// record.
     ///
     /// # Errors
-    /// As [`Journal::open`].
+    /// Same as [`Journal::open`].
     #[cfg(feature = "unstable-internals")]
     pub fn open_on(directory: &Path, disk: Arc<dyn Disk>) -> Result<Self, JournalError> {
         Self::open_with(directory, disk)

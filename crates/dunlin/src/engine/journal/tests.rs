@@ -559,7 +559,7 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
         assert_eq!(*session.peer(), RecordedPeer::Unknown, "{length}");
         assert!(!session.is_with(&ours));
     }
-    // Listing and writing keep such a file readable, and do not add the missing block.
+    // Listing and writing keep a file without the peer's block readable, and do not add the block.
     assert_eq!(journal.list().unwrap().len(), 4);
     let mut session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     session.write(ABORTED).unwrap();

@@ -32,7 +32,7 @@ pub(super) struct Committed<'a> {
     figures: Figures,
     /// When the guest was paused.
     paused: Instant,
-    /// When all conditions of *commit* were met; *commit* follows at once.
+    /// When all conditions of *commit* were met; *commit* follows immediately.
     agreed: Instant,
     /// Remaining actions of the switchover.
     rest: Rest,

@@ -288,7 +288,7 @@ const RETRY_LAST: Duration = Duration::from_secs(2);
 fn timeouts(options: &Options) -> Timeouts {
     Timeouts {
         progress_ns: nanos(options.lane_stall_limit),
-        // The connecting thread has a limit of its own and reports a more precise
+        // The connecting thread has its own limit and reports a more precise
         // failure.
         open_ns: nanos(options.connect_limit * 2),
         retry_first_ns: nanos(RETRY_FIRST),

@@ -26,7 +26,7 @@ pub(super) const NO_RECORD: &str = "the destination has no record of the session
 /// A VM that the source holds paused until an operator decides. It keeps the record
 /// locked, which shows other processes that the VM's process lives.
 ///
-/// [`Doubt::ask`] asks the destination again. If it cannot answer any more,
+/// [`Doubt::ask`] asks the destination again. If it can no longer answer,
 /// [`Doubt::resolve`] carries out what an operator has found out there. Do not resume
 /// or destroy the VM in any other way: it may run at the destination.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl Doubt {
         self.take(On::Resolve(resolution), Some(vm), None)
     }
 
-    /// Removes the record if nothing is in doubt any more: no side asks a source about
+    /// Removes the record if nothing is in doubt any longer: no side asks a source about
     /// a session that has ended.
     ///
     /// # Errors

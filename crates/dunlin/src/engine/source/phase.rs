@@ -18,8 +18,8 @@ use super::session::Session;
 pub(super) trait Phase<'a> {
     fn session(&mut self) -> &mut Session<'a>;
 
-    /// Executes one action. [`Session::act`] executes or leaves the actions that the
-    /// phase does not handle.
+    /// Executes one action. By default, an action that all phases share is executed by
+    /// [`Session::act`]; any other is passed on to the next phase.
     fn act(&mut self, action: Do) -> Done {
         self.session().act(action)
     }

@@ -39,7 +39,7 @@ pub(in crate::engine) struct State {
     pace: Pace,
     /// How often the cap has been changed.
     rate_changes: u64,
-    /// Whether every lane must end at once.
+    /// Whether every lane must end immediately.
     stop: bool,
     /// The newest iteration that has been reported as cut.
     reported: u32,

@@ -1,4 +1,4 @@
-//! The destination's process, and the one that is started after it.
+//! The destination's process, and the process that is started after it has been killed.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::moving::Arrivals;
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// Receives the VM, and then obeys the test. `control_limit` is how long to wait for
-/// a lost control lane.
+/// Receives the VM, and then executes the test's orders. `control_limit` is how long to wait for a
+/// new control lane after the loss of one.
 pub(crate) fn run(
     files: &Files,
     listen: &str,
@@ -50,7 +50,7 @@ pub(crate) fn run(
         .options(options.clone())
         .observer(&observe)
         .run(&mut arrivals);
-    // It goes on answering as long as this process lives.
+    // It answers inquiries until it is dropped, so keep it as long as this process lives.
     let _received = match received {
         Ok(received) => {
             stage.say("ended at-destination");
@@ -71,7 +71,7 @@ pub(crate) fn run(
     heed(stage, &|| arrivals.state())
 }
 
-/// Answers for a process that has died.
+/// Answers inquiries about the session of a process that has died.
 pub(crate) fn restarted(files: &Files, listen: &str, stage: &Stage) -> Result<(), Failure> {
     let journal = Journal::open(&files.journal("destination"))?;
     answer_on(TcpListener::bind(listen)?, tls(files)?, journal);

@@ -20,7 +20,7 @@ use dunlin_crash_tests::guest::Guest;
 
 use stage::Stage;
 
-/// What can go wrong here; the test sees it on standard error.
+/// Any error of this process. It is printed on standard error, which the test shows.
 type Failure = Box<dyn Error + Send + Sync>;
 
 fn main() -> Result<(), Failure> {

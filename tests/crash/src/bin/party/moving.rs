@@ -19,7 +19,7 @@ use crate::stage::Stage;
 pub(crate) enum Home {
     /// In this process.
     Here(Guest),
-    /// In another, which is asked.
+    /// In another process, which executes requests on its socket.
     Elsewhere(Files),
 }
 
@@ -62,7 +62,7 @@ impl Leaving {
         })
     }
 
-    /// What it is at.
+    /// The VM's state, such as `running`.
     pub(crate) fn state(&self) -> io::Result<String> {
         self.home.ask("state")
     }
@@ -171,7 +171,7 @@ impl DestinationVm for Arriving {
     }
 }
 
-/// Builds the VM at the destination, and remembers it.
+/// Builds the VM at the destination, and keeps a reference to it.
 pub(crate) struct Arrivals {
     files: Files,
     stage: Stage,
@@ -187,7 +187,7 @@ impl Arrivals {
         }
     }
 
-    /// What the VM is at, if there is one.
+    /// The VM's state; `none` if no VM has been built.
     pub(crate) fn state(&self) -> &'static str {
         self.built.as_ref().map_or("none", |vm| vm.guest.state())
     }

@@ -1,4 +1,4 @@
-//! The source's migrating process, and the one that is started after it.
+//! The source's migrating process, and the process that is started after it has been killed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,8 @@ use crate::moving::{Home, Leaving};
 use crate::stage::{ShownDisk, Stage};
 use crate::{Failure, identity};
 
-/// For the last inquiry of a run, which is always answered, however busy the machine is.
+/// The doubt limit of the last inquiry of a run. The destination always answers it; the limit allows
+/// for a busy machine.
 const ANSWERED: Duration = Duration::from_secs(30);
 
 /// Limits short enough for a test.
@@ -34,7 +35,7 @@ fn options(journal: Journal) -> source::Options {
         .expect("these options are possible")
 }
 
-/// Moves the VM, and then does what the test says.
+/// Moves the VM, and then executes the test's orders.
 pub(crate) fn run(files: &Files, to: &str, vm: &str, stage: &Stage) -> Result<(), Failure> {
     let disk = Arc::new(ShownDisk::new(stage));
     let journal = Journal::open_on(&files.journal("source"), disk)?;
@@ -92,7 +93,7 @@ pub(crate) fn run(files: &Files, to: &str, vm: &str, stage: &Stage) -> Result<()
     })
 }
 
-/// Goes on with what a process that has died has left.
+/// Takes over the session of a process that has died.
 pub(crate) fn restarted(files: &Files, vm: &str, stage: &Stage) -> Result<(), Failure> {
     let journal = Journal::open(&files.journal("source"))?;
     let leaving = match vm {
@@ -131,7 +132,7 @@ fn tls(files: &Files) -> Result<ClientTls, Failure> {
 
 type Asks<'a> = &'a dyn Fn(&mut Doubt) -> Result<VmLocation, Failure>;
 
-/// Does what the test says, until standard input ends.
+/// Executes the test's orders until standard input ends.
 fn heed(
     stage: &Stage,
     mut doubt: Option<Doubt>,

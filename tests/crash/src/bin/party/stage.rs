@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dunlin::engine::journal::{Disk, Record};
 
-/// Where the steps of this process are shown.
+/// Reports the steps of this process, and receives the test's orders.
 #[derive(Clone)]
 pub(crate) struct Stage(Arc<Shared>);
 
@@ -18,8 +18,8 @@ struct Shared {
 }
 
 impl Stage {
-    /// Waits at the step `hold`; empty for none. Ends the process when standard
-    /// input ends: the test is over.
+    /// The process will be held at the step `hold`; an empty text means at none. When standard
+    /// input ends, the test is over and the process ends.
     pub(crate) fn new(hold: &str) -> Self {
         let (sender, heard) = channel();
         std::thread::spawn(move || {
@@ -36,21 +36,21 @@ impl Stage {
         }))
     }
 
-    /// Says a line.
+    /// Prints a line.
     pub(crate) fn say(&self, line: &str) {
         let mut out = io::stdout().lock();
-        // Fails once the test has ended; then standard input ends too.
+        // Writing fails once the test has ended; then standard input ends too.
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
 
-    /// The next line that the test says.
+    /// Waits for the next line from the test.
     pub(crate) fn hear(&self) -> String {
         let heard = self.0.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        // The process ends before its last sender does.
+        // The thread with the sender ends the process before it drops the sender.
         heard.recv().unwrap_or_default()
     }
 
-    /// This step comes next. Waits if it is the one to be held at.
+    /// Reports that `step` is next. If the process is to be held at this step, waits for `go`.
     pub(crate) fn at(&self, step: &str) {
         self.say(&format!("at {step}"));
         if self.0.hold == step {
@@ -59,7 +59,7 @@ impl Stage {
     }
 }
 
-/// A disk with a step for each write and sync.
+/// A disk that reports a step before each write and sync of a record.
 pub(crate) struct ShownDisk {
     stage: Stage,
     written: Mutex<Option<String>>,
