@@ -10,6 +10,7 @@ use dunlin_lane::data::*;
 use dunlin_lane::provider::{Crypto, Provider};
 use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::lane::*;
+use vm_memory::VolatileSlice;
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -31,6 +32,8 @@ fn i8_no_frame_allocates_on_either_side() {
         let barrier = Barrier::new(2);
         let (before, after, sum) = thread::scope(|scope| {
             scope.spawn(|| {
+                let mut memory = [7; PAGE_BYTES];
+                let guest = VolatileSlice::from(&mut memory[..]);
                 count_this_thread(true);
                 for number in 0..FRAMES {
                     if number == WARM_UP {
@@ -40,7 +43,7 @@ fn i8_no_frame_allocates_on_either_side() {
                     let mut frame = sender.frame();
                     for page in 0..PAGES_PER_FRAME {
                         if page % 3 != 0 {
-                            frame.bytes(&[page as u8; PAGE_BYTES]);
+                            assert_eq!(frame.guest_page(&guest), Ok(true));
                         }
                     }
                     frame.finish(&[7; HEADER_BYTES]).unwrap();

@@ -458,14 +458,19 @@ impl Vm {
     /// See [`LoadError`]. The machine has then failed and can only be dropped.
     pub fn load(&self, sections: &[Section]) -> Result<(), LoadError> {
         let common = self.common();
-        let own = common.control.load(|| match &self.guest {
-            Guest::Kvm { shared, msrs } => {
-                self.with_parts(shared, msrs, |parts| parts.load(sections))
-            }
-            Guest::Process(shared) => shared.load(sections),
+        let own = common.control.load(|| {
+            let own = match &self.guest {
+                Guest::Kvm { shared, msrs } => {
+                    self.with_parts(shared, msrs, |parts| parts.load(sections))?
+                }
+                Guest::Process(shared) => shared.load(sections)?,
+            };
+            // Before another thread can resume the machine.
+            common
+                .power_off_at
+                .store(own.power_off_at, Ordering::Relaxed);
+            Ok::<_, LoadError>(own)
         })?;
-        let power_off_at = &common.power_off_at;
-        power_off_at.store(own.power_off_at, Ordering::Relaxed);
         common.control.set_throttle(own.throttle_percent);
         Ok(())
     }

@@ -31,12 +31,24 @@ pub fn with_causes<'a>(mut text: String, cause: Option<&'a (dyn Error + 'a)>) ->
     let mut next = cause;
     while let Some(cause) = next {
         let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
+        if !includes(&text, &cause_text) {
             text = format!("{text}: {cause_text}");
         }
         next = cause.source();
     }
     text
+}
+
+/// Whether `cause` is one of the parts of `text`, which punctuation separates.
+fn includes(text: &str, cause: &str) -> bool {
+    text.match_indices(cause).any(|(at, _)| {
+        let before = &text[..at];
+        let after = &text[at + cause.len()..];
+        let begins = before.is_empty() || before.ends_with(": ") || before.ends_with('(');
+        let ends =
+            after.is_empty() || after.starts_with([':', ';', ')']) || after.starts_with(" (");
+        begins && ends
+    })
 }
 
 /// Whether [`harmless`] escapes the character: control characters, including
@@ -86,6 +98,21 @@ mod tests {
             with_causes("end".into(), Some(&outer)),
             format!("end: {}", chain(&outer))
         );
+        let bracketed = Failure("unusable key (no such file): make one", cause());
+        assert_eq!(chain(&bracketed), "unusable key (no such file): make one");
+    }
+
+    #[test]
+    fn a_cause_that_is_only_part_of_other_words_is_appended() {
+        for text in [
+            "resettled: no peer",
+            "peer reset: retry",
+            "reset by peer",
+            "cannot reset",
+        ] {
+            let failure = Failure(text, Some(Box::new(Failure("reset", None))));
+            assert_eq!(chain(&failure), format!("{text}: reset"));
+        }
     }
 
     #[test]

@@ -62,7 +62,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     let tls = hub.site.client_tls(terms.peer.alone())?;
     let request = LaneRequest {
         endpoint: &at,
-        peer: &terms.principal,
+        peer: &terms.peer.principal(),
         tls: &tls,
         deadline: Instant::now() + hub.site.limits.silence(),
         cancel: &cancel,

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use dunlin_lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_proto::negotiate::{LaneSecurity, SessionId, SessionSecret};
 use dunlin_proto::stripe::Side;
 
@@ -18,8 +18,6 @@ pub(super) struct Terms {
     /// name, because both certificates may have been renewed: both are looked up when a lane is
     /// opened, and [`Terms::is_the_peer`] decides.
     pub(super) peer: PeerIdentity,
-    /// The only peer that may be at the other end of a lane.
-    pub(super) principal: Principal,
     /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,
     /// Authenticates the peer's lanes.
@@ -54,7 +52,7 @@ impl Terms {
 
     /// Whether `other` is the peer of this trunk.
     pub(super) fn is_the_peer(&self, other: &PeerIdentity) -> bool {
-        other.is(&self.principal)
+        other.is(&self.peer.principal())
     }
 
     /// The peer's name, escaped for a log.

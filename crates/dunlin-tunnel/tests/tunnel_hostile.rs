@@ -37,6 +37,7 @@ use dunlin_tunnel::{
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
+use vm_memory::VolatileSlice;
 
 const SESSION: SessionId = [9; 16];
 
@@ -501,8 +502,10 @@ fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
         ("never opened", |peer| {
             let data = Data::new(40, 0, 1).unwrap();
             let mut lane = peer.lane(&peer.tls, 1, SESSION, &peer.secret.0);
+            let mut payload = *b"x";
             let mut frame = lane.frame();
-            frame.bytes(b"x");
+            let added = frame.memory(&VolatileSlice::from(&mut payload[..]));
+            assert_eq!(added, Ok(()));
             frame.finish(&Frame::Data(data).to_bytes()).unwrap();
         }),
         ("frames", |peer| {

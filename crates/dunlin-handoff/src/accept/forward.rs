@@ -5,16 +5,17 @@
 //! minimum is shorter for a client that has sent only its hello. An active client is never evicted.
 
 use dunlin_lane::sync::lock;
-use std::io::{self, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::io;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::socket::{connect_unix_unless, set_reset_on_close};
+use rustix::io::{ioctl_fionbio, retry_on_intr};
+use rustix::net::{SendFlags, Shutdown, send, shutdown};
 
 use super::forwarded::Forwarded;
 use super::shared::Shared;
@@ -131,34 +132,33 @@ impl Forwarded {
         shared.changed.notify_all();
     }
 
-    /// Connects to the backend. A TCP connection is returned as a `UnixStream` too: the caller uses only
-    /// operations that all stream sockets have.
-    fn reach(&self, shared: &Shared) -> io::Result<UnixStream> {
+    /// Connects to the backend.
+    fn reach(&self, shared: &Shared) -> io::Result<OwnedFd> {
         let Some(Backend { to, header }) = &shared.options.backend else {
             return Err(io::ErrorKind::NotFound.into());
         };
         let deadline = Instant::now() + shared.options.limits.connect_timeout;
         let stop = self.stop.wakeup();
-        let backend = match to {
+        let backend: OwnedFd = match to {
             Target::Tcp(to) => {
                 let stream = StandardConnector.connect(to, deadline, stop)?;
                 stream.set_nodelay(true)?;
                 keep_alive(&stream)?;
-                UnixStream::from(OwnedFd::from(stream))
+                stream.into()
             }
-            Target::Unix(path) => connect_unix_unless(path, deadline, stop)?,
+            Target::Unix(path) => connect_unix_unless(path, deadline, stop)?.into(),
         };
         keep_alive(&self.client)?;
         if let Some(header) = header {
             let header = header.encode(self.from, self.client.local_addr()?);
-            // A new socket's send buffer has room for it.
-            (&backend).write_all(&header)?;
+            // A new socket's send buffer has room for all of it.
+            retry_on_intr(|| send(&backend, &header, SendFlags::NOSIGNAL))?;
         }
-        backend.set_nonblocking(true)?;
+        ioctl_fionbio(&backend, true)?;
         Ok(backend)
     }
 
-    fn carry(&self, shared: &Arc<Shared>, backend: &UnixStream) -> Result<(), Refusal> {
+    fn carry(&self, shared: &Arc<Shared>, backend: &OwnedFd) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
         // If this fails, the next read or write reports a reset, only later.
         let watched = |side| token(self.number, Some(side));
@@ -175,9 +175,7 @@ impl Forwarded {
                     let pause = carry(&mut back, backend, &self.client, &self.stop, |_| {
                         self.touch()
                     });
-                    self.spliced(pause, Side::Backend, || {
-                        self.client.shutdown(Shutdown::Write)
-                    })
+                    self.spliced(pause, Side::Backend, &self.client)
                 });
             let going = match &returning {
                 Ok(_) => {
@@ -186,7 +184,7 @@ impl Forwarded {
                         self.touch();
                     };
                     let pause = carry(&mut out, &self.client, backend, &self.stop, on_sent);
-                    self.spliced(pause, Side::Client, || backend.shutdown(Shutdown::Write))
+                    self.spliced(pause, Side::Client, backend)
                 }
                 Err(_) => Ok(()),
             };
@@ -195,18 +193,13 @@ impl Forwarded {
         })
     }
 
-    /// The outcome after splicing from `side` has ended with `pause`. `end` passes an end of the stream
+    /// The outcome after splicing from `side` to `to` has ended with `pause`. Passes an end of the stream
     /// on.
-    fn spliced(
-        &self,
-        pause: Pause,
-        side: Side,
-        end: impl FnOnce() -> io::Result<()>,
-    ) -> Result<(), Refusal> {
+    fn spliced(&self, pause: Pause, side: Side, to: &impl AsFd) -> Result<(), Refusal> {
         let error = match pause {
             Pause::Ended => {
                 // Fails only if the peer has disconnected.
-                let _ = end();
+                let _ = shutdown(to, Shutdown::Write);
                 self.ends(side);
                 return Ok(());
             }

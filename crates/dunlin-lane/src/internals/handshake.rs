@@ -223,14 +223,11 @@ pub(super) fn write_all(
     mut bytes: &[u8],
 ) -> Result<(), HandshakeError> {
     while !bytes.is_empty() {
-        stream
-            .set_write_timeout(Some(remaining(deadline).map_err(io_error)?))
-            .map_err(HandshakeError::Io)?;
-        match stream.write(bytes) {
-            Ok(count) => bytes = &bytes[count..],
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(io_error(error)),
-        }
+        let count = until_not_interrupted(|| {
+            stream.set_write_timeout(Some(remaining(deadline)?))?;
+            stream.write(bytes)
+        });
+        bytes = &bytes[count.map_err(io_error)?..];
     }
     Ok(())
 }

@@ -100,8 +100,6 @@ pub struct Abilities {
     pub driver: Option<Driver>,
     /// The kernel can replace a connection's keys (Linux 6.14).
     pub renews_keys: bool,
-    /// The kernel opens records straight into the reader's buffer (Linux 6.0).
-    pub opens_in_place: bool,
 }
 
 /// What seals and opens records, and why.
@@ -429,7 +427,6 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     })?;
     Ok(Abilities {
         driver: Driver::of(suite),
-        opens_in_place: ktls::expect_no_padding(&far).is_ok(),
         renews_keys: give(&near, Direction::Sending, 2).is_ok(),
     })
 }

@@ -52,17 +52,18 @@ fn page(seed: u64) -> [u8; PAGE_BYTES] {
     pattern(PAGE_BYTES, seed).try_into().unwrap()
 }
 
-/// Adds `pages` without every fifth one, and returns the content of the others.
-fn fill(frame: &mut Frame<'_>, pages: std::ops::Range<u64>) -> Vec<u8> {
-    let mut kept = Vec::new();
-    for number in pages {
-        if number % 5 != 4 {
-            let content = page(number);
-            assert_eq!(frame.bytes(&content), PAGE_BYTES);
-            kept.extend_from_slice(&content);
-        }
+/// The pages `numbers` without every fifth one.
+fn pages(numbers: std::ops::Range<u64>) -> Vec<u8> {
+    numbers
+        .filter(|number| number % 5 != 4)
+        .flat_map(page)
+        .collect()
+}
+
+fn fill<'a>(frame: &mut Frame<'a>, payload: &'a mut [u8]) {
+    for page in payload.chunks_mut(PAGE_BYTES) {
+        assert_eq!(frame.guest_page(&VolatileSlice::from(page)), Ok(true));
     }
-    kept
 }
 
 fn receive(receiver: &mut DataReceiver) -> Option<(Vec<u8>, Vec<u8>)> {
@@ -103,16 +104,18 @@ fn frames_of_every_shape_arrive_whole_and_in_order() {
         ];
         let sending = thread::spawn(move || {
             let mut sent = Vec::new();
-            for (header_bytes, pages) in shapes {
-                let mut frame = sender.frame();
-                let payload = fill(&mut frame, 0..pages);
-                assert_eq!(frame.payload_bytes(), payload.len());
+            for (header_bytes, last) in shapes {
+                let mut payload = pages(0..last);
                 let header = header(header_bytes, payload.len());
+                let bytes = payload.len();
+                let mut frame = sender.frame();
+                fill(&mut frame, &mut payload);
+                assert_eq!(frame.payload_bytes(), bytes);
                 frame.finish(&header).unwrap();
                 sent.push((header[8..].to_vec(), payload));
             }
             // A frame that is not finished must not be sent.
-            fill(&mut sender.frame(), 0..3);
+            fill(&mut sender.frame(), &mut pages(0..3));
             sender.send(&header(40, 0)).unwrap();
             sent.push((header(40, 0)[8..].to_vec(), Vec::new()));
             (sent, sender.finish().unwrap())
@@ -137,65 +140,58 @@ fn frames_of_every_shape_arrive_whole_and_in_order() {
 }
 
 #[test]
-fn a_frame_takes_exactly_its_pages_and_bytes_may_only_follow_pages() {
+fn a_frame_takes_exactly_its_pages_or_one_piece_of_memory() {
     let (mut sender, mut receiver) = tls(Provider::built_in()[0]);
-    let mut memory = page(1);
-    let guest = VolatileSlice::from(&mut memory[..]);
+    let mut memory = pattern(BATCH_BYTES + 1, 1);
+    let whole = VolatileSlice::from(&mut memory[..]);
+    let piece = whole.subslice(0, PAGE_BYTES + 3).unwrap();
+    let guest = whole.subslice(0, PAGE_BYTES).unwrap();
     let mut frame = sender.frame();
     for _ in 0..PAGES_PER_FRAME {
         assert_eq!(frame.guest_page(&guest), Ok(true));
     }
     assert_eq!(frame.guest_page(&guest), Err(FrameError::Full));
-    assert_eq!(frame.bytes(b"no room"), 0);
+    assert_eq!(frame.memory(&piece), Err(FrameError::Full));
 
     let mut frame = sender.frame();
-    assert_eq!(frame.guest_page(&guest), Ok(true));
-    assert_eq!(frame.bytes(b"odd"), 3);
+    assert_eq!(frame.memory(&whole), Err(FrameError::Full));
+    assert_eq!(frame.memory(&piece), Ok(()));
     assert_eq!(frame.guest_page(&guest), Err(FrameError::Misaligned));
-    let rest = pattern(BATCH_BYTES, 7);
-    let taken = frame.bytes(&rest);
-    assert_eq!(taken, BATCH_BYTES - PAGE_BYTES - 3);
-    frame.finish(&header(8, BATCH_BYTES)).unwrap();
-    let receiving = thread::spawn(move || receive(&mut receiver).unwrap().1);
-    assert!(receiving.join().unwrap() == [&page(1)[..], b"odd", &rest[..taken]].concat());
+    frame.finish(&header(8, piece.len())).unwrap();
+    let received = receive(&mut receiver).unwrap().1;
+    assert!(received == memory[..PAGE_BYTES + 3]);
 }
 
 #[test]
-fn a_frame_takes_bytes_in_pieces_of_any_length() {
+fn memory_of_every_length_arrives() {
     for (mut sender, mut receiver) in every_security() {
-        let (mut near, mut far) = pair();
-        let content = pattern(3 * BATCH_BYTES + 777, 4);
-        let producer = thread::spawn({
-            let content = content.clone();
-            move || near.write_all(&content).unwrap()
-        });
+        let content = pattern(BATCH_BYTES, 4);
+        let lengths = [
+            1,
+            PAGE_BYTES - 1,
+            PAGE_BYTES + 1,
+            16384,
+            16385,
+            5 * 16384 - 1,
+            5 * 16384 + PAGE_BYTES + 1,
+            BATCH_BYTES - 1,
+            BATCH_BYTES,
+        ];
+        let mut memory = content.clone();
         let sending = thread::spawn(move || {
-            loop {
+            let whole = VolatileSlice::from(&mut memory[..]);
+            for bytes in lengths {
                 let mut frame = sender.frame();
-                frame.bytes(b"x");
-                while frame.payload_bytes() < BATCH_BYTES {
-                    let mut piece = vec![0; BATCH_BYTES - frame.payload_bytes()];
-                    let read = far.read(&mut piece).unwrap();
-                    if read == 0 {
-                        break;
-                    }
-                    assert_eq!(frame.bytes(&piece[..read]), read);
-                }
-                let bytes = frame.payload_bytes();
+                let piece = whole.subslice(0, bytes).unwrap();
+                assert_eq!(frame.memory(&piece), Ok(()));
                 frame.finish(&header(8, bytes)).unwrap();
-                if bytes < BATCH_BYTES {
-                    sender.finish().unwrap();
-                    break;
-                }
             }
+            sender.finish().unwrap();
         });
-        let mut got = Vec::new();
-        while let Some((_, payload)) = receive(&mut receiver) {
-            assert_eq!(payload[0], b'x');
-            got.extend_from_slice(&payload[1..]);
+        for bytes in lengths {
+            assert!(receive(&mut receiver).unwrap().1 == content[..bytes]);
         }
-        assert!(got == content);
-        producer.join().unwrap();
+        assert!(receive(&mut receiver).is_none());
         sending.join().unwrap();
     }
 }
@@ -295,8 +291,9 @@ fn i6_a_tls_sender_puts_no_plaintext_on_the_wire() {
         STALL,
     )
     .unwrap();
+    let mut payload = [b'#'; PAGE_BYTES];
     let mut frame = sender.frame();
-    frame.bytes(&[b'#'; PAGE_BYTES]);
+    fill(&mut frame, &mut payload);
     frame.finish(&[b'#'; 64]).unwrap();
     sender.finish().unwrap();
     let mut wire = Vec::new();
@@ -310,8 +307,9 @@ fn a_peer_that_does_not_read_or_sends_half_a_payload_times_out() {
     for (mut sender, receiver) in every_security() {
         let begin = Instant::now();
         let error = loop {
+            let mut payload = pages(0..60);
             let mut frame = sender.frame();
-            fill(&mut frame, 0..60);
+            fill(&mut frame, &mut payload);
             if let Err(error) = frame.finish(b"") {
                 break error;
             }
@@ -389,8 +387,9 @@ fn a_source_gets_the_alert_when_its_certificate_is_refused() {
         "{refused}"
     );
     let error = loop {
+        let mut payload = pages(0..60);
         let mut frame = sender.frame();
-        fill(&mut frame, 0..60);
+        fill(&mut frame, &mut payload);
         if let Err(error) = frame.finish(b"") {
             break error;
         }
@@ -408,9 +407,11 @@ fn a_rate_limit_is_kept() {
     sender.set_rate(Some(4 << 20)).unwrap();
     let begin = Instant::now();
     let drain = thread::spawn(move || receiver.payload(2 << 20, |_| ()).unwrap());
+    let mut payload = vec![0; BATCH_BYTES];
+    let payload = VolatileSlice::from(&mut payload[..]);
     for _ in 0..(2 << 20) / BATCH_BYTES {
         let mut frame = sender.frame();
-        frame.bytes(&[0; BATCH_BYTES]);
+        assert_eq!(frame.memory(&payload), Ok(()));
         frame.finish(b"").unwrap();
     }
     drain.join().unwrap();

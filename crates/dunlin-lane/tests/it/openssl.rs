@@ -15,6 +15,7 @@ use dunlin_test_base::need::are_here;
 use dunlin_test_base::pattern;
 use dunlin_test_support::lane::*;
 use sha2::{Digest, Sha256};
+use vm_memory::VolatileSlice;
 
 const BYTES: usize = (3 << 20) + 12_345;
 const STALL: Duration = Duration::from_secs(10);
@@ -56,9 +57,10 @@ fn openssl(command: &str, directory: &Path, suite: CipherSuite, more: &[&str]) -
 }
 
 fn send(mut sender: DataSender, content: &[u8]) {
-    for part in content.chunks(BATCH_BYTES) {
+    let mut content = content.to_vec();
+    for part in content.chunks_mut(BATCH_BYTES) {
         let mut frame = sender.frame();
-        assert_eq!(frame.bytes(part), part.len());
+        assert_eq!(frame.memory(&VolatileSlice::from(part)), Ok(()));
         frame.finish(b"").unwrap();
     }
     sender.finish().unwrap();

@@ -1,8 +1,6 @@
 //! The regions of a VM's memory, as described in *describe*. The table is fixed
 //! for the session, and every range of every chunk is checked against it.
 
-use std::collections::HashSet;
-
 use thiserror::Error;
 
 use crate::limits::{MAX_MEMORY_BYTES, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS, PAGE_BYTES};
@@ -203,23 +201,29 @@ impl RegionTable {
     /// # Errors
     /// [`RegionError`] for the first invalid region.
     pub fn new(mut regions: Vec<Region>) -> Result<Self, RegionError> {
+        for region in &regions {
+            region.check()?;
+        }
+        regions.sort_by_key(|region| region.id);
+        if let Some([region, _]) = regions
+            .array_windows()
+            .find(|[region, next]| region.id == next.id)
+        {
+            return Err(RegionError::Duplicate { id: region.id });
+        }
+        Self::of_sorted(regions)
+    }
+
+    /// The table of valid regions with ascending identifiers.
+    fn of_sorted(regions: Vec<Region>) -> Result<Self, RegionError> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(RegionError::Count(regions.len()));
         }
-        let mut seen = HashSet::with_capacity(regions.len());
-        let mut total_bytes = 0_u64;
-        for region in &regions {
-            region.check()?;
-            if !seen.insert(region.id) {
-                return Err(RegionError::Duplicate { id: region.id });
-            }
-            // At most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62.
-            total_bytes += region.length;
-        }
+        // At most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62.
+        let total_bytes = regions.iter().map(|region| region.length).sum();
         if total_bytes > MAX_MEMORY_BYTES {
             return Err(RegionError::Total);
         }
-        regions.sort_by_key(|region| region.id);
         Ok(Self {
             regions,
             total_bytes,
@@ -273,7 +277,7 @@ impl Layout for RegionTable {
             }
             regions.push(region);
         }
-        Self::new(regions).map_err(|error| error.into_decode(start))
+        Self::of_sorted(regions).map_err(|error| error.into_decode(start))
     }
 }
 

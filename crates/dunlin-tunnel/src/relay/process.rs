@@ -3,10 +3,11 @@
 //! Both threads share one TLS session, and hold its lock only while they seal or open records. Each
 //! blocks in the read or write of a socket.
 
-use std::io::{self, Read, Write};
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::poll::{Interest, poll};
 use dunlin_linux::socket::wait_writable;
 
@@ -91,10 +92,9 @@ impl Channel {
         let mut content = Vec::with_capacity(PIECE_BYTES);
         let mut filled = 0;
         loop {
-            match (&self.tls).read(&mut records[filled..]) {
+            match until_not_interrupted(|| (&self.tls).read(&mut records[filled..])) {
                 Ok(0) => return Err(self.lost("closed without close_notify")),
                 Ok(count) => filled += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if is_early(&error) => {
                     if filled == 0 {
                         drop((std::mem::take(&mut records), std::mem::take(&mut content)));

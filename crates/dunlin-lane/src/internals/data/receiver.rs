@@ -8,6 +8,7 @@ use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls::{self, Received};
 use dunlin_linux::socket::unread_bytes;
 use thiserror::Error;
@@ -555,28 +556,21 @@ impl DataReceiver {
         &mut self,
         mut read: impl FnMut(&TcpStream) -> io::Result<T>,
     ) -> Result<T, ReceiveError> {
-        loop {
+        let result = until_not_interrupted(|| {
             self.counters.calls += 1;
-            match read(&self.link.stream) {
-                Ok(value) => return Ok(value),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    return Err(match error.kind() {
-                        _ if self.link.is_cancelled() => ReceiveError::Cancelled,
-                        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                            ReceiveError::Stalled {
-                                limit: self.stall_limit,
-                            }
-                        }
-                        io::ErrorKind::ConnectionReset => ReceiveError::Truncated,
-                        _ => match OpenError::of_kernel(&error) {
-                            Some(record) => record.into(),
-                            None => ReceiveError::Io(error),
-                        },
-                    });
-                }
-            }
-        }
+            read(&self.link.stream)
+        });
+        result.map_err(|error| match error.kind() {
+            _ if self.link.is_cancelled() => ReceiveError::Cancelled,
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ReceiveError::Stalled {
+                limit: self.stall_limit,
+            },
+            io::ErrorKind::ConnectionReset => ReceiveError::Truncated,
+            _ => match OpenError::of_kernel(&error) {
+                Some(record) => record.into(),
+                None => ReceiveError::Io(error),
+            },
+        })
     }
 
     fn fail(&mut self, error: ReceiveError) -> ReceiveError {

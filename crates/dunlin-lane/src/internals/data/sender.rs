@@ -4,6 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
 use dunlin_linux::socket::set_pacing_rate;
@@ -103,11 +104,10 @@ pub struct Frame<'a> {
     sender: &'a mut DataSender,
     /// Payload bytes added so far.
     filled: usize,
-    /// Payload pages that are only in guest memory; the buffer contains the others.
-    guest: GuestPages<'a>,
+    /// The payload, in guest memory: one slice a page, of which the last may be shorter. The others
+    /// are empty.
+    guest: [VolatileSlice<'a>; PAGES_PER_FRAME],
 }
-
-type GuestPages<'a> = [Option<VolatileSlice<'a>>; PAGES_PER_FRAME];
 
 impl DataSender {
     /// Returns the sending half of an encrypted lane. No progress for `stall_limit` is an error.
@@ -166,7 +166,7 @@ impl DataSender {
         Frame {
             sender: self,
             filled: 0,
-            guest: [None; PAGES_PER_FRAME],
+            guest: [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME],
         }
     }
 
@@ -257,13 +257,12 @@ impl DataSender {
         &self.link.stream
     }
 
-    /// Seals and writes the header and `filled` bytes of payload. The buffer holds the payload,
-    /// except for the pages in `guest`.
+    /// Seals and writes the header and the payload, the `filled` bytes of the pages in `guest`.
     fn transmit(
         &mut self,
         header: &[u8],
         filled: usize,
-        guest: &GuestPages<'_>,
+        guest: &[VolatileSlice<'_>],
     ) -> Result<(), SendError> {
         if self.spent {
             return Err(SendError::Spent);
@@ -307,29 +306,16 @@ impl DataSender {
                 keys.seal.seal(&mut self.buffer[start..front])?;
                 self.counters.records += 1;
             }
-            for (record, left) in (0..filled)
-                .step_by(CONTENT_BYTES)
-                .map(|at| filled - at)
-                .enumerate()
-            {
+            for (record, pages) in guest.chunks(PAGES_PER_RECORD).enumerate() {
                 let at = front + record * stride;
-                let content = left.min(CONTENT_BYTES);
+                let content = (filled - record * CONTENT_BYTES).min(CONTENT_BYTES);
                 end = at + content + OVERHEAD_BYTES;
                 let sealed = &mut self.buffer[at..end];
-                let guest = &guest[record * PAGES_PER_RECORD..][..PAGES_PER_RECORD];
-                let mut pages = [VolatileSlice::from(&mut [][..]); PAGES_PER_RECORD];
-                let mut count = 0;
-                let mut whole = 0;
-                for page in guest.iter().flatten() {
-                    pages[count] = *page;
-                    count += 1;
-                    whole += page.len();
-                }
                 // Below a page, a copy is cheaper.
-                if content >= PAGE_BYTES && whole == content {
-                    keys.seal.seal_guest(&pages[..count], sealed)?;
+                if content >= PAGE_BYTES {
+                    keys.seal.seal_guest(pages, sealed)?;
                 } else {
-                    copy_out(guest, &mut sealed[lead..]);
+                    copy_out(pages, &mut sealed[lead..]);
                     keys.seal.seal(sealed)?;
                 }
                 self.counters.records += 1;
@@ -351,50 +337,35 @@ impl DataSender {
         &mut self,
         header: &[u8],
         filled: usize,
-        guest: &GuestPages<'_>,
+        guest: &[VolatileSlice<'_>],
     ) -> Result<(), SendError> {
         let records = (header.len() + filled).div_ceil(CONTENT_BYTES) as u64;
         if self.records_left() < Some(records) {
             return Err(SealError::Limit.into());
         }
         self.spent = true;
-        let front = self.layout.front;
-        let (lead, content) = self.buffer.split_at_mut(front);
-        lead[..header.len()].copy_from_slice(header);
+        let lead = &mut self.buffer[..header.len()];
+        lead.copy_from_slice(header);
         let mut pieces = [VolatileSlice::from(&mut [][..]); PAGES_PER_FRAME + 1];
-        pieces[0] = VolatileSlice::from(&mut lead[..header.len()]);
-        let slots = content[..filled].chunks_mut(PAGE_BYTES);
-        let mut count = 1;
-        for (slot, page) in slots.zip(guest) {
-            pieces[count] = match page {
-                Some(page) => *page,
-                None => VolatileSlice::from(slot),
-            };
-            count += 1;
-        }
-        let mut rest = &mut pieces[usize::from(header.is_empty())..count];
-        let mut failed = None;
+        pieces[0] = VolatileSlice::from(lead);
+        pieces[1..][..guest.len()].copy_from_slice(guest);
+        let mut rest = &mut pieces[usize::from(header.is_empty())..=guest.len()];
         while !rest.is_empty() {
-            self.counters.calls += 1;
-            match ktls::send_from(&*self.link.stream, rest) {
-                Ok(taken) => {
-                    let records = taken.div_ceil(CONTENT_BYTES) as u64;
-                    self.counters.records += records;
-                    self.counters.wire_bytes += taken as u64 + records * OVERHEAD_BYTES as u64;
-                    if let Security::Kernel(keys) = &mut self.security {
-                        keys.sent += records;
-                    }
-                    rest = behind(rest, taken);
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    failed = Some(error);
-                    break;
-                }
+            let taken = until_not_interrupted(|| {
+                self.counters.calls += 1;
+                ktls::send_from(&*self.link.stream, rest)
+            });
+            let taken = match taken {
+                Ok(taken) => taken,
+                Err(error) => return Err(self.failure(error)),
+            };
+            let records = taken.div_ceil(CONTENT_BYTES) as u64;
+            self.counters.records += records;
+            self.counters.wire_bytes += taken as u64 + records * OVERHEAD_BYTES as u64;
+            if let Security::Kernel(keys) = &mut self.security {
+                keys.sent += records;
             }
-        }
-        if let Some(error) = failed {
-            return Err(self.failure(error));
+            rest = behind(rest, taken);
         }
         self.counters.content_bytes += (header.len() + filled) as u64;
         self.spent = false;
@@ -403,15 +374,13 @@ impl DataSender {
 
     fn write(&mut self, mut start: usize, end: usize) -> Result<(), SendError> {
         while start < end {
-            self.counters.calls += 1;
-            match (&*self.link.stream).write(&self.buffer[start..end]) {
-                Ok(count) => {
-                    start += count;
-                    self.counters.wire_bytes += count as u64;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.failure(error)),
-            }
+            let written = until_not_interrupted(|| {
+                self.counters.calls += 1;
+                (&*self.link.stream).write(&self.buffer[start..end])
+            });
+            let count = written.map_err(|error| self.failure(error))?;
+            start += count;
+            self.counters.wire_bytes += count as u64;
         }
         Ok(())
     }
@@ -495,7 +464,7 @@ impl<'a> Frame<'a> {
         if is_zero_page(page) {
             return Ok(false);
         }
-        *slot = Some(*page);
+        *slot = *page;
         self.filled += PAGE_BYTES;
         Ok(true)
     }
@@ -512,24 +481,12 @@ impl<'a> Frame<'a> {
             return Err(FrameError::Full);
         }
         for (slot, at) in self.guest.iter_mut().zip((0..bytes).step_by(PAGE_BYTES)) {
-            let part = memory.subslice(at, PAGE_BYTES.min(bytes - at));
-            *slot = part.ok();
+            if let Ok(part) = memory.subslice(at, PAGE_BYTES.min(bytes - at)) {
+                *slot = part;
+            }
         }
         self.filled = bytes;
         Ok(())
-    }
-
-    /// Adds as much of `bytes` as fits, and returns the number of bytes added.
-    pub fn bytes(&mut self, bytes: &[u8]) -> usize {
-        let mut rest = bytes;
-        while !rest.is_empty() && self.filled < BATCH_BYTES {
-            let at = self.sender.layout.position(self.filled);
-            let count = rest.len().min(CONTENT_BYTES - self.filled % CONTENT_BYTES);
-            self.sender.buffer[at..][..count].copy_from_slice(&rest[..count]);
-            self.filled += count;
-            rest = &rest[count..];
-        }
-        bytes.len() - rest.len()
     }
 
     /// Seals the frame and sends it, header first, in as few writes as the socket allows. The
@@ -540,7 +497,9 @@ impl<'a> Frame<'a> {
     /// [`SendError`]. After [`SendError::HeaderTooLong`] nothing was sent, and the lane can still
     /// be used.
     pub fn finish(self, header: &[u8]) -> Result<(), SendError> {
-        self.sender.transmit(header, self.filled, &self.guest)
+        let pages = self.filled.div_ceil(PAGE_BYTES);
+        self.sender
+            .transmit(header, self.filled, &self.guest[..pages])
     }
 }
 
@@ -564,11 +523,9 @@ fn behind<'s, 'm>(
 }
 
 /// Copies pages from guest memory to their position in the frame or record.
-fn copy_out(guest: &[Option<VolatileSlice<'_>>], content: &mut [u8]) {
+fn copy_out(guest: &[VolatileSlice<'_>], content: &mut [u8]) {
     for (page, slot) in guest.iter().zip(content.chunks_mut(PAGE_BYTES)) {
-        if let Some(page) = page {
-            page.copy_to(slot);
-        }
+        page.copy_to(slot);
     }
 }
 
@@ -597,10 +554,5 @@ impl Layout {
             stride: CONTENT_BYTES + overhead,
             overhead,
         }
-    }
-
-    /// The position of payload byte `at`.
-    fn position(self, at: usize) -> usize {
-        self.front + at / CONTENT_BYTES * self.stride + self.lead + at % CONTENT_BYTES
     }
 }
