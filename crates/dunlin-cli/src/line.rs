@@ -4,15 +4,14 @@
 use std::time::Duration;
 
 use dunlin::engine::source::VmLocation;
-use dunlin::engine::vmm::FaultCode;
-use dunlin::engine::{
-    Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs, fault_behind,
-};
+use dunlin::engine::{Downtime, Event, Iteration, MigrateError, Progress, Report, VmIs};
 use dunlin::lane::kernel::{Choice, Driver};
+use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::text::{harmless, is_harmful};
 use serde::{Deserialize, Serialize};
 
 use crate::code::{CANCELLED, FAILED, IN_DOUBT};
+use crate::fault::fault_of;
 use crate::text::{chained, clean, clean_lines};
 use crate::tunnel::line::{ListenerLine, TunnelLine};
 
@@ -262,12 +261,13 @@ impl From<&anyhow::Error> for FailedLine {
         if let Some(failed) = error.downcast_ref::<Self>() {
             return failed.clone();
         }
-        let fault = fault_behind(error.as_ref());
+        let (fault, at_fault) = match fault_of(error) {
+            Some((fault, at_fault)) => (fault.name(), at_fault),
+            None => ("usage", AtFault::Configuration),
+        };
         Self {
-            fault: fault.map_or("usage", FaultCode::name).into(),
-            at_fault: fault
-                .map_or("configuration", |fault| fault.at_fault().name())
-                .into(),
+            fault: fault.into(),
+            at_fault: at_fault.to_string(),
             vm: String::new(),
             text: chained(error),
             code: FAILED,

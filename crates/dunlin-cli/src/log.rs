@@ -100,12 +100,13 @@ pub(crate) fn say(text: &str) {
 /// Writes the error with which the command ends. A JSON log stays JSON to its last line.
 pub(crate) fn fail(failed: &FailedLine) {
     if let Some(Format::Json) = FORMAT.get() {
-        tracing::error!(
-            fault = failed.fault,
-            at_fault = failed.at_fault,
-            "{}",
-            failed.text
-        );
+        // Not as an event, because the process ends: the line waits for a reader that stalls.
+        let mut fields = Fields::default();
+        fields.0.insert("fault".into(), failed.fault.clone().into());
+        let at_fault = failed.at_fault.clone().into();
+        fields.0.insert("at_fault".into(), at_fault);
+        fields.add_lost_lines();
+        write(&fields.into_json(now(), "error".into(), failed.text.clone().into()));
     } else {
         write(&format!("dunlin: {}", failed.for_people()));
     }
@@ -164,6 +165,14 @@ impl Visit for Fields {
 impl Fields {
     fn put(&mut self, field: &Field, value: Value) {
         self.0.insert(field.name().to_owned(), value);
+    }
+
+    /// Adds how many lines were lost before this one, if any.
+    fn add_lost_lines(&mut self) {
+        let lost = LOST.swap(0, Ordering::Relaxed);
+        if lost > 0 {
+            self.0.insert("lost_lines".into(), lost.into());
+        }
     }
 
     fn into_json(mut self, time: String, level: String, message: Value) -> String {
@@ -253,10 +262,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
             LOST.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        let lost = LOST.swap(0, Ordering::Relaxed);
-        if lost > 0 {
-            fields.0.insert("lost_lines".into(), lost.into());
-        }
+        fields.add_lost_lines();
         let message = fields.0.remove("message").unwrap_or_default();
         let (time, level) = (now(), level.as_str().to_lowercase());
         write(&match format {

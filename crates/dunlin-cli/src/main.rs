@@ -10,6 +10,7 @@ mod control;
 mod demo;
 mod display;
 mod explain;
+mod fault;
 mod handoff;
 mod identity;
 mod ipsec;

@@ -7,12 +7,14 @@ mod tunnel;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::{Write, pipe};
+use std::io::{Read, Write, pipe};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use dunlin_test_base::sockets::accepted;
 use serde_json::Value;
-use support::{Done, Hosts, Process, finish, words};
+use support::{Done, Hosts, Process, finish, kernel_has_tls, words};
 use tunnel::{Scene, Tunnel, connect, control, exchange, near_config};
 
 const RUN: &str =
@@ -148,6 +150,42 @@ fn a_json_log_ends_with_the_error_and_its_code() {
         text.lines().last().unwrap().starts_with("dunlin: "),
         "{text}"
     );
+}
+
+#[test]
+fn the_last_line_has_the_fault_code_of_the_library_that_failed() {
+    let hosts = Hosts::new();
+    let path = |name: &str| hosts.scratch.join(name);
+    // Without a server for other clients, the acceptor needs kernel TLS to start.
+    let mut accept = words("handoff accept --listen 127.0.0.1:0 --sni a.test --log json --to");
+    accept
+        .arg(format!("unix:{}", path("to").display()))
+        .arg("--identity")
+        .arg(path("b"));
+    if kernel_has_tls() {
+        println!("not tested, this kernel has TLS");
+        return;
+    }
+    let lines = parse(&finish(accept).expect(1).err);
+    let last = lines.last().unwrap();
+    assert_eq!(last["fault"], "kernel", "{last}");
+    assert_eq!(last["at_fault"], "kernel", "{last}");
+}
+
+#[test]
+fn the_last_line_of_a_json_log_waits_for_its_reader() {
+    let (mut reader, mut full) = pipe().unwrap();
+    full.write_all(&[b' '; 64 << 10]).unwrap();
+    let mut run = words("tunnel run --log json --config missing.toml");
+    let mut child = run.stderr(full).spawn().unwrap();
+    drop(run);
+    // Longer than a line of the log waits.
+    thread::sleep(Duration::from_millis(500));
+    let mut log = String::new();
+    reader.read_to_string(&mut log).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+    let lines = parse(log.trim_start());
+    assert_eq!(lines.last().unwrap()["fault"], "usage", "{lines:?}");
 }
 
 /// The spans of a timeline: the path of each with its thread. Two spans of a thread are nested or

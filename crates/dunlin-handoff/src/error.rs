@@ -3,10 +3,10 @@
 use std::io;
 use std::net::SocketAddr;
 
+use dunlin_lane::fault::of_io;
 use dunlin_lane::handshake::{HandshakeError, UntrustedReason};
 use dunlin_lane::kernel::Refused;
 use dunlin_lane::provider::TlsVersion;
-use dunlin_linux::socket::is_shortage;
 use dunlin_proto::fault::FaultCode;
 use thiserror::Error;
 
@@ -84,42 +84,12 @@ impl HandoffError {
         match self {
             Self::Unresolved { .. } | Self::Unreachable { .. } => FaultCode::ControlLost,
             Self::NotTrusted { .. } => FaultCode::Unauthorised,
-            Self::Handshake { source, .. } => of_handshake(source),
+            Self::Handshake { source, .. } => source.of_any_program(),
             Self::Incompatible { .. } => FaultCode::SecurityNotAgreed,
             Self::Cancelled => FaultCode::Cancelled,
-            Self::Kernel(refused) => of_kernel(refused),
+            Self::Kernel(refused) => refused.fault(),
             Self::Socket { source, .. } | Self::Io(source) => of_io(source),
         }
-    }
-}
-
-/// The fault code of a handshake with a program that need not be Dunlin.
-pub(crate) fn of_handshake(error: &HandshakeError) -> FaultCode {
-    match error {
-        HandshakeError::Incompatible(_) => FaultCode::SecurityNotAgreed,
-        HandshakeError::Expired { .. } | HandshakeError::NotYetValid { .. } => {
-            FaultCode::CertificateDate
-        }
-        HandshakeError::TooLong | HandshakeError::Protocol(_) => FaultCode::Malformed,
-        HandshakeError::Offload(refused) => of_kernel(refused),
-        HandshakeError::Local(_) => FaultCode::Internal,
-        error => error.of_control_lane(),
-    }
-}
-
-/// The fault code of a kernel that does not take a connection's keys.
-pub(crate) fn of_kernel(refused: &Refused) -> FaultCode {
-    match refused {
-        Refused::Gone => FaultCode::ControlLost,
-        _ => FaultCode::Kernel,
-    }
-}
-
-/// The fault code of a failed system call.
-pub(crate) fn of_io(error: &io::Error) -> FaultCode {
-    match is_shortage(error) {
-        true => FaultCode::DescriptorLimit,
-        false => FaultCode::Kernel,
     }
 }
 
@@ -150,6 +120,7 @@ mod tests {
     use dunlin_lane::accept::RejectReason;
     use dunlin_lane::record::Alert;
 
+    const OUT_OF_MEMORY: i32 = 12;
     const OUT_OF_DESCRIPTORS: i32 = 24;
     const ACCESS_DENIED: i32 = 13;
 
@@ -170,6 +141,10 @@ mod tests {
                 HandshakeError::PeerAlert(Alert(42)),
                 FaultCode::Unauthorised,
             ),
+            (
+                HandshakeError::PeerAlert(Alert(45)),
+                FaultCode::CertificateDate,
+            ),
             (HandshakeError::TooLong, FaultCode::Malformed),
             (Refused::Absent.into(), FaultCode::Kernel),
             (incompatible(), FaultCode::SecurityNotAgreed),
@@ -183,6 +158,7 @@ mod tests {
             (Refused::Gone.into(), FaultCode::ControlLost),
             (io(ACCESS_DENIED).into(), FaultCode::Kernel),
             (io(OUT_OF_DESCRIPTORS).into(), FaultCode::DescriptorLimit),
+            (io(OUT_OF_MEMORY).into(), FaultCode::NoMemory),
         ] {
             assert_eq!(error.code(), code, "{error}");
         }

@@ -7,6 +7,7 @@ pub mod data;
 pub(crate) mod denied;
 pub mod dial;
 pub mod fastest;
+pub mod fault;
 pub mod handshake;
 pub mod identity;
 pub mod kernel;

@@ -11,7 +11,7 @@ use anyhow::{Error, Result, anyhow};
 use clap::Subcommand;
 use clap::error::ErrorKind;
 
-use crate::text::chained;
+use crate::line::FailedLine;
 
 /// As `ktls-helper`, `dunlin` runs `dunlin handoff connect`; toolstacks expect this name.
 const HELPER: &str = "ktls-helper";
@@ -29,7 +29,7 @@ pub(crate) enum Command {
 
 pub(crate) fn run(command: &Command) -> Result<i32> {
     match command {
-        Command::Connect(connect) => connect.run().map_err(|error| anyhow!(in_one_line(&error))),
+        Command::Connect(connect) => connect.run().map_err(|error| in_one_line(&error)),
         Command::Accept(accept) => accept.run(),
     }
 }
@@ -66,6 +66,8 @@ fn without_usage(text: &str) -> String {
     words.join(" ")
 }
 
-fn in_one_line(error: &Error) -> String {
-    chained(error).replace('\n', " ")
+fn in_one_line(error: &Error) -> Error {
+    let mut failed = FailedLine::from(error);
+    failed.text = failed.text.replace('\n', " ");
+    failed.into()
 }

@@ -1,8 +1,7 @@
 //! Advice to operators on errors and events of keying sessions: the library names no flags and
 //! commands.
 
-use anyhow::{Error, anyhow};
-use dunlin::engine::fault_behind;
+use anyhow::Error;
 use dunlin_ipsec::{Event, IpsecError};
 use dunlin_proto::fault::FaultCode;
 use tracing::{info, warn};
@@ -40,24 +39,19 @@ pub(crate) fn event_text(event: &Event) -> String {
     }
 }
 
-/// The fault code of an error of this command, if it has one.
-pub(super) fn fault_of(error: &Error) -> Option<&'static str> {
-    let code = error
-        .chain()
-        .find_map(|cause| Some(cause.downcast_ref::<IpsecError>()?.code()));
-    code.or_else(|| fault_behind(error.as_ref()))
-        .map(FaultCode::name)
-}
-
 /// An error of `dunlin ipsec up`, with advice.
 pub(super) fn with_advice(error: IpsecError) -> Error {
+    let text = error.to_string();
     match &error {
         // Only per-CPU SAs are a feature that a peer's kernel may lack for `up`.
         IpsecError::NoPerCpu
         | IpsecError::EndedByPeer {
             fault: FaultCode::FeatureMissing,
             ..
-        } => anyhow!("{error}; `--mode connection` does not need per-CPU SAs"),
+        } => {
+            let advice = format!("{text}; `--mode connection` does not need per-CPU SAs");
+            Error::new(error).context(advice)
+        }
         _ => error.into(),
     }
 }

@@ -24,10 +24,11 @@ use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use tracing::{error, warn};
 
 use super::ModeName;
-use super::advice::{fault_of, log_event, with_advice};
+use super::advice::{log_event, with_advice};
 use super::control_service::{Answer, Request, SessionLine, stay_blocked};
 use crate::code::{CANCELLED, DONE, FAILED};
 use crate::control::{self, Service, Socket};
+use crate::fault::fault_name;
 use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
 use crate::log::{Format, LogFlags, say, warn};
@@ -293,7 +294,7 @@ impl Up {
             }
             Some(Err(error)) => {
                 let error = anyhow!(error);
-                error!(fault = fault_of(&error), "{}", chained(&error));
+                error!(fault = fault_name(&error), "{}", chained(&error));
                 Ok(FAILED)
             }
             _ => Ok(blocked.code()),
@@ -309,7 +310,7 @@ fn log_reload(reloaded: Result<(String, Vec<String>)>) {
             warn(warnings);
         }
         Err(error) => warn!(
-            fault = fault_of(&error),
+            fault = fault_name(&error),
             "certificate not reloaded, everything stays as it was: {}",
             chained(&error)
         ),
@@ -482,7 +483,7 @@ impl Service for Held {
             Request::Down => {
                 if let Some(Err(error)) = self.end() {
                     let error = anyhow!(error);
-                    warn!(fault = fault_of(&error), "{}", chained(&error));
+                    warn!(fault = fault_name(&error), "{}", chained(&error));
                 }
             }
         }
@@ -503,7 +504,7 @@ impl Service for Held {
 
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         let why = chained(error);
-        warn!(fault = fault_of(error), "cannot answer a request: {why}");
+        warn!(fault = fault_name(error), "cannot answer a request: {why}");
         error.into()
     }
 }

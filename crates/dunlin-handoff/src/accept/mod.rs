@@ -44,8 +44,8 @@ use thiserror::Error;
 pub use self::acceptor::Acceptor;
 pub use self::proxy::ProxyHeader;
 use super::connect::ConnectionInfo;
-use super::error::{of_handshake, of_io, of_kernel};
 use dunlin_lane::accept::RejectReason;
+use dunlin_lane::fault::of_io;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 
@@ -207,18 +207,17 @@ impl Refusal {
             Self::Hello(_) => FaultCode::Malformed,
             Self::Disconnected | Self::Deadline => FaultCode::ControlLost,
             Self::Evicted(_) | Self::TooManyForwarded(_) => FaultCode::LaneLimit,
-            Self::Shortage(_) => FaultCode::DescriptorLimit,
             Self::UnknownName => FaultCode::UnknownRoute,
-            Self::Tls(RejectReason::Handshake(error)) => of_handshake(error),
+            Self::Tls(RejectReason::Handshake(error)) => error.of_any_program(),
             Self::Tls(_) => FaultCode::ControlLost,
             Self::Incompatible(_) => FaultCode::SecurityNotAgreed,
-            Self::Kernel(refused) => of_kernel(refused),
+            Self::Kernel(refused) => refused.fault(),
             Self::NoReceiver { .. } | Self::ReceiverBusy(_) | Self::BackendUnreachable(_) => {
                 FaultCode::TargetUnreachable
             }
             Self::Broken(_) => FaultCode::ChannelBroken,
             Self::Aborted => FaultCode::Ended,
-            Self::Io(error) => of_io(error),
+            Self::Shortage(error) | Self::Io(error) => of_io(error),
         }
     }
 }

@@ -25,6 +25,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::ktls::{self, Cipher, Direction, Key, Version};
+use dunlin_proto::fault::FaultCode;
 use rustls::{ConnectionTrafficSecrets, ExtractedSecrets};
 use thiserror::Error;
 
@@ -91,6 +92,16 @@ pub enum Refused {
         /// The cause.
         reason: String,
     },
+}
+
+impl Refused {
+    /// The fault code.
+    pub fn fault(&self) -> FaultCode {
+        match self {
+            Self::Gone => FaultCode::ControlLost,
+            _ => FaultCode::Kernel,
+        }
+    }
 }
 
 /// What the kernel's TLS supports for a cipher.

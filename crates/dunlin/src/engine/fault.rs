@@ -1,11 +1,8 @@
 //! A fault inside a session, and the location of the VM after it.
 
 use std::error::Error as StdError;
-use std::io;
 
-use dunlin_lane::control::ControlError;
-use dunlin_lane::handshake::HandshakeError;
-use dunlin_lane::record::Alert;
+use dunlin_lane::fault::fault_behind;
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 use dunlin_proto::text::{harmless, with_causes};
@@ -105,41 +102,4 @@ impl<T, E: Into<Box<dyn StdError + Send + Sync>>> OrFault<T> for Result<T, E> {
     fn or_fault(self, code: FaultCode, what: &str) -> Result<T, Fault> {
         self.map_err(|error| Fault::new(code, what).because(error))
     }
-}
-
-/// The fault code of an error or one of its causes, if it is the same in every context:
-/// no descriptor or memory was left, or a certificate's validity contradicts the clock.
-#[must_use]
-pub fn fault_behind(error: &(dyn StdError + 'static)) -> Option<FaultCode> {
-    const ENOMEM: i32 = 12;
-    const ENFILE: i32 = 23;
-    const EMFILE: i32 = 24;
-    const CERTIFICATE_EXPIRED: Alert = Alert(45);
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(error) = error.downcast_ref::<io::Error>() {
-            match error.raw_os_error() {
-                Some(EMFILE | ENFILE) => return Some(FaultCode::DescriptorLimit),
-                Some(ENOMEM) => return Some(FaultCode::NoMemory),
-                _ => {}
-            }
-            // An io::Error that wraps another skips it in its own chain.
-            if let Some(inner) = error.get_ref() {
-                return fault_behind(inner);
-            }
-        }
-        if let Some(
-            HandshakeError::Expired { .. }
-            | HandshakeError::NotYetValid { .. }
-            | HandshakeError::PeerAlert(CERTIFICATE_EXPIRED),
-        ) = error.downcast_ref()
-        {
-            return Some(FaultCode::CertificateDate);
-        }
-        if let Some(ControlError::PeerAlert(CERTIFICATE_EXPIRED)) = error.downcast_ref() {
-            return Some(FaultCode::CertificateDate);
-        }
-        next = error.source();
-    }
-    None
 }

@@ -31,13 +31,13 @@ mod threads;
 mod tune;
 pub mod vmm;
 
+#[cfg(feature = "unstable-internals")]
+pub use dunlin_lane::fault::fault_behind;
 pub use dunlin_linux::poll::Wakeup;
 pub use dunlin_proto::fault::AtFault;
 pub use dunlin_proto::observe::Observer;
 pub use error::MigrateError;
 pub use fault::VmIs;
-#[cfg(feature = "unstable-internals")]
-pub use fault::fault_behind;
 pub use host::{Cancel, Connector, Host, StandardHost};
 pub use options::OptionError;
 pub use report::{Downtime, Event, Iteration, Progress, Report, Traffic};

@@ -3,12 +3,11 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use dunlin_lane::fault::fault_behind;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{State, Unreadable};
 use dunlin_proto::wire::EncodeError;
 use thiserror::Error;
-
-use super::super::fault::fault_behind;
 
 /// An error of the journal.
 #[derive(Debug, Error)]

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use dunlin_lane::fault::fault_behind;
 use dunlin_proto::control::Message;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::journal::{Record, State};
@@ -10,7 +11,6 @@ use dunlin_proto::switchover::{Resolution, Source, SourceAction as Do, SourceEve
 use thiserror::Error;
 
 use super::super::control::ControlLane;
-use super::super::fault::fault_behind;
 use super::super::journal::{JournalError, SessionJournal};
 use super::super::vmm::{SourceVm, VmmError};
 

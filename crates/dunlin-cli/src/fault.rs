@@ -1,0 +1,52 @@
+//! The fault code of an error with which a command ends, or which it logs.
+
+use std::error::Error;
+
+use dunlin::engine::journal::JournalError;
+use dunlin::engine::source::ResolveError;
+use dunlin::engine::{MigrateError, fault_behind};
+use dunlin_handoff::HandoffError;
+use dunlin_ipsec::IpsecError;
+use dunlin_proto::fault::{AtFault, FaultCode};
+use dunlin_tunnel::{DemandError, Failure, TunnelError};
+
+type Cause = dyn Error + 'static;
+
+/// The fault code of an error, and who has to act. An error in the use of a command has none. A
+/// shortage behind the error says more than the step that failed.
+pub(crate) fn fault_of(error: &anyhow::Error) -> Option<(FaultCode, AtFault)> {
+    match fault_behind(error.as_ref()) {
+        Some(code) => Some((code, code.at_fault())),
+        None => error.chain().find_map(of_cause),
+    }
+}
+
+/// The name of the fault code of an error.
+pub(crate) fn fault_name(error: &anyhow::Error) -> Option<&'static str> {
+    fault_of(error).map(|(code, _)| code.name())
+}
+
+fn of_cause(cause: &Cause) -> Option<(FaultCode, AtFault)> {
+    // A fault that the peer reports is seen from this side.
+    if let Some(error) = cause.downcast_ref::<MigrateError>() {
+        return Some((error.code(), error.at_fault()));
+    }
+    if let Some(failure) = cause.downcast_ref::<Failure>() {
+        return Some((failure.code(), failure.at_fault()));
+    }
+    if let Some(IpsecError::EndedByPeer { fault, .. }) = cause.downcast_ref() {
+        return Some((*fault, fault.at_fault().seen_by_peer()));
+    }
+    let code = code_by(cause, IpsecError::code)
+        .or_else(|| code_by(cause, HandoffError::code))
+        .or_else(|| code_by(cause, TunnelError::code))
+        .or_else(|| code_by(cause, DemandError::code))
+        .or_else(|| code_by(cause, JournalError::code))
+        .or_else(|| code_by(cause, ResolveError::code))?;
+    Some((code, code.at_fault()))
+}
+
+/// The code that `code` returns, if the cause is an `E`.
+fn code_by<E: Error + 'static>(cause: &Cause, code: fn(&E) -> FaultCode) -> Option<FaultCode> {
+    cause.downcast_ref().map(code)
+}

@@ -1,0 +1,88 @@
+//! The fault codes that an error has in every context.
+
+use std::error::Error;
+use std::io;
+
+use dunlin_proto::fault::FaultCode;
+
+use super::control::ControlError;
+use super::handshake::HandshakeError;
+use super::record::Alert;
+
+/// A TLS alert about a certificate that has expired or is not valid yet.
+const CERTIFICATE_EXPIRED: Alert = Alert(45);
+
+/// The fault code of an error or one of its causes, if it is the same in every context:
+/// no descriptor or memory was left, or a certificate's validity contradicts the clock.
+#[must_use]
+pub fn fault_behind(error: &(dyn Error + 'static)) -> Option<FaultCode> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(error) = error.downcast_ref::<io::Error>() {
+            let shortage = of_shortage(error);
+            if shortage.is_some() {
+                return shortage;
+            }
+            // An io::Error that wraps another skips it in its own chain.
+            if let Some(inner) = error.get_ref() {
+                return fault_behind(inner);
+            }
+        }
+        if let Some(
+            HandshakeError::Expired { .. }
+            | HandshakeError::NotYetValid { .. }
+            | HandshakeError::PeerAlert(CERTIFICATE_EXPIRED),
+        ) = error.downcast_ref()
+        {
+            return Some(FaultCode::CertificateDate);
+        }
+        if let Some(ControlError::PeerAlert(CERTIFICATE_EXPIRED)) = error.downcast_ref() {
+            return Some(FaultCode::CertificateDate);
+        }
+        next = error.source();
+    }
+    None
+}
+
+/// The fault code of a failed system call.
+#[must_use]
+pub fn of_io(error: &io::Error) -> FaultCode {
+    fault_behind(error).unwrap_or(FaultCode::Kernel)
+}
+
+/// The errors of `dunlin_linux::socket::is_shortage`, by what ran out.
+fn of_shortage(error: &io::Error) -> Option<FaultCode> {
+    const ENOMEM: i32 = 12;
+    const ENFILE: i32 = 23;
+    const EMFILE: i32 = 24;
+    const ENOBUFS: i32 = 105;
+    match error.raw_os_error()? {
+        EMFILE | ENFILE => Some(FaultCode::DescriptorLimit),
+        ENOMEM | ENOBUFS => Some(FaultCode::NoMemory),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_errors_code_names_what_ran_out_or_the_date() {
+        let alert = |number| HandshakeError::PeerAlert(Alert(number));
+        let io = |number| HandshakeError::Io(io::Error::from_raw_os_error(number));
+        for (error, code) in [
+            (io(12), Some(FaultCode::NoMemory)),
+            (io(23), Some(FaultCode::DescriptorLimit)),
+            (io(24), Some(FaultCode::DescriptorLimit)),
+            (io(105), Some(FaultCode::NoMemory)),
+            (io(13), None),
+            (alert(45), Some(FaultCode::CertificateDate)),
+            (alert(42), None),
+        ] {
+            assert_eq!(fault_behind(&error), code, "{error}");
+            let others = code.unwrap_or_else(|| error.of_control_lane());
+            assert_eq!(error.of_any_program(), others, "{error}");
+        }
+    }
+}
