@@ -72,6 +72,9 @@ impl DestinationMemory {
     }
 
     /// Clears the pages that earlier chunks have written.
+    ///
+    /// After an error the marks of the word's remaining pages are gone although these pages still have
+    /// content. No later chunk relies on them: the error ends the session.
     fn clear(&self, index: usize, first: u64, count: u64) -> std::io::Result<()> {
         const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
         for (word, mask) in word_masks(first..first + count) {

@@ -23,7 +23,7 @@ use super::super::control::unexpected;
 use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::journal::{JournalError, SessionJournal, SourceRecord, State, names_of};
+use super::super::journal::{JournalError, Role, SessionJournal, SourceRecord, State, names_of};
 use super::super::report::Event;
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
@@ -174,7 +174,7 @@ impl<'a> Connecting<'a> {
     }
 
     /// Describes the VM and waits until the destination accepts it.
-    pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled<'a>> {
+    pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled> {
         match info_span!("describe").in_scope(|| self.await_accept()) {
             Ok(terms) => Ok(PreCopy::new(Transfer {
                 session: self.session,
@@ -204,7 +204,7 @@ impl<'a> Connecting<'a> {
         }))?;
         let accept = match session.next_message(deadline)? {
             Some(Message::Accept(accept)) => accept,
-            Some(other) => return Err(unexpected(&other)),
+            Some(other) => return Err(unexpected(&other, Role::Destination)),
             None => {
                 return Err(Fault::new(
                     FaultCode::ControlLost,

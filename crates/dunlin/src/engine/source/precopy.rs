@@ -75,7 +75,7 @@ impl<'a> PreCopy<'a> {
     }
 
     /// Iterates until the switchover is due, and records it.
-    pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled<'a>> {
+    pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled> {
         let converged = info_span!("open-lanes")
             .in_scope(|| self.open_lanes())
             .and_then(|()| self.iterate())

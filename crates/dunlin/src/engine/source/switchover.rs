@@ -12,6 +12,7 @@ use tracing::info_span;
 
 use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
+use super::super::journal::Role;
 use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
@@ -79,7 +80,7 @@ impl<'a> Switchover<'a> {
     }
 
     /// Pauses the guest and sends everything that *commit* requires.
-    pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled<'a>> {
+    pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled> {
         let agreed = self.pause_and_finish().and_then(|sent| {
             take(&mut self, SourceEvent::FinalSent)?;
             let paused = sent.paused;
@@ -215,7 +216,7 @@ impl<'a> Switchover<'a> {
                     break digest;
                 }
                 Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
-                    return Err(unexpected(&other));
+                    return Err(unexpected(&other, Role::Destination));
                 }
                 Some(_) => self.repeat_final(&mut sent.last)?,
                 None => return Err(not_answered("ready", ANSWER_LIMIT)),
