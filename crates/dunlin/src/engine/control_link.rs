@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Features, Offer, Selection};
 
 use super::control::{ControlLane, FromPeer, Sequences};
@@ -87,6 +88,23 @@ impl ControlLink {
     pub(super) fn end(self) -> thread::Result<()> {
         self.lane.shutdown();
         self.reader.join()
+    }
+
+    /// The result of a send of something that would be repeated on a new control lane. If this lane
+    /// was lost and `is_resumable`, the session continues.
+    pub(super) fn unless_resumable(
+        &self,
+        sent: Result<(), Fault>,
+        is_resumable: bool,
+    ) -> Result<(), Fault> {
+        match sent {
+            Err(fault) if fault.code == FaultCode::ControlLost && is_resumable => {
+                // The reader reports the loss.
+                self.lane.shutdown();
+                Ok(())
+            }
+            result => result,
+        }
     }
 
     /// Sends a message. If that fails, ends the lane; its reader reports the loss.

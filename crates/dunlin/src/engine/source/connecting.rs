@@ -28,6 +28,7 @@ use super::super::report::Event;
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::control::open_control;
+use super::guest::check_guest;
 use super::lane::LaneTerms;
 use super::lanes::{Lanes, Transfer};
 use super::options::Options;
@@ -64,22 +65,7 @@ impl<'a> Connecting<'a> {
     ) -> Result<Self, Fault> {
         let started = Instant::now();
         let deadline = started + options.connect_limit;
-        let paused_by_owner = match vm.run_state() {
-            RunState::Running => false,
-            RunState::Paused => true,
-            RunState::PoweredOff => {
-                return Err(Fault::new(
-                    FaultCode::GuestPoweredOff,
-                    "the guest is powered off",
-                ));
-            }
-            RunState::Stopped(why) => {
-                return Err(Fault::new(
-                    FaultCode::GuestStopped,
-                    format!("the guest has stopped: {why}"),
-                ));
-            }
-        };
+        let paused_by_owner = check_guest(&**vm)? == RunState::Paused;
         let described = vm
             .describe()
             .or_fault(FaultCode::Internal, "cannot describe the VM")?;

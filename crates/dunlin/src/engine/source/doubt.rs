@@ -158,7 +158,7 @@ impl Doubt {
         match (action, vm) {
             (Do::Record(record), _) => {
                 let written = self.journal.write(State::Source(record));
-                return Ok(Some(written.map(|_| On::Recorded)));
+                return Ok(Some(written.map(|()| On::Recorded)));
             }
             // Best effort: the older record is as safe.
             (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),

@@ -251,23 +251,14 @@ impl Transfer<'_> {
     /// Sends a message that would be repeated on a new control lane. If the control
     /// lane fails, it counts as lost and the migration continues.
     fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
-        self.unless_resumable(self.session.control.lane.send(message))
+        let control = &self.session.control;
+        control.unless_resumable(control.lane.send(message), self.is_resumable())
     }
 
     /// Sends a ping to measure the round trip, unless one is outstanding.
     pub(super) fn ping_again(&self) -> Result<(), Fault> {
-        self.unless_resumable(self.session.control.lane.ping_again())
-    }
-
-    fn unless_resumable(&self, sent: Result<(), Fault>) -> Result<(), Fault> {
-        match sent {
-            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
-                // The reader reports the loss.
-                self.session.control.lane.shutdown();
-                Ok(())
-            }
-            result => result,
-        }
+        let control = &self.session.control;
+        control.unless_resumable(control.lane.ping_again(), self.is_resumable())
     }
 
     /// Replaces the control lane, or fails.

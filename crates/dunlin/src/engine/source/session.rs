@@ -22,7 +22,7 @@ use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::report::Event;
 use super::super::threads::CpuTime;
-use super::super::vmm::{GuestMemory, RunState, SourceVm};
+use super::super::vmm::{GuestMemory, SourceVm};
 use super::control::{another_peer, open_control};
 use super::event::SessionEvent;
 use super::lane::LaneTerms;
@@ -139,25 +139,6 @@ impl Session<'_> {
                 _ => {}
             }
         }
-    }
-
-    /// Fails if the guest has ended.
-    pub(super) fn check_guest(&self) -> Result<(), Fault> {
-        match self.vm.run_state() {
-            RunState::Running | RunState::Paused => Ok(()),
-            RunState::PoweredOff => Err(Fault::new(
-                FaultCode::GuestPoweredOff,
-                "the guest powered itself off during the migration",
-            )),
-            RunState::Stopped(why) => Err(Fault::new(
-                FaultCode::GuestStopped,
-                format!("the guest stopped during the migration: {why}"),
-            )),
-        }
-    }
-
-    pub(super) fn guest_has_ended(&self) -> bool {
-        self.check_guest().is_err()
     }
 
     /// Ends the lanes, closes the control lane, and waits for the peer's last messages and its

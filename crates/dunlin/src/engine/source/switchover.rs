@@ -20,7 +20,7 @@ use super::super::threads::spawn_counted;
 use super::super::vmm::RunState;
 use super::committed::{ANSWER_LIMIT, Committed, not_answered};
 use super::event::SessionEvent;
-use super::guest::{LoggedGuest, PausedGuest};
+use super::guest::{LoggedGuest, PausedGuest, check_guest};
 use super::lanes::Transfer;
 use super::phase::{Done, Phase, failed, take};
 use super::session::Session;
@@ -112,7 +112,7 @@ impl<'a> Switchover<'a> {
             .or_fault(FaultCode::Internal, "cannot pause the guest")?;
         self.figures.downtime.pause = paused.elapsed();
         session.observer.event(&Event::Paused);
-        session.check_guest()?;
+        check_guest(&**session.vm)?;
         let sent = self.last_pages(paused)?;
         let lane = &self.transfer.session.control.lane;
         lane.send(&Message::Final(sent.last.clone()))?;
@@ -231,7 +231,8 @@ impl<'a> Switchover<'a> {
         )?;
         // A cancellation that arrived while either VMM was busy is still in time.
         while self.transfer.next_silent(Duration::ZERO)?.is_some() {}
-        self.transfer.session.check_guest()
+        check_guest(&**self.transfer.session.vm)?;
+        Ok(())
     }
 
     /// Sends *final* again if a lane was lost after the last one: the lane's chunks
