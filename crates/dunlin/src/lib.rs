@@ -162,8 +162,8 @@ pub use dunlin_lane as lane;
 #[cfg(not(feature = "unstable-internals"))]
 pub mod lane {
     pub use dunlin_lane::{
-        ClientTls, Crypto, Identity, IdentityError, LaneAcceptor, LaneDialer, LoadOptions, Peer,
-        PeerName, Peers, Pin, Provider, SealedLanes, ServerTls, SettingsError,
+        ClientTls, Crypto, Identity, IdentityError, LoadOptions, Peer, PeerName, Peers, Pin,
+        Provider, SealedLanes, ServerTls, SettingsError,
     };
 }
 

@@ -22,19 +22,28 @@
 //!
 //! | check | covers |
 //! | --- | --- |
-//! | [`check_vmm`] | everything that a VMM implements: [`SourceVm`], [`Builder`], [`DestinationVm`], and the next two checks |
+//! | [`check_vmm`] | everything that a VMM implements: the next five checks |
+//! | [`check_control`] | [`SourceVm`]: pause, resume, throttle, describe, run state |
 //! | [`check_memory`] | [`GuestMemory`] |
 //! | [`check_dirty_logs`], [`check_dirty_log`] | [`DirtyLog`] |
+//! | [`check_state`] | [`SourceVm::save`], [`DestinationVm::load`] |
+//! | [`check_arrival`] | [`Builder`], [`DestinationVm`], [`SourceVm::destroy`] |
 //! | [`check_host`] | [`Host`](crate::engine::Host) |
+//!
+//! [`check_control`], [`check_memory`] and [`check_dirty_logs`] need only a source: they test a VMM that
+//! cannot receive a VM yet.
 //!
 //! Not testable from outside: [`SourceVm::hold`], which may take any time, and whether
 //! the devices that a VMM releases are free.
 //!
 //! [`GuestMemory`]: crate::engine::vmm::GuestMemory
 //! [`SourceVm`]: crate::engine::vmm::SourceVm
+//! [`SourceVm::save`]: crate::engine::vmm::SourceVm::save
 //! [`SourceVm::hold`]: crate::engine::vmm::SourceVm::hold
+//! [`SourceVm::destroy`]: crate::engine::vmm::SourceVm::destroy
 //! [`DirtyLog`]: crate::engine::vmm::DirtyLog
 //! [`DestinationVm`]: crate::engine::vmm::DestinationVm
+//! [`DestinationVm::load`]: crate::engine::vmm::DestinationVm::load
 
 use std::io;
 use std::sync::Arc;
@@ -52,9 +61,12 @@ mod memory;
 mod state;
 mod vmm;
 
+pub use arrival::check_arrival;
+pub use control::check_control;
 pub use dirty::{Seen, Writer, check_dirty_log, check_dirty_logs};
 pub use host::check_host;
 pub use memory::check_memory;
+pub use state::check_state;
 pub use vmm::{Conformance, check_vmm};
 
 /// A VMM under test.

@@ -19,7 +19,9 @@ use dunlin::engine::vmm::{
     Builder, Built, DestinationVm, DirtyLog, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription, VmmError,
 };
-use dunlin::testing::{Conformance, Effort, Violation, Vmm, check_vmm};
+use dunlin::testing::{
+    Conformance, Effort, Violation, Vmm, check_arrival, check_control, check_state, check_vmm,
+};
 
 /// An example's VMM under test.
 struct Example<B, V> {
@@ -80,6 +82,29 @@ fn the_examples_keep_what_the_traits_promise() {
     let seen = check_vmm(&mut two_logs(), &Effort::default()).unwrap();
     assert!(seen.throttles);
     assert!(seen.dirty.pages > 100, "{seen:?}");
+}
+
+/// A VMM that cannot receive a VM yet tests its source alone; later it repeats one check.
+#[test]
+fn each_part_of_a_vmm_is_tested_by_itself() {
+    let effort = Effort::default();
+    for (fault, expected) in [
+        (None, ""),
+        (Some(Fault::RunStateLies), "SourceVm::run_state"),
+    ] {
+        let vm = two_logs::Vm::new().unwrap();
+        let source: Arc<dyn SourceVm> = match fault {
+            Some(fault) => Faulty::new(vm, fault),
+            None => vm,
+        };
+        match check_control(&*source, &effort) {
+            Ok(throttles) => assert!(throttles && fault.is_none()),
+            Err(Violation::Broken { method, .. }) => assert_eq!(method, expected),
+            Err(other) => panic!("{other}"),
+        }
+    }
+    assert_eq!(check_state(&mut two_logs(), &effort).unwrap(), [""; 0]);
+    check_arrival(&mut two_logs(), &effort).unwrap();
 }
 
 /// How a faulty VMM deviates from the one that it wraps.

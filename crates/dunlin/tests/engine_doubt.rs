@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 use dunlin::Incoming;
 use dunlin::engine::destination::{self, DestinationEvent};
 use dunlin::engine::journal::{
-    DestinationRecord, Disk, Journal, Record, Role, SessionJournal, SourceRecord, State,
+    DestinationRecord, Disk, Journal, JournalError, Record, Role, SessionJournal, SourceRecord,
+    State,
 };
-use dunlin::engine::source::Resolution;
+use dunlin::engine::source::{Doubt, Resolution};
 use dunlin::engine::vmm::{FaultCode, RunState};
 use dunlin::engine::{Cancel, Event, VmIs};
 use dunlin::lane::peers::Principal;
@@ -166,6 +167,59 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
         drop(doubt);
         std::fs::remove_dir_all(here.path()).unwrap();
     }
+}
+
+/// The source's process has died with the VM: an operator has only the record left.
+#[test]
+fn i2_a_copy_that_died_in_doubt_is_given_up_but_not_while_its_process_lives() {
+    const SESSION: [u8; 16] = [1; 16];
+    let recorded = |journal: &Journal, state| {
+        let record = Record {
+            state,
+            session: SESSION,
+            attempt: 1,
+            epoch: 1,
+            vm_uuid: [7; 16],
+            vm_name: "vm".into(),
+            peer: "host-b.example:4444".into(),
+            owner: String::new(),
+            started_ms: 0,
+            written_ms: 0,
+        };
+        let mut owner = SessionJournal::create(journal, record).unwrap();
+        owner.write(state).unwrap();
+        owner
+    };
+    let here = JournalDirectory::new();
+    let journal = here.journal();
+    for (before, after) in [
+        (SourceRecord::Committing, SourceRecord::GivenUp),
+        (SourceRecord::RanThenDied, SourceRecord::GivenUp),
+        // The destination has decided: nothing is left to give up.
+        (SourceRecord::Released, SourceRecord::Released),
+    ] {
+        let (before, after) = (State::Source(before), State::Source(after));
+        let owner = recorded(&journal, before);
+        let refused = Doubt::taken_over(&journal, SESSION, false).unwrap_err();
+        assert!(matches!(refused, JournalError::Held { .. }), "{refused}");
+        assert_eq!(here.states(), [before]);
+        drop(owner);
+        let mut doubt = Doubt::taken_over(&journal, SESSION, false).unwrap();
+        doubt.give_up().unwrap();
+        assert_eq!(doubt.record().state, after);
+        assert_eq!(here.states(), [after]);
+        doubt.forget().unwrap();
+        assert_eq!(here.states(), []);
+    }
+    // A decision that cannot be recorded leaves the session in doubt.
+    let full = here.on(FailingDisk(Some(State::Source(SourceRecord::GivenUp))));
+    let committing = State::Source(SourceRecord::Committing);
+    drop(recorded(&full, committing));
+    let mut doubt = Doubt::taken_over(&full, SESSION, false).unwrap();
+    assert_eq!(doubt.give_up().unwrap_err().code(), FaultCode::Journal);
+    let error = doubt.forget().unwrap_err();
+    assert!(matches!(error, JournalError::Undecided { .. }), "{error}");
+    assert_eq!(here.states(), [committing]);
 }
 
 #[test]

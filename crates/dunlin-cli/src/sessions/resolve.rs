@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dunlin::engine::journal::{Entry, Record, Role, SessionJournal, SourceRecord, State};
+use dunlin::engine::journal::{Entry, Record, SourceRecord, State};
 use dunlin::engine::source::{self, VmLocation};
 use dunlin::engine::{Host, StandardHost};
 
@@ -184,10 +184,10 @@ impl Resolve {
                  this session"
             );
         }
-        let mut session = SessionJournal::take(&self.state.open()?, entry.session, Role::Source)?;
-        session.write(State::Source(SourceRecord::GivenUp))?;
+        let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
+        doubt.give_up()?;
         // No peer queries a source that has given up its copy.
-        session.forget()?;
+        doubt.forget()?;
         if self.json {
             Line::Done.print();
         } else {

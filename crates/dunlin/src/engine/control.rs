@@ -16,10 +16,11 @@ use dunlin_proto::negotiate::SessionId;
 use zeroize::Zeroize;
 
 use super::fault::Fault;
+use super::journal::Role;
 use super::sync::{Condvar, Mutex, lock, wait};
 
-/// After this long without a message the control lane counts as lost. The operator can
-/// change it.
+/// After this long without a message the control lane counts as lost. No flag of a command sets it, but
+/// the option `silence_limit` of either side does, which only the workspace's tests use.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// The reader pings the peer after 1/5 of the limit: often enough that one lost ping or
 /// pong does not look like silence.
@@ -315,8 +316,12 @@ fn lost(error: ControlError) -> Fault {
 }
 
 /// The peer sent a message that its state does not allow.
-pub(crate) fn unexpected(message: &Message) -> Fault {
-    let what = format!("unexpected {} on the control lane", message.kind().name());
+pub(crate) fn unexpected(message: &Message, from: Role) -> Fault {
+    let what = format!(
+        "unexpected {} from the {} on the control lane",
+        message.kind().name(),
+        from.name()
+    );
     Fault::new(FaultCode::Malformed, what)
 }
 

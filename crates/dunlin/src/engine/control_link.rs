@@ -1,13 +1,13 @@
 //! The newest control lane of a session with the thread that reads it, in both roles.
 
 use std::cell::Cell;
-use std::mem;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::Message;
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Features, Offer, Selection};
 
 use super::control::{ControlLane, FromPeer, Sequences};
@@ -21,10 +21,10 @@ pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// The newest control lane, and the values that the next one needs.
 pub(super) struct ControlLink {
     pub(super) lane: Arc<ControlLane>,
-    reader: Reader,
+    reader: JoinHandle<()>,
     pub(super) terms: ControlTerms,
     /// Whether `lane` has ended.
-    pub(super) ended: Cell<bool>,
+    ended: Cell<bool>,
 }
 
 /// What a control lane was opened with.
@@ -35,12 +35,6 @@ pub(super) struct ControlTerms {
     pub(super) offer: Offer,
     pub(super) selection: Selection,
     pub(super) silence_limit: Duration,
-}
-
-/// The thread that reads a control lane.
-enum Reader {
-    Started(JoinHandle<()>),
-    Joined,
 }
 
 impl ControlLink {
@@ -63,7 +57,7 @@ impl ControlLink {
         let reader = spawn_counted(host, "dunlin-control", cpu, body)?;
         Ok(Self {
             lane,
-            reader: Reader::Started(reader),
+            reader,
             terms,
             ended: Cell::new(false),
         })
@@ -82,15 +76,34 @@ impl ControlLink {
         self.terms.selection.features.contains(Features::VERIFY)
     }
 
-    /// Ends the lane, and joins its reader unless that has been done.
+    /// Whether the session has taken the end of the lane.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.get()
+    }
+
+    /// Ends the lane, and joins its reader.
     ///
     /// # Errors
     /// The reader panicked.
-    pub(super) fn end(&mut self) -> thread::Result<()> {
+    pub(super) fn end(self) -> thread::Result<()> {
         self.lane.shutdown();
-        match mem::replace(&mut self.reader, Reader::Joined) {
-            Reader::Started(reader) => reader.join(),
-            Reader::Joined => Ok(()),
+        self.reader.join()
+    }
+
+    /// The result of a send of something that would be repeated on a new control lane. If this lane
+    /// was lost and `is_resumable`, the session continues.
+    pub(super) fn unless_resumable(
+        &self,
+        sent: Result<(), Fault>,
+        is_resumable: bool,
+    ) -> Result<(), Fault> {
+        match sent {
+            Err(fault) if fault.code == FaultCode::ControlLost && is_resumable => {
+                // The reader reports the loss.
+                self.lane.shutdown();
+                Ok(())
+            }
+            result => result,
         }
     }
 

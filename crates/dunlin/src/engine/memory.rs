@@ -126,6 +126,11 @@ impl DirtyLog for OwnWrites {
     }
 }
 
+/// The position of a region in the table.
+pub(super) fn region_index(memory: &dyn GuestMemory, id: u16) -> Option<usize> {
+    memory.regions().iter().position(|region| region.id == id)
+}
+
 /// The words that hold the bits of `pages` in a bitmap with one bit per page, each with the
 /// mask of these bits.
 pub(super) fn word_masks(mut pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {

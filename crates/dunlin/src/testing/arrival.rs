@@ -13,7 +13,7 @@ use crate::engine::vmm::{RunState, SourceVm};
 ///
 /// # Errors
 /// The first [`Violation`].
-pub(super) fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation> {
+pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation> {
     let source = vmm.start().map_err(failed("Vmm::start"))?;
     std::thread::sleep(effort.between * effort.fetches);
     check_refusal(vmm, &*source)?;

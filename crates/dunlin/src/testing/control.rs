@@ -15,7 +15,7 @@ use crate::engine::vmm::{DirtyLog, GuestMemory, RunState, SourceVm, VmDescriptio
 ///
 /// # Errors
 /// The first [`Violation`].
-pub(super) fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
+pub fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     let memory = vm.memory();
     let described = describe(vm)?;
     runs(vm, &*memory)?;

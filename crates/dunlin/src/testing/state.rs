@@ -15,7 +15,7 @@ use crate::engine::vmm::{DestinationVm, Offered, Refusal, RunState, Section, Sou
 ///
 /// # Errors
 /// The first [`Violation`].
-pub(super) fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Violation> {
+pub fn check_state(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Vec<String>, Violation> {
     let source = vmm.start().map_err(failed("Vmm::start"))?;
     std::thread::sleep(effort.between * effort.fetches);
     let moment = Moment::of(&*source, effort)?;

@@ -299,7 +299,7 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
                     .as_mut()
                     .map(|journal| journal.write(State::Destination(*record)));
                 let event = match written {
-                    Some(Ok(_)) => On::Recorded,
+                    Some(Ok(())) => On::Recorded,
                     _ => On::RecordFailed,
                 };
                 verdict = on(outcome, event).or(verdict);
@@ -388,10 +388,8 @@ impl Answering {
     /// The record cannot be written; *running* stays.
     pub fn moved_on(self) -> Result<(), JournalError> {
         let journal = lock(&self.held).outcome.journal.take();
-        let written = journal.map(|mut journal| {
-            journal.write(State::Destination(DestinationRecord::MovedOn))?;
-            Ok(())
-        });
+        let moved_on = State::Destination(DestinationRecord::MovedOn);
+        let written = journal.map(|mut journal| journal.write(moved_on));
         self.stop();
         written.unwrap_or(Ok(()))
     }

@@ -223,14 +223,8 @@ impl<'a> Arriving<'a> {
     /// Sends a message that would be repeated on a new control lane. If the control
     /// lane fails, it counts as lost and the session continues.
     pub(super) fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
-        match self.control.lane.send(message) {
-            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
-                // The reader reports the loss.
-                self.control.lane.shutdown();
-                Ok(())
-            }
-            result => result,
-        }
+        let sent = self.control.lane.send(message);
+        self.control.unless_resumable(sent, self.is_resumable())
     }
 
     /// When a source that only answers pings is given up.

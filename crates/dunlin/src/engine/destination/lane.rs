@@ -16,7 +16,7 @@ use dunlin_proto::limits::{MAX_RANGES_PER_CHUNK, PAGE_BYTES};
 use tracing::{Span, info_span};
 
 use super::super::fault::Fault;
-use super::super::memory::word_masks;
+use super::super::memory::{region_index, word_masks};
 use super::super::vmm::GuestMemory;
 use super::barrier::IterationBarrier;
 use super::event::SessionEvent;
@@ -56,14 +56,6 @@ impl DestinationMemory {
         }
     }
 
-    fn region_index(&self, id: u16) -> usize {
-        self.memory
-            .regions()
-            .iter()
-            .position(|region| region.id == id)
-            .unwrap_or(usize::MAX)
-    }
-
     /// Marks pages as written.
     fn mark_written(&self, index: usize, first: u64, count: u64) {
         for (word, mask) in word_masks(first..first + count) {
@@ -72,6 +64,9 @@ impl DestinationMemory {
     }
 
     /// Clears the pages that earlier chunks have written.
+    ///
+    /// After an error the marks of the word's remaining pages are gone although these pages still have
+    /// content. No later chunk relies on them: the error ends the session.
     fn clear(&self, index: usize, first: u64, count: u64) -> std::io::Result<()> {
         const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
         for (word, mask) in word_masks(first..first + count) {
@@ -204,9 +199,11 @@ impl Lane {
             .check_chunk(lane, chunk_number, chunk.iteration())
             .map_err(out_of_order)?;
         let mut pages = 0;
+        // The ranges were decoded against the region table.
+        let index_of = |id| region_index(&*self.memory.memory, id).unwrap_or(usize::MAX);
         let pages_of = |range: &Range| {
             (
-                self.memory.region_index(range.region),
+                index_of(range.region),
                 range.offset / PAGE_BYTES,
                 u64::from(range.page_count),
             )
@@ -240,7 +237,7 @@ impl Lane {
         let mut refused = None;
         let targets = raw().map_while(|range| {
             let length = usize::try_from(range.memory_bytes()).unwrap_or(usize::MAX);
-            let index = self.memory.region_index(range.region);
+            let index = index_of(range.region);
             self.memory
                 .memory
                 .slice(index, range.offset, length)

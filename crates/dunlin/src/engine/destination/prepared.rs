@@ -9,6 +9,7 @@ use tracing::info_span;
 
 use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
+use super::super::journal::Role;
 use super::arriving::{Arriving, Reached};
 use super::event::SessionEvent;
 use super::phase::{Phase, failed, next_event, take};
@@ -101,7 +102,7 @@ impl<'a> Prepared<'a> {
                     Message::Commit { run } => take(self, On::Commit { run })?,
                     // It crossed a late fence: everything has arrived.
                     Message::Final(_) => {}
-                    other => return Err(unexpected(&other)),
+                    other => return Err(unexpected(&other, Role::Source)),
                 },
                 Some(SessionEvent::Arrived(arrival)) => {
                     let session = &self.arriving.session;
@@ -154,7 +155,7 @@ impl<'a> Running<'a> {
                     return take(self, On::Release);
                 }
                 Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
-                    return Err(unexpected(&other));
+                    return Err(unexpected(&other, Role::Source));
                 }
                 Some(SessionEvent::Arrived(arrival)) => {
                     let session = &self.arriving.session;

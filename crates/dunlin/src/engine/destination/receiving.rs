@@ -11,6 +11,7 @@ use tracing::info_span;
 
 use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
+use super::super::journal::Role;
 use super::super::memory::digest;
 use super::arriving::Arriving;
 use super::event::SessionEvent;
@@ -91,7 +92,7 @@ impl<'a> Receiving<'a> {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Section(section) => self.keep(section)?,
                     Message::Final(last) => self.finish(last)?,
-                    other => return Err(unexpected(&other)),
+                    other => return Err(unexpected(&other, Role::Source)),
                 },
                 Some(SessionEvent::Acks) => {
                     let due = Instant::now() + ACK_DELAY;

@@ -3,6 +3,8 @@
 //! The source opens a new one with a higher epoch. Both sides repeat on it what the old
 //! one may not have delivered: acknowledgements, and which lanes are up.
 
+use std::mem;
+
 use dunlin_lane::accept::Arrival;
 use dunlin_lane::control::ControlStream;
 use dunlin_proto::control::{ChunkSet, Message, Reached};
@@ -28,7 +30,7 @@ impl Arriving<'_> {
         if !self.is_with(stream.peer()) {
             return Ok(());
         }
-        match std::mem::replace(&mut self.link, Link::Up) {
+        match mem::replace(&mut self.link, Link::Up) {
             Link::Lost(_, fault) => Err(fault),
             Link::Up => Ok(()),
         }
@@ -51,13 +53,9 @@ impl Arriving<'_> {
                 return Ok(());
             }
         };
-        // The loss of the lane has already reported a panic of its reader.
-        let _ = self.control.end();
+        self.control.lane.shutdown();
         // An offer with other terms comes from another process.
         let resumes = self.is_resumable() && self.control.terms.selection == selection;
-        if !resumes {
-            self.drained.extend(self.session.set_aside());
-        }
         let mut bytes = Vec::new();
         selection
             .encode(&mut bytes)
@@ -69,11 +67,15 @@ impl Arriving<'_> {
             offer,
             ..self.control.terms.clone()
         };
-        self.control = self.session.open_control(stream, terms)?;
+        let control = self.session.open_control(stream, terms)?;
+        // The loss of the old lane has already reported a panic of its reader.
+        let _ = mem::replace(&mut self.control, control).end();
         self.link = Link::Up;
         self.asked = false;
         if !resumes {
             // The lane is for an inquiry, which follows.
+            let before = self.session.set_aside(self.control.lane.epoch);
+            self.drained.extend(before);
             return Ok(());
         }
         self.session.notify(DestinationEvent::ControlResumed);

@@ -177,14 +177,14 @@ impl<'a> Session<'a> {
         None
     }
 
-    /// Takes out of the event queue what the reader of an older control lane had read.
-    /// The reader has been joined, so nothing more arrives from it.
-    pub(super) fn set_aside(&mut self) -> Vec<FromPeer> {
+    /// Takes out of the event queue what the readers of control lanes before that of `epoch`
+    /// had read. They have been joined, so nothing more arrives from them.
+    pub(super) fn set_aside(&mut self, epoch: u32) -> Vec<FromPeer> {
         let mut read = Vec::new();
         let deferred = std::mem::take(&mut self.deferred);
         for event in deferred.into_iter().chain(self.events.try_iter()) {
             match event {
-                SessionEvent::Control(_, from_peer) => read.push(from_peer),
+                SessionEvent::Control(from, from_peer) if from < epoch => read.push(from_peer),
                 event => self.deferred.push_back(event),
             }
         }
@@ -233,10 +233,16 @@ impl<'a> Session<'a> {
         let _close = info_span!("close").entered();
         self.acceptor.wake();
         self.answers.end();
-        let read = control.map(|mut control| {
-            // Best effort: the peer may be gone.
+        let read = control.map(|control| {
+            // Best effort: the peer may be gone. If not, its close follows.
             let _ = control.lane.stream.close();
-            self.await_end_of_control(&control);
+            let until = Instant::now() + CLOSE_LIMIT;
+            // The limit also holds for a peer that keeps sending.
+            while !control.has_ended() && Instant::now() < until {
+                if !matches!(self.receive(Some(&control), Some(until)), Ok(Some(_))) {
+                    break;
+                }
+            }
             control.end()
         });
         let threads = lanes.chain([self.acceptor_thread]);
@@ -247,18 +253,6 @@ impl<'a> Session<'a> {
             }
         }
         used(&self.cpu, self.cpu_before)
-    }
-
-    /// Waits for the peer's close, up to [`CLOSE_LIMIT`].
-    fn await_end_of_control(&mut self, control: &ControlLink) {
-        let until = Instant::now() + CLOSE_LIMIT;
-        // The limit also holds for a peer that keeps sending.
-        while !control.ended.get() && Instant::now() < until {
-            match self.receive(Some(control), Some(until)) {
-                Ok(Some(SessionEvent::Control(_, FromPeer::Lost(_))) | None) | Err(_) => return,
-                Ok(Some(_)) => {}
-            }
-        }
     }
 
     /// A control lane on `stream`, with a thread that reads it.

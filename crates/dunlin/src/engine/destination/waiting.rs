@@ -20,7 +20,7 @@ use tracing::info_span;
 use super::super::control::{FromPeer, unexpected};
 use super::super::control_link::{ControlLink, ControlTerms};
 use super::super::fault::{Fault, OrFault, VmIs};
-use super::super::journal::{DestinationRecord, SessionJournal, State};
+use super::super::journal::{DestinationRecord, Role, SessionJournal, State};
 use super::super::vmm::{Builder, Offered, VmDescription};
 use super::arriving::{Arriving, Attempt};
 use super::event::SessionEvent;
@@ -133,7 +133,7 @@ impl<'a> Describing<'a> {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Describe(described) => return Ok(described),
                     Message::Cancel { fault, text } => return Err(Fault::from_peer(fault, text)),
-                    other => return Err(unexpected(&other)),
+                    other => return Err(unexpected(&other, Role::Source)),
                 },
                 Some(SessionEvent::Control(_, FromPeer::Lost(fault))) => return Err(fault),
                 Some(SessionEvent::Arrived(arrival)) => {

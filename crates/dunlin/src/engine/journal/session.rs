@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_proto::journal::peer::RecordedPeer;
@@ -202,13 +202,12 @@ impl SessionJournal {
         is_with(&self.peer, &self.record, peer)
     }
 
-    /// Records the state of this side. Returns how long it took until the record was on
-    /// the disk.
+    /// Records the state of this side, on the disk when it returns.
     ///
     /// # Errors
     /// [`JournalError::Io`]: the disk then holds the previous record or this one. The
     /// caller may retry.
-    pub fn write(&mut self, state: State) -> Result<Duration, JournalError> {
+    pub fn write(&mut self, state: State) -> Result<(), JournalError> {
         let record = Record {
             state,
             ..self.record.clone()
@@ -220,7 +219,7 @@ impl SessionJournal {
     ///
     /// # Errors
     /// Same as [`SessionJournal::write`].
-    pub fn write_epoch(&mut self, epoch: u32) -> Result<Duration, JournalError> {
+    pub fn write_epoch(&mut self, epoch: u32) -> Result<(), JournalError> {
         let record = Record {
             epoch,
             ..self.record.clone()
@@ -228,15 +227,14 @@ impl SessionJournal {
         self.overwrite(record)
     }
 
-    fn overwrite(&mut self, mut record: Record) -> Result<Duration, JournalError> {
-        let began = Instant::now();
+    fn overwrite(&mut self, mut record: Record) -> Result<(), JournalError> {
         record.written_ms = now_ms();
         match &mut self.held {
             Held::File(held) => held.write(&record)?,
             Held::Memory(held) => held.write(&record),
         }
         self.record = record;
-        Ok(began.elapsed())
+        Ok(())
     }
 
     /// Removes the session; no side will ask about it again.

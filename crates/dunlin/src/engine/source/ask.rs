@@ -5,7 +5,7 @@
 //!   Doubt::taken_over ─▶ ask ─▶ AtSource, AtDestination ─▶ forget
 //!                         │▲
 //!                         ▼│ InDoubt: ask again
-//!                     RanThenDied, InDoubt ─▶ resolve (the operator)
+//!                     RanThenDied, InDoubt ─▶ resolve, or give_up without a VM (the operator)
 //! ```
 //! A living process that holds a VM in doubt asks again in the same way.
 
@@ -179,7 +179,7 @@ impl Doubt {
             // Fails once the answer has been received.
             move |_, message| drop(sender.send(message)),
         )?;
-        let mut inquiry = Inquiry { control, messages };
+        let inquiry = Inquiry { control, messages };
         let until = until.min(Instant::now() + VERDICT_LIMIT);
         let asked = inquiry.control.lane.send(&Message::Inquire { attempt });
         match asked.and_then(|()| inquiry.await_answer(attempt, until)) {
@@ -234,7 +234,7 @@ impl Inquiry {
     }
 
     /// Ends the lane, after the peer had time to read the last message.
-    fn close(mut self) {
+    fn close(self) {
         if self.control.lane.stream.close().is_ok() {
             let until = Instant::now() + CLOSE_LIMIT;
             while let Some(FromPeer::Message(_)) = self.next(until) {}

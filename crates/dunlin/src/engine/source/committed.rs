@@ -11,6 +11,7 @@ use tracing::info_span;
 
 use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, VmIs};
+use super::super::journal::Role;
 use super::super::report::Event;
 use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};
 use super::event::SessionEvent;
@@ -75,7 +76,7 @@ impl<'a> Committed<'a> {
 
     /// Sends *commit*, and waits until it is decided which side has the VM, as far as
     /// it can be.
-    pub(super) fn settle(mut self) -> Settled<'a> {
+    pub(super) fn settle(mut self) -> Settled {
         let commit = info_span!("commit").entered();
         let rest = self.rest;
         let mut done = perform(&mut self, rest);
@@ -98,7 +99,7 @@ impl<'a> Committed<'a> {
         }
     }
 
-    fn settled(self) -> Settled<'a> {
+    fn settled(self) -> Settled {
         Settled::committed(self.transfer, self.guest.logged, self.figures)
     }
 
@@ -144,7 +145,7 @@ impl<'a> Committed<'a> {
             Message::Ready { .. } if session.state == Source::InDoubt => {
                 On::Ready { same_memory: true }
             }
-            other => return Err(unexpected(&other)),
+            other => return Err(unexpected(&other, Role::Destination)),
         };
         self.figures.downtime.resume = self.agreed.elapsed();
         self.figures.downtime.total = self.paused.elapsed();
@@ -193,7 +194,7 @@ impl<'a> InDoubt<'a> {
         }
     }
 
-    fn settle(mut self) -> Settled<'a> {
+    fn settle(mut self) -> Settled {
         let in_doubt = info_span!("in-doubt").entered();
         let rest = self.rest;
         let mut done = perform(&mut self, rest);
@@ -234,8 +235,7 @@ impl<'a> InDoubt<'a> {
 
     /// Opens a new control lane and asks on it, until the limit.
     fn inquire(&mut self) {
-        // The loss of the lane has already reported a panic of its reader.
-        let _ = self.session().control.end();
+        self.session().control.lane.shutdown();
         let Transfer { session, lanes } = &mut self.committed.transfer;
         let mut last: Option<Fault> = None;
         loop {

@@ -23,11 +23,12 @@ use super::super::control::unexpected;
 use super::super::control_link::ControlTerms;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::host::{Cancel, Host};
-use super::super::journal::{JournalError, SessionJournal, SourceRecord, State, names_of};
+use super::super::journal::{JournalError, Role, SessionJournal, SourceRecord, State, names_of};
 use super::super::report::Event;
 use super::super::threads::{CpuTime, nanos};
 use super::super::vmm::{RunState, SourceVm, VmDescription};
 use super::control::open_control;
+use super::guest::check_guest;
 use super::lane::LaneTerms;
 use super::lanes::{Lanes, Transfer};
 use super::options::Options;
@@ -64,22 +65,7 @@ impl<'a> Connecting<'a> {
     ) -> Result<Self, Fault> {
         let started = Instant::now();
         let deadline = started + options.connect_limit;
-        let paused_by_owner = match vm.run_state() {
-            RunState::Running => false,
-            RunState::Paused => true,
-            RunState::PoweredOff => {
-                return Err(Fault::new(
-                    FaultCode::GuestPoweredOff,
-                    "the guest is powered off",
-                ));
-            }
-            RunState::Stopped(why) => {
-                return Err(Fault::new(
-                    FaultCode::GuestStopped,
-                    format!("the guest has stopped: {why}"),
-                ));
-            }
-        };
+        let paused_by_owner = check_guest(&**vm)? == RunState::Paused;
         let described = vm
             .describe()
             .or_fault(FaultCode::Internal, "cannot describe the VM")?;
@@ -174,7 +160,7 @@ impl<'a> Connecting<'a> {
     }
 
     /// Describes the VM and waits until the destination accepts it.
-    pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled<'a>> {
+    pub(super) fn describe(mut self) -> Result<PreCopy<'a>, Settled> {
         match info_span!("describe").in_scope(|| self.await_accept()) {
             Ok(terms) => Ok(PreCopy::new(Transfer {
                 session: self.session,
@@ -204,7 +190,7 @@ impl<'a> Connecting<'a> {
         }))?;
         let accept = match session.next_message(deadline)? {
             Some(Message::Accept(accept)) => accept,
-            Some(other) => return Err(unexpected(&other)),
+            Some(other) => return Err(unexpected(&other, Role::Destination)),
             None => {
                 return Err(Fault::new(
                     FaultCode::ControlLost,

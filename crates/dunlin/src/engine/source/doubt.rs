@@ -27,7 +27,8 @@ pub(super) const NO_RECORD: &str = "the destination has no record of the session
 /// locked, which shows other processes that the VM's process lives.
 ///
 /// [`Doubt::ask`] asks the destination again. If it can no longer answer,
-/// [`Doubt::resolve`] carries out what an operator has found out there. Do not resume
+/// [`Doubt::resolve`] carries out what an operator has found out there. If the VM died with
+/// its process, [`Doubt::give_up`] records that no copy of it is left here. Do not resume
 /// or destroy the VM in any other way: it may run at the destination.
 #[derive(Debug)]
 pub struct Doubt {
@@ -84,6 +85,17 @@ impl Doubt {
         resolution: Resolution,
     ) -> Result<(), ResolveError> {
         self.take(On::Resolve(resolution), Some(vm), None)
+    }
+
+    /// Records that the source no longer has a copy of the VM. For a record that was taken
+    /// over ([`Doubt::taken_over`]) after the VM died with its process: the operator vouches
+    /// that the VM runs at the destination, or is not needed. Changes nothing if the session
+    /// has ended.
+    ///
+    /// # Errors
+    /// [`ResolveError::Journal`]; the caller may retry.
+    pub fn give_up(&mut self) -> Result<(), ResolveError> {
+        self.take(On::Resolve(Resolution::Destroy), None, None)
     }
 
     /// Removes the record if nothing is in doubt any longer: no side asks a source about
@@ -146,7 +158,7 @@ impl Doubt {
         match (action, vm) {
             (Do::Record(record), _) => {
                 let written = self.journal.write(State::Source(record));
-                return Ok(Some(written.map(|_| On::Recorded)));
+                return Ok(Some(written.map(|()| On::Recorded)));
             }
             // Best effort: the older record is as safe.
             (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),

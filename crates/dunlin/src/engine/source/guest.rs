@@ -5,8 +5,23 @@ use dunlin_proto::fault::FaultCode;
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::lock;
 use super::super::report::Event;
-use super::super::vmm::DirtyLog;
+use super::super::vmm::{DirtyLog, RunState, SourceVm};
 use super::session::Session;
+
+/// The guest's run state; fails if the guest has ended.
+pub(super) fn check_guest(vm: &dyn SourceVm) -> Result<RunState, Fault> {
+    match vm.run_state() {
+        RunState::PoweredOff => {
+            let what = "the guest has powered itself off";
+            Err(Fault::new(FaultCode::GuestPoweredOff, what))
+        }
+        RunState::Stopped(why) => {
+            let what = format!("the guest has stopped: {why}");
+            Err(Fault::new(FaultCode::GuestStopped, what))
+        }
+        state => Ok(state),
+    }
+}
 
 /// A guest with dirty logs and a throttle.
 #[derive(Default)]
@@ -67,7 +82,7 @@ impl LoggedGuest {
 /// A guest that is paused for the switchover.
 pub(super) struct PausedGuest {
     pub(super) logged: LoggedGuest,
-    /// Whether [`SourceVm::deactivate`](super::super::vmm::SourceVm::deactivate) has been called.
+    /// Whether [`SourceVm::deactivate`] has been called.
     pub(super) deactivated: bool,
 }
 
@@ -75,7 +90,7 @@ impl PausedGuest {
     /// Resumes the guest at the source, unless it has ended.
     pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
         // Asks the VMM, because a fault that the peer sent may name any reason.
-        let ended = session.guest_has_ended();
+        let ended = check_guest(&**session.vm).is_err();
         let reactivated = !self.deactivated || self.reactivate(session);
         if ended {
             return VmIs::Gone;

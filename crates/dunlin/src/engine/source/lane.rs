@@ -23,6 +23,7 @@ use dunlin_proto::schedule::{ChunkPlan, Work};
 use tracing::{Span, info_span};
 
 use super::super::fault::{Fault, OrFault};
+use super::super::memory::region_index;
 use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
@@ -200,7 +201,8 @@ impl Lane {
         let mut looked_at = 0;
         while let Some(planned) = plan.ranges.get(looked_at) {
             looked_at += 1;
-            let index = self.region_index(planned.region)?;
+            let index = region_index(&*self.terms.memory, planned.region)
+                .ok_or_else(|| Fault::new(FaultCode::LayoutChanged, "a region has disappeared"))?;
             let length = usize::try_from(planned.run.count * PAGE_BYTES).unwrap_or(usize::MAX);
             let slice = self
                 .terms
@@ -262,15 +264,6 @@ impl Lane {
         self.work_queue
             .account(self.number, |traffic| traffic.header_bytes += bytes);
         Ok(())
-    }
-
-    fn region_index(&self, id: u16) -> Result<usize, Fault> {
-        self.terms
-            .memory
-            .regions()
-            .iter()
-            .position(|region| region.id == id)
-            .ok_or_else(|| Fault::new(FaultCode::LayoutChanged, "a region has disappeared"))
     }
 
     fn failed(&self, error: SendError) -> Fault {

@@ -16,6 +16,7 @@ use dunlin_proto::switchover::Source;
 
 use super::super::control::{FromPeer, unexpected};
 use super::super::fault::Fault;
+use super::super::journal::Role;
 use super::super::lock;
 use super::super::report::Event;
 use super::super::threads::spawn_counted;
@@ -30,7 +31,7 @@ const RETRY: Duration = Duration::from_millis(100);
 /// The data lanes.
 pub(super) struct Lanes {
     pub(super) terms: Arc<LaneTerms>,
-    threads: BTreeMap<u16, JoinHandle<()>>,
+    pub(super) threads: BTreeMap<u16, JoinHandle<()>>,
     /// Why a lane's thread failed, until the lane is fenced.
     faults: BTreeMap<u16, String>,
     /// The first failure of any lane.
@@ -63,7 +64,7 @@ pub(super) struct Transfer<'a> {
     pub(super) lanes: Lanes,
 }
 
-impl<'a> Transfer<'a> {
+impl Transfer<'_> {
     /// Waits for an event and handles those that all phases treat alike: the end of the
     /// control lane, lane events, a cancellation, the peer's refusal. `None` after
     /// `wait`.
@@ -101,18 +102,11 @@ impl<'a> Transfer<'a> {
     /// Waits for an event; a message from the peer is a fault.
     pub(super) fn next_silent(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
         match self.next_event(wait)? {
-            Some(SessionEvent::Control(_, FromPeer::Message(message))) => Err(unexpected(&message)),
+            Some(SessionEvent::Control(_, FromPeer::Message(message))) => {
+                Err(unexpected(&message, Role::Destination))
+            }
             event => Ok(event),
         }
-    }
-
-    /// Ends the session's threads; returns the session without lanes.
-    ///
-    /// The lanes' keying session ends with the last lane.
-    pub(super) fn close(self) -> Session<'a> {
-        let Self { mut session, lanes } = self;
-        session.close(lanes.threads.into_values());
-        session
     }
 
     /// Executes the lane actions that are due.
@@ -257,23 +251,14 @@ impl<'a> Transfer<'a> {
     /// Sends a message that would be repeated on a new control lane. If the control
     /// lane fails, it counts as lost and the migration continues.
     fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
-        self.unless_resumable(self.session.control.lane.send(message))
+        let control = &self.session.control;
+        control.unless_resumable(control.lane.send(message), self.is_resumable())
     }
 
     /// Sends a ping to measure the round trip, unless one is outstanding.
     pub(super) fn ping_again(&self) -> Result<(), Fault> {
-        self.unless_resumable(self.session.control.lane.ping_again())
-    }
-
-    fn unless_resumable(&self, sent: Result<(), Fault>) -> Result<(), Fault> {
-        match sent {
-            Err(fault) if fault.code == FaultCode::ControlLost && self.is_resumable() => {
-                // The reader reports the loss.
-                self.session.control.lane.shutdown();
-                Ok(())
-            }
-            result => result,
-        }
+        let control = &self.session.control;
+        control.unless_resumable(control.lane.ping_again(), self.is_resumable())
     }
 
     /// Replaces the control lane, or fails.
@@ -282,8 +267,7 @@ impl<'a> Transfer<'a> {
         session.observer.event(&Event::ControlLost {
             why: lost.for_peer(),
         });
-        // The loss of the lane has already reported a panic of its reader.
-        let _ = session.control.end();
+        session.control.lane.shutdown();
         let until = Instant::now() + session.options.control_limit;
         let mut last = lost;
         let stream = loop {

@@ -12,6 +12,7 @@ use tracing::info_span;
 
 use super::super::fault::{Fault, OrFault, VmIs};
 use super::super::report::Event;
+use super::guest::check_guest;
 use super::session::Session;
 
 /// A phase of a migration.
@@ -106,7 +107,7 @@ impl Session<'_> {
                 }
             }
             Do::CancelPeer => {
-                if self.guest_has_ended() {
+                if check_guest(&**self.vm).is_err() {
                     self.vm_is = VmIs::Gone;
                 }
                 let (fault, text) = match &self.fault {

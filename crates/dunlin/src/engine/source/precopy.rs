@@ -16,7 +16,7 @@ use super::super::lock;
 use super::super::report::{Event, Iteration, Progress, Traffic};
 use super::super::threads::nanos;
 use super::event::SessionEvent;
-use super::guest::LoggedGuest;
+use super::guest::{LoggedGuest, check_guest};
 use super::lanes::Transfer;
 use super::phase::{Phase, failed, take};
 use super::session::Session;
@@ -75,7 +75,7 @@ impl<'a> PreCopy<'a> {
     }
 
     /// Iterates until the switchover is due, and records it.
-    pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled<'a>> {
+    pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled> {
         let converged = info_span!("open-lanes")
             .in_scope(|| self.open_lanes())
             .and_then(|()| self.iterate())
@@ -148,7 +148,7 @@ impl<'a> PreCopy<'a> {
             let began = Instant::now();
             let bytes_before = lock(&work_queue.state).traffic().wire_bytes;
             self.await_cut(iteration, began)?;
-            self.transfer.session.check_guest()?;
+            check_guest(&**self.transfer.session.vm)?;
             let duration = began.elapsed();
             let dirtied_pages = self.guest.fetch(&self.transfer.session)?;
             let now = lock(&work_queue.state).traffic();
@@ -231,7 +231,7 @@ impl<'a> PreCopy<'a> {
         loop {
             let mut wait = progress_at.saturating_duration_since(Instant::now());
             if wait.is_zero() {
-                self.transfer.session.check_guest()?;
+                check_guest(&**self.transfer.session.vm)?;
                 self.report_progress();
                 progress_at = Instant::now() + PROGRESS_EVERY;
                 wait = PROGRESS_EVERY;

@@ -1,6 +1,7 @@
 //! State common to all phases of a migration, on the thread that called
 //! [`Migration::run`](super::Migration::run).
 
+use std::mem;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -12,7 +13,7 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::Selection;
 use dunlin_proto::observe::Observer;
 use dunlin_proto::switchover::Source;
-use tracing::{Span, info_span};
+use tracing::Span;
 
 use super::super::control::FromPeer;
 use super::super::control_link::{CLOSE_LIMIT, ControlLink, ControlTerms};
@@ -21,7 +22,7 @@ use super::super::host::{Cancel, Host};
 use super::super::journal::SessionJournal;
 use super::super::report::Event;
 use super::super::threads::CpuTime;
-use super::super::vmm::{GuestMemory, RunState, SourceVm};
+use super::super::vmm::{GuestMemory, SourceVm};
 use super::control::{another_peer, open_control};
 use super::event::SessionEvent;
 use super::lane::LaneTerms;
@@ -140,56 +141,18 @@ impl Session<'_> {
         }
     }
 
-    /// Fails if the guest has ended.
-    pub(super) fn check_guest(&self) -> Result<(), Fault> {
-        match self.vm.run_state() {
-            RunState::Running | RunState::Paused => Ok(()),
-            RunState::PoweredOff => Err(Fault::new(
-                FaultCode::GuestPoweredOff,
-                "the guest powered itself off during the migration",
-            )),
-            RunState::Stopped(why) => Err(Fault::new(
-                FaultCode::GuestStopped,
-                format!("the guest stopped during the migration: {why}"),
-            )),
-        }
-    }
-
-    pub(super) fn guest_has_ended(&self) -> bool {
-        self.check_guest().is_err()
-    }
-
-    /// Ends the control lane and joins every thread: `lanes`, the reader and the
-    /// others.
-    pub(super) fn close(&mut self, lanes: impl Iterator<Item = JoinHandle<()>>) {
-        let _close = info_span!("close").entered();
+    /// Ends the lanes, closes the control lane, and waits for the peer's last messages and its
+    /// close, up to [`CLOSE_LIMIT`]. [`join`] follows.
+    pub(super) fn close(&self) {
         self.work_queue.stop();
         // Best effort: the peer may be gone.
         let _ = self.control.lane.stream.close();
-        self.await_end_of_control();
-        let read = self.control.end();
-        let threads = lanes.chain(std::mem::take(&mut self.threads));
-        for joined in threads.map(JoinHandle::join).chain([read]) {
-            if joined.is_err() {
-                self.warn("a thread of the session panicked".into());
-            }
-        }
-    }
-
-    /// Waits for the peer's last messages and its close, up to [`CLOSE_LIMIT`].
-    fn await_end_of_control(&self) {
         let until = Instant::now() + CLOSE_LIMIT;
         // The limit also holds for a peer that keeps sending.
-        while !self.control.ended.get() && Instant::now() < until {
+        while !self.control.has_ended() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
-            match self.receive(left) {
-                Ok(Some(SessionEvent::Control(epoch, FromPeer::Lost(_))))
-                    if epoch == self.control.lane.epoch =>
-                {
-                    return;
-                }
-                Ok(None) | Err(_) => return,
-                Ok(Some(_)) => {}
+            if !matches!(self.receive(left), Ok(Some(_))) {
+                return;
             }
         }
     }
@@ -218,7 +181,7 @@ impl Session<'_> {
 
     /// Makes `stream`, opened under the offer's epoch, the session's control lane.
     pub(super) fn adopt_control(&mut self, stream: ControlStream) -> Result<(), Fault> {
-        self.control = start_control(
+        let control = start_control(
             stream,
             self.control.terms.clone(),
             self.host,
@@ -226,11 +189,28 @@ impl Session<'_> {
             &self.work_queue,
             &self.sender,
         )?;
+        // The loss of the old lane has already reported a panic of its reader.
+        let _ = mem::replace(&mut self.control, control).end();
         Ok(())
     }
 
     pub(super) fn warn(&self, text: String) {
         self.observer.event(&Event::Warning(text));
+    }
+}
+
+/// Joins the threads of a session that is closed: the reader of its control lane and `threads`.
+pub(super) fn join(
+    control: ControlLink,
+    threads: impl Iterator<Item = JoinHandle<()>>,
+    observer: &dyn Observer<Event>,
+) {
+    let read = control.end();
+    for joined in threads.map(JoinHandle::join).chain([read]) {
+        if joined.is_err() {
+            let text = "a thread of the session panicked".into();
+            observer.event(&Event::Warning(text));
+        }
     }
 }
 

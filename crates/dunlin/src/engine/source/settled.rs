@@ -1,20 +1,21 @@
 //! The end of a migration.
 
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use dunlin_proto::fault::{AtFault, FaultCode};
 use dunlin_proto::journal::{SourceRecord, State};
 use dunlin_proto::switchover::Source;
+use tracing::info_span;
 
 use super::super::error::MigrateError;
-
 use super::super::fault::Fault;
 use super::super::lock;
 use super::super::report::{Downtime, Event, Iteration, Report};
 use super::doubt::{Doubt, NO_RECORD};
 use super::guest::LoggedGuest;
 use super::lanes::Transfer;
-use super::session::Session;
+use super::session::{Session, join};
 
 /// Figures of the report about the iterations and the switchover.
 #[derive(Default)]
@@ -27,50 +28,67 @@ pub(super) struct Figures {
 }
 
 /// A migration that has ended: no thread, lane or dirty log remains.
-pub(super) enum Settled<'a> {
+pub(super) enum Settled {
     /// The destination has the VM.
-    Moved(Box<Session<'a>>, Box<Report>),
+    Moved(Box<Report>),
     /// The destination does not have the VM, or may not have it.
-    NotMoved(Box<Session<'a>>),
+    NotMoved(MigrateError),
 }
 
-impl<'a> Settled<'a> {
+impl Settled {
     /// Ended before the destination accepted the VM.
-    pub(super) fn unaccepted(mut session: Session<'a>) -> Self {
-        session.close(std::iter::empty());
-        Self::NotMoved(Box::new(session))
+    pub(super) fn unaccepted(session: Session<'_>) -> Self {
+        Self::NotMoved(error(session, std::iter::empty()))
     }
 
     /// Ended before *commit*.
-    pub(super) fn kept(transfer: Transfer<'a>, guest: LoggedGuest) -> Self {
-        Self::NotMoved(Box::new(end(transfer, guest)))
+    pub(super) fn kept(transfer: Transfer<'_>, guest: LoggedGuest) -> Self {
+        end(&transfer, guest);
+        Self::NotMoved(error(
+            transfer.session,
+            transfer.lanes.threads.into_values(),
+        ))
     }
 
     /// Ended after *commit*.
-    pub(super) fn committed(transfer: Transfer<'a>, guest: LoggedGuest, figures: Figures) -> Self {
-        let (lanes_lost, pages_again) = (transfer.lanes.lost, transfer.lanes.pages_again);
-        let session = end(transfer, guest);
+    pub(super) fn committed(transfer: Transfer<'_>, guest: LoggedGuest, figures: Figures) -> Self {
+        end(&transfer, guest);
+        let Transfer { session, lanes } = transfer;
+        let threads = lanes.threads.into_values();
         if session.state != Source::Released {
-            return Self::NotMoved(Box::new(session));
+            return Self::NotMoved(error(session, threads));
+        }
+        let _close = info_span!("close").entered();
+        session.close();
+        let security = session.control.terms.selection.security;
+        join(
+            session.control,
+            threads.chain(session.threads),
+            session.observer,
+        );
+        // If *released* could not be recorded, the destination was not asked to forget the
+        // session either, and the record may still be needed.
+        if session.journal.record().state == State::Source(SourceRecord::Released)
+            && let Err(error) = session.journal.forget()
+        {
+            session.observer.event(&Event::Warning(error.to_string()));
         }
         let state = lock(&session.work_queue.state);
-        let report = Report {
+        Self::Moved(Box::new(Report {
             iterations: figures.iterations,
             traffic: state.traffic(),
             lanes: state.by_lane(),
-            lanes_lost,
+            lanes_lost: lanes.lost,
             control_resumed: session.control_resumed,
-            pages_again,
-            security: session.control.terms.selection.security,
+            pages_again: lanes.pages_again,
+            security,
             total: figures.total,
             downtime: figures.downtime,
             source_cpu: session.cpu.used(),
             destination_cpu: figures.destination_cpu,
             digests_equal: figures.digests_equal,
             runs: !session.paused_by_owner,
-        };
-        drop(state);
-        Self::Moved(Box::new(session), Box::new(report))
+        }))
     }
 
     /// The result; `own_cpu` is the CPU time of the calling thread.
@@ -79,42 +97,32 @@ impl<'a> Settled<'a> {
         own_cpu: impl FnOnce() -> Duration,
     ) -> Result<Report, MigrateError> {
         match self {
-            Self::NotMoved(session) => Err(error(*session)),
-            Self::Moved(session, mut report) => {
+            Self::NotMoved(error) => Err(error),
+            Self::Moved(mut report) => {
                 report.source_cpu += own_cpu();
-                // If *released* could not be recorded, the destination was not asked to
-                // forget the session either, and the record may still be needed.
-                if session.journal.record().state == State::Source(SourceRecord::Released) {
-                    let Session {
-                        journal, observer, ..
-                    } = *session;
-                    if let Err(error) = journal.forget() {
-                        observer.event(&Event::Warning(error.to_string()));
-                    }
-                }
                 Ok(*report)
             }
         }
     }
 }
 
-/// Ends lanes, dirty logs, throttle and threads.
-fn end<'a>(transfer: Transfer<'a>, mut guest: LoggedGuest) -> Session<'a> {
+/// Ends lanes, dirty logs and throttle.
+fn end(transfer: &Transfer<'_>, mut guest: LoggedGuest) {
     transfer.session.work_queue.stop();
     guest.release(&transfer.session);
-    transfer.close()
 }
 
-fn error(session: Session<'_>) -> MigrateError {
-    let Session {
-        state,
-        fault,
-        vm_is,
-        journal,
-        paused_by_owner,
-        ..
-    } = session;
-    let fault = fault.unwrap_or_else(|| match state {
+/// Ends the session, and says why it failed.
+fn error(session: Session<'_>, lanes: impl Iterator<Item = JoinHandle<()>>) -> MigrateError {
+    let _close = info_span!("close").entered();
+    session.close();
+    join(
+        session.control,
+        lanes.chain(session.threads),
+        session.observer,
+    );
+    let (state, journal) = (session.state, session.journal);
+    let fault = session.fault.unwrap_or_else(|| match state {
         Source::RanThenDied => Fault {
             at_fault: AtFault::Peer,
             ..Fault::new(FaultCode::Internal, "the VM died at the destination")
@@ -122,12 +130,12 @@ fn error(session: Session<'_>) -> MigrateError {
         Source::InDoubt => Fault::new(FaultCode::ControlLost, NO_RECORD),
         _ => Fault::new(FaultCode::Internal, "the migration ended without a reason"),
     });
-    let mut error = fault.into_error(vm_is);
+    let mut error = fault.into_error(session.vm_is);
     if state.may_resolve() {
         error.doubt = Some(Box::new(Doubt {
             journal,
             state,
-            paused_by_owner,
+            paused_by_owner: session.paused_by_owner,
         }));
     } else if state == Source::Kept {
         // Best effort: a record that stays is *kept*, or leads a restarted process to

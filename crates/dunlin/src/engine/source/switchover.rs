@@ -12,6 +12,7 @@ use tracing::info_span;
 
 use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, OrFault};
+use super::super::journal::Role;
 use super::super::lock;
 use super::super::memory::digest;
 use super::super::report::{Event, Iteration};
@@ -19,7 +20,7 @@ use super::super::threads::spawn_counted;
 use super::super::vmm::RunState;
 use super::committed::{ANSWER_LIMIT, Committed, not_answered};
 use super::event::SessionEvent;
-use super::guest::{LoggedGuest, PausedGuest};
+use super::guest::{LoggedGuest, PausedGuest, check_guest};
 use super::lanes::Transfer;
 use super::phase::{Done, Phase, failed, take};
 use super::session::Session;
@@ -79,7 +80,7 @@ impl<'a> Switchover<'a> {
     }
 
     /// Pauses the guest and sends everything that *commit* requires.
-    pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled<'a>> {
+    pub(super) fn prepare(mut self) -> Result<Committed<'a>, Settled> {
         let agreed = self.pause_and_finish().and_then(|sent| {
             take(&mut self, SourceEvent::FinalSent)?;
             let paused = sent.paused;
@@ -111,7 +112,7 @@ impl<'a> Switchover<'a> {
             .or_fault(FaultCode::Internal, "cannot pause the guest")?;
         self.figures.downtime.pause = paused.elapsed();
         session.observer.event(&Event::Paused);
-        session.check_guest()?;
+        check_guest(&**session.vm)?;
         let sent = self.last_pages(paused)?;
         let lane = &self.transfer.session.control.lane;
         lane.send(&Message::Final(sent.last.clone()))?;
@@ -215,7 +216,7 @@ impl<'a> Switchover<'a> {
                     break digest;
                 }
                 Some(SessionEvent::Control(_, FromPeer::Message(other))) => {
-                    return Err(unexpected(&other));
+                    return Err(unexpected(&other, Role::Destination));
                 }
                 Some(_) => self.repeat_final(&mut sent.last)?,
                 None => return Err(not_answered("ready", ANSWER_LIMIT)),
@@ -230,7 +231,8 @@ impl<'a> Switchover<'a> {
         )?;
         // A cancellation that arrived while either VMM was busy is still in time.
         while self.transfer.next_silent(Duration::ZERO)?.is_some() {}
-        self.transfer.session.check_guest()
+        check_guest(&**self.transfer.session.vm)?;
+        Ok(())
     }
 
     /// Sends *final* again if a lane was lost after the last one: the lane's chunks

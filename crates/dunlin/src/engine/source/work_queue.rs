@@ -246,12 +246,11 @@ impl WorkQueue {
 
     /// Adds pending pages to the last chunk given to `lane`, as the schedule's `extend`
     /// does.
-    pub(in crate::engine) fn extend(&self, lane: u16, plan: &mut ChunkPlan, room: u64) -> bool {
+    pub(in crate::engine) fn extend(&self, lane: u16, plan: &mut ChunkPlan, room: u64) {
         let mut state = lock(&self.state);
-        if state.stop || state.shares.get(&lane).is_none_or(|share| share.cut) {
-            return false;
+        if !state.is_given_up(lane) {
+            state.lanes.schedule_mut().extend(plan, room);
         }
-        state.lanes.schedule_mut().extend(plan, room)
     }
 
     /// Waits until the session's rate cap allows `bytes` on `lane`.
@@ -271,7 +270,7 @@ impl WorkQueue {
                 (changes, at_ns) = reserve(&mut state);
             }
             let left = at_ns.saturating_sub(self.now_ns());
-            if state.stop || state.shares.get(&lane).is_none_or(|share| share.cut) {
+            if state.is_given_up(lane) {
                 return Err(given_up(lane));
             }
             if left == 0 {
@@ -290,6 +289,11 @@ impl WorkQueue {
 }
 
 impl State {
+    /// Whether the thread of `lane` must end.
+    fn is_given_up(&self, lane: u16) -> bool {
+        self.stop || self.shares.get(&lane).is_none_or(|share| share.cut)
+    }
+
     /// The traffic of all lanes.
     pub(super) fn traffic(&self) -> Traffic {
         let mut sum = Traffic::default();
