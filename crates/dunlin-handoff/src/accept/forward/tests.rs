@@ -1,5 +1,5 @@
 use dunlin_lane::sync::lock;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::mpsc::Receiver;
