@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use dunlin_lane::fault::of_io;
+use dunlin_lane::fault::{of_handshake, of_io};
 use dunlin_lane::handshake::{HandshakeError, UntrustedReason};
 use dunlin_lane::kernel::Refused;
 use dunlin_lane::provider::TlsVersion;
@@ -84,7 +84,7 @@ impl HandoffError {
         match self {
             Self::Unresolved { .. } | Self::Unreachable { .. } => FaultCode::ControlLost,
             Self::NotTrusted { .. } => FaultCode::Unauthorised,
-            Self::Handshake { source, .. } => source.of_any_program(),
+            Self::Handshake { source, .. } => of_handshake(source),
             Self::Incompatible { .. } => FaultCode::SecurityNotAgreed,
             Self::Cancelled => FaultCode::Cancelled,
             Self::Kernel(refused) => refused.fault(),

@@ -50,6 +50,17 @@ pub fn of_io(error: &io::Error) -> FaultCode {
     fault_behind(error).unwrap_or(FaultCode::Kernel)
 }
 
+/// The fault code of a failed handshake with a program that need not be Dunlin.
+pub fn of_handshake(error: &HandshakeError) -> FaultCode {
+    match error {
+        HandshakeError::Incompatible(_) => FaultCode::SecurityNotAgreed,
+        HandshakeError::TooLong | HandshakeError::Protocol(_) => FaultCode::Malformed,
+        HandshakeError::Offload(refused) => refused.fault(),
+        HandshakeError::Local(_) => FaultCode::Internal,
+        error => fault_behind(error).unwrap_or_else(|| error.of_control_lane()),
+    }
+}
+
 /// The errors of `dunlin_linux::socket::is_shortage`, by what ran out.
 fn of_shortage(error: &io::Error) -> Option<FaultCode> {
     const ENOMEM: i32 = 12;
@@ -82,7 +93,7 @@ mod tests {
         ] {
             assert_eq!(fault_behind(&error), code, "{error}");
             let others = code.unwrap_or_else(|| error.of_control_lane());
-            assert_eq!(error.of_any_program(), others, "{error}");
+            assert_eq!(of_handshake(&error), others, "{error}");
         }
     }
 }

@@ -8,7 +8,6 @@ use rustls::{AlertDescription, CertificateError, HandshakeType};
 use thiserror::Error;
 use x509_parser::time::ASN1Time;
 
-use super::super::fault::fault_behind;
 use super::super::kernel::Refused;
 use super::super::peers::PeerRefused;
 use super::super::record::{Alert, HEADER_BYTES};
@@ -158,17 +157,6 @@ impl HandshakeError {
                 FaultCode::NotDunlin
             }
             _ => FaultCode::Unauthorised,
-        }
-    }
-
-    /// The fault code of this error on a connection to a program that need not be Dunlin.
-    pub fn of_any_program(&self) -> FaultCode {
-        match self {
-            Self::Incompatible(_) => FaultCode::SecurityNotAgreed,
-            Self::TooLong | Self::Protocol(_) => FaultCode::Malformed,
-            Self::Offload(refused) => refused.fault(),
-            Self::Local(_) => FaultCode::Internal,
-            error => fault_behind(error).unwrap_or_else(|| error.of_control_lane()),
         }
     }
 
