@@ -234,15 +234,15 @@ fn resolve_refuses_if_nothing_is_in_doubt() {
         (source(SourceRecord::GivenUp), "was given up"),
         (
             State::Destination(DestinationRecord::Prepared),
-            "resolve it at the source",
+            "`dunlin resolve` there",
         ),
         (
             State::Destination(DestinationRecord::Running),
-            "resolve it at the source",
+            "`dunlin resolve` there",
         ),
         (
             State::Destination(DestinationRecord::Aborted),
-            "resolve it at the source",
+            "`dunlin resolve` there",
         ),
     ];
     for (number, (record, says)) in (0x10..).zip(all) {
