@@ -35,7 +35,7 @@ fn connect_fails_in_one_line(guest: &Guest) {
     let port = end_with_handshake(Side::Server, stunnel.port);
     let called = connect(port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
-    assert_eq!(called.err, format!("dunlin: {GONE}\n"));
+    assert_eq!(called.err, format!("dunlin: {GONE} [control-lost]\n"));
     assert_eq!((called.out.as_str(), called.sockets.len()), ("", 0));
     assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel had no keys");
 }
