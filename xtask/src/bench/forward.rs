@@ -11,7 +11,8 @@ use std::thread;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 
-use super::ends::{LISTENING, Stream};
+use super::ends::Stream;
+use super::pair::LISTENING;
 use super::records::{self, PIECE_BYTES};
 
 /// Addresses of the forwarder.

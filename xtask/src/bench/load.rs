@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::ends::{Ends, Pair, Site, Stream};
+use super::ends::{Ends, Site, Stream};
+use super::pair::Pair;
 
 /// The number of bytes of one write and one read.
 const PART_BYTES: usize = 256 << 10;

@@ -7,7 +7,8 @@ use anyhow::{Context, Result};
 use dunlin_rig::machine::{Machine, Migration, Setup, TIMEOUT, begin, finish};
 use serde_json::{Value, json};
 
-use super::ends::{Pair, Site};
+use super::ends::Site;
+use super::pair::Pair;
 
 /// The duration and downtime of a migration.
 pub(super) struct Moved {

@@ -9,6 +9,7 @@ mod ends;
 mod forward;
 mod load;
 mod migration;
+mod pair;
 mod program;
 mod records;
 pub mod tunnel;

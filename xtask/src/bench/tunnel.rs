@@ -16,8 +16,9 @@ use dunlin_rig::debian;
 use dunlin_rig::guest::{Content, Guest, Workload};
 use dunlin_rig::machine::{Accelerator, Setup};
 
-use super::ends::{Ends, Pair, Site, Variant};
+use super::ends::{Ends, Site, Variant};
 use super::load::{self, Moved};
+use super::pair::Pair;
 use super::{migration, program, turns};
 
 /// Options of the benchmark.

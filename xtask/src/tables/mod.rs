@@ -2,12 +2,13 @@
 //!
 //! - `kept`: the results, files of JSON lines.
 //! - `keep`: `cargo xtask keep`, which makes a file of results from the output of a benchmark.
-//! - `layout`: the tables of each page.
+//! - `layout`: the tables of each page; `cells` writes their cells.
 //! - `report`: `cargo xtask report`, which plots JSON lines.
 //!
 //! Each table lies between two comments, which name it and its files. This command replaces what is
 //! between them, or, with `--check`, compares.
 
+mod cells;
 pub mod keep;
 mod kept;
 mod layout;

@@ -31,8 +31,8 @@ use super::vmm::DirtyLog;
 /// A region on huge pages is reported in huge pages. A region backed by a file costs
 /// page tables for all of it, 1/512 of its size; a private region costs nothing for
 /// pages that were never touched. The first read of a private page may be reported as a write.
-/// With transparent huge pages, the first write to a page may be reported for all pages
-/// of its 2 MiB.
+/// With transparent huge pages, a write that populates a huge page is reported for all of
+/// its 2 MiB; later writes are reported for 4 KiB.
 #[derive(Debug)]
 pub struct WriteProtectLog<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
