@@ -300,7 +300,7 @@ fn server_name(hello: &mut Fields<'_>) -> Result<Option<String>, NoHello> {
     })
 }
 
-/// The only name of the list: RFC 6066 allows one name per type and defines one type.
+/// The only name in the list: RFC 6066 allows one name per type and defines one type.
 fn host_name(list: &mut Fields<'_>) -> Result<String, NoHello> {
     if list.u8()? != HOST_NAME {
         return Err(NoHello::Malformed("the server name has an unknown type"));

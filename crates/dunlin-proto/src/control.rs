@@ -65,7 +65,7 @@ impl Header {
     /// Reads a header.
     ///
     /// # Errors
-    /// A body over [`MAX_CONTROL_BODY_BYTES`], or a reserved bit is set.
+    /// The body exceeds [`MAX_CONTROL_BODY_BYTES`], or a reserved bit is set.
     pub fn decode(bytes: &[u8; CONTROL_HEADER_BYTES]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let start = Start::read(&mut reader, MAX_CONTROL_BODY_BYTES)?;
@@ -108,9 +108,9 @@ pub struct ChunkSet {
     pub count: u32,
 }
 
-/// How far the destination has read on a lane. *ack* confirms chunks; this
-/// confirms marks and ends, which distinguishes a stalled lane from one that
-/// waits at a mark for another.
+/// How far the destination has read on a lane. *ack* confirms chunks; this confirms marks
+/// and ends, so that the source can tell a stalled lane from one that waits at a mark for
+/// another lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reached {
     /// The lane's number.
@@ -124,7 +124,7 @@ pub struct Reached {
 pub enum Position {
     /// The mark that ends this iteration; 0 before the first.
     Mark(u32),
-    /// The lane's end: nothing of it is in flight.
+    /// The lane's end: nothing on this lane is in flight.
     End,
 }
 
@@ -137,7 +137,7 @@ pub enum Verdict {
     Aborted,
     /// The VM ran at the destination and its process has died.
     RanThenDied,
-    /// The destination has no record of it, so nothing can be concluded.
+    /// The destination has no record of the attempt, so nothing can be concluded.
     NoRecord,
 }
 
@@ -151,8 +151,8 @@ pub struct Describe {
     /// Page size in bytes for every count of pages; version 1 accepts only
     /// [`crate::limits::PAGE_BYTES`].
     pub page_bytes: u32,
-    /// Whether the VM's owner had paused it when the migration started; then it
-    /// arrives paused.
+    /// Whether the VM's owner had paused it when the migration started. If so, it arrives
+    /// paused.
     pub paused: bool,
     /// Opaque to Dunlin, passed from VMM to VMM: configuration, CPU features,
     /// TSC rate; at most [`crate::limits::MAX_DESCRIPTION_BYTES`].
@@ -204,8 +204,7 @@ impl Section {
 }
 
 impl fmt::Debug for Section {
-    /// The content may hold guest secrets (its registers), so only its length
-    /// prints.
+    /// The content may hold guest secrets (its registers), so only its length is printed.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Section")
@@ -218,17 +217,18 @@ impl fmt::Debug for Section {
     }
 }
 
-/// Everything is sent; the totals that the destination must have received.
+/// Everything has been sent. The fields are the totals that the destination must have
+/// received.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Final {
-    /// Chunks of the whole session, without those of lost lanes.
+    /// Chunks of the whole session, not counting those of lost lanes.
     pub chunks: u64,
     /// The last iteration.
     pub iteration: u32,
     /// Sections sent, at most [`crate::limits::MAX_SECTIONS`].
     pub sections: u32,
-    /// Pages sent in the whole session, including zero pages and repetitions,
-    /// without those of lost lanes.
+    /// Pages sent in the whole session, including zero pages and repetitions, but not those
+    /// of lost lanes.
     pub pages: u64,
     /// Number of *fenced* reports that the source has received. A *final* with
     /// fewer than the destination has sent is outdated, and another follows.
@@ -288,7 +288,7 @@ pub enum Message {
         /// Whether the VM is to run or stay paused.
         run: bool,
     },
-    /// Destination: recorded, and resumed if *commit* said so.
+    /// Destination: *running* is recorded, and the VM is resumed if *commit* requested it.
     Running {
         /// CPU time of the session's threads at the destination, in
         /// nanoseconds, for the source's report.
@@ -322,9 +322,9 @@ pub enum Message {
         /// The lane's number.
         lane: u16,
     },
-    /// Destination: the answer to *fence*, or sent on its own when it has lost
-    /// the lane: the lane is closed and its thread joined. Chunks not
-    /// acknowledged by now never will be.
+    /// Destination: the answer to *fence*, or unprompted when the destination has lost the
+    /// lane. The lane is closed and its thread joined. Chunks not acknowledged by now never
+    /// will be.
     Fenced {
         /// The lane's number.
         lane: u16,

@@ -236,8 +236,8 @@ faults! {
     /// The peer sees a host under a different address.
     AddressTranslated = 37, "address-translated", Configuration,
         "Use an address that is configured on the peer itself: IPsec transport mode does not pass address translation.";
-    /// A consumer closed a channel's connection after the other side's end,
-    /// without reading the last bytes before it.
+    /// A consumer closed a channel's connection after the other side had ended, without
+    /// reading the last bytes.
     LeftUnread = 38, "left-unread", Local,
         "Ignore it if the migration succeeded; otherwise read the log of the hypervisor on that host.";
 }

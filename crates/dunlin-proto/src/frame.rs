@@ -245,7 +245,7 @@ impl ChunkHeader {
         if range_count == 0 {
             return Err(bad_value("range count", 0, 2));
         }
-        // It could not be acknowledged: `first + count` would overflow.
+        // A larger number could not be acknowledged: `first + count` would overflow.
         within("number", number, u64::MAX - 1, 8)?;
         within(
             "range count",

@@ -1,13 +1,13 @@
 //! The journal record: what one side remembers of a session after its process
 //! or host has died. [`crate::switchover`] decides when each record is written.
 //!
-//! A journal file belongs to one session and role and is allocated when the
-//! session starts. It has two *slots* that are written alternately; each holds
-//! a record with an increasing generation. A write that a crash tears leaves
-//! the other slot intact, and a slot with a wrong checksum was being written
-//! and is ignored. The reader takes the valid slot with the higher generation.
-//! The slots lie [`SLOT_BYTES`] apart, because a disk may rewrite 4096 bytes to
-//! change 512 of them. docs/journal/format.md lists every byte.
+//! A journal file belongs to one session and role and is allocated when the session starts.
+//! It has two *slots* that are written alternately; each holds a record with an increasing
+//! generation. A torn write leaves the other slot intact. A slot with a wrong checksum was
+//! being written when the host or the disk failed, and is ignored. The reader takes the
+//! valid slot with the higher generation. The slots lie [`SLOT_BYTES`] apart, because a
+//! disk may rewrite 4096 bytes to change 512 of them. docs/journal/format.md lists every
+//! byte.
 //!
 //! After a failed write, the next write goes to the same slot: the other slot
 //! holds the only record known to be on disk.

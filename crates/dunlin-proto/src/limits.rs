@@ -16,15 +16,15 @@ pub const PAGE_BYTES: u64 = 4096;
 
 /// Lanes of one session that are alive at the same time, control included.
 ///
-/// Four times the lanes that saturated 100 Gbit/s in any published
-/// measurement; it bounds threads and per-lane buffers. Lane *numbers* go
-/// beyond it, because a replaced lane's number is never used again (I4).
+/// Four times the most lanes that any published measurement needed to saturate 100 Gbit/s.
+/// The limit bounds threads and per-lane buffers. Lane *numbers* go beyond it, because a
+/// replaced lane's number is never used again (I4).
 pub const MAX_LANES: u16 = 128;
 
 /// Regions of one VM.
 ///
-/// KVM allows more slots, but a slot is not a region: holes and aliases need
-/// none. 1024 covers a VM with a region for every DIMM and every device memory.
+/// KVM allows more slots, but a slot is not a region: holes and aliases need no region.
+/// 1024 covers a VM with a region for every DIMM and every device memory.
 pub const MAX_REGIONS: usize = 1024;
 
 /// Bytes of a name: of a VM, a region or a state section.
@@ -76,38 +76,35 @@ pub const MAX_CHUNK_PAYLOAD_BYTES: u32 = 1024 * 1024;
 
 /// Pages of a chunk that this source cuts: 256 KiB.
 ///
-/// Formula: the pages of one frame of a data lane, which is sealed and written
-/// in one piece and stays in a core's second-level cache meanwhile.
-/// Drawback: a header and an acknowledgement for each 256 KiB.
-/// Alternative: several frames for a chunk; larger batches did not differ
-/// beyond the noise when they were measured.
+/// Formula: the pages of one frame of a data lane, which is sealed and written in one piece
+/// and stays in a core's second-level cache during that time. Drawback: a header and an
+/// acknowledgement for each 256 KiB. Alternative: several frames for a chunk; measurements
+/// showed no difference beyond noise.
 pub const CHUNK_PAGES: u64 = 64;
 
 /// Upper limit on the pages of a chunk at this source: 32 MiB. Zero pages have
 /// no payload, so a lane that finds some fills up the chunk with the next
 /// pending pages.
 ///
-/// Formula: enough that memory with one non-zero page in each 2 MiB costs a header for 16 such
-/// pages, and memory that is populated and zero one for 32 MiB; little enough that reading resident
-/// pages takes a few milliseconds, in which the lane sends nothing.
-/// Drawback: a lost lane returns up to 32 MiB to the schedule.
-/// Alternative: none ([`CHUNK_PAGES`]): a header and an acknowledgement for each 256 KiB of zeros.
+/// Formula: large enough that memory with one non-zero page in each 2 MiB costs one header for 16
+/// such pages, and populated memory that is all zero costs one header for 32 MiB; small enough that
+/// reading resident pages, during which the lane sends nothing, takes a few milliseconds. Drawback:
+/// a lost lane returns up to 32 MiB to the schedule. Alternative: none ([`CHUNK_PAGES`]): a header
+/// and an acknowledgement for each 256 KiB of zeros.
 pub const MAX_PAGES_LOOKED_AT: u64 = 8192;
 
 /// Page ranges in flight at the source: assigned to a lane and not acknowledged.
 ///
-/// Formula: 24 bytes each, so 6 MiB; 256 Ki ranges of a whole chunk each are
-/// 128 GiB under way, and in the worst case of single scattered pages 1 GiB,
-/// more than any path holds (100 Gbit/s over 80 ms).
-/// Drawback: a destination that does not acknowledge stops the source there.
-/// Alternative: none needed; that destination has stalled.
+/// Formula: 24 bytes each, so 6 MiB; 256 Ki ranges are 128 GiB in flight if each is a whole
+/// chunk, and 1 GiB in the worst case of single scattered pages, which is more than any
+/// path holds (100 Gbit/s over 80 ms). Drawback: a destination that does not acknowledge
+/// stops the source there. Alternative: none needed; that destination has stalled.
 pub const MAX_IN_FLIGHT_RANGES: usize = 256 * 1024;
 
 /// Sets of chunk numbers in one acknowledgement.
 ///
-/// Chunks of one lane are acknowledged nearly in order, so the sets of a
-/// batch are as many as there are lanes; 4096 leaves room for a new control
-/// lane that repeats all of them.
+/// Chunks of one lane are acknowledged nearly in order, so a batch has about as many sets
+/// as there are lanes; 4096 leaves room for a new control lane that repeats all of them.
 pub const MAX_ACK_SETS: usize = 4096;
 
 /// Gaps in the numbers of the chunks that have arrived.
@@ -120,12 +117,12 @@ pub const MAX_CHUNK_GAPS: usize = 64 * 1024;
 /// Addresses that a destination names for lanes.
 pub const MAX_ENDPOINTS: usize = 16;
 
-/// Bytes of one address for lanes: a DNS name of 253, or an IPv6 address with a
-/// scope of 15, and the port.
+/// Bytes of one address for lanes: a DNS name of 253 bytes, or an IPv6 address with a scope
+/// of 15 bytes, and the port.
 pub const MAX_ENDPOINT_BYTES: usize = 272;
 
-/// Bytes of the path of a unix socket: `sun_path` of unix(7) has 108, the last
-/// one zero.
+/// Bytes of the path of a unix socket: `sun_path` of unix(7) has 108 bytes, of which the
+/// last is zero.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Bytes of the name under which a journal records a session's peer: a DNS name
@@ -136,13 +133,13 @@ pub const MAX_PRINCIPAL_NAME_BYTES: usize = 768;
 /// Records of sessions of one peer that ended before the VM ran here and about
 /// which the peer may still ask, one for each of its VMs.
 ///
-/// More than a host migrates at the time of a crash; 12 KiB each.
+/// More VMs than a host migrates at the same time; each record takes 12 KiB.
 pub const MAX_RECORDS_OF_A_PEER: usize = 256;
 
 /// Bytes of the text for operators that accompanies a fault.
 pub const MAX_TEXT_BYTES: usize = 1024;
 
-/// Bytes of one region: the physical addresses of x86-64 end here.
+/// Bytes of one region: the limit of physical addresses on x86-64.
 pub const MAX_REGION_BYTES: u64 = 1 << 52;
 
 /// Total bytes of all regions; a VM cannot address more.
@@ -166,7 +163,7 @@ pub const DIGEST_BYTES: usize = 16;
 
 /// Bytes after the prelude of an opening message.
 ///
-/// The peer may not be authenticated yet, so this bounds what it can make us buffer.
+/// The peer may not be authenticated yet, so this bounds what it can make this side buffer.
 pub const MAX_OPENING_BODY_BYTES: usize = 4096;
 
 /// Payload bytes of one frame of the tunnel.
@@ -188,48 +185,47 @@ pub const DEFAULT_CHANNELS: usize = 512;
 
 /// Chunks of one channel that are not confirmed as delivered.
 ///
-/// It bounds the receiver's bookkeeping if a sender writes byte by byte: 1024
-/// entries of about a hundred bytes are 100 KiB, less than the smallest window.
-/// Drawback: on a long round trip, small pieces reach this limit before the
-/// window is full; meanwhile they gather in the socket and are then sent as
-/// larger pieces.
+/// It bounds the receiver's bookkeeping if a sender writes byte by byte: 1024 entries of
+/// about a hundred bytes are 100 KiB, less than the smallest window. Drawback: on a long
+/// round trip, small pieces reach this limit before the window is full; they then wait in
+/// the socket and are sent as larger pieces.
 pub const MAX_CHANNEL_CHUNKS: usize = 1024;
 
-/// Bytes at the end of a channel that its consumer may leave unread after the
-/// other side has ended, without that counting as an abort: eight TLS alerts.
+/// Bytes at the end of a channel that its consumer may leave unread after the other side
+/// has ended, before that counts as an abort: eight TLS alerts.
 ///
-/// A program that has all data closes without reading the *close_notify* of the
-/// peer's TLS, one record of 24 to 31 bytes. Drawback: a consumer that dies
-/// that close to the end looks like one that is done. Bytes that its socket had
-/// accepted count as read, because no system call reports them after the reset.
-/// Alternative: zero, which counts every migration with QEMU's own TLS and
-/// multifd as aborted.
+/// A program that has received all data closes its connection without reading the
+/// *close_notify* of the peer's TLS, one record of 24 to 31 bytes. Drawback: a consumer
+/// that dies that close to the end looks like one that has finished. Bytes that its socket
+/// had accepted count as read, because no system call reports them after the reset.
+/// Alternative: zero, which counts every migration with QEMU's own TLS and multifd as
+/// aborted.
 pub const MAX_UNREAD_BYTES: u64 = 256;
 
 /// The smallest window of a channel: one chunk, so it can always make progress (I8).
 pub const LEAST_WINDOW_BYTES: u64 = MAX_STRIPE_CHUNK_BYTES as u64;
 
-/// The initial window of a channel if the peer's limit allows it: the channel's
-/// rate is unknown yet, and a round trip of 1 ms at 1 GiB/s holds this much.
+/// The initial window of a channel if the peer's limit allows it: the channel's rate is not
+/// known yet, and this many bytes are in flight at 1 GiB/s over a round trip of 1 ms.
 pub const START_WINDOW_BYTES: u64 = 1024 * 1024;
 
 /// The largest window of a channel unless its route says otherwise (I8).
 ///
-/// Formula: 10 Gbit/s over a round trip of 13 ms.
-/// Drawback: a longer path needs the route's own number.
-/// Alternative: only the peer's limit; then one channel with a slow consumer
-/// would hold it all, and the hypervisor would mistake it for bandwidth.
+/// Formula: 10 Gbit/s over a round trip of 13 ms. Drawback: a longer path needs the route's
+/// own number. Alternative: only the peer's limit; but then one channel with a slow
+/// consumer would use all of it, and the hypervisor would mistake the buffered bytes for
+/// bandwidth.
 pub const DEFAULT_WINDOW_BYTES: u64 = 16 * 1024 * 1024;
 
 /// Bytes of all channels of a peer that may wait on one side, unless the
 /// configuration says otherwise (I8).
 ///
-/// Formula: 100 Gbit/s delivered for 10 ms, and a quarter, are 156 MB; the
-/// least windows of the other channels come on top.
+/// Formula: 10 ms at 100 Gbit/s, plus a quarter, are 156 MB; the rest is for the minimum
+/// windows of the other channels.
 pub const DEFAULT_PEER_BYTES: u64 = 256 * 1024 * 1024;
 
-/// The end of any channel, in bytes: far more than a hypervisor sends, and far
-/// from overflowing.
+/// The maximum length of a channel in bytes: far more than a hypervisor sends, and far
+/// below an overflow.
 pub const MAX_CHANNEL_OFFSET: u64 = 1 << 62;
 
 /// Channels in one message of credits.
@@ -242,19 +238,19 @@ pub const MAX_TUNNEL_BODY_BYTES: usize = 64 * 1024;
 /// Bytes of a ClientHello, with its header, that are searched for the server
 /// name.
 ///
-/// Formula: with X25519MLKEM768, a post-quantum signature list, an encrypted
-/// inner hello and a session ticket, a hello takes 4 KiB; four times that.
-/// Drawback: longer hellos, which TLS allows, are refused. Alternative: none
-/// needed until clients send them.
+/// Formula: with X25519MLKEM768, a post-quantum signature list, an encrypted inner hello
+/// and a session ticket, a hello takes 4 KiB; the limit is four times that. Drawback:
+/// longer hellos, which TLS allows, are refused. Alternative: none needed until clients
+/// send them.
 pub const MAX_CLIENT_HELLO_BYTES: usize = 16 * 1024;
 
 /// Bytes of the records that carry a ClientHello: the limit for an unknown
 /// client.
 ///
-/// Formula: two and a half times the hello, for clients that split it into
-/// records of a few bytes; one-byte records would take six times. Drawback:
-/// hellos of more than 6 KiB must not be split into one-byte records.
-/// Alternative: six times, which no honest client needs.
+/// Formula: two and a half times the limit of a hello, for clients that split it into
+/// records of a few bytes; one-byte records would take six times. Drawback: hellos of more
+/// than 6 KiB must not be split into one-byte records. Alternative: six times, which no
+/// honest client needs.
 pub const MAX_CLIENT_FLIGHT_BYTES: usize = 40 * 1024;
 
 /// Bytes of a server name: the longest DNS name is 253, and OpenSSL takes 255.
@@ -263,9 +259,9 @@ pub const MAX_SERVER_NAME_BYTES: usize = 255;
 /// SAs that one side of a keying session installs for the other side's traffic,
 /// in one epoch.
 ///
-/// More than a host has CPUs that carry lanes, or connections worth an SA of
-/// their own; two epochs use 3 MiB of kernel memory. The rest of the peer's
-/// traffic uses the fallback SA.
+/// More than the CPUs of a host that carry lanes, or the connections that deserve their own
+/// SA. Two epochs use 3 MiB of kernel memory. The rest of the peer's traffic uses the
+/// fallback SA.
 pub const MAX_SAS: u16 = 1024;
 
 /// SAs in one message: the maximum, so one exchange replaces an epoch's keys.
@@ -283,7 +279,7 @@ const _: () = assert!(usize::BITS >= 32);
 const _: () = assert!(PAGE_BYTES.is_power_of_two());
 const _: () = assert!(MAX_REGION_BYTES.is_multiple_of(PAGE_BYTES));
 const _: () = assert!(MAX_REGION_BYTES <= MAX_MEMORY_BYTES);
-// The end of any page, counted in bytes, is far from overflowing.
+// The end of any page, in bytes, is far below an overflow.
 const _: () = assert!(MAX_MEMORY_BYTES <= u64::MAX / 2);
 const _: () = assert!(24 + MAX_RANGES_PER_CHUNK * 24 <= MAX_CHUNK_HEADER_BYTES);
 const _: () = assert!(MAX_CHUNK_HEADER_BYTES <= 16 * 1024);

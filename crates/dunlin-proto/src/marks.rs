@@ -120,8 +120,8 @@ impl Marks {
         planted(Mistake::MarkPassedEarly) || self.live.values().all(|one| one.reached >= iteration)
     }
 
-    /// `lane` ended in order, or was given up and its thread is joined: nothing of
-    /// it is in flight.
+    /// `lane` ended cleanly, or was given up and its thread is joined: nothing on it is in
+    /// flight.
     pub fn end(&mut self, lane: u16) {
         self.live.remove(&lane);
     }

@@ -6,7 +6,7 @@
 
 macro_rules! mistakes {
     ($( $(#[$list_doc:meta])* $list:ident { $( $(#[$doc:meta])* $mistake:ident, )* } )*) => {
-        /// A wrong decision. The variant names the mistake; its comment adds the right
+        /// A wrong decision. The variant names the mistake; its comment adds the correct
         /// behaviour if that is not obvious.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Mistake {
@@ -32,8 +32,8 @@ mistakes! {
         BelieveAnyAttempt,
         /// The source sends *release* before it has recorded *released*.
         ReleaseBeforeRecord,
-        /// The destination answers an inquiry while the old control lane is open.
-        /// Right: it is closed and its reader joined first.
+        /// The destination answers an inquiry while the old control lane is open. Right:
+        /// the old control lane is closed and its reader joined first.
         AnswerBeforeClose,
         /// The destination answers an inquiry before it has processed what the old
         /// control lane's reader had read.
@@ -93,8 +93,8 @@ mistakes! {
         RequestIdKept,
         /// This side asks the peer to retire an epoch while policies still lead to its SAs.
         RetiredBeforeSwitch,
-        /// State is removed while policies still protect traffic. Right: the
-        /// policies block first.
+        /// IPsec state is removed while policies still protect traffic. Right: the policies
+        /// block first.
         TakenBackUnblocked,
         /// A successor removes the policies that block its ports before it installs
         /// its own. Right: it replaces them atomically.

@@ -40,9 +40,8 @@ use terms::LANE_SECURITY;
 /// Bytes of the prelude.
 pub const PRELUDE_BYTES: usize = 16;
 
-/// The first eight bytes of every connection. The line end exposes a transfer
-/// that rewrites text, and makes a server with a line-based protocol answer at
-/// once.
+/// The first eight bytes of every connection. The line end exposes a transfer that rewrites
+/// text, and makes a server of a line-based protocol answer immediately.
 pub const MAGIC: [u8; 8] = *b"DUNLIN\r\n";
 
 /// Identifies one migration of one VM: random, chosen by the source.

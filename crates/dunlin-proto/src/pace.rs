@@ -1,10 +1,10 @@
 //! One rate cap for all lanes of a session.
 //!
-//! A shared virtual clock enforces the cap: each sending lane reserves its
-//! bytes and gets the time until which it must wait. The caller supplies the
-//! current time, so the same code runs in a simulator. Kernel pacing
-//! (SO_MAX_PACING_RATE) applies to one connection, so a slow lane could not
-//! pass its share on to the others; Dunlin uses it only to imitate slow links.
+//! A shared virtual clock enforces the cap: each sending lane reserves its bytes and gets
+//! the time until which it must wait. The caller supplies the current time, so the same
+//! code runs in a simulator. Kernel pacing (SO_MAX_PACING_RATE) applies to one connection,
+//! so the unused share of a slow lane could not go to the others; Dunlin uses it only to
+//! imitate slow links.
 
 /// How far the virtual clock may lag behind real time, in nanoseconds: the
 /// burst allowed after a pause in sending. A larger burst fills queues on the

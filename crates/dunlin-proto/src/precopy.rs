@@ -20,12 +20,13 @@
 /// The first throttle step, in percent of the guest's dirty rate; QEMU's
 /// `cpu-throttle-initial` has the same default.
 pub const THROTTLE_FIRST: u8 = 20;
-/// The increase for each further iteration that gains nothing.
+/// The increase for each further iteration that does not shrink the remainder.
 pub const THROTTLE_STEP: u8 = 10;
-/// The largest throttle: a guest that does not run might as well be paused.
+/// The maximum throttle. At 100 percent the guest would not run, and might as well be
+/// paused.
 pub const THROTTLE_LAST: u8 = 99;
-/// Iterations in a row without gain before the guest is throttled. One may be
-/// an accident of the working set.
+/// Consecutive iterations that do not shrink the remainder before the guest is throttled. A
+/// single one may be caused by a change of the working set.
 const FRUITLESS_BEFORE_THROTTLE: u32 = 2;
 /// A remainder this small is not worth another iteration (4 MiB: about a
 /// millisecond on a 25 GbE link, less than the fixed costs).
@@ -99,7 +100,7 @@ pub struct Precopy {
 }
 
 impl Precopy {
-    /// Pre-copy towards `goals`, for pages of `page_bytes`.
+    /// Creates the decisions for `goals`, with pages of `page_bytes`.
     #[must_use]
     pub fn new(goals: Goals, page_bytes: u64) -> Self {
         Self {
@@ -114,11 +115,10 @@ impl Precopy {
     /// Upper estimate of the downtime if the guest were paused now, in
     /// nanoseconds.
     ///
-    /// The last iteration's bandwidth does not hold exactly: on a capped link
-    /// with both hosts busy, one transfer in four took longer than predicted,
-    /// up to 1.27 times as long (30 migrations, `namespaces.rs` among the
-    /// command's tests). The downtime limit is a promise, so the estimate adds
-    /// a quarter.
+    /// The last iteration's bandwidth does not hold exactly: on a capped link with both
+    /// hosts busy, one transfer in four took longer than predicted, up to 1.27 times as
+    /// long (30 migrations, `namespaces.rs` among the command's tests). The downtime limit
+    /// must hold nevertheless, so the estimate adds a quarter.
     #[must_use]
     pub fn predict_ns(pass: &Pass) -> u64 {
         let transfer =

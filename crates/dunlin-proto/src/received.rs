@@ -21,7 +21,7 @@ pub struct Received {
     count: u64,
 }
 
-/// An invalid chunk number. The source is at fault.
+/// A chunk number is invalid. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ChunkError {
     /// The chunk has arrived before.
@@ -55,7 +55,7 @@ impl Received {
     /// Adds a chunk.
     ///
     /// # Errors
-    /// [`ChunkError`]; nothing is changed then.
+    /// [`ChunkError`]; nothing has changed then.
     pub fn insert(&mut self, number: u64) -> Result<(), ChunkError> {
         if self.contains(number) || number == u64::MAX {
             return Err(ChunkError::Twice { number });

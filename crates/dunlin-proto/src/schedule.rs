@@ -5,20 +5,19 @@
 //! Chunks that a lane has carried and the destination has not acknowledged are
 //! kept as ranges, not as bytes: guest memory itself is the retransmit buffer.
 //!
-//! Order of calls: [`Schedule::new`], [`Schedule::open_lane`] for each lane;
-//! then, alternately, [`Schedule::mark_dirty`] and
-//! [`Schedule::begin_iteration`], while the lanes' threads call
-//! [`Schedule::next`] and the control thread calls [`Schedule::acknowledge`];
-//! at last [`Schedule::finish`]. After a lost lane is fenced, call
-//! [`Schedule::lose_lane`]. [`crate::lanes`] decides which lanes exist and when
-//! a lane is lost.
+//! Order of calls: [`Schedule::new`], [`Schedule::open_lane`] for each lane; then,
+//! alternately, [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`], while the
+//! lanes' threads call [`Schedule::next`] and the control thread calls
+//! [`Schedule::acknowledge`]; finally [`Schedule::finish`]. After a lost lane is fenced,
+//! call [`Schedule::lose_lane`]. [`crate::lanes`] decides which lanes exist and when a lane
+//! is lost.
 //!
 //! ```text
 //! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
 //! ```
-//! A lane that is opened later starts with the mark of the iteration before the
-//! current one, so it overtakes no other lane. A lane that leaves early ends
-//! without the later marks: nothing of it is then in flight.
+//! A lane that is opened later starts with the mark of the iteration before the current
+//! one, so it overtakes no other lane. A lane that leaves early ends without the later
+//! marks: nothing on it is then in flight.
 //!
 //! A lane may be in iteration 3 while another is still in 2: the marks keep
 //! them apart at the destination ([`crate::marks`]).
@@ -200,8 +199,8 @@ impl Schedule {
         self.next_chunk
     }
 
-    /// Chunks and pages cut so far, without those of lost lanes: what the
-    /// destination has received in the end.
+    /// Chunks and pages cut so far, except those of lost lanes: in the end, what the
+    /// destination has received.
     #[must_use]
     pub fn kept(&self) -> (u64, u64) {
         (

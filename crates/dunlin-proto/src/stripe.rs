@@ -26,11 +26,11 @@
 //! ([`Config`]). A consumer that stalls fills its own window and delays no other channel.
 //! [`Trunk::usage`] returns the bytes that are granted and held.
 //!
-//! **Ends.** Each direction ends by itself, after its last byte. An abort takes effect immediately,
-//! before the bytes that wait. A side that has aborted or refused a channel keeps a record of it
-//! until the other side confirms with *gone*. A channel that has ended in both directions is
-//! forgotten without confirmation, and a later message about it is answered with *gone*. So *gone*
-//! for a live channel means that it ended in order.
+//! **Ends.** Each direction ends independently, after its last byte. An abort takes effect
+//! immediately, ahead of the bytes that wait. A side that has aborted or refused a channel keeps a
+//! record of it until the other side confirms with *gone*. A channel that has ended in both
+//! directions is forgotten without confirmation, and a later message about it is answered with
+//! *gone*. So *gone* for a live channel means that it ended cleanly.
 
 mod fault;
 pub mod frame;

@@ -45,10 +45,9 @@
 //! Each role is a state. An event consumes it and returns the next state and a
 //! list of actions. Three rules for the caller:
 //!
-//! 1. Execute the actions in order, and all of them before the next event. An
-//!    action that names a concluding event is the last of its list; that event
-//!    follows before any other, except that drained messages come before
-//!    [`DestinationEvent::Drained`].
+//! 1. Execute the actions in order, and all of them before the next event. An action that
+//!    names a concluding event is the last of its list; that event follows before any
+//!    other, except that drained messages are applied before [`DestinationEvent::Drained`].
 //! 2. A message that cannot be sent because the peer is gone counts as sent.
 //! 3. After a crash, continue from the journal: [`Source::restarted`],
 //!    [`Destination::restarted`].

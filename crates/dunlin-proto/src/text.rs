@@ -39,7 +39,7 @@ pub fn with_causes<'a>(mut text: String, cause: Option<&'a (dyn Error + 'a)>) ->
     text
 }
 
-/// Whether `cause` is one of the parts of `text`, which punctuation separates.
+/// Whether `cause` is one of the parts of `text` that punctuation separates.
 fn includes(text: &str, cause: &str) -> bool {
     text.match_indices(cause).any(|(at, _)| {
         let before = &text[..at];

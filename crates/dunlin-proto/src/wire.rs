@@ -1,11 +1,10 @@
 //! Reads and writes bounded little-endian bytes. Every codec of this crate
 //! builds on it.
 //!
-//! Fields follow one another without padding. A text or list is preceded by a
-//! 16-bit count, opaque bytes by a 32-bit count. Each count is compared with
-//! the field's limit *and* with the bytes that are left before anything is
-//! allocated (I7). After a message's fixed part come extension fields, with
-//! which later releases extend a message without a new version:
+//! Fields follow one another without padding. A text or list is preceded by a 16-bit count,
+//! opaque bytes by a 32-bit count. Each count is compared with the field's limit *and* with
+//! the bytes that are left before anything is allocated (I7). Extension fields follow a
+//! message's fixed part. Later releases use them to extend a message without a new version:
 //!
 //! | bytes | field |
 //! | --- | --- |
@@ -26,12 +25,13 @@ mod start;
 pub use error::{DecodeError, DecodeReason, EncodeError};
 pub(crate) use start::Start;
 
-/// Lossless where a `usize` has at most 64 bits, which is everywhere Rust runs.
+/// Converts a length without loss: on every target of Rust a `usize` has at most 64 bits.
 pub(crate) const fn wide(length: usize) -> u64 {
     length as u64
 }
 
-/// Lossless: [`crate::limits`] asserts that a `usize` has at least 32 bits.
+/// Converts a value without loss: [`crate::limits`] asserts that a `usize` has at least 32
+/// bits.
 pub(crate) const fn index(value: u32) -> usize {
     value as usize
 }
@@ -119,7 +119,7 @@ impl<'a> Reader<'a> {
         self.array(what).map(u64::from_le_bytes)
     }
 
-    /// One byte, 0 or 1.
+    /// Reads one byte, 0 or 1.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::BadValue`].
@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `N` reserved bytes that must be zero in this version.
+    /// Reads `N` reserved bytes that must be zero in this version.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::Unsupported`].
@@ -144,7 +144,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Opaque bytes preceded by a 32-bit length of at most `limit`.
+    /// Reads opaque bytes preceded by a 32-bit length of at most `limit`.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`] or [`DecodeReason::OverLimit`].
@@ -155,9 +155,9 @@ impl<'a> Reader<'a> {
         self.bytes(what, length)
     }
 
-    /// UTF-8 preceded by a 16-bit length of at most `limit` bytes.
+    /// Reads UTF-8 preceded by a 16-bit length of at most `limit` bytes.
     ///
-    /// The text is the peer's: escape it before it reaches a terminal.
+    /// The text comes from the peer: escape it before it reaches a terminal.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`], [`DecodeReason::OverLimit`] or
@@ -170,8 +170,8 @@ impl<'a> Reader<'a> {
             .map_err(|_| DecodeError::new(what, DecodeReason::BadText, offset))
     }
 
-    /// A 16-bit count of items, at most `limit`, of at least `item_bytes` each.
-    /// Enough bytes are left for all of them, so the count may size an
+    /// Reads a 16-bit count of items, at most `limit`, of at least `item_bytes` each.
+    /// Checks that enough bytes are left for all of them, so the count may size an
     /// allocation.
     ///
     /// # Errors
@@ -235,7 +235,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Checks that nothing is left.
+    /// Checks that no bytes are left.
     ///
     /// # Errors
     /// [`DecodeReason::Trailing`].
@@ -319,7 +319,7 @@ pub struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Lets `write` append to `out`; on an error `out` is unchanged.
+    /// Lets `write` append to `out`; after an error `out` is unchanged.
     ///
     /// # Errors
     /// The errors of `write`.
@@ -370,10 +370,10 @@ impl<'a> Writer<'a> {
         self.u8(u8::from(value));
     }
 
-    /// Opaque bytes after their 32-bit length.
+    /// Appends a 32-bit length and opaque bytes.
     ///
     /// # Errors
-    /// [`EncodeError::OverLimit`] over `limit` bytes.
+    /// [`EncodeError::OverLimit`] if there are more than `limit` bytes.
     pub fn blob(
         &mut self,
         what: &'static str,
@@ -386,10 +386,10 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// UTF-8 after its 16-bit length.
+    /// Appends a 16-bit length and UTF-8.
     ///
     /// # Errors
-    /// [`EncodeError::OverLimit`] over `limit` bytes.
+    /// [`EncodeError::OverLimit`] if there are more than `limit` bytes.
     pub fn text(
         &mut self,
         what: &'static str,
@@ -402,10 +402,10 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A 16-bit count of items that follow.
+    /// Appends a 16-bit count of the items that follow.
     ///
     /// # Errors
-    /// [`EncodeError::OverLimit`] over `limit` items.
+    /// [`EncodeError::OverLimit`] if there are more than `limit` items.
     pub fn count(
         &mut self,
         what: &'static str,
@@ -417,7 +417,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// An extension field. The caller writes tags in ascending order.
+    /// Appends an extension field. The caller writes tags in ascending order.
     ///
     /// # Errors
     /// [`EncodeError::OverLimit`] if the value's length does not fit.

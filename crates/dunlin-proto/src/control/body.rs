@@ -59,7 +59,7 @@ impl Message {
     /// *accept* puts the session's secret into `out`; the caller wipes it.
     ///
     /// # Errors
-    /// A value that a peer would reject; `out` is then unchanged.
+    /// The message has a value that a peer would reject; `out` is then unchanged.
     pub fn encode(&self, envelope: &Envelope, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         self.append(out, MAX_CONTROL_BODY_BYTES, |writer| {
             writer.u32(envelope.epoch);

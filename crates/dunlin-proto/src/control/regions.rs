@@ -13,8 +13,8 @@ use crate::wire::{
 /// Bytes of a region on the wire, without its name.
 const REGION_BYTES: usize = 30;
 
-/// Flags that a receiver may ignore. The other half must be understood: an
-/// unknown set bit there rejects the region.
+/// Flags that a receiver may ignore. It must understand the other flags: it rejects a
+/// region that sets an unknown one of these.
 const IGNORABLE_FLAGS: u32 = 0x0000_ffff;
 
 /// The purpose of a region.
@@ -43,12 +43,13 @@ const KIND: OneOf<u16, RegionKind> = OneOf {
 /// One region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Names the region in every range; unique, and need not be dense.
+    /// Identifies the region in every range. Identifiers are unique and need not be
+    /// consecutive.
     pub id: u16,
     /// The region's purpose.
     pub kind: RegionKind,
-    /// Version 1 defines none. The low 16 bits may be ignored; an unknown bit
-    /// among the high 16 rejects the region.
+    /// Version 1 defines none. A receiver may ignore the low 16 bits, but rejects a region
+    /// with an unknown bit among the high 16.
     pub flags: u32,
     /// Size of the pages that back the region at the source, in bytes: a power
     /// of two, at least [`PAGE_BYTES`]. A hint for the destination.
@@ -246,8 +247,8 @@ impl RegionTable {
         &self.regions
     }
 
-    /// Bytes of all regions together. A destination compares this with its
-    /// limit before it allocates anything in proportion.
+    /// Bytes of all regions together. A destination compares this with its limit before it
+    /// allocates memory in proportion to them.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes

@@ -176,7 +176,7 @@ fn i7_an_invalid_header_is_rejected() {
     }
 }
 
-/// A set of chunks must be able to express its end.
+/// A chunk number is invalid if the end of a set that contains it would overflow.
 #[test]
 fn i7_a_chunk_that_cannot_be_acknowledged_is_rejected() {
     let mut header = *chunk(&[zero(3, 0, 1)])

@@ -3,9 +3,9 @@
 use crate::client_hello::{Look, look};
 use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_SERVER_NAME_BYTES};
 
-/// Arbitrary first bytes, as they are and as the content of records of any
-/// size. Each wait asks for more bytes than there are, within bounds and never
-/// more than needed; an error is final; and the name does not depend on the
+/// Looks at arbitrary first bytes, both unchanged and as the content of records of any
+/// size. Checks that each wait asks for more bytes than there are, within bounds and never
+/// more than needed; that an error is final; and that the name does not depend on the
 /// record size.
 pub fn fuzz_client_hello(bytes: &[u8]) {
     grows(bytes);

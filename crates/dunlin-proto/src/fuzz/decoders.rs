@@ -19,8 +19,8 @@ use crate::wire::{DecodeError, Reader, Writer};
 
 const WITHIN_LIMITS: &str = "what decodes is within every limit";
 
-/// An opening message, as it is and with its length corrected; and the answer
-/// to any offer: the selection is within the offer.
+/// Decodes an opening message, unchanged and with its length corrected, and answers any
+/// offer. The selection must be within the offer.
 pub fn fuzz_opening(bytes: &[u8]) {
     opening(bytes);
     let Some(body_bytes) = bytes.len().checked_sub(PRELUDE_BYTES) else {
@@ -72,7 +72,7 @@ fn opening(bytes: &[u8]) {
     }
 }
 
-/// A control message, as it is and with its length corrected.
+/// Decodes a control message, unchanged and with its length corrected.
 pub fn fuzz_control_message(bytes: &[u8]) {
     as_is_and_with_its_length(bytes, CONTROL_HEADER_BYTES, control_message);
 }
@@ -84,7 +84,7 @@ fn control_message(bytes: &[u8]) -> Option<Message> {
     let message = Message::decode(&header, body).ok()??;
     assert_eq!(body.len(), header.body_bytes());
     within_limits(&message);
-    // Regions are larger in memory than on the wire, by less than four times.
+    // A region takes less than four times as many bytes in memory as on the wire.
     assert!(held_bytes(&message) <= 4 * body.len() + 64);
     let mut encoded = Vec::new();
     message
@@ -166,8 +166,8 @@ fn held_bytes(message: &Message) -> usize {
         }
         Message::Accept(accept) => {
             let endpoints = accept.endpoints.iter().map(String::capacity);
-            // An endpoint is two bytes on the wire and a string in memory; their
-            // number is the bound.
+            // An endpoint takes as few as two bytes on the wire but a string in memory, so their
+            // number is bounded.
             assert!(accept.endpoints.capacity() <= MAX_ENDPOINTS);
             endpoints.sum()
         }
@@ -183,7 +183,7 @@ fn held_bytes(message: &Message) -> usize {
     }
 }
 
-/// The region table of an otherwise valid *describe*.
+/// Decodes the region table of an otherwise valid *describe*.
 pub fn fuzz_region_table(bytes: &[u8]) {
     let mut message = vec![0; CONTROL_HEADER_BYTES];
     // VM UUID and an empty name; the page length; not paused; no description.
@@ -237,7 +237,7 @@ static REGIONS: LazyLock<RegionTable> = LazyLock::new(|| {
     .expect("the table is within every limit")
 });
 
-/// A frame of a data lane: ranges lie inside their regions, and each frame has
+/// Decodes a frame of a data lane. Ranges must lie inside their regions, and each frame has
 /// one encoding.
 pub fn fuzz_data_frame(bytes: &[u8]) {
     let Some((header, rest)) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>() else {
@@ -273,8 +273,8 @@ pub fn fuzz_data_frame(bytes: &[u8]) {
     assert_eq!(encoded, bytes);
 }
 
-/// Extension fields for a reader of tags 1 to 3: the tags ascend, the
-/// values lie within the input, and writing them reproduces its length.
+/// Reads extension fields with tags 1 to 3. Checks that the tags ascend, that the values
+/// lie within the input, and that writing them reproduces its length.
 pub fn fuzz_extension_fields(bytes: &[u8]) {
     let mut taken = Vec::new();
     let mut skipped = 0;

@@ -1,4 +1,5 @@
-//! IPsec: the decoder, and one side of a session with a peer that sends anything.
+//! Fuzz entries for IPsec: the decoder, and one side of a session with a peer that sends
+//! anything.
 
 use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
@@ -52,8 +53,8 @@ fn message(bytes: &[u8]) {
 
 const SAS: u16 = 4;
 
-/// One side with a peer that sends anything and a caller that requests anything at any time:
-/// nothing panics, the state stays within its bounds, no SA is installed twice or removed without
+/// Runs one side with a peer that sends anything and a caller that requests anything at any time.
+/// Nothing panics, the state stays within its bounds, no SA is installed twice or removed without
 /// being installed, and nothing is sent after the end (I7, I8).
 pub fn fuzz_ipsec_session(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);

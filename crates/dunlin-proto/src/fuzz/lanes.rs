@@ -1,5 +1,4 @@
-//! The lanes of each side against the rules, while the peer reports anything at
-//! all.
+//! Checks the lanes of each side against the rules while the peer sends arbitrary reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,10 +26,9 @@ pub(super) fn key_usage(choices: &mut Choices<'_>) -> KeyUsage {
     }
 }
 
-/// The source's lanes under any behaviour of destination and network: no
-/// pending page is forgotten; lanes open under new numbers and never more than
-/// wanted; each is given up and fenced once; and no deadline is ever in the
-/// past after a poll.
+/// Runs the source's lanes with arbitrary behaviour of the destination and the network. No
+/// pending page is forgotten; lanes open under new numbers and never more than wanted; each
+/// lost lane is given up and fenced once; and no deadline is ever in the past after a poll.
 pub fn fuzz_sending(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
@@ -163,10 +161,9 @@ pub fn fuzz_sending(bytes: &[u8]) {
     }
 }
 
-/// The destination's lanes under any input: every written chunk is reported
-/// once, and again on a new control lane; no number is used twice; a lane that
-/// is gone or fenced writes nothing; and the memory is complete only if the
-/// counts match and no lane is left.
+/// Runs the destination's lanes with any input. Every written chunk is reported once, and
+/// again on a new control lane; no number is used twice; a lane that is gone or fenced
+/// writes nothing; and the memory is complete only if the counts match and no lane is left.
 pub fn fuzz_receiving(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let lanes_max = choices.below(4) as u16 + 1;

@@ -104,8 +104,8 @@ impl<'a> Choices<'a> {
             .unwrap_or(0)
     }
 
-    /// Any number; values near the limits of `u64`, pages and words are much
-    /// more frequent than random.
+    /// Returns any number. Values near the limits of `u64`, pages and words are much more
+    /// frequent than in a uniform distribution.
     pub fn number(&mut self) -> u64 {
         let near = u64::from(self.byte());
         match self.byte() % 8 {
@@ -138,7 +138,8 @@ mod tests {
     use super::driver::{Seed, check, vectors};
     use super::*;
 
-    /// The vectors of docs/wire/ for decoders, and noise for operations.
+    /// The test vectors of docs/wire/ for decoders, and random bytes for entries that
+    /// perform operations.
     fn seeds(target: &str) -> Vec<Seed> {
         match target {
             "opening" => vectors("opening/"),
@@ -162,8 +163,8 @@ mod tests {
         check(TARGETS, seeds);
     }
 
-    /// With noise as input, the operation entries find planted mistakes in the
-    /// code they drive. The model covers mistakes that need both sides of a
+    /// With random bytes as input, the entries that perform operations find planted
+    /// mistakes in the code under test. The model covers mistakes that need both sides of a
     /// switchover.
     #[test]
     #[cfg(feature = "mistakes")]

@@ -1,5 +1,5 @@
-//! Operations, chosen by bytes, on the decision modules; each is compared with
-//! a simple, slow model.
+//! Performs operations on the decision modules, as the input bytes choose, and compares
+//! each result with a simple, slow model.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -77,10 +77,9 @@ pub fn fuzz_bitmap(bytes: &[u8]) {
     }
 }
 
-/// Marks against a model of each lane's progress: no lane passes a mark that a
-/// live lane has yet to reach (I4); a mark is the next one, or any number as a
-/// lane's first; a passable mark stays passable unless a new lane starts
-/// further back.
+/// Compares marks with a model of each lane's progress: no lane passes a mark that a live
+/// lane has yet to reach (I4); a mark is the next one, or any number as a lane's first; a
+/// passable mark stays passable unless a new lane starts further back.
 pub fn fuzz_marks(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut marks = Marks::default();
@@ -147,9 +146,9 @@ pub fn fuzz_marks(bytes: &[u8]) {
     }
 }
 
-/// A rate cap under any pieces, pauses and changes: nothing leaves before its
-/// request or before earlier reservations, and between two changes at most the
-/// rate plus one burst gets through.
+/// Drives a rate cap with any sequence of pieces, pauses and changes. Nothing leaves before
+/// its request or before earlier reservations, and between two changes at most the rate
+/// plus one burst gets through.
 pub fn fuzz_pace(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let rate = |choices: &mut Choices<'_>| match choices.byte() % 4 {
@@ -197,9 +196,9 @@ pub fn fuzz_pace(bytes: &[u8]) {
     }
 }
 
-/// Any run of pre-copy: it switches over only within the limits, gives up only
-/// as configured, never throttles a guest without permission, and ends at its
-/// time limit.
+/// Drives pre-copy with any sequence of measurements. It switches over only within the
+/// limits, gives up only as configured, never throttles a guest without permission, and
+/// ends at its time limit.
 pub fn fuzz_precopy(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let goals = Goals {

@@ -54,9 +54,9 @@ struct Pair {
     now_ns: u64,
 }
 
-/// A migration in which each side receives true reports, late: no page goes
-/// back to an older version (I4), and once everything has arrived the two
-/// memories are equal (I3).
+/// Runs a migration in which each side receives correct reports, but late. No page goes
+/// back to an older version (I4), and once everything has arrived the two memories are
+/// equal (I3).
 pub fn fuzz_lanes(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);

@@ -1,5 +1,5 @@
-//! Pages, chunks and lanes at the source, and chunk numbers at the destination,
-//! compared with plain sets.
+//! Fuzz entries for pages, chunks and lanes at the source, and for chunk numbers at the
+//! destination, compared with plain sets.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,7 +38,7 @@ struct Model {
     iteration: u32,
     /// Pages are being added for the next iteration.
     adding: bool,
-    /// Pages cut in this iteration, without lost ones.
+    /// Pages cut in this iteration, except lost ones.
     cut_now: BTreeSet<Page>,
     /// Chunks, marks and acknowledged chunks of each lane since it was opened.
     lanes: BTreeMap<u16, Course>,
@@ -54,10 +54,9 @@ struct Course {
     leaving: bool,
 }
 
-/// A schedule under any operations: every pending page goes out once per
-/// iteration, and again only if a lane lost it (I4); no page is forgotten; each
-/// lane gets its marks in order, and after a mark only chunks of the next
-/// iteration.
+/// Drives a schedule with any sequence of operations. Every pending page goes out once per
+/// iteration, and again only if a lane lost it (I4); no page is forgotten; each lane gets
+/// its marks in order, and after a mark only chunks of the next iteration.
 pub fn fuzz_schedule(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut schedule = Schedule::new(REGIONS);
@@ -310,7 +309,7 @@ impl Model {
     }
 }
 
-/// Chunk numbers in any order against a set of them.
+/// Receives chunk numbers in any order, and compares the result with a set of them.
 pub fn fuzz_received(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut received = Received::default();

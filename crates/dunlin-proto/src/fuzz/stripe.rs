@@ -1,4 +1,5 @@
-//! The tunnel: its decoders, and one side of a trunk against arbitrary messages of a peer.
+//! The tunnel: its decoders, and one side of a trunk with a peer that sends arbitrary
+//! messages.
 
 use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
@@ -13,7 +14,7 @@ use crate::stripe::{
     Action, Arrival, Config, Delivery, KeyUsage, Opening, Outcome, Side, Timeouts, Trunk, Work,
 };
 
-/// A message of the tunnel, as it is and with its length corrected.
+/// Decodes a message of the tunnel, unchanged and with its length corrected.
 pub fn fuzz_tunnel_message(bytes: &[u8]) {
     as_is_and_with_its_length(bytes, MESSAGE_HEADER_BYTES, message);
 }
@@ -60,7 +61,7 @@ fn message(bytes: &[u8]) {
     assert_eq!(Message::decode(&again, body), Ok(Some(message)));
 }
 
-/// A frame of a tunnel's lane: it has one encoding, and its end does not overflow.
+/// Decodes a frame of a tunnel's lane. It has one encoding, and its end does not overflow.
 pub fn fuzz_tunnel_frame(bytes: &[u8]) {
     let Ok(header) = <&[u8; FRAME_HEADER_BYTES]>::try_from(bytes) else {
         return;
@@ -78,9 +79,9 @@ pub fn fuzz_tunnel_frame(bytes: &[u8]) {
 const CHANNELS: usize = 4;
 const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 
-/// One side against a peer that sends anything, and a caller that makes calls in any order. Nothing
-/// panics, nothing is delivered twice or out of order, and the bytes that are held stay within
-/// their limits (I7, I8).
+/// Runs one side with a peer that sends anything and a caller that makes calls in any order.
+/// Nothing panics, nothing is delivered twice or out of order, and the bytes that are held stay
+/// within their limits (I7, I8).
 pub fn fuzz_trunk(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let side = match choices.byte() % 2 {

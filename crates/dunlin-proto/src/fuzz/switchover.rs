@@ -1,4 +1,4 @@
-//! Each role of the switchover under any events, checked against a list of what
+//! Runs each role of the switchover with any events, and checks it against a list of what
 //! was done. `tests/model` covers both roles together.
 
 use super::Choices;
@@ -34,11 +34,10 @@ struct SourceHistory {
     destroyed: bool,
 }
 
-/// The source under any messages from a destination that decides once: after
-/// *commit* it runs the VM only if the destination aborted or an operator
-/// vouched for it (I1); it destroys its copy only if the destination runs the
-/// VM or an operator decided so (I2); it sends *release* only after its own
-/// journal says *released*.
+/// Runs the source with any messages from a destination that decides once. After *commit*
+/// it runs the VM only if the destination aborted or an operator vouched for it (I1); it
+/// destroys its copy only if the destination runs the VM or an operator decided so (I2); it
+/// sends *release* only after its own journal says *released*.
 pub fn fuzz_source_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut state = Source::Live;
@@ -187,9 +186,9 @@ struct DestinationHistory {
     taken: bool,
 }
 
-/// The destination under any events: it decides once, reports nothing before it
-/// is recorded, resumes only if *running* is recorded, and holds nothing when
-/// it reports *aborted* (I1, I2).
+/// Runs the destination with any events. It decides once, reports nothing before it is
+/// recorded, resumes only if *running* is recorded, and holds nothing when it reports
+/// *aborted* (I1, I2).
 pub fn fuzz_destination_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut history = DestinationHistory::default();

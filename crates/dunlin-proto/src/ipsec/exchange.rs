@@ -95,8 +95,8 @@ impl Exchange {
     }
 
     /// The side that accepts the session. It installs up to `sas_max` SAs in an epoch, and has
-    /// ports for ESP in UDP if it supports that. Of `senders` only those that the requested mode
-    /// supports are used.
+    /// ports for ESP in UDP if it supports that. It uses only those of `senders` that the
+    /// requested mode supports.
     #[must_use]
     pub fn responder(sas_max: u16, udp: Option<Udp>, senders: Vec<Sender>) -> Self {
         let sas_max = sas_max.clamp(1, MAX_SAS);
@@ -148,9 +148,9 @@ impl Exchange {
 
     // Commands.
 
-    /// Requests an SA for `sender`, unless it has one. If the agreed mode has no SA for it, it uses
-    /// the fallback; likewise while the peer's SA table is full, and the SA is requested again when
-    /// another is released.
+    /// Requests an SA for `sender`, unless it has one. If the agreed mode has no SA for it, or
+    /// while the peer's SA table is full, it uses the fallback. If the table was full, the SA is
+    /// requested again when another is released.
     pub fn want(&mut self, sender: Sender) {
         let is_wanted = match self.phase {
             Phase::Greeting => true,

@@ -96,7 +96,7 @@ impl Kernel {
         })
     }
 
-    /// Whether a packet is accepted that arrives in the clear, or with an SPI.
+    /// Whether a packet is accepted if it arrives in the clear (`None`) or with an SPI.
     pub(crate) fn receives(&self, packet: Packet, spi: Option<u32>) -> bool {
         let opened = |spi| {
             let found = self.associations.iter().find(|one| {

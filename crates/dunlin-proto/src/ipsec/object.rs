@@ -1,8 +1,8 @@
 //! The kernel's IPsec objects as values and as lines of text.
 //!
-//! A line has everything that identifies an object and is compared with the kernel's, and nothing
-//! secret. A record on disk gets the line before the object is installed, so that a later process
-//! removes exactly that object:
+//! A line has everything that identifies an object or is compared with the kernel's object, but
+//! no secret. A record on disk gets the line before the object is installed, so that a later
+//! process removes exactly that object:
 //!
 //! ```text
 //! sa out 192.0.2.1 192.0.2.2 spi 0x00001001 reqid 65537 epoch 1 index 2 cpu 3
@@ -115,8 +115,8 @@ pub struct Policy {
 
 impl Policy {
     /// Whether the policies of two sessions protect some of the same ports. Packets from ports of
-    /// one session to ports of the other always match both, and either session seals or blocks
-    /// them: this does not count.
+    /// one session to ports of the other always match both policies, and are sealed or blocked by
+    /// either session; such packets do not count.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;

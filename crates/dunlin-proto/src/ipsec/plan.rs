@@ -65,11 +65,11 @@ pub struct Udp {
     /// The port on which the side receives what the other side seals.
     pub listener: u16,
     /// The first of [`UDP_SOURCE_PORTS`] source ports of the side's own SAs: each SA has its own,
-    /// by which the other side's network card distinguishes them.
+    /// so that the other side's network card can distinguish the SAs.
     pub first_source: u16,
 }
 
-/// The parameters from which the objects of a session follow, besides SPIs.
+/// The parameters that determine the objects of a session, except for the SPIs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionParameters {
     /// The address of this host.
@@ -313,8 +313,8 @@ impl SessionParameters {
         self.first_reqid + 1 + epoch % 2
     }
 
-    /// Connections of a session with the same request id are more than 65,000 connections apart; if
-    /// both exist, the younger one's SA carries both.
+    /// Two connections of a session have the same request id only if more than 65,000 others were
+    /// opened between them. If both still exist, the SA of the younger one carries both.
     fn reqid_of(&self, epoch: u32, grant: &Grant) -> u32 {
         const FIRST: u32 = 4;
         match grant.slot.sender {

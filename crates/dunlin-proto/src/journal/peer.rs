@@ -129,7 +129,8 @@ impl RecordedPeer {
     #[must_use]
     pub fn decode(bytes: &[u8; PEER_BLOCK_BYTES], session: SessionId) -> Self {
         let principal = read(bytes).ok().flatten();
-        // Each principal of a session has one encoding: this compares everything else too.
+        // A principal has exactly one encoding in a session, so this comparison covers all other
+        // bytes too.
         let is_known = |one: &Principal| one.encode(session).as_ref() == Ok(bytes);
         principal
             .filter(is_known)

@@ -124,7 +124,7 @@ pub(crate) struct Lane<L> {
     /// Whether its connection, or the attempt to open one, still exists.
     connected: bool,
     near_limit: bool,
-    /// When the time of its current deadline started.
+    /// When the period of its current deadline started.
     clock_ns: u64,
     pub(crate) load: L,
 }

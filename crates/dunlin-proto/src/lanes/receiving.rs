@@ -136,7 +136,7 @@ impl Receiving {
     /// A lane's proof is valid. The caller then sends *lane up*.
     ///
     /// # Errors
-    /// The caller sends *lane refused* and closes the lane.
+    /// The lane is not admitted: the caller sends *lane refused* and closes it.
     pub fn admit(&mut self, lane: u16) -> Result<(), LaneRefusal> {
         if self.complete {
             return Err(LaneRefusal::Complete);

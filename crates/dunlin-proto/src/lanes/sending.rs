@@ -139,8 +139,8 @@ impl Sending {
         self.fenced
     }
 
-    /// Those of the fenced lanes that failed; the rest were given up because
-    /// nothing was left to carry.
+    /// The number of fenced lanes that failed; the others were given up because nothing was
+    /// left to carry.
     #[must_use]
     pub fn lost_count(&self) -> u32 {
         self.lost
@@ -232,9 +232,9 @@ impl Sending {
         Ok(true)
     }
 
-    /// The destination has refused lane `number`: it never took part. Returns
-    /// whether the lane was still wanted. A lane that has failed meanwhile may
-    /// be refused only because it arrives after its own fence.
+    /// The destination has refused lane `number`: it never took part. Returns whether the
+    /// lane was still wanted. A lane that has failed in the meantime may be refused merely
+    /// because it arrives after its own fence.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -386,9 +386,9 @@ impl Sending {
         }
     }
 
-    /// The time of a lane that may be waiting at a mark for another lane starts
-    /// when that lane passes the mark. A lane that is being fenced blocks the
-    /// others until it is fenced.
+    /// The timeout of a lane that may be waiting at a mark for another lane starts when
+    /// that lane passes the mark. A lane that is being fenced blocks the others until it is
+    /// fenced.
     fn excuse_waiting(&mut self, now_ns: u64) {
         let at_destination = |lane: &Lane<Progress>| {
             !lane.is(State::Opening) && lane.load.confirmed != Position::End

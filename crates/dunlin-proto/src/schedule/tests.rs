@@ -179,7 +179,7 @@ fn i8_a_lost_lane_frees_its_room_in_flight() {
     schedule.mark_dirty(0, &every_other);
     schedule.begin_iteration();
     let mut plan = ChunkPlan::default();
-    // Lane 1 takes all the room; an acknowledged chunk leaves a gap.
+    // Lane 1 uses up the ranges in flight; an acknowledged chunk frees some.
     while schedule.next(1, &mut plan) == Work::Chunk {}
     schedule.acknowledge(1, 1).unwrap();
     while schedule.next(1, &mut plan) == Work::Chunk {}

@@ -14,13 +14,13 @@ pub enum PeerFault {
         /// The channel.
         channel: u32,
     },
-    /// An *open* with a channel number of this side.
+    /// An *open* with a channel number that belongs to this side.
     #[error("peer opened channel {channel}, a number of this side")]
     WrongSide {
         /// The channel.
         channel: u32,
     },
-    /// A barrier with a channel that is not an earlier one of the peer.
+    /// A barrier that names a channel other than an earlier channel of the peer.
     #[error("barrier of channel {channel} names channel {earlier}, which is not an earlier one")]
     Barrier {
         /// The channel.
@@ -63,7 +63,8 @@ pub enum PeerFault {
         /// The channel.
         channel: u32,
     },
-    /// An end over the limit, before bytes that have arrived, or different from an earlier one.
+    /// An end offset over the limit, below bytes that have arrived, or different from an
+    /// earlier end offset.
     #[error("invalid end of channel {channel} at byte {offset}")]
     End {
         /// The channel.
@@ -83,7 +84,7 @@ pub enum PeerFault {
         /// The lane.
         lane: u16,
     },
-    /// A lane ended with another number of frames than have arrived.
+    /// The end of a lane states a different number of frames than have arrived.
     #[error("lane {lane} ended after {sent} frames, but {arrived} have arrived")]
     LaneEnd {
         /// The lane.

@@ -73,7 +73,7 @@ impl Data {
 pub enum Frame {
     /// A piece of a channel; the payload follows.
     Data(Data),
-    /// This lane ends. An end of file without it is a lost lane.
+    /// This lane ends. An end of file without this frame means that the lane is lost.
     End {
         /// The number of data frames that this lane has carried.
         frames: u64,

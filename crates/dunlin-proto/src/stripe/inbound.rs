@@ -47,7 +47,7 @@ pub(super) struct Inbound<T> {
     taken: u64,
     /// Whether a thread has the turn.
     writing: bool,
-    /// What the socket did not take: from `delivered` to `taken`.
+    /// What the socket did not accept: from `delivered` to `taken`.
     rest: Option<T>,
     kept: BTreeMap<u64, (u32, T)>,
     kept_bytes: u64,
@@ -82,7 +82,7 @@ impl<T> Inbound<T> {
         self.delivered
     }
 
-    /// Bytes that may be in flight or here, without those that were delivered.
+    /// Bytes that may be in flight or buffered here, not counting delivered ones.
     pub(super) fn granted(&self) -> u64 {
         self.limit - self.delivered
     }
@@ -92,8 +92,8 @@ impl<T> Inbound<T> {
         self.taken - self.delivered + self.kept_bytes
     }
 
-    /// Bytes that the consumer has not read: up to the end if it is known, otherwise those that are
-    /// here.
+    /// Bytes that the consumer has not read: up to the end if it is known, otherwise those that
+    /// have arrived.
     pub(super) fn unread(&self) -> u64 {
         match self.eof {
             Some(eof) => eof - self.delivered,
@@ -101,7 +101,7 @@ impl<T> Inbound<T> {
         }
     }
 
-    /// Whether a thread is writing: its bytes count as unread until the write is over.
+    /// Whether a thread is writing: its bytes count as unread until the write returns.
     pub(super) fn is_writing(&self) -> bool {
         self.writing
     }
@@ -188,8 +188,8 @@ impl<T> Inbound<T> {
         }
     }
 
-    /// The thread with the turn has written `bytes`; `rest` holds what the socket did not take.
-    /// Ends the turn, or returns the next piece.
+    /// The thread with the turn has written `bytes`; `rest` holds what the socket did not
+    /// accept. Ends the turn, or returns the next piece.
     pub(super) fn wrote(
         &mut self,
         channel: u32,

@@ -15,7 +15,7 @@ use crate::mistake::{Mistake, planted};
 #[derive(Debug)]
 pub(super) struct Frames<T> {
     acknowledged: u64,
-    /// The frames after those; `None` if the channel no longer exists.
+    /// The frames after the acknowledged ones; `None` if the channel no longer exists.
     under_way: VecDeque<Option<(u64, Data, T)>>,
 }
 
@@ -73,7 +73,7 @@ impl<T: Clone> SendingLanes<T> {
         !self.again.is_empty()
     }
 
-    /// The lanes that have to end and wait for their threads to call [`SendingLanes::end`].
+    /// The lanes that must end, until their threads call [`SendingLanes::end`].
     pub(super) fn leaving(&self) -> impl Iterator<Item = u16> {
         let lanes = self.life.iter();
         let leaving = lanes.filter(|(_, lane)| lane.is(State::Leaving));
@@ -94,7 +94,7 @@ impl<T: Clone> SendingLanes<T> {
         lane.is_some_and(|lane| lane.is_established() && !lane.is(State::Ended))
     }
 
-    /// If this lane has to send its end, the number of its frames. Returned once.
+    /// If this lane has to send its end, returns the number of its frames, only once.
     pub(super) fn end(&mut self, number: u16, now_ns: u64) -> Option<u64> {
         let lane = self.life.get_mut(number);
         let lane = lane.filter(|lane| lane.is(State::Leaving))?;
@@ -199,8 +199,8 @@ impl<T: Clone> SendingLanes<T> {
         Err(PeerFault::Lane { lane: number })
     }
 
-    /// The lane's connection is over. A lane that has ended waits for its last acknowledgement; the
-    /// frames of any other lane are sent again.
+    /// The lane's connection has ended. A lane that has ended waits for its last acknowledgement;
+    /// the frames of any other lane are sent again.
     pub(super) fn over(&mut self, number: u16, now_ns: u64) {
         self.life.over(number, true, now_ns);
         self.send_again();

@@ -73,8 +73,8 @@ pub struct Open {
     /// The channel's parameter, for the placeholder in the route's target; at most
     /// [`crate::limits::MAX_NAME_BYTES`].
     pub parameter: String,
-    /// What has to be delivered before the target is connected; at most
-    /// [`crate::limits::MAX_CHANNELS`].
+    /// The positions of earlier channels that must be delivered before the target is
+    /// connected; at most [`crate::limits::MAX_CHANNELS`].
     pub barrier: Vec<Mark>,
 }
 
@@ -98,7 +98,8 @@ pub struct Credit {
     pub limit: u64,
 }
 
-/// How many data frames of a lane are safe: delivered to a consumer, or kept.
+/// How many data frames of a lane no longer depend on it: delivered to a consumer, or kept
+/// in a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneAck {
     /// The lane's number, never 0.

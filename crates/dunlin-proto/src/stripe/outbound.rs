@@ -13,14 +13,14 @@ pub(super) enum Turn {
     /// None: there is nothing to read.
     #[default]
     Idle,
-    /// None, although there may be bytes to read: the window is full, or the socket's bytes are
-    /// being counted.
+    /// No bytes, although there may be some to read: the window is full, or the socket's bytes
+    /// are being counted.
     Held,
     /// The next lane that asks for work.
     Waits,
     /// The lane that has taken the turn.
     Taken,
-    /// None: the socket was read to its end.
+    /// No bytes: the socket was read to its end.
     Ended,
 }
 
@@ -37,7 +37,8 @@ pub(super) struct Outbound {
     pub(super) turn: Turn,
     /// Whether there was more to read at the end of the last turn.
     pub(super) bulk: bool,
-    /// The number of channels being opened that wait for a count of its bytes.
+    /// The number of channels that cannot open until this channel's unread bytes are
+    /// counted.
     pub(super) counted_for: u32,
     /// Whether the other half is connected.
     pub(super) open: bool,

@@ -1,5 +1,5 @@
 //! The lanes on which this side receives: which lane numbers were used, and how many frames of each
-//! lane are safe.
+//! lane have been delivered or kept.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use super::fault::PeerFault;
 use super::message::LaneAck;
 use crate::fault::FaultCode;
 
-/// Unacknowledged frames of a lane after which an acknowledgement is due immediately. It bounds what
-/// the sender keeps longer than necessary.
+/// Unacknowledged frames of a lane after which an acknowledgement is due immediately. It bounds the
+/// bytes that the sender keeps for longer than necessary.
 const ACK_FRAMES: u64 = 16;
 /// The same limit in bytes.
 const ACK_BYTES: u64 = 1024 * 1024;
@@ -66,8 +66,8 @@ impl ReceivingLanes {
         if number == 0 || *word & bit != 0 {
             return Err(FaultCode::DuplicateLane);
         }
-        // A lane counts until its last acknowledgement is sent. Otherwise a peer that opens and
-        // closes lanes could make this map grow without limit.
+        // A lane counts against the limit until its last acknowledgement is sent. Otherwise a peer
+        // that opens and closes lanes could make this map grow without limit.
         if self.lanes.len() >= self.most {
             return Err(FaultCode::LaneLimit);
         }

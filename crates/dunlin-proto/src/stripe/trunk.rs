@@ -26,20 +26,21 @@ use crate::mistake::{Mistake, planted};
 pub use sending::{Outcome, Work};
 pub use values::{Action, Config, Left, OpenError, Opening, Side, Usage};
 
-/// Bytes of all channels after which one lane is not enough; fewer are a dialogue.
+/// Bytes of all channels after which one lane is not enough. Fewer bytes are treated as a
+/// dialogue of small messages.
 const BULK_BYTES: u64 = START_WINDOW_BYTES;
 
 #[derive(Debug)]
 enum Stage {
-    /// This side's: the other side has not answered.
+    /// A channel of this side: the other side has not answered.
     Opening(Asking),
-    /// The other side's: bytes of earlier channels have to be delivered first.
+    /// A channel of the other side: bytes of earlier channels have to be delivered first.
     Waiting {
         route: String,
         parameter: String,
         barrier: Vec<Mark>,
     },
-    /// The other side's: the caller connects the target.
+    /// A channel of the other side: the caller connects the target.
     Connecting,
     Open,
 }
@@ -128,7 +129,7 @@ pub struct Trunk<T> {
     round_trip: RoundTrip,
     agenda: Agenda,
     control: Control,
-    /// Bytes read since there was last no channel.
+    /// Bytes read since the trunk last had no channel.
     busy_bytes: u64,
     idle_since_ns: u64,
     draining: bool,
@@ -230,7 +231,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Whether either side drains and nothing is left of any channel.
+    /// Whether either side drains and no state of any channel is left.
     #[must_use]
     pub fn drained(&self) -> bool {
         let left = !self.channels.is_empty() || !self.ended.is_empty();
@@ -249,7 +250,7 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// Aborts a channel because of a failure on this side: reports it to the other side and drops
-    /// all bytes that wait. The caller closes the connection.
+    /// all waiting bytes. The caller closes the connection.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;
@@ -266,9 +267,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The hypervisor at this end of a channel has closed its connection out of order. If it is the
-    /// consumer of a channel that the other side opened, and almost nothing was left to deliver,
-    /// this is not necessarily an abort: see [`Left`].
+    /// The hypervisor at this end of a channel has closed its connection without a clean shutdown.
+    /// If it is the consumer of a channel that the other side opened, and almost nothing was left
+    /// to deliver, this is not necessarily an abort: see [`Left`].
     pub fn left(&mut self, channel: u32, now_ns: u64) -> Left {
         let Some(one) = self.channels.get(&channel) else {
             return Left::Broken;
@@ -347,7 +348,7 @@ impl<T: Clone> Trunk<T> {
         self.actions.push_back(Action::GiveUp(fault));
     }
 
-    /// Whether a lane that calls [`Trunk::next`] may get work.
+    /// Whether a lane that calls [`Trunk::next`] would get work.
     #[must_use]
     pub fn ready(&self) -> bool {
         self.has_work() || (!self.is_over() && self.lanes.leaving().next().is_some())
@@ -405,7 +406,7 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// When [`Trunk::poll`] or [`Trunk::next_message`] may return something without another call
-    /// before.
+    /// before that.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
         let control = match self.control {
@@ -495,7 +496,8 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Raises a channel's grant to its window, if the window is much larger.
+    /// Raises the number of bytes granted to a channel to its window, if the window is much
+    /// larger.
     fn grant(&mut self, channel: u32, now_ns: u64) {
         let span_ns = self.round_trip.span_ns();
         let Some(one) = self.channels.get_mut(&channel) else {

@@ -1,12 +1,12 @@
 //! Which channel is read next.
 //!
-//! Channels with much to send take turns, one chunk each. A channel that had nothing to send for a
-//! while goes first, so that a few bytes of a dialogue do not wait for a chunk of every other
-//! channel. A limit keeps the others from starving.
+//! Channels with many bytes to send take turns, one chunk each. A channel that had nothing to send
+//! for a while goes first, so that a few bytes of a dialogue do not wait for a chunk of every
+//! other channel. A limit keeps the others from starving.
 
 use std::collections::VecDeque;
 
-/// How many channels in a row may go first before one of the others has a turn.
+/// How many channels in a row may go first before one of the other channels gets a turn.
 ///
 /// Drawback: if many channels each send now and then, four of them wait for one chunk.
 /// Alternative: no limit; then they could starve the others.

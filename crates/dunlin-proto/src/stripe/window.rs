@@ -5,9 +5,9 @@ use crate::limits::LEAST_WINDOW_BYTES;
 
 /// How long a channel's bytes may wait in addition to the round trip.
 ///
-/// A hypervisor takes the bytes that wait in the tunnel for link capacity and predicts the downtime
-/// from it, so each millisecond here makes its prediction wrong by a millisecond. 10 ms cover a
-/// consumer that is scheduled late and a lane that is a few chunks behind.
+/// A hypervisor mistakes the bytes that wait in the tunnel for link capacity and predicts the
+/// downtime from that, so each millisecond here makes its prediction wrong by a millisecond. 10 ms
+/// cover a consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 
 /// How long the shortest round trip is used. Longer ones, measured while queues on the path are
@@ -35,8 +35,8 @@ impl Meter {
         self.current = self.current.saturating_add(bytes);
     }
 
-    /// What was delivered in the last `span_ns`, plus a quarter to grow. Exact only just after
-    /// [`Meter::add`], which is when callers need it.
+    /// The bytes delivered in the last `span_ns`, plus a quarter so that the window can grow.
+    /// Exact only just after [`Meter::add`], which is when callers need it.
     pub(super) fn window(&self, span_ns: u64, now_ns: u64) -> u64 {
         let elapsed = now_ns.saturating_sub(self.began_ns).min(span_ns);
         let rest = u128::from(self.before) * u128::from(span_ns - elapsed);
@@ -97,7 +97,7 @@ impl Pool {
         }
     }
 
-    /// A grant of `before` bytes has become one of `now` bytes.
+    /// A channel's grant has changed from `before` to `now` bytes.
     pub(super) fn changed(&mut self, before: u64, now: u64) {
         self.used = (self.used + beyond(now)).saturating_sub(beyond(before));
     }
@@ -142,8 +142,8 @@ mod tests {
         assert!((12_400_000..12_900_000).contains(&window), "{window}");
     }
 
-    /// Bursts of a whole window per round trip, which is the pattern that the window itself causes,
-    /// must leave room to grow. Otherwise a long path never fills.
+    /// The window itself causes bursts of a whole window per round trip, so such bursts must leave
+    /// it room to grow. Otherwise a long path never fills.
     #[test]
     fn bursts_of_a_window_per_round_trip_grow_it() {
         for round_trip_ms in [1, 10, 50, 200] {

@@ -42,9 +42,9 @@ pub enum Destination {
     Released,
     /// *aborted* is being recorded.
     Aborting,
-    /// *aborted* is recorded; the copy here is dropped.
+    /// *aborted* is recorded; the destination's copy is dropped.
     Aborted,
-    /// The copy here is dropped, but *aborted* could not be recorded, so no
+    /// The destination's copy is dropped, but *aborted* could not be recorded, so no
     /// message reports it. The next inquiry tries again.
     Unrecorded,
     /// The journal says *running*, but the VM no longer runs here: its process
@@ -84,7 +84,7 @@ pub enum DestinationEvent {
     PeerCancelled,
     /// The operator cancels.
     Cancelled,
-    /// Something failed here, or the peer broke the protocol.
+    /// Something failed at the destination, or the peer broke the protocol.
     Failed,
     /// The newest control lane is lost.
     ControlLost,
@@ -125,8 +125,8 @@ pub enum DestinationAction {
     Drain,
     /// Close every control lane without a message.
     Close,
-    /// Join the lanes, release disks and devices, and drop the copy here.
-    /// Idempotent.
+    /// Join the lanes' threads, release disks and devices, and drop this side's copy of the
+    /// VM. Idempotent.
     Discard,
     /// Remove the record: the source will not ask again.
     Forget,
@@ -137,8 +137,8 @@ pub enum DestinationAction {
 use DestinationAction as Do;
 
 const ABORT: &[Do] = &[Do::Record(DestinationRecord::Aborted)];
-/// Disks and devices may be held here: release them before the source can learn
-/// of *aborted* and take them back.
+/// This side may hold disks and devices: release them before the source can learn of
+/// *aborted* and take them back.
 const RELEASE_AND_ABORT: &[Do] = &[Do::Discard, Do::Record(DestinationRecord::Aborted)];
 
 impl Destination {
@@ -148,8 +148,8 @@ impl Destination {
         (Self::Accepting, &[Do::Record(DestinationRecord::Prepared)])
     }
 
-    /// Continues from the journal after the destination's process, and its VM,
-    /// have died: only to answer. `None` means that the session has no record.
+    /// Continues from the journal after the destination's process, and its VM, have died,
+    /// only to answer inquiries. `None` means that the session has no record.
     ///
     /// The caller holds the record's lock, which proves that the process is dead.
     #[must_use]
@@ -161,7 +161,7 @@ impl Destination {
                 (Self::Running, &[])
             }
             Some(DestinationRecord::Running) => (Self::Died, &[]),
-            // Not here, and not at the source either.
+            // The VM runs neither here nor at the source.
             Some(DestinationRecord::MovedOn) => (Self::Running, &[]),
             Some(DestinationRecord::Aborted) => (Self::Aborted, &[]),
         }
@@ -306,7 +306,7 @@ impl Destination {
         })
     }
 
-    /// Before *commit*: no disks or devices are held here.
+    /// Before *commit*: this side holds no disks or devices.
     fn abort(self) -> (Self, &'static [DestinationAction]) {
         if planted(Mistake::TellAbortedBeforeRecord) {
             return (

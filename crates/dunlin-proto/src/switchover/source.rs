@@ -23,14 +23,14 @@ pub enum Source {
     /// *commit* is sent and its lane is lost: the guest stays paused and the
     /// destination is asked.
     InDoubt,
-    /// The VM ran at the destination and no longer does. Running the copy here
-    /// would go back in time, so an operator decides.
+    /// The VM ran at the destination and no longer does. Running the source's copy would go
+    /// back in time, so an operator decides.
     RanThenDied,
     /// The destination runs the VM; *released* is being recorded.
     Releasing,
     /// The operator takes the VM back; *run here* is being recorded.
     TakingBack,
-    /// The operator gives up the copy here; *given up* is being recorded.
+    /// The operator gives up the source's copy; *given up* is being recorded.
     GivingUp,
     /// The copy here is destroyed.
     Released,
@@ -44,8 +44,8 @@ pub enum Resolution {
     /// The VM continues at the source. The operator vouches that it does not
     /// run at the destination and never will; whatever it did there is lost.
     RunHere,
-    /// The copy here is destroyed. The operator vouches that the VM lives at
-    /// the destination or may be discarded.
+    /// The source's copy is destroyed. The operator vouches that the VM lives at the
+    /// destination or may be discarded.
     Destroy,
 }
 
@@ -62,14 +62,14 @@ pub enum SourceEvent {
     FinalSent,
     /// The destination has received everything.
     Ready {
-        /// False only when verification was negotiated and failed.
+        /// False only if verification was negotiated and the memories differ.
         same_memory: bool,
     },
-    /// The destination runs the VM, or keeps it paused as *commit* said.
+    /// The destination runs the VM, or keeps it paused as *commit* requested.
     Running,
     /// An answer; built by [`SourceEvent::answer`].
     Answer {
-        /// Whether it concerns the attempt in doubt. Otherwise it is ignored.
+        /// Whether the answer concerns the attempt in doubt. Otherwise it is ignored.
         this_attempt: bool,
         /// What became of the attempt.
         verdict: Verdict,
@@ -79,7 +79,7 @@ pub enum SourceEvent {
     PeerCancelled,
     /// The operator cancels.
     Cancelled,
-    /// Something failed here, or the peer broke the protocol.
+    /// Something failed at the source, or the peer broke the protocol.
     Failed,
     /// The newest control lane is lost, or no answer arrived in time.
     ControlLost,
@@ -141,9 +141,9 @@ const KEEP_PAUSED: &[Do] = &[
 const TAKE_BACK: &[Do] = &[Do::ResumeGuest, Do::Note(SourceRecord::Kept)];
 
 impl Source {
-    /// Continues from the journal after the source's process has died. If the
-    /// VM lived in that process, it is lost; if it lives elsewhere, it is as
-    /// the process left it.
+    /// Continues from the journal after the source's process has died. If the VM ran in
+    /// that process, it is lost; if it runs in another process, it is as the dead process
+    /// left it.
     #[must_use]
     pub fn restarted(record: SourceRecord) -> (Self, &'static [SourceAction]) {
         match record {
@@ -264,8 +264,8 @@ impl Source {
             // It crossed our *inquire*: the destination had received everything
             // only after this side had crashed.
             (Self::InDoubt, On::Ready { .. }) => (self, &[]),
-            // Messages that were in flight at the end, or that were sent
-            // earlier on a slower lane, change nothing.
+            // Messages that were in flight at the end, or that were sent earlier but on a slower
+            // lane, change nothing.
             (
                 Self::RanThenDied | Self::Released | Self::Kept,
                 On::Running | On::Answer { .. } | On::PeerCancelled | On::Failed | On::ControlLost,
@@ -298,7 +298,7 @@ impl Source {
 }
 
 impl SourceEvent {
-    /// The event for an *answer*, `asked` is the attempt in doubt.
+    /// The event for an *answer*; `asked` is the attempt in doubt.
     #[must_use]
     pub fn answer(asked: u32, attempt: u32, verdict: Verdict) -> Self {
         Self::Answer {

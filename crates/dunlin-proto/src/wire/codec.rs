@@ -16,7 +16,7 @@ pub(crate) trait Codec<T> {
     /// Appends the field.
     ///
     /// # Errors
-    /// A value that a peer would reject.
+    /// The field has a value that a peer would reject.
     fn encode(
         &self,
         what: &'static str,
@@ -31,12 +31,12 @@ pub(crate) trait Codec<T> {
     fn decode(&self, what: &'static str, reader: &mut Reader<'_>) -> Result<T, DecodeError>;
 }
 
-/// A value with one encoding, such as a struct with its fields in sequence.
+/// A value with exactly one encoding, such as a struct with its fields in sequence.
 pub(crate) trait Layout: Sized {
     /// Appends the fields.
     ///
     /// # Errors
-    /// A value that a peer would reject.
+    /// A field has a value that a peer would reject.
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError>;
 
     /// Reads the fields.
@@ -193,7 +193,7 @@ where
     }
 }
 
-/// UTF-8 of at most this many bytes, after its 16-bit length.
+/// UTF-8 of at most this many bytes, preceded by its 16-bit length.
 pub(crate) struct Text(pub(crate) usize);
 
 impl Codec<String> for Text {
@@ -211,7 +211,7 @@ impl Codec<String> for Text {
     }
 }
 
-/// At most this many bytes, after their 32-bit length.
+/// At most this many bytes, preceded by their 32-bit length.
 pub(crate) struct Blob(pub(crate) usize);
 
 impl Codec<Vec<u8>> for Blob {

@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::fault::FaultCode;
 
-/// Invalid bytes from a peer. The peer is at fault, or newer.
+/// Invalid bytes from a peer. The peer is at fault, or is a newer release.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("invalid {what} at byte {offset}: {why}")]
 pub struct DecodeError {
@@ -21,8 +21,8 @@ impl DecodeError {
         Self { what, why, offset }
     }
 
-    /// The code to answer with: a newer peer learns which feature is missing
-    /// here, any other that its message is malformed.
+    /// The code of the answer: it tells a newer peer which feature is missing here, and any
+    /// other peer that its message is malformed.
     pub fn fault(&self) -> FaultCode {
         match self.why {
             DecodeReason::Unsupported { .. }
@@ -45,7 +45,7 @@ pub enum DecodeReason {
         /// Bytes that are left.
         left: u64,
     },
-    /// The number is over its limit in [`crate::limits`].
+    /// The number exceeds its limit in [`crate::limits`].
     #[error("{value} exceeds the limit of {limit}")]
     OverLimit {
         /// The number as sent; `u64::MAX` for a sum that overflows.
@@ -96,7 +96,7 @@ pub enum DecodeReason {
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EncodeError {
-    /// The number is over its limit in [`crate::limits`].
+    /// The number exceeds its limit in [`crate::limits`].
     #[error("{what} {value} exceeds the limit of {limit}")]
     OverLimit {
         /// The field's name in docs/wire/.

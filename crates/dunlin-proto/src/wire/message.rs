@@ -5,7 +5,7 @@
 /// each with its name in errors and its [`Codec`](super::codec::Codec). For a
 /// message that wraps a struct, only the struct is listed.
 ///
-/// The rows become `Kind`, and `kind`, `append` and `decode` of `Message`.
+/// The macro generates `Kind`, and the methods `kind`, `append` and `decode` of `Message`.
 macro_rules! messages {
     ($(
         $variant:ident = $number:literal, $name:literal
@@ -51,8 +51,8 @@ macro_rules! messages {
             /// unknown kind that may be skipped.
             ///
             /// # Errors
-            /// [`DecodeError`](crate::wire::DecodeError), also if the body's length
-            /// is not the announced one.
+            /// [`DecodeError`](crate::wire::DecodeError), also if the body does not have
+            /// the announced length.
             pub fn decode(
                 header: &Header,
                 body: &[u8],

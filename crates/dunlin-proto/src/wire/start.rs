@@ -82,10 +82,10 @@ impl Start {
         self.kind
     }
 
-    /// A reader over the body.
+    /// Returns a reader over the body.
     ///
     /// # Errors
-    /// The body's length is not the announced one.
+    /// The body does not have the announced length.
     pub(crate) fn body<'a>(&self, bytes: &'a [u8]) -> Result<Reader<'a>, DecodeError> {
         Reader::over_body(bytes, self.body_bytes)
     }

@@ -141,7 +141,7 @@ fn verdict() -> impl Strategy<Value = Verdict> {
     ]
 }
 
-/// Any message of a kind; the match keeps the list complete.
+/// Generates any message of a kind. The exhaustive match keeps the list complete.
 fn message_of(kind: Kind) -> BoxedStrategy<Message> {
     let lane = 1..=u16::MAX;
     match kind {
@@ -356,8 +356,8 @@ fn heap_bytes(message: &Message) -> usize {
     }
 }
 
-/// The largest factor by which decoding may grow: an endpoint of two bytes
-/// becomes a `String` of 24.
+/// The most bytes of memory that decoding may use for each byte of input: an endpoint of
+/// two bytes becomes a `String` of 24.
 const HEAP_PER_BYTE: usize = 12;
 
 proptest! {
@@ -398,8 +398,8 @@ proptest! {
         let bytes = encode(&message, &envelope);
         prop_assert_eq!(decode(&bytes[..cut.index(bytes.len())]), None);
 
-        // The same bytes with a header that announces the shorter body. Only a
-        // cut just before the extension fields leaves a valid message.
+        // Truncated bytes with a header that announces the shorter body. Only a cut just before the
+        // extension fields leaves a valid message.
         let body = &bytes[CONTROL_HEADER_BYTES..];
         if body.is_empty() {
             return Ok(());
@@ -470,8 +470,8 @@ proptest! {
         decode_opening(&bytes);
     }
 
-    /// For any bytes, decoded ranges lie inside the table, and there are no
-    /// more of them than the bytes can hold.
+    /// For any bytes, decoded ranges lie inside the table, and their number is bounded by
+    /// the length of the input.
     #[test]
     fn i7_any_ranges_are_refused_or_lie_in_their_region(
         table in region_table(),
@@ -504,8 +504,8 @@ proptest! {
     }
 }
 
-/// The strategies above generate every kind; otherwise the properties would
-/// hold vacuously.
+/// The strategies above generate every kind; otherwise the properties would not be tested
+/// for the missing kinds.
 #[test]
 fn every_kind_of_message_is_generated() {
     use proptest::strategy::ValueTree;

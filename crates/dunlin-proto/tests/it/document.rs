@@ -48,7 +48,7 @@ pub(crate) fn vectors_of(prefix: &str) -> BTreeMap<&'static str, Vec<u8>> {
     vectors
 }
 
-/// Asserts that each vector is refused if it is shorter, or longer by a byte.
+/// Asserts that each vector is refused if it is truncated, or extended by a byte.
 pub(crate) fn assert_exact(
     vectors: BTreeMap<&'static str, Vec<u8>>,
     decodes: impl Fn(&str, &[u8]) -> bool,

@@ -134,8 +134,8 @@ fn i7_every_truncation_of_a_vector_is_refused() {
     assert_exact(vectors(), |_, bytes| decode(bytes).is_some());
 }
 
-/// Every byte of every vector with every value: no panic, and what decodes is
-/// something that encodes again.
+/// Sets every byte of every vector to every value: nothing panics, and each decoded value
+/// can be encoded again.
 #[test]
 fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {
     for (_, bytes) in vectors() {
@@ -151,7 +151,7 @@ fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {
     }
 }
 
-/// What the encoder would not write is not read either.
+/// The decoder rejects what the encoder would refuse to write.
 #[test]
 fn i7_what_a_message_may_not_say_is_refused() {
     let change = |name, at: usize, value: u8| {

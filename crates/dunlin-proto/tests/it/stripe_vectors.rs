@@ -177,8 +177,8 @@ fn i7_every_truncation_of_a_vector_is_refused() {
     assert_exact(vectors(), decodes);
 }
 
-/// Every byte of every vector with every value: no panic, and what decodes is
-/// something that encodes again.
+/// Sets every byte of every vector to every value: nothing panics, and each decoded value
+/// can be encoded again.
 #[test]
 fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {
     for (name, bytes) in vectors() {
@@ -200,7 +200,7 @@ fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {
     }
 }
 
-/// What a peer would refuse is not written either.
+/// The encoder refuses to write what a peer would reject.
 #[test]
 fn i7_nothing_over_its_limit_is_written() {
     let mark = Mark {

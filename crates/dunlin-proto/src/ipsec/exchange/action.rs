@@ -72,7 +72,7 @@ pub(super) fn malformed(text: &str) -> Breach {
 /// Why a session ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
-    /// Whether the peer ended it and sent what follows.
+    /// Whether the peer ended the session and sent the fields below.
     pub by_peer: bool,
     /// The fault code.
     pub fault: FaultCode,

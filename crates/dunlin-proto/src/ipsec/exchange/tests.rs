@@ -344,7 +344,7 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
-/// So the peer may remove the SAs immediately, whichever side is faster.
+/// The peer may therefore remove the SAs immediately, whichever side is faster.
 #[test]
 fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
     for first in 0..4 {
@@ -392,7 +392,7 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// With any requests, releases and renewals in any order, each side opens what the other seals,
+    /// Whatever the order of requests, releases and renewals, each side opens what the other seals,
     /// nothing is in the clear, and no key is installed twice.
     #[test]
     fn i6_each_side_always_opens_what_the_other_seals(

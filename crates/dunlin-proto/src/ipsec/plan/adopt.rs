@@ -13,8 +13,8 @@ pub struct Adoption {
     /// Policies to remove immediately afterwards: the heir's own policies cover all of their
     /// packets.
     pub then: Vec<Policy>,
-    /// Policies that block ports of the heir and also other ports: as [`Adoption::when_quiet`], and
-    /// the heir can start only if no connection uses them.
+    /// Policies that block ports of the heir and also other ports: they are removed like
+    /// [`Adoption::when_quiet`], and the heir can start only if no connection uses these ports.
     pub in_the_way: Vec<Policy>,
     /// Policies for ports outside the heir's range, to remove when no connection on these ports is
     /// left.

@@ -112,7 +112,7 @@ fn a_lane_that_waits_at_a_mark_is_not_stalled() {
         [Action::Cut(2), Action::Fence(2)]
     );
     assert_eq!(actions(&mut sending, 110), [Action::Open(3)]);
-    // From here on the time of lane 1 runs.
+    // The timeout of lane 1 starts here.
     assert_eq!(sending.fenced(2, &[], 120), Ok(0));
     assert_eq!(actions(&mut sending, 130), []);
     assert_eq!(

@@ -37,7 +37,7 @@ impl Message {
     /// *accept* writes a secret to `out`, which the caller has to zeroize.
     ///
     /// # Errors
-    /// A value that a peer would reject; `out` is unchanged.
+    /// The message has a value that a peer would reject; `out` is unchanged.
     pub fn encode(&self, epoch: u32, out: &mut Vec<u8>) -> Result<(), EncodeError> {
         self.append(out, MAX_TUNNEL_BODY_BYTES, |writer| {
             writer.u32(epoch);

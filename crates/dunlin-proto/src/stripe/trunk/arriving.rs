@@ -25,7 +25,7 @@ impl<T: Clone> Trunk<T> {
         admitted
     }
 
-    /// Sends the peer the reason for which its lane is refused. The lane has not been admitted; the
+    /// Sends the peer the reason why its lane is refused. The lane has not been admitted; the
     /// caller closes the connection.
     pub fn refuse_lane(&mut self, lane: u16, fault: FaultCode, text: String) {
         let refusals = &mut self.agenda.refusals;
@@ -62,7 +62,7 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// After [`Arrival::Keep`]: stores the piece in its own buffer. If it has become the next
-    /// one meanwhile, it is returned, and the caller has the turn.
+    /// one in the meantime, it is returned, and the caller has the turn.
     ///
     /// # Errors
     /// The peer violates the protocol: the caller calls [`Trunk::end`].
@@ -84,8 +84,8 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// The thread with the turn has written `bytes` to the channel's socket; `rest` holds what the
-    /// socket did not take. Returns the piece to write next with the same turn, or ends the turn.
-    /// If there is a rest, [`Trunk::writable`] continues.
+    /// socket did not accept. Returns the piece to write next with the same turn, or ends the
+    /// turn. If there is a rest, [`Trunk::writable`] continues.
     pub fn wrote(
         &mut self,
         channel: u32,
@@ -119,12 +119,13 @@ impl<T: Clone> Trunk<T> {
         self.arriving.ended(lane, frames)
     }
 
-    /// The connection of the other side's lane is over, and its thread reports nothing more.
+    /// The connection of the other side's lane has ended, and its thread reports nothing
+    /// more.
     pub fn admitted_over(&mut self, lane: u16) {
         self.arriving.over(lane);
     }
 
-    /// Whether the channel was ever opened. One that does not exist may have ended.
+    /// Whether the channel was ever opened. A channel that does not exist may have ended.
     pub(super) fn was_opened(&self, channel: u32) -> Result<(), PeerFault> {
         let ever = if self.is_ours(channel) {
             u64::from(channel) < self.next_own

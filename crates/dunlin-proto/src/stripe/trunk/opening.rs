@@ -7,8 +7,8 @@
 //! finishes first.
 //!
 //! An earlier channel with a consumer that does not read delays no other channel. When its socket
-//! is full, the consumer has all that it could see without a tunnel, and it may be waiting for the
-//! very connection that would wait for it.
+//! is full, the consumer could not have received more without a tunnel either, and it may be
+//! waiting for the very connection that would wait for it.
 
 use std::collections::BTreeSet;
 
@@ -27,7 +27,7 @@ impl<T: Clone> Trunk<T> {
     /// [`Action::Refused`] follows; nothing is read before that.
     ///
     /// # Errors
-    /// [`OpenError`]; nothing is changed.
+    /// [`OpenError`]; nothing has changed.
     pub fn open(&mut self, opening: Opening) -> Result<u32, OpenError> {
         if self.is_over() {
             return Err(OpenError::Over);
@@ -90,7 +90,7 @@ impl<T: Clone> Trunk<T> {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // A lane has started to read since: the count is requested again after the read.
+        // A lane has started to read since then: the count is requested again after the read.
         if one.out.turn == Turn::Taken || one.out.counted_for == 0 {
             return;
         }
@@ -109,7 +109,8 @@ impl<T: Clone> Trunk<T> {
         self.queue(channel);
     }
 
-    /// A channel that was to be counted no longer exists: nothing of it is waited for.
+    /// A channel no longer exists although its bytes were to be counted, so other channels
+    /// stop waiting for it.
     pub(super) fn uncount(&mut self, channel: u32) {
         for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
@@ -122,7 +123,7 @@ impl<T: Clone> Trunk<T> {
 
     /// The answer to [`Action::Connect`] if the target is connected. `window_bytes` is the largest
     /// window that the route allows. From now on the caller reports when the socket is readable.
-    /// Returns false if the channel has ended meanwhile: the caller closes the connection.
+    /// Returns false if the channel has ended in the meantime: the caller closes the connection.
     #[must_use]
     pub fn connected(&mut self, channel: u32, window_bytes: u64) -> bool {
         let connecting = |one: &Channel<T>| matches!(one.stage, Stage::Connecting);

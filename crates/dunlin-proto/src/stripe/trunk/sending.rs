@@ -54,12 +54,12 @@ pub enum Outcome<T> {
 
 impl<T: Clone> Trunk<T> {
     /// The connection of this lane is established and *lane open* is sent. Returns false if the
-    /// lane was given up meanwhile: the caller closes it.
+    /// lane was given up in the meantime: the caller closes it.
     pub fn lane_established(&mut self, lane: u16, now_ns: u64) -> bool {
         !self.is_over() && self.lanes.life.up(lane, now_ns)
     }
 
-    /// The connection of this lane could not be established, or is over.
+    /// The connection of this lane could not be established, or has ended.
     pub fn lane_over(&mut self, lane: u16, now_ns: u64) {
         self.lanes.over(lane, now_ns);
     }

@@ -119,8 +119,8 @@ impl<T: Clone> Trunk<T> {
         std::mem::take(&mut self.agenda.drain_due).then_some(Message::Drain)
     }
 
-    /// *open* is sent in the order of channel numbers: the other side takes a number below the
-    /// highest one for a channel that has ended.
+    /// *open* is sent in the order of channel numbers: the other side treats a number below
+    /// the highest one as a channel that has ended.
     fn next_open(&mut self) -> Option<Message> {
         let &channel = self.agenda.opens.first()?;
         let one = self.channels.get_mut(&channel)?;
@@ -302,7 +302,7 @@ impl<T: Clone> Trunk<T> {
         let channel = mark.channel;
         self.was_opened(channel)?;
         match self.channels.get_mut(&channel) {
-            // The other side sends nothing on a channel before *opened*, and no end of it.
+            // Before *opened*, the other side sends neither data nor an end on a channel.
             Some(one) if !matches!(one.stage, Stage::Open) => {
                 Err(PeerFault::Impossible { channel })
             }
@@ -329,8 +329,8 @@ impl<T: Clone> Trunk<T> {
             if planted(Mistake::ResetBehindData) && one.inn.waits() {
                 return Ok(());
             }
-            // A consumer may leave bytes unread only if this side has read the end of its
-            // hypervisor.
+            // Only if this side has read its hypervisor's stream to the end may the consumer leave
+            // bytes unread.
             let fault = match fault {
                 FaultCode::LeftUnread if !one.ours || one.out.eof.is_none() => {
                     FaultCode::ChannelBroken
@@ -348,7 +348,7 @@ impl<T: Clone> Trunk<T> {
         self.answer_if_gone(channel)
     }
 
-    /// Handles *gone*: the other side has no state of the channel.
+    /// Handles *gone*: the other side keeps no state for the channel.
     fn confirmed(&mut self, channel: u32, now_ns: u64) -> Result<(), PeerFault> {
         self.was_opened(channel)?;
         self.ended.remove(&channel);
@@ -370,7 +370,7 @@ impl<T: Clone> Trunk<T> {
         if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
             return Ok(());
         }
-        // The channels that the other side can have at the same time, and a repetition of each.
+        // Enough for every channel that the other side can have at the same time, repeated once.
         if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
             return Err(PeerFault::TooManyChannels);
         }

@@ -221,7 +221,7 @@ fn i8_a_consumer_that_stalls_stops_its_channel_at_the_window_and_no_other() {
     }
     assert_eq!(sent, START_WINDOW_BYTES);
     assert_eq!(pair.sides[1].held(stalled), Some(sent));
-    // Kept bytes are safe, so the sender need not keep them.
+    // The receiver keeps these bytes, so the sender need not.
     assert_eq!(pair.sides[0].usage().unacknowledged, 0);
     pair.sides[0].readable(other);
     assert_eq!(pair.reads(0, 1, 10, false).unwrap().channel(), other);
@@ -415,8 +415,8 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// The side with the source reports immediately that the source has closed, and does not believe a
-/// report about an end that it has not read itself.
+/// The side with the source reports immediately that the source has closed, and ignores a report
+/// about an end that it has not read itself.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
@@ -686,7 +686,7 @@ fn a_target_that_connects_too_late_is_closed() {
     assert!(!pair.sides[1].connected(channel, DEFAULT_WINDOW));
 }
 
-/// A host that was stopped has received nothing meanwhile: its lanes do not time out.
+/// A stopped process receives nothing, so its lanes do not time out when it continues.
 #[test]
 fn a_side_that_was_stopped_gives_no_lane_up() {
     let mut pair = Pair::new();

@@ -18,7 +18,7 @@ pub enum Side {
 /// The limits of a trunk on this side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Channels that may be live at the same time, those of both sides together; at most
+    /// Channels that may be live at the same time, counting those of both sides; at most
     /// [`crate::limits::MAX_CHANNELS`].
     pub channels: usize,
     /// Bytes of all channels that may wait here for consumers, and bytes that may wait for
@@ -74,7 +74,7 @@ pub enum OpenError {
     /// One of the two sides is draining.
     #[error("the tunnel is shutting down and opens no more channels")]
     Draining,
-    /// The trunk is over, or all channel numbers are used.
+    /// The trunk has ended, or all channel numbers are used.
     #[error("the trunk to the peer is over")]
     Over,
     /// A name is longer than a message allows.
@@ -137,7 +137,7 @@ pub enum Action {
         /// The reason as text, from the peer: escape it.
         text: String,
     },
-    /// The trunk is over, and all its channels are aborted.
+    /// The trunk has ended, and all its channels are aborted.
     GiveUp(FaultCode),
 }
 
@@ -145,14 +145,14 @@ pub enum Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
     /// The other side had ended its direction, and at most [`crate::limits::MAX_UNREAD_BYTES`] were
-    /// unread: the channel is over, and the other side receives [`FaultCode::LeftUnread`].
+    /// unread. The channel has ended, and the other side receives [`FaultCode::LeftUnread`].
     Unread,
-    /// Undecided: no more than that is unread and the end may be in flight, or another thread is
-    /// writing and will report how much is unread. [`Action::Abort`] follows, with
+    /// Undecided: no more than that limit is unread and the end may be in flight, or another
+    /// thread is writing and will report how much is unread. [`Action::Abort`] follows, with
     /// [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. Nothing may be written until
     /// then.
     Waits,
-    /// More was to be delivered: the channel is aborted.
+    /// More bytes than the limit were unread: the channel is aborted.
     Broken,
 }
 
