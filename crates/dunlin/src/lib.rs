@@ -4,7 +4,7 @@
 //!
 //! | trait | side | what it does |
 //! | --- | --- | --- |
-//! | [`SourceVm`] | source | describes, pauses, saves, resumes and at last destroys the VM |
+//! | [`SourceVm`] | source | describes, pauses, saves, resumes and finally destroys the VM |
 //! | [`DirtyLog`] | source | reports which pages were written since the last call |
 //! | [`GuestMemory`] | both | regions of guest memory, read and written in place |
 //! | [`Builder`] | destination | builds the VM that the source describes, or refuses; closures are builders |
@@ -24,9 +24,9 @@
 //!
 //! # Who may connect
 //!
-//! [`Identity`] loads a host's certificate, key and authority. Each side names the peers
-//! that it accepts; an empty list accepts none, and [`Peers::AnyFromAuthority`] every peer with a
-//! certificate of these authorities.
+//! [`Identity`] loads a host's certificate, key and authority. Each side names the peers that it
+//! accepts; an empty list accepts none, and [`Peers::AnyFromAuthority`] accepts every peer with a
+//! certificate from these authorities.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -139,8 +139,8 @@
 //! [`RanThenDied`]: engine::VmIs::RanThenDied
 //! [`Gone`]: engine::VmIs::Gone
 #![forbid(unsafe_code)]
-// Without the feature, some items are public only for the other crates of the workspace. Their builds
-// enable the feature, so dead code does not go unnoticed.
+// Without the feature, some items are public only for the other crates of the workspace. Builds of
+// these crates enable the feature, so that the compiler still reports dead code.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)
@@ -155,7 +155,8 @@ pub use engine::source::Migration;
 #[cfg(feature = "unstable-internals")]
 pub use dunlin_lane as lane;
 
-/// Identities, the peers that a host accepts, and TLS settings: what a VMM needs of `dunlin-lane`.
+/// Identities, the peers that a host accepts, and TLS settings: the part of `dunlin-lane` that a
+/// VMM needs.
 ///
 /// A VMM that implements its own lanes, or that chooses cipher suites, kernel TLS or the layout of
 /// an identity's directory, depends on `dunlin-lane` too. The types are the same.

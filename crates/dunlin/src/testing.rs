@@ -1,9 +1,9 @@
-//! Conformance tests for the authors of VMMs: they check whether a VMM keeps the
-//! contracts of the traits of [`vmm`](crate::engine::vmm). Call them from a test.
+//! Conformance tests for the authors of VMMs: they check whether a VMM keeps the contracts of the
+//! traits in [`vmm`](crate::engine::vmm). Call them from a test.
 //!
-//! A VMM that breaks a contract damages a VM in one migration of many, or runs it
-//! twice. Each check does what a migration does, many times where necessary. On failure
-//! it returns one sentence that names the method and its contract.
+//! A VMM that breaks a contract may corrupt a VM, or run it twice, in only one migration out of
+//! many. Each check does what a migration does, many times where necessary. On failure it returns
+//! one sentence that names the method and its contract.
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -71,8 +71,8 @@ pub use vmm::{Conformance, check_vmm};
 
 /// A VMM under test.
 pub trait Vmm {
-    /// Starts a new VM with a running guest. The guest must write all over its memory:
-    /// to some pages often, and to pages that were never touched before.
+    /// Starts a new VM with a running guest. The guest must write to all parts of its
+    /// memory: to some pages often, and also to pages that were never touched before.
     ///
     /// # Errors
     /// No VM could be started; the test ends.
@@ -82,8 +82,8 @@ pub trait Vmm {
     /// [`Incoming::run`](crate::engine::destination::Incoming::run).
     fn builder(&mut self) -> &mut dyn Builder;
 
-    /// The VM that the builder has built last, as a source: a VMM that receives a VM
-    /// can migrate it on.
+    /// The VM that the builder built last, as a source: a VMM that has received a VM can
+    /// migrate it again.
     fn built(&mut self) -> Option<Arc<dyn SourceVm>>;
 }
 
@@ -101,7 +101,7 @@ pub struct Effort {
 }
 
 impl Default for Effort {
-    /// Five pauses, eight fetches before each, two milliseconds apart.
+    /// Five pauses, and before each one eight fetches, two milliseconds apart.
     fn default() -> Self {
         Self {
             pauses: 5,

@@ -32,7 +32,7 @@ const DUNLIN_MAX: usize = 350;
 /// A path within a crate, the crate's name first.
 type Names = Vec<String>;
 
-/// A module's items, without those for tests and those behind [`UNSTABLE`].
+/// A module's items, except those for tests and those that need [`UNSTABLE`].
 #[derive(Default)]
 struct Module {
     items: Vec<Item>,
@@ -112,8 +112,8 @@ impl Sources {
         self.file(&file, &own, path, is_public);
     }
 
-    /// The path from a crate's root that `path` is in the module `from`; `None` for crates that are
-    /// not of this workspace.
+    /// Resolves `path` as used in the module `from` to a path from its crate's root; `None` for
+    /// crates that are not of this workspace.
     fn anchored(&mut self, from: &[String], path: &[String]) -> Option<Names> {
         let mut at = from.to_vec();
         let mut rest = path;
@@ -155,8 +155,8 @@ impl Sources {
         items.any(|item| matches!(item, Item::Macro(_)) && text(item).contains(name))
     }
 
-    /// Where the item or module `path` is defined: follows imports. Several for a name of several
-    /// kinds, such as a module and a function.
+    /// Where the item or module `path` is defined: follows imports. Returns several if a name has
+    /// several kinds, such as a module and a function.
     fn definitions(&mut self, path: &[String], visited: &mut BTreeSet<Names>) -> Vec<Found> {
         if !visited.insert(path.to_vec()) {
             return Vec::new();
@@ -272,7 +272,7 @@ impl Api {
         }
     }
 
-    /// Lists what `path`, imported by the module `at`, gives out under the path `shown`.
+    /// Lists what `path`, imported by the module `at`, exports under the path `shown`.
     fn reexport(&mut self, at: &[String], path: &[String], bound: Option<&str>, shown: &str) {
         let bound = bound.expect("no public glob");
         let alias = if path.last().map(String::as_str) == Some(bound) {
@@ -395,7 +395,8 @@ impl Api {
             let segments = of.path.segments.iter();
             let names: Names = segments.map(|one| one.ident.to_string()).collect();
             let name = names.last().unwrap().clone();
-            // A name without a path is of this module, and a name that it lacks is of the language.
+            // A name without a path belongs to this module, or to the language if the module does
+            // not define it.
             let full = match names.as_slice() {
                 [_] => Some(below(&at, name.clone())),
                 _ => self.sources.anchored(&at, &names),
@@ -521,7 +522,7 @@ fn is_left_out(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// What a type can do by itself, and whether it may grow.
+/// The derived traits of a type, and whether it is `non_exhaustive`.
 fn derived(attributes: &[Attribute]) -> String {
     let wanted =
         |one: &&Attribute| one.path().is_ident("derive") || one.path().is_ident("non_exhaustive");
@@ -584,7 +585,8 @@ fn text(tokens: &impl ToTokens) -> String {
 
 #[test]
 fn the_public_api_is_what_is_written_down() {
-    // With an item each, so that no list can be an empty one of everything.
+    // Each crate comes with an item that its list must contain, so that an empty list does not
+    // pass.
     for (package, item) in [
         (
             "dunlin",
@@ -622,7 +624,7 @@ fn a_list_expands_reexports_and_leaves_out_the_unstable() {
     }
 }
 
-/// Checks the public API of a crate against its file, in which there is `item`.
+/// Checks the public API of a crate against its file, which must contain `item`.
 fn assert_written_down(package: &str, item: &str) {
     let api = Api::of(package);
     let now: String = api

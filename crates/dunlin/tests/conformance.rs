@@ -84,7 +84,8 @@ fn the_examples_keep_what_the_traits_promise() {
     assert!(seen.dirty.pages > 100, "{seen:?}");
 }
 
-/// A VMM that cannot receive a VM yet tests its source alone; later it repeats one check.
+/// A VMM that cannot receive a VM yet can test its source alone, and repeat a single check
+/// later.
 #[test]
 fn each_part_of_a_vmm_is_tested_by_itself() {
     let effort = Effort::default();
@@ -132,7 +133,7 @@ enum Fault {
     BuildRuns,
     /// The VM stays paused after it is resumed.
     ResumeIdles,
-    /// The source's VM is resumed instead of being destroyed.
+    /// The source's VM is resumed instead of destroyed.
     DestroyIdles,
 }
 
@@ -213,7 +214,7 @@ impl SourceVm for Faulty {
     fn run_state(&self) -> RunState {
         match self.fault {
             Fault::RunStateLies => RunState::Running,
-            // The kit must not find the fault by the reported state.
+            // The kit must find the fault without the help of the reported state.
             Fault::PauseDoesNot if self.paused.load(SeqCst) => RunState::Paused,
             _ => self.vm.run_state(),
         }

@@ -25,8 +25,7 @@ const BYTES: u64 = 16 << 20;
 /// How a [`Scribbler`] writes to one region, at an offset.
 type Write = dyn Fn(&TrackedMemory, usize, u64, u64) + Send + Sync;
 
-/// A thread that writes to memory: half of the time to a few pages, else
-/// anywhere.
+/// A thread that writes to memory: half of the time to a few pages, otherwise anywhere.
 struct Scribbler {
     memory: Arc<TrackedMemory>,
     write: Arc<Write>,
@@ -96,7 +95,7 @@ impl Drop for Scribbler {
     }
 }
 
-/// As the guest writes: past vm-memory's bitmap.
+/// Writes as the guest does: without an entry in vm-memory's bitmap.
 fn as_guest() -> Arc<Write> {
     Arc::new(|memory, region, offset, value| {
         let region = memory.iter().nth(region).unwrap();

@@ -1,5 +1,5 @@
-//! No chunk allocates on a lane's thread, on either side, after the first pass. Alone
-//! in its process, because the counter replaces the process's allocator.
+//! No chunk allocates on a lane's thread, on either side, after the first pass. The test is
+//! alone in its process, because the counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +16,8 @@ use dunlin::{Incoming, Migration};
 use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
 
-/// The counts when the buffers were full, and when the guest paused.
+/// The allocation counts when the buffers had reached their final size, and when the guest
+/// paused.
 static WARM: AtomicU64 = AtomicU64::new(0);
 static PAUSED: AtomicU64 = AtomicU64::new(0);
 
@@ -91,7 +92,8 @@ fn i8_no_chunk_allocates_on_a_lane_at_either_side() {
     let allocations = PAUSED.load(Ordering::SeqCst) - WARM.load(Ordering::SeqCst);
     println!("{allocations} allocations for {chunks} chunks");
     assert!(chunks > 300, "{chunks}");
-    // The rest are the queues between threads, which allocate a block for many events.
+    // The remaining allocations are those of the queues between threads, which allocate one block
+    // for many events.
     assert!(
         allocations * 20 < chunks,
         "{allocations} allocations for {chunks} chunks"

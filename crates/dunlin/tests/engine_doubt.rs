@@ -32,8 +32,8 @@ use dunlin_test_support::engine::{TestBuilder, tls, verified};
 #[test]
 fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_source() {
     let (client, server) = tls();
-    // Whether the destination sees the end of the control lane before it is
-    // asked, or still considers it open until then.
+    // Whether the destination notices the end of the control lane before the inquiry, or still
+    // considers the lane open when the inquiry arrives.
     for noticed in [true, false] {
         let (here, there) = (JournalDirectory::new(), JournalDirectory::new());
         let destination = Destination::start(&server, there.journal(), TestBuilder::default());
@@ -96,7 +96,8 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
         let (mut ended, builder) = destination.finish();
         assert!(runs(&builder.built.unwrap()));
         let received = ended.pop().unwrap().unwrap();
-        // If the session was still open, its own thread has answered.
+        // If the destination had not noticed the end, the session was still open and answered
+        // itself. Otherwise an answering thread of its own did.
         assert_eq!(received.answering.is_some(), noticed);
         if let Some(answering) = received.answering {
             let until = Instant::now() + Duration::from_secs(5);
@@ -136,7 +137,7 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let builder = TestBuilder::default();
         let at = Box::new(|_: &DestinationEvent| ());
-        // As another process without a journal at the same address.
+        // Behaves like another process without a journal at the same address.
         let journals = Box::new(Journal::none);
         let destination = Destination::on(listener, &server, journals, builder, at);
         let vm = running();
@@ -169,7 +170,7 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
     }
 }
 
-/// The source's process has died with the VM: an operator has only the record left.
+/// The source's process has died with the VM: an operator has nothing but the record.
 #[test]
 fn i2_a_copy_that_died_in_doubt_is_given_up_but_not_while_its_process_lives() {
     const SESSION: [u8; 16] = [1; 16];
@@ -332,7 +333,7 @@ fn i2_released_that_cannot_be_recorded_keeps_the_destinations_answer() {
     let running = [State::Destination(DestinationRecord::Running)];
     assert_eq!(here.states(), [State::Source(SourceRecord::Committing)]);
     assert_eq!(there.states(), running);
-    // No other process considers the VM dead, whether or not inquiries are answered.
+    // No other process considers the VM dead, whether or not this process answers inquiries.
     assert!(there.journal().list().unwrap()[0].lives);
     received.answering.unwrap().stop();
     assert!(there.journal().list().unwrap()[0].lives);
@@ -520,9 +521,9 @@ fn i1_a_destination_that_was_started_again_answers_what_its_journal_says() {
     drop(record(3, source, DestinationRecord::Aborted));
     drop(record(5, stranger, DestinationRecord::Prepared));
     drop(record(7, source, DestinationRecord::MovedOn));
-    // Its process is alive and answers for it.
+    // The session's process is alive and answers inquiries about it.
     let _held = record(6, source, DestinationRecord::Running);
-    // While a host waits for a VM, and on one that only answers.
+    // Ask a host that waits for a VM, and a host that only answers.
     let waiting = Destination::start(&server, there.journal(), TestBuilder::default());
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let answering = listener.local_addr().unwrap();

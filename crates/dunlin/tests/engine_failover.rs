@@ -99,8 +99,8 @@ fn i3_i4_a_lane_killed_in_any_phase_and_any_way_is_replaced_and_nothing_is_lost(
             report.pages_again,
             began.elapsed()
         );
-        // A lane that is not admitted before everything has been sent is not used, and does
-        // not count as lost.
+        // A lane that is not admitted until everything has been sent is unused, and does not count
+        // as lost.
         let unnoticed = phase == Phase::Handshake && matches!(fault, Fault::Swallow | Fault::Hold);
         assert!(
             report.lanes_lost == 1 || unnoticed && report.lanes_lost == 0,
@@ -153,8 +153,9 @@ fn throughput_goes_with_the_lanes_that_are_lost_and_comes_back_with_them() {
             .map(|one| scene.proxy.progress(one).forwarded)
             .sum()
     };
-    // Throughput from a moment after now, in lanes. The wait is the measurement: a rate is the number
-    // of bytes in a window, and the first window lets the buffers of lost lanes drain.
+    // The throughput from shortly after now, as a multiple of one lane's rate. The wait is part of
+    // the measurement: a rate is the number of bytes in a window, and the buffers of lost lanes
+    // drain during the first window.
     let lanes_worth = || {
         thread::sleep(Duration::from_millis(200));
         let (began, before) = (Instant::now(), through());
@@ -198,7 +199,7 @@ fn i4_only_what_was_not_acknowledged_is_sent_again() {
     };
     let of_lost = |(lane, bytes): &(u16, u64)| (*lane == lost).then_some(bytes / 4096);
     let carried: u64 = report.lanes.iter().filter_map(of_lost).sum();
-    // Two chunks had arrived, and a third may have been assigned to the lane and not sent.
+    // Two chunks had arrived, and a third may have been assigned to the lane but not sent.
     assert!(report.pages_again > 0);
     assert!(
         report.pages_again <= carried - 128 + 64,

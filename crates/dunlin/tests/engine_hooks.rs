@@ -5,7 +5,7 @@ use dunlin::engine::VmIs;
 use dunlin_test_support::engine::{tls, verified};
 use dunlin_test_support::hooks::{Calls, Machines, Vm, attempt};
 
-/// The calls at the source, and [`ARRIVED`] those at the destination, in a migration that succeeds.
+/// The calls at the source in a migration that succeeds. [`ARRIVED`] has those at the destination.
 const MOVED: [&str; 8] = [
     "describe",
     "start",
@@ -18,7 +18,8 @@ const MOVED: [&str; 8] = [
 ];
 const ARRIVED: [&str; 5] = ["build", "load", "acquire", "resume", "announce"];
 
-/// The failing steps; the calls at the source and at the destination; and where the VM is.
+/// The failing step; the calls at the source and at the destination; and where the VM is
+/// afterwards.
 type Row = (
     &'static [&'static str],
     &'static str,
@@ -163,7 +164,7 @@ fn i1_nothing_is_taken_before_it_was_let_go_and_nothing_runs_before_the_hold_is_
         .unwrap();
     assert_eq!(calls.of("source"), MOVED);
     assert_eq!(calls.of("destination"), ARRIVED);
-    // The order of calls across both hosts, for pairs of calls that must be in one order.
+    // The order of calls across both hosts, for pairs of calls that have a fixed order.
     let all = calls.all();
     let at = |call: &str| all.iter().position(|one| *one == call).unwrap();
     for (first, then) in [

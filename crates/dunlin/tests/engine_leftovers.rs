@@ -1,6 +1,6 @@
-//! After a session nothing of it is left: threads, sockets and other
-//! descriptors of this process are counted before and after. Alone in its
-//! process, since it counts all of them.
+//! A session leaves nothing behind: threads, sockets and other descriptors of this process
+//! are counted before and after. The test is alone in its process, since it counts all of
+//! them.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -148,7 +148,7 @@ fn nothing_is_left_after_success_and_after_each_kind_of_failure() {
             }),
         ),
     ];
-    // The first migration creates what the process keeps until its end.
+    // The first migration creates resources that the process keeps until it ends.
     migrate(failing(None), TestBuilder::default(), &Cancel::new());
     let before = held();
     for (name, well, case) in cases {

@@ -145,8 +145,8 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     assert_eq!(moved.destination.err().unwrap().vm, VmIs::AtSource);
 }
 
-/// Zero pages leave room for others in a chunk, and each separate page takes a range: here more ranges
-/// than a header has room for.
+/// Zero pages leave room in a chunk for other pages, but each separate page takes a range. This
+/// memory needs more ranges than a header has room for.
 #[test]
 fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     const APART: u64 = 384;
@@ -156,7 +156,7 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
         let address = GuestAddress((1024 + page) * 4096);
         vm.memory.write_slice(&[7; 4096], address).unwrap();
     }
-    // Every second page of the first ones, and after them zero pages and others alternately.
+    // Every second page of the first part; after that, zero pages and other pages alternate.
     *vm.scan.lock().unwrap() = Some(|_, _, found| {
         for page in 0..APART {
             found(2 * page * 4096..(2 * page + 1) * 4096);
@@ -170,8 +170,8 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     let traffic = &report.traffic;
     let pages = (traffic.raw_pages, traffic.zero_pages);
     assert_eq!(pages, (TURNS / 2, TURNS / 2 + APART));
-    // A range for each page. Cut by pages alone it would be 14 chunks; marks and the end are
-    // frames too.
+    // Each page has its own range. If only pages limited a chunk, there would be 14 chunks. Marks
+    // and the end are frames too.
     let frames = traffic.header_bytes / 24 - (APART + TURNS);
     assert!(frames < 14, "{frames}");
     assert_eq!(moved.builder.built.unwrap().digest(), vm.digest());
@@ -187,7 +187,7 @@ fn i3_two_regions_of_one_file_arrive() {
     let moved = moved(&vm, &verified(2), TestBuilder::default());
     let report = moved.source.unwrap();
     assert_eq!(report.digests_equal, Some(true));
-    // Two pages of each region and three more, and no hole.
+    // Two pages of each region and three more pages, but no holes.
     assert_eq!(report.iterations[0].pages, 7);
     let built = moved.builder.built.unwrap();
     for (start, bytes) in [(0, 1 << 20), (1 << 32, 3 << 20)] {
@@ -201,8 +201,8 @@ fn i3_two_regions_of_one_file_arrive() {
     }
 }
 
-/// Mistakes of a sender's scan, each of which omits pages with content. The digests
-/// must not use the same scan.
+/// Mistakes in a sender's scan, each of which omits pages with content. The digests must
+/// not use the same scan.
 #[test]
 fn i3_pages_that_the_senders_scan_forgets_are_found_by_the_digests() {
     use dunlin::engine::vmm::GuestMemory;
@@ -537,8 +537,8 @@ fn i1_a_cancellation_after_commit_is_too_late() {
     let vm = running(8 << 20);
     let cancel = Cancel::new();
     let (warned, warning) = sync_channel(1);
-    // The destination has committed when it acquires the disks, and acquires them for as long as the
-    // source takes to answer the cancellation.
+    // When the destination acquires the disks, it has committed. Acquiring lasts until the source
+    // has answered the cancellation.
     let (same, warning) = (cancel.clone(), Arc::new(Mutex::new(warning)));
     let builder = TestBuilder {
         planted: Some(Box::new(move |vm| {
@@ -657,7 +657,7 @@ fn a_guest_that_outruns_the_link_is_slowed_step_by_step_and_moves() {
 fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
     for at_time_limit in [AtTimeLimit::Cancel, AtTimeLimit::Stop] {
         let (vm, options) = outrunning();
-        // Also in the middle of a pass, which takes 800 ms.
+        // The change also takes effect in the middle of a pass, which takes 800 ms.
         let options = options
             .to_builder()
             .throttle(false)

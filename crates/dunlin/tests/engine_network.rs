@@ -1,5 +1,4 @@
-//! Lanes through a proxy between the two sides, which reads their bytes, delays one
-//! lane and cuts one.
+//! Lanes through a proxy that reads their bytes, delays one lane and cuts another.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -41,7 +40,7 @@ fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
         receiving.finish(false).0.unwrap();
         let seen = proxy.recorded();
         assert!(seen.len() > 1 << 20);
-        // With plain lanes the search must find the content.
+        // As a check of the search: with plain lanes it must find the content.
         let found = seen
             .windows(CANARY.len())
             .filter(|part| part == CANARY)
@@ -85,8 +84,8 @@ fn a_stalled_lane_handshake_delays_none_of_the_others_and_is_done_without() {
         }
         let report = sending.join().unwrap().0.unwrap();
         assert_eq!(report.digests_equal, Some(true));
-        // The lane that was not established carried nothing. At its limit the others begin without it. It
-        // counts as lost if its failure is confirmed before the end of the session.
+        // The lane that was not established carried nothing. At the time limit the other lanes
+        // begin without it. It counts as lost if its failure is confirmed before the session ends.
         assert_eq!(report.lanes.len(), 3, "{report:?}");
         assert!(report.lanes_lost <= 1, "{report:?}");
     });
@@ -136,8 +135,8 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         let options = destination::Options::default();
         let receiving = Receiving::start(&server, &options, TestBuilder::default());
         let proxy = Proxy::start(receiving.address);
-        // Enough for the handshake, the opening and a part of the first chunk: the lane
-        // cannot reach its mark, and the others wait there.
+        // Enough for the handshake, the opening and a part of the first chunk: the lane cannot
+        // reach its mark, and the other lanes wait there.
         proxy.hold(1, 60_000);
         let vm = TestVm::new(16 << 20);
         vm.fill(4 << 20);
@@ -160,7 +159,7 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         assert_eq!(report.digests_equal, Some(true));
         assert_eq!(report.lanes_lost, 1);
         assert!(report.pages_again > 0);
-        // The pages sent, without those sent again, are the pages of all passes.
+        // The pages sent, except those sent again, are the pages of all passes.
         let waiting: u64 = report.iterations.iter().map(|one| one.pages).sum();
         let sent = report.traffic.raw_pages + report.traffic.zero_pages;
         assert!(sent <= waiting + report.pages_again, "{sent} {waiting}");

@@ -1,6 +1,6 @@
-//! The cost of `--verify` for a large, sparse guest: CPU time for its content, and no
-//! memory (I8). Alone in its process, since it measures the process's memory;
-//! `--nocapture` prints the figures.
+//! The cost of `--verify` for a large, sparse guest: CPU time in proportion to its content,
+//! and no memory (I8). The test is alone in its process, since it measures the process's
+//! memory; `--nocapture` prints the figures.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -16,7 +16,7 @@ const MIB: u64 = 1 << 20;
 const GUEST_BYTES: u64 = 10 << 30;
 /// Tolerance for the measurement itself.
 const NOISE_BYTES: u64 = 4 * MIB;
-/// In pieces of 1 MiB, spread over the guest's memory.
+/// Content of the guest, in pieces of 1 MiB spread over its memory.
 const CONTENT_BYTES: u64 = 256 * MIB;
 
 /// Resident bytes of the regions' mappings.
@@ -84,8 +84,8 @@ fn i8_the_digest_of_a_sparse_guest_populates_nothing() {
             after / MIB
         );
         assert!(before >= written, "the measurement sees what was written");
-        // Reading the holes of a memfd makes all of it resident; the entries for
-        // 10 GiB are 20 MiB.
+        // Reading the holes of a memfd makes all of it resident; the page table entries for 10 GiB
+        // take 20 MiB.
         assert!(
             after < before + NOISE_BYTES,
             "{backing:?}: {before}, {after}"

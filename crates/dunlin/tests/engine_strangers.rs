@@ -1,6 +1,6 @@
-//! Only a session's peer may query, settle or release the session: no other authorised host, and no host
-//! of the same name with a certificate from another authority. A host with a renewed certificate is the
-//! same peer.
+//! Only a session's peer may query, settle or release the session: not another authorised host, and
+//! not a host of the same name with a certificate from another authority. A host with a renewed
+//! certificate is the same peer.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -184,7 +184,7 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     let running = State::Destination(DestinationRecord::Running);
     assert_eq!(there.states(), [running]);
     assert!(!answering.is_over());
-    // The source with a renewed certificate; and a session without a record here.
+    // The source with a renewed certificate, and a session of which the destination has no record.
     let renewed = client(&site.host(SOURCE), to);
     assert_eq!(ask(address, &renewed, [1; 16]), Some(Verdict::NoRecord));
     let mut peer = inquirer(address, &renewed, session).unwrap();
@@ -203,7 +203,7 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     assert!(runs(&builder.built.unwrap()) && !runs(&vm));
 }
 
-/// A running session, with its control lane and without.
+/// Checks a running session with its control lane, and one that has lost it.
 #[test]
 fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
     let site = Site::new();
@@ -274,7 +274,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     leave(&journal, [1; 16], running, &principal);
     leave(&journal, [2; 16], running, &by_pin(0));
     leave(&journal, [3; 16], running, &by_pin(1));
-    // As commit ca8670a wrote it: without a peer block.
+    // A record as commit ca8670a wrote it: without a peer block.
     leave(&journal, [4; 16], running, &principal);
     let legacy = there
         .path()

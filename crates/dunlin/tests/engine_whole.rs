@@ -2,7 +2,7 @@
 //! with a hole and huge pages, 200 MiB of device state in versioned sections, a
 //! description that is refused once, and a hold before *commit*.
 //!
-//! Alone in its process, since it measures all of its memory (I8).
+//! The test is alone in its process, since it measures all memory of the process (I8).
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -21,11 +21,11 @@ use dunlin_test_support::hooks::{
 };
 
 const SECTIONS: u32 = 200;
-/// The limit of both sides together, without the guest's memory and state, which
+/// The limit for both sides together. It excludes the guest's memory and state, which
 /// belong to the VMM.
 const LIMIT_KIB: u64 = 64 << 10;
 
-/// Resident KiB of this process without the VMs' memory, which is in memfds.
+/// Resident KiB of this process, except the VMs' memory, which is in memfds.
 fn resident_kib() -> u64 {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut resident, mut own) = (0, false);
@@ -112,7 +112,7 @@ fn i3_i8_a_vm_with_everything_moves_within_its_bounds() {
         assert_eq!(report.digests_equal, Some(true));
         assert!(report.downtime.total > Duration::from_millis(200));
         assert!(received.unwrap().runs);
-        // The lanes carried the state, and not the hole.
+        // The lanes carried the state, but not the hole.
         let state_pages = u64::from(SECTIONS) * SECTION_BYTES / 4096;
         let last = report.iterations.last().unwrap();
         assert!(last.pages >= state_pages, "{last:?}");

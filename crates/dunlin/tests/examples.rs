@@ -1,5 +1,5 @@
-//! The examples do what they say. `cargo test` builds them with the tests,
-//! unless its arguments select tests; then run `cargo build --examples` first.
+//! The examples do what they say. `cargo test` builds them with the tests, unless its
+//! arguments select tests; in that case run `cargo build --examples` first.
 #![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;

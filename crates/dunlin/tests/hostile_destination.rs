@@ -38,13 +38,13 @@ fn one_lane() -> source::Options {
         .unwrap()
 }
 
-/// Pre-copy takes longer than every lie about it; otherwise the source would wait for
-/// *ready*.
+/// Options with which pre-copy takes longer than any lie about it; otherwise the source
+/// would already be waiting for *ready*.
 fn slow() -> source::Options {
     one_lane().to_builder().rate(Some(1 << 20)).build().unwrap()
 }
 
-/// The source continues immediately, with a switchover as soon as possible.
+/// Options with which the source switches over as soon as possible.
 fn hasty(verify: bool) -> source::Options {
     one_lane()
         .to_builder()
@@ -268,7 +268,7 @@ fn i7_lies_instead_of_accept_are_refused() {
 
 #[test]
 fn i7_endpoints_that_lead_elsewhere_are_refused() {
-    // Another host of the same authority, with the right name.
+    // Another host with a certificate from the same authority and with the right name.
     let stranger = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let elsewhere = stranger.local_addr().unwrap().to_string();
     let closed = TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -306,7 +306,8 @@ fn i7_endpoints_that_lead_elsewhere_are_refused() {
     }
 }
 
-/// A lane that ends at a host of the same name that another authority issued.
+/// A lane reaches a host with a certificate that has the same name but comes from another
+/// authority.
 #[test]
 fn i7_a_lane_to_another_host_of_the_same_name_is_refused() {
     let _alone = alone();

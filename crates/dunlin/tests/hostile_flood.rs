@@ -21,7 +21,7 @@ use dunlin_test_support::hostile::{Before, alone, open_files};
 /// usual thousand descriptors.
 const HELD: usize = 300;
 
-/// Connects, and sends one of several texts or nothing.
+/// Connects as an unauthenticated client, and sends one of several texts or nothing.
 fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
     // A listener with a full backlog answers late.
     let mut stream = TcpStream::connect_timeout(&to, Duration::from_secs(5)).ok()?;
@@ -35,8 +35,7 @@ fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
     Some(stream)
 }
 
-/// A migration of 48 MiB at 32 MiB/s. Returns the time until it was accepted, and
-/// the total time.
+/// Migrates 48 MiB at 32 MiB/s. Returns the time until it was accepted, and the total time.
 fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duration, Duration) {
     let vm = TestVm::new(48 << 20);
     vm.fill(24 << 20);
@@ -74,7 +73,8 @@ fn undisturbed(
     took
 }
 
-/// The session takes hardly longer; the unauthenticated clients run on the same CPUs.
+/// Checks that the session takes only slightly longer than without the flood. The
+/// unauthenticated clients run on the same CPUs.
 fn assert_undisturbed(took: Duration, quiet: Duration) {
     assert!(
         took < quiet * 3 / 2 + Duration::from_millis(500),
@@ -120,7 +120,7 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
         peak >> 10
     );
     assert_undisturbed(flooded, quiet);
-    // This process has at most the pending connections, and the session's.
+    // This process holds at most the pending connections and those of the session.
     assert!(most_files < before.files + HELD + 64 + 40, "{most_files}");
     assert!(peak < (96 + 32) << 20, "{peak}");
 }
@@ -264,7 +264,7 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
         // The destination may reject it before all bytes are written.
         let _ = TcpStream::connect(to).unwrap().write_all(garbage);
     }
-    // A client that never stops sending gets its turn and no more.
+    // A client that never stops sending is handled once, like any other.
     let flood = thread::spawn(move || {
         let mut stream = TcpStream::connect(to).unwrap();
         while stream.write_all(&[0; 65536]).is_ok() {}

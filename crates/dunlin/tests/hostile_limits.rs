@@ -1,7 +1,7 @@
-//! Too few descriptors and too little memory, on either side: a separate process
-//! runs one role under a limit that rises step by step, so that every step of a
-//! session fails once. The VM is on exactly one side each time, and the side that is
-//! left reports the reason.
+//! Too few descriptors and too little memory, on either side: a separate process runs one
+//! role under a limit that rises step by step, so that every step of a session fails once.
+//! Each time the VM is on exactly one side, and the other process, if it survives, reports
+//! the reason.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -60,7 +60,7 @@ impl Builder for Careful {
     }
 }
 
-/// The body of the other process, not a test.
+/// This is not a test, but the body of the separate process.
 #[test]
 #[ignore = "the other tests of this file start it in its own process"]
 fn role() {
@@ -131,7 +131,7 @@ impl Limited {
         Self { child, lines }
     }
 
-    /// The next text that it prints; `None` after its end.
+    /// The next line that the process prints; `None` after its end.
     fn next(&mut self) -> Option<String> {
         let mut line = String::new();
         loop {
@@ -167,8 +167,8 @@ struct Tally {
     died: u32,
 }
 
-/// Destinations under rising limits, with the VM in this process. `may_die` if the
-/// limit is memory.
+/// Runs destinations in separate processes under rising limits, and sources in this
+/// process. `may_die` is set if memory is limited.
 fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
     let authority = Authority::new();
     let client = client(&authority.host(&[SOURCE]));
@@ -219,7 +219,7 @@ fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
     tally
 }
 
-/// Sources under rising limits, with the VM in their processes.
+/// Runs sources, with their VMs, in separate processes under rising limits.
 fn sources(limits: impl Iterator<Item = String>) -> Tally {
     let authority = Authority::new();
     let server = server(&authority.host(&[DESTINATION]));
@@ -256,7 +256,7 @@ fn sources(limits: impl Iterator<Item = String>) -> Tally {
     tally
 }
 
-/// Every limit in the soak, otherwise every third.
+/// Tries every limit in the soak test, otherwise every third.
 fn stride() -> usize {
     match std::env::var_os("DUNLIN_SOAK") {
         Some(soak) if soak == "1" => 1,
@@ -281,14 +281,14 @@ fn i2_a_destination_without_descriptors_leaves_the_vm_at_the_source() {
 fn i2_a_source_without_descriptors_keeps_its_vm() {
     let tally = sources(files(3..=32));
     println!("source, descriptors: {tally:?}");
-    // With some descriptors the source opens fewer lanes and continues.
+    // With a medium number of descriptors the source opens fewer lanes and continues.
     let too_few = tally.failed_in_words + tally.never_began;
     assert!(too_few >= 1 && tally.moved >= 1, "{tally:?}");
 }
 
 #[test]
 fn i2_a_destination_without_memory_leaves_the_vm_at_the_source() {
-    // Address space in KiB: from the minimum of the process to enough for the VM.
+    // Limits of the address space in KiB: from the minimum for the process to enough for the VM.
     let limits = (0..24)
         .step_by(stride())
         .map(|step| format!("-v {}", (24 + 12 * step) << 10));

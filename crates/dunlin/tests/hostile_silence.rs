@@ -1,6 +1,6 @@
-//! Peers that stop, or continue without progress: the session ends at its limit,
-//! and not before an honest but slow peer could have answered. These tests take ten
-//! seconds each and run in parallel, apart from the other hostile peers.
+//! Peers that stop, or continue without progress: the session ends at its time limit, but
+//! not before an honest, slow peer could have answered. These tests take ten seconds each
+//! and run in parallel, apart from the other hostile peers.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -51,8 +51,8 @@ fn outlasts_within(limit: Duration, fault: FaultCode, text: &str, play: impl FnO
     }
 }
 
-/// Answers pings and sends nothing else until the peer disconnects. The peer's limit
-/// is as long as one wait for a message here.
+/// Answers pings and sends nothing else until the peer disconnects. The peer's limit is as
+/// long as one wait for a message in this test.
 fn only_answer(peer: &mut Peer) {
     while peer.receive().is_some() {}
     let _ = peer
@@ -126,8 +126,8 @@ fn i7_a_source_that_stops_inside_a_chunk_loses_its_lane() {
 #[test]
 fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
     let before = dunlin_test_support::hostile::Before::now();
-    // The write that fills the connection has written some bytes at its timeout, and the next write has
-    // its own timeout.
+    // The write that fills the connection has written some bytes when it times out, and the next
+    // write has a timeout of its own.
     outlasts_within(
         2 * END_LIMIT,
         FaultCode::ControlLost,

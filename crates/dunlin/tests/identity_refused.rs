@@ -1,6 +1,6 @@
 //! Peers that must be refused, and the errors of both sides: one row for each, through the engine's
-//! API. `--nocapture --test-threads 1` prints the table. The tests check codes, alerts, names, pins and
-//! dates in the errors, and no advice.
+//! API. `--nocapture --test-threads 1` prints the table. The tests check codes, alerts, names, pins
+//! and dates in the errors, but not the advice.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -36,7 +36,7 @@ struct Said {
     destination: String,
 }
 
-/// Prints rows, and collects their failures so that one failure hides no other.
+/// Prints rows, and collects their failures so that one failure does not hide another.
 #[derive(Default)]
 struct Table {
     wrong: Vec<String>,

@@ -34,7 +34,8 @@ fn far(identity: &Identity, peers: Peers) -> ServerTls {
     identity.server(&Crypto::auto(), peers).unwrap()
 }
 
-/// The reasons for which the source authorises the destination, and the destination the source.
+/// The reason why the source authorises the destination, and the reason why the destination
+/// authorises the source.
 fn let_in(near: &ClientTls, far: &ServerTls) -> [AuthorisedBy; 2] {
     let (near, far) = both_ends(near, far);
     [near.unwrap(), far.unwrap()].map(|end| end.peer.authorised_by)
@@ -88,7 +89,7 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
             [of_destination, of_source].map(AuthorisedBy::Pin)
         );
     }
-    // Names need an authority, also together with a pin.
+    // Names need an authority even if a pin is given too.
     let both = [Peer::Pin(pin(&source)), SOURCE.parse().unwrap()];
     for peers in [Peers::AnyFromAuthority, both.into_iter().collect()] {
         let error = source.client(&Crypto::auto(), peers.clone()).unwrap_err();
@@ -153,7 +154,8 @@ fn a_revocation_list_is_for_its_authority_alone() {
     let list = one.revoke(&[other.serial], 2096);
     let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, &list);
     let there = far(&destination.load(), names(&[]));
-    // Neither a peer of the authority with a list, nor one of the authority without.
+    // Both peers are refused: the one from the authority with a revocation list, and the one from
+    // the authority without.
     for ca in [&one, &two] {
         let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &bundle, "").load();
         let_in(&near(&source, names(&[DESTINATION])), &there);

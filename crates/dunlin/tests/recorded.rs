@@ -39,8 +39,8 @@ fn recordings() -> Vec<(String, Vec<Entry>)> {
     found
 }
 
-/// The VM of the recordings: two of 64 pages have content. It counts as running and writes nothing, so
-/// that each session is the same.
+/// The VM of the recordings: two of 64 pages have content. It counts as running but writes nothing,
+/// so that every session is the same.
 fn vm() -> Arc<TestVm> {
     let vm = TestVm::new(64 * 4096);
     vm.fill(2 * 4096);

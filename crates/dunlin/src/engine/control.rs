@@ -19,16 +19,17 @@ use super::fault::Fault;
 use super::journal::Role;
 use super::sync::{Condvar, Mutex, lock, wait};
 
-/// After this long without a message the control lane counts as lost. No flag of a command sets it, but
-/// the option `silence_limit` of either side does, which only the workspace's tests use.
+/// After this long without a message the control lane counts as lost. The option `silence_limit` of
+/// either side overrides it. Only the workspace's tests use that option; no command has a flag for
+/// it.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 /// The reader pings the peer after 1/5 of the limit: often enough that one lost ping or
 /// pong does not look like silence.
 const PING_PART: u32 = 5;
 
-/// Messages that the reader has delivered and the session has not taken yet. At this
-/// number the reader stops reading, and with it the peer: a peer that sends faster than
-/// the session takes costs at most this many message bodies of memory (I7).
+/// Messages that the reader has delivered and the session has not taken yet. At this number
+/// the reader stops reading, so the peer must stop sending: a peer that sends faster than
+/// the session processes costs at most the memory of this many message bodies (I7).
 pub(in crate::engine) const QUEUED_MESSAGES: usize = 16;
 
 /// Sequence numbers of one session's control messages. They continue across its control
@@ -41,9 +42,9 @@ pub(crate) struct Sequences {
 
 impl Sequences {
     /// For a process that continues the session of a dead process: starts above every
-    /// number the dead process can have used. The peer may still live, and applies no
-    /// number twice. Each epoch is recorded before it is used, and no process sends
-    /// 2^32 messages.
+    /// number that the dead process can have used. The peer may still be alive, and applies
+    /// no number twice. Each epoch is recorded before it is used, and no process sends 2^32
+    /// messages.
     pub(crate) fn of_epoch(epoch: u32) -> Self {
         Self {
             sent: Mutex::new(u64::from(epoch) << 32),
@@ -66,9 +67,9 @@ pub(crate) struct ControlLane {
     pub(crate) session: SessionId,
     pub(crate) epoch: u32,
     sequences: Arc<Sequences>,
-    /// The shortest round trip of any ping, in nanoseconds; 0 before the first pong.
-    /// Longer ones measure how busy either process is (for example building a VM)
-    /// rather than the network.
+    /// The shortest round trip of any ping, in nanoseconds; 0 before the first pong. Longer
+    /// round trips show how busy either process is (for example with building a VM) rather
+    /// than the network's delay.
     round_trip_ns: AtomicU64,
     /// Token of the outstanding ping, which is the time it was sent; 0 if there is
     /// none. A pong without a ping gives no round trip.
@@ -80,7 +81,7 @@ pub(crate) struct ControlLane {
     started: Instant,
 }
 
-/// How many messages wait for the session, and the reader's wait for room.
+/// Counts the messages that wait for the session, and lets the reader wait for room.
 #[derive(Default)]
 pub(in crate::engine) struct Backlog {
     queue: Mutex<Queue>,
@@ -94,8 +95,8 @@ struct Queue {
 }
 
 impl Backlog {
-    /// Waits until another message may be delivered, and counts it, or until the lane
-    /// is closed.
+    /// Waits until another message may be delivered, and counts it. Returns early if the
+    /// lane is closed.
     pub(in crate::engine) fn await_room(&self) {
         let mut queue = lock(&self.queue);
         while queue.messages >= QUEUED_MESSAGES && !queue.closed {
@@ -154,8 +155,8 @@ impl ControlLane {
         }
     }
 
-    /// Whether the peer has been silent for longer than it can be on a working lane:
-    /// the reader pings it sooner than this, and it answers.
+    /// Whether the peer has been silent for longer than is possible on a working lane,
+    /// where the reader pings the peer sooner and the peer answers.
     pub(crate) fn is_silent(&self) -> bool {
         let received = Duration::from_nanos(self.received_ns.load(Ordering::Relaxed));
         self.started.elapsed().saturating_sub(received) > self.silence_limit / PING_PART * 2
@@ -257,7 +258,7 @@ impl ControlLane {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Reads the next message; `None` for one to skip.
+    /// Reads the next message; `None` for a message to skip.
     fn read_one(&self) -> Result<Option<Message>, Fault> {
         let mut bytes = [0; CONTROL_HEADER_BYTES];
         self.await_bytes(&mut bytes)?;
@@ -287,7 +288,7 @@ impl ControlLane {
         message
     }
 
-    /// Waits for the first bytes of a message, and pings the peer meanwhile.
+    /// Waits for the first bytes of a message, and pings the peer while it waits.
     fn await_bytes(&self, bytes: &mut [u8]) -> Result<(), Fault> {
         let silent_at = Instant::now() + self.silence_limit;
         loop {

@@ -63,7 +63,7 @@ impl ControlLink {
         })
     }
 
-    /// Notes that the session has taken what this lane's reader delivered.
+    /// Notes that the session has taken a message that this lane's reader delivered.
     pub(super) fn took(&self, from_peer: &FromPeer) {
         match from_peer {
             FromPeer::Message(_) => self.lane.backlog.took(),
@@ -90,7 +90,7 @@ impl ControlLink {
         self.reader.join()
     }
 
-    /// The result of a send of something that would be repeated on a new control lane. If this lane
+    /// The result of sending a message that would be repeated on a new control lane. If this lane
     /// was lost and `is_resumable`, the session continues.
     pub(super) fn unless_resumable(
         &self,

@@ -1,7 +1,7 @@
 //! A dirty log that needs no hypervisor: it uses the kernel's write-protection.
 //!
-//! It serves guests that are threads of the process, and KVM guests if KVM's own log is
-//! not available. [`crate::testing`] tests this log and every other.
+//! It serves guests that are threads of the process, and KVM guests if KVM's own log is not
+//! available. [`crate::testing`] has tests for any dirty log.
 
 use std::io;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ impl<B: Bitmap> WriteProtectLog<B> {
         }
     }
 
-    /// The regions in order, in the form that the watch takes.
+    /// The regions in order, in the form that the watch accepts.
     fn regions(&self) -> impl Iterator<Item = io::Result<(VolatileSlice<'_>, Behind)>> {
         self.memory.iter().map(|region| {
             let length = usize::try_from(region.len()).map_err(io::Error::other)?;
@@ -116,7 +116,7 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
     }
 }
 
-/// An error of the kernel, with the failed operation.
+/// An error from the kernel, with the failed operation.
 #[derive(Debug, Error)]
 #[error("{what}: {source}")]
 struct Failed {
@@ -141,8 +141,8 @@ mod tests {
 
     use super::*;
 
-    /// If memory has a file, the kernel may drop a page's entry, and with it the fact
-    /// that the page was written. The tests of `uffd` cover what it does then.
+    /// If memory has a file, the kernel may drop a page's entry, and with it the fact that
+    /// the page was written. The tests of `uffd` cover the consequences.
     #[test]
     fn i5_only_private_memory_without_a_file_is_anonymous() {
         const BYTES: usize = 2 << 20;

@@ -146,7 +146,8 @@ mod tests {
                 "{error}"
             );
         }
-        // A fault that the peer reports keeps its code, and is seen from this side.
+        // A fault that the peer reports keeps its code, and its party at fault is stated from this
+        // side's view.
         let reported = Fault::from_peer(FaultCode::DescriptorLimit, "none left".into());
         assert_eq!(
             reported.into_error(VmIs::AtSource).at_fault(),

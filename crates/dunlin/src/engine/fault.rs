@@ -72,8 +72,8 @@ impl Fault {
         }
     }
 
-    /// The code that is reported to people and to the peer. A cause says more than the
-    /// step that failed: a lane that could not be opened because no descriptor was left
+    /// The code that is reported to people and to the peer. The cause is more precise than
+    /// the step that failed: a lane that could not be opened because no descriptor was left
     /// is not the network's fault, although the session handles it as a lost lane
     /// ([`Fault::code`]).
     pub(crate) fn kind(&self) -> FaultCode {
@@ -94,7 +94,7 @@ impl Fault {
 
 /// Turns an error into a [`Fault`] with the error as its cause.
 pub(crate) trait OrFault<T> {
-    /// The value, or a fault with this code and text.
+    /// Returns the value, or a fault with this code and text.
     fn or_fault(self, code: FaultCode, what: &str) -> Result<T, Fault>;
 }
 

@@ -1,4 +1,4 @@
-//! Services that the engine takes from its process, and cancellation.
+//! Services that the process provides to the engine, and cancellation.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,8 +10,8 @@ pub use dunlin_lane::dial::{Connector, StandardConnector as StandardHost};
 
 use super::sync::{Interrupt, Mutex, lock};
 
-/// Opens connections and starts threads for the engine, so that it fits a VMM that must
-/// do neither by itself.
+/// Opens connections and starts threads for the engine, for VMMs that do not let a library
+/// do either.
 pub trait Host: Connector {
     /// Runs `body` on its own thread.
     ///
@@ -49,14 +49,14 @@ impl fmt::Debug for Cancel {
 }
 
 impl Cancel {
-    /// A handle on which [`Cancel::cancel`] has not been called.
+    /// Creates a handle that is not cancelled yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Asks the session to end. Before *commit* it ends, and the VM continues at the
-    /// source; after *commit* it reports that it is too late.
+    /// Asks the session to end. Before *commit* the session ends, and the VM continues at
+    /// the source; after *commit* it reports that it is too late.
     pub fn cancel(&self) {
         let mut state = lock(&self.0);
         state.cancelled = true;

@@ -1,5 +1,5 @@
-//! The journal's files: this host's memory of its migrations after a process or the
-//! host itself has died. docs/journal.md describes the files;
+//! The journal's files: what this host records of its migrations, so that it survives the
+//! death of a process or of the host. docs/journal.md describes the files;
 //! `dunlin_proto::switchover` decides when to write which record.
 //!
 //! ```text
@@ -14,15 +14,15 @@
 //! syncs write no metadata. (Zeros instead of posix_fallocate(3): on ext4 and XFS the
 //! first write to preallocated space changes metadata.)
 //!
-//! [`Journal::none`] keeps records in the process's memory. The cost: if a process dies
+//! [`Journal::none`] keeps records in the process's memory. Drawback: if a process dies
 //! after *commit*, the other side gets the answer *no record*, or no answer, and the VM
 //! stays in doubt until an operator has found where it runs. A source that is restarted
 //! after its process died has no sign that it must not start the VM again.
 //!
-//! A session's record is removed when no side will ask about it again. A side that does
-//! not learn this removes the record when the same VM moves again: a source starts no
-//! session while an earlier session of its VM is undecided, so it will not ask about
-//! any of them.
+//! A session's record is removed when no side will ask about it again. A side that does not
+//! learn of this removes the record when the same VM moves again: a source starts no
+//! session while an earlier session of its VM is undecided, so it will not ask about any of
+//! them.
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State};
 pub use dunlin_proto::negotiate::SessionId;

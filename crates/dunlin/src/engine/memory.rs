@@ -90,7 +90,7 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
     }
 }
 
-/// The VMM's own writes through vm-memory, as a [`DirtyLog`] in addition to the
+/// The VMM's own writes through vm-memory, as a [`DirtyLog`] used in addition to the
 /// hypervisor's.
 ///
 /// vm-memory's bitmap always records, so there is nothing to start or stop.
@@ -132,7 +132,7 @@ pub(super) fn region_index(memory: &dyn GuestMemory, id: u16) -> Option<usize> {
 }
 
 /// The words that hold the bits of `pages` in a bitmap with one bit per page, each with the
-/// mask of these bits.
+/// mask of those bits.
 pub(super) fn word_masks(mut pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     std::iter::from_fn(move || {
         let (word, bit) = (pages.start / 64, pages.start % 64);
@@ -142,12 +142,13 @@ pub(super) fn word_masks(mut pages: Range<u64>) -> impl Iterator<Item = (usize, 
     })
 }
 
-/// Memory is hashed in pieces of this size, which the threads take in turn.
+/// Memory is hashed in pieces of this size. Each thread takes the next piece when it is
+/// free.
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// A digest of all memory: equal on both sides if the memory is equal byte for byte.
-/// Zero pages are left out, so holes need not be read. It uses XXH3 with 128 bits,
-/// which detects accidents; the lanes' authentication keeps attackers out.
+/// A digest of all memory: equal on both sides if the memory is equal byte for byte. Zero
+/// pages are left out, so holes need not be read. It uses XXH3 with 128 bits, which detects
+/// accidental corruption; the lanes' authentication protects against attackers.
 ///
 /// [`Occupancy`] finds the holes, not [`GuestMemory::ranges_to_send`]: pages that the
 /// sender's scan misses would be missing from both digests, and the digests would

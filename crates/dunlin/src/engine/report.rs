@@ -36,15 +36,15 @@ impl Traffic {
 pub struct Iteration {
     /// Counted from 1.
     pub number: u32,
-    /// Time until its last page was given to a lane.
+    /// Time until the last page of the iteration was assigned to a lane.
     pub duration: Duration,
     /// Pages pending at its start.
     pub pages: u64,
-    /// Pages dirtied during it: those of the next iteration.
+    /// Pages dirtied during the iteration; the next iteration sends them.
     pub dirtied_pages: u64,
     /// Bytes on the wire during it.
     pub wire_bytes: u64,
-    /// Expected downtime if the guest were paused at its end.
+    /// Expected downtime if the guest were paused at the end of the iteration.
     pub predicted_downtime: Duration,
     /// How much the guest was throttled, in percent.
     pub throttle: u8,
@@ -79,7 +79,7 @@ pub struct Report {
     pub iterations: Vec<Iteration>,
     /// Bytes by kind.
     pub traffic: Traffic,
-    /// Bytes of guest memory by lane number, without zero pages. The numbers of lost or
+    /// Bytes of guest memory by lane number, excluding zero pages. The numbers of lost or
     /// replaced lanes are not reused.
     pub lanes: Vec<(u16, u64)>,
     /// Lanes lost; others took over their work.
@@ -101,7 +101,7 @@ pub struct Report {
     /// Whether the digests of both memories were compared and are equal; `None` without
     /// verification.
     pub digests_equal: Option<bool>,
-    /// Whether the guest runs at the destination. If not, it is paused there, as its
+    /// Whether the guest runs at the destination. If not, it is paused there, because its
     /// owner had paused it.
     pub runs: bool,
 }

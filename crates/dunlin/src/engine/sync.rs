@@ -1,9 +1,8 @@
 //! Locks, and waits on them.
 //!
-//! The engine's threads share state behind these locks and through channels. The unit
-//! tests with the feature `shuttle` replace them with a checker's, which chooses at
-//! every step the thread that runs next (`engine/interleavings`). No other build does
-//! this.
+//! The engine's threads share state behind these locks and through channels. The unit tests
+//! with the feature `shuttle` replace them with those of a checker that chooses at every
+//! step which thread runs next (`engine/interleavings`). No other build does this.
 
 use std::sync::PoisonError;
 #[cfg(not(all(test, feature = "shuttle")))]
@@ -18,8 +17,8 @@ pub(crate) use super::interleavings::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) type Interrupt = Box<dyn Fn() + Send>;
 
 /// A thread that panics while it holds one of the engine's locks has ended its session;
-/// the join reports the panic. The guarded state stays readable for the threads that
-/// clean up.
+/// joining the thread reports the panic. The guarded state stays readable for the threads
+/// that clean up.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -47,7 +46,7 @@ pub(crate) fn since(instant: Instant) -> Duration {
     instant.elapsed()
 }
 
-/// The time by the checker's clock: real time would make runs unrepeatable.
+/// The time on the checker's clock: real time would make runs unrepeatable.
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) fn since(_instant: Instant) -> Duration {
     super::interleavings::sync::now()

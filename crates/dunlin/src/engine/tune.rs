@@ -25,7 +25,7 @@ enum State {
 }
 
 /// A rate that cannot be set. Like an [`OptionError`](super::OptionError) it rejects an
-/// argument and changes nothing, so it has no fault code: the variant is the reason.
+/// argument and changes nothing, so it has no fault code; the variant gives the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TuneError {

@@ -33,9 +33,8 @@ pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 /// [`crate::engine::memory::MappedMemory`] implements it over
 /// `vm_memory::GuestMemoryMmap`.
 pub trait GuestMemory: Send + Sync {
-    /// Regions in ascending order of identifier, which is the order in which they are
-    /// sent. The table must not change during a session: refuse memory hot-plug
-    /// meanwhile.
+    /// Regions in ascending order of identifier, which is the order in which they are sent.
+    /// The table must not change during a session: refuse memory hot-plug until it ends.
     ///
     /// Device state too large for sections goes into its own region
     /// ([`RegionKind::StateStream`]) and is moved like memory. The VMM writes it no
@@ -180,8 +179,8 @@ pub trait SourceVm: Send + Sync {
     fn save(&self) -> Result<Vec<Section>, VmmError>;
 
     /// Releases what only one host may hold: disk locks, devices. Called on the paused
-    /// guest, before the destination may run it. Must not write guest memory. The
-    /// default is for a VM that holds nothing of the kind.
+    /// guest, before the destination may run it. Must not write guest memory. The default
+    /// is for a VM that holds nothing of this kind.
     ///
     /// # Errors
     /// The migration fails. The engine calls [`SourceVm::reactivate`].
@@ -198,8 +197,8 @@ pub trait SourceVm: Send + Sync {
         Ok(())
     }
 
-    /// Called on the paused guest immediately before *commit*, the point of no return.
-    /// A toolstack may block here until it has moved storage or network. Return an
+    /// Called on the paused guest immediately before *commit*, the point of no return. A
+    /// toolstack may block in this call until it has moved storage or network. Return an
     /// error to abort the migration.
     ///
     /// # Errors
@@ -213,7 +212,7 @@ pub trait SourceVm: Send + Sync {
     fn destroy(&self);
 }
 
-/// A VM that was built, or why it was not.
+/// The VM that was built, or the reason why it was not built.
 pub type Built = Result<Arc<dyn DestinationVm>, Refusal>;
 
 /// Builds the VM that the source describes, without starting it. Closures that take
@@ -260,9 +259,9 @@ pub trait DestinationVm: Send + Sync {
     /// The VM's memory. The region table must equal the offered one.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
-    /// Loads CPU and device state. Nothing may run yet. Refuse a required section that
-    /// this VMM does not support, or not in that version; skip an unsupported section
-    /// that is not required.
+    /// Loads CPU and device state. Nothing may run yet. Refuse a required section if this
+    /// VMM does not support it or its version; skip an unsupported section that is not
+    /// required.
     ///
     /// # Errors
     /// The migration fails and the guest resumes at the source.
@@ -295,9 +294,9 @@ pub trait DestinationVm: Send + Sync {
     fn discard(&self) {}
 }
 
-/// The content of the sections `supported`, each a name and a version, in this order: what
-/// [`DestinationVm::load`] needs if no device has several instances. Skips other sections that are
-/// not required.
+/// The content of the sections `supported`, each given by name and version, in this order. This is
+/// what [`DestinationVm::load`] needs if no device has several instances. Skips other sections
+/// that are not required.
 ///
 /// ```
 /// # use dunlin::engine::vmm::{Section, known_sections};

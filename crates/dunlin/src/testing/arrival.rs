@@ -8,8 +8,8 @@ use super::state::{Built, Moment, build, offer};
 use super::{Effort, Violation, Vmm, broken, failed};
 use crate::engine::vmm::{RunState, SourceVm};
 
-/// Tests three ways of a VM to its destination: refused, given up after its disks were
-/// acquired, and arrived.
+/// Tests three outcomes for a VM at its destination: it is refused, it is given up after
+/// its disks were acquired, and it arrives.
 ///
 /// # Errors
 /// The first [`Violation`].

@@ -1,4 +1,4 @@
-//! The methods that a source calls while the VM lives there.
+//! The methods that a source calls while it has the VM.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ use super::memory::{Copy, is_written, table_changes};
 use super::{Effort, Violation, broken, failed};
 use crate::engine::vmm::{DirtyLog, GuestMemory, RunState, SourceVm, VmDescription};
 
-/// Tests that a VM can be described, paused, resumed and throttled while its guest
-/// writes. Needs as much memory again as the VM has. The guest is paused afterwards.
-/// Returns whether the VMM supports throttling.
+/// Tests that a VM can be described, paused, resumed and throttled while its guest writes.
+/// Needs as much additional memory as the VM has. The guest is paused afterwards. Returns
+/// whether the VMM supports throttling.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -126,7 +126,7 @@ fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     }
     let (mut full, mut slow) = (0, 0);
     for round in 0..ROUNDS {
-        // The first round is not counted: the guest may still be speeding up.
+        // The first round is not counted: the guest may not have reached its full speed yet.
         full = dirtied(vm, effort)?;
         set(99);
         slow = dirtied(vm, effort)?;
@@ -147,7 +147,7 @@ fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     const WINDOW: Duration = Duration::from_millis(100);
     let mut log = Union(vm.dirty_logs());
     log.start().map_err(failed("DirtyLog::start"))?;
-    // In short steps; otherwise a page that is written often would count once.
+    // Counts in short steps; otherwise a page that is written often would count once.
     let step = effort.between.max(Duration::from_millis(1)).min(WINDOW);
     let mut pages = 0;
     for _ in 0..WINDOW.as_millis() / step.as_millis() {

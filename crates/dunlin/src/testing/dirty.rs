@@ -1,9 +1,9 @@
 //! Dirty logs.
 //!
-//! A page that a log misses is stale at the destination, in one migration of many. The
-//! test does what a migration does: it copies all memory while the guest writes, then
-//! repeatedly the pages that the log reports. Whenever the guest is paused, memory must
-//! equal the copy.
+//! If a log misses a page, that page is stale at the destination, perhaps in only one
+//! migration out of many. The test does what a migration does: it copies all memory while
+//! the guest writes, then repeatedly the pages that the log reports. Whenever the guest is
+//! paused, memory must equal the copy.
 
 use std::io;
 
@@ -16,8 +16,8 @@ use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
 /// A writer to guest memory: the guest, or anything else that the log under test must
 /// cover. Every [`SourceVm`] is a writer.
 ///
-/// It should write all over memory, to some pages often, and to pages that were never
-/// touched before.
+/// It should write to all parts of memory, to some pages often, and also to pages that were
+/// never touched before.
 pub trait Writer {
     /// Starts writing, until it is paused. It may already be running.
     ///
@@ -62,7 +62,7 @@ pub fn check_dirty_logs(vm: &dyn SourceVm, effort: &Effort) -> Result<Seen, Viol
 }
 
 /// Tests one log that must report everything `writer` writes to `memory`. Needs as much
-/// memory again. The writer is paused and the log stopped afterwards.
+/// additional memory as `memory` has. The writer is paused and the log stopped afterwards.
 ///
 /// There are three recordings. The first and the last start while the writer is paused
 /// and must start empty, whatever was written before; the second starts while it
@@ -86,7 +86,7 @@ pub fn check_dirty_log<W: Writer + ?Sized>(
     };
     for running in [false, true, false] {
         if let Err(violation) = test.recording(running) {
-            // The violation says more than a failure of the clean-up.
+            // The violation is more informative than a failure of the clean-up.
             let _ = test.writer.pause();
             let _ = test.log.stop();
             return Err(violation);

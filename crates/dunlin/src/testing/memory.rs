@@ -11,8 +11,8 @@ use dunlin_proto::limits::PAGE_BYTES;
 use super::{Violation, broken};
 use crate::engine::vmm::GuestMemory;
 
-/// Tests memory that nothing writes to meanwhile. It reads all of the memory, which may
-/// populate holes in shared memory.
+/// Tests memory to which nothing writes during the test. It reads all of the memory, which
+/// may populate holes in shared memory.
 ///
 /// # Errors
 /// The first [`Violation`].

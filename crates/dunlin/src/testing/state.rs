@@ -145,7 +145,7 @@ fn fits(sections: &[Section]) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Whether a VM saves again what it has loaded, in any order.
+/// Whether a VM saves the same sections that it has loaded, in any order.
 fn same_state(
     before: &[Section],
     again: &[Section],
@@ -234,7 +234,7 @@ fn refuses_unsupported_sections(
     })
 }
 
-/// A VM as the destination has it, and the same VM as a source.
+/// A VM as seen by its destination, and the same VM as a source.
 pub(super) type Built = (Arc<dyn DestinationVm>, Arc<dyn SourceVm>);
 
 /// Builds the VM that `source` describes.

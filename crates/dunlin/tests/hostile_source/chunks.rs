@@ -146,7 +146,7 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// Pages that a chunk contains twice, raw and as zeros: the source overwrites its own
+/// A chunk contains the same pages twice, raw and as zeros. The source overwrites its own
 /// pages, without other effects.
 #[test]
 fn i7_overlapping_ranges_do_no_harm() {
@@ -190,8 +190,8 @@ fn i7_overlapping_ranges_do_no_harm() {
     assert!(bytes[5 * 4096..].iter().all(|&byte| byte == 0));
 }
 
-/// Each range of a chunk can be a whole region of 1 TiB. The destination works on it
-/// for seconds, and a cancellation does not wait for that.
+/// Each range of a chunk can be a whole region of 1 TiB. The destination takes seconds for
+/// it, but a cancellation does not wait for that.
 #[test]
 fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let _alone = alone();
@@ -298,7 +298,7 @@ fn i8_endless_zero_chunks_take_no_memory() {
     assert_eq!(result.err().unwrap().code(), MALFORMED);
 }
 
-/// The same from a source that reads no acknowledgements.
+/// Sends endless zeros from a source that reads no acknowledgements.
 #[test]
 fn i8_a_source_that_reads_no_acknowledgements_takes_no_memory() {
     let _alone = alone();

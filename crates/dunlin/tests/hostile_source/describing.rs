@@ -33,8 +33,8 @@ fn i7_lies_before_the_vm_is_described_end_it() {
     );
 }
 
-/// A *describe* of two regions for tests to change, and the offset of the
-/// table's count. The regions follow it, 30 bytes each without names.
+/// A *describe* of two regions for tests to change, and the offset of the table's count.
+/// The regions follow the count and take 30 bytes each without names.
 fn two_regions(peer: &mut Peer) -> (Vec<u8>, usize) {
     let Message::Describe(mut described) = describe() else {
         unreachable!()
@@ -57,7 +57,7 @@ fn two_regions(peer: &mut Peer) -> (Vec<u8>, usize) {
 
 #[test]
 fn i7_a_vm_that_cannot_be_is_refused() {
-    // The offset after the table's count, the bytes there, and the error.
+    // Offset from the end of the table's count, the bytes to write there, and the expected error.
     let lies: [(&str, usize, &[u8], &str); 7] = [
         ("no region", 0, &[0, 0], "region count"),
         ("65535 regions", 0, &[255, 255], "region count"),

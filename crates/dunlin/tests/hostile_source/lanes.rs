@@ -30,8 +30,8 @@ fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
 /// The VM that a destination has built, before its session has ended.
 static BUILT: Mutex<Option<Arc<TestVm>>> = Mutex::new(None);
 
-/// A lane dies within a chunk of pages. The bytes that have arrived are older than the
-/// ones that replace them, also if these are zeros.
+/// A lane dies within a chunk of pages. The bytes that have arrived are older than those
+/// that replace them, and must go even if the newer bytes are zeros.
 #[test]
 fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     const PAGES: u32 = 12;
@@ -94,7 +94,7 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     receiving.finish(false).0.err().unwrap();
 }
 
-/// Lanes that open and close, many more in total than may be open at a time.
+/// Opens and closes many more lanes in total than may be open at the same time.
 #[test]
 fn i8_lane_after_lane_takes_no_memory() {
     refused_by_destination(

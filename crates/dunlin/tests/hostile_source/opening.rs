@@ -1,4 +1,4 @@
-//! Openings that lie, and sources that are refused as a second one.
+//! Openings that lie, and second sources, which are refused.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -38,7 +38,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         features: Features::NONE,
         security: LaneSecurity::Tls,
     };
-    // The opening, the expected fault, and words of this error only.
+    // The opening, the expected fault, and words that only this error contains.
     let lies = [
         (
             Opening::Offer(Offer {
@@ -82,7 +82,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         };
         assert_eq!((versions, refusal.fault), (VERSIONS, fault), "{refusal}");
         assert!(refusal.text.contains(text), "{refusal}");
-        // The local event has the same text, and the peer's name.
+        // The local event has the same text and also the peer's name.
         receiving.await_event(|event| {
             matches!(event, DestinationEvent::Rejected { reason }
                 if reason.contains(SOURCE) && reason.contains(text))

@@ -1,5 +1,5 @@
-//! Answers inquiries about sessions that are not in progress: from the journal, or, if
-//! the VM lives in this process, from its held record.
+//! Answers inquiries about sessions that are not in progress: from the journal, or, if the
+//! VM is in this process, from its held record.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -45,7 +45,7 @@ pub(super) const INQUIRIES: Supported = Supported {
     ipsec: true,
 };
 
-/// A VM that lives in this process and that the source has not released yet.
+/// A VM that is in this process and that the source has not released yet.
 pub(super) struct Held {
     session: SessionId,
     /// The only peer that may ask.
@@ -58,8 +58,8 @@ pub(super) struct Held {
 /// The outcome of a session that is not in progress.
 struct Outcome {
     state: Destination,
-    /// Locked while the VM's process lives, so that no other process considers the VM
-    /// dead. `None`: the session has no record, or it was released or moved on since.
+    /// Locked while the VM's process lives, so that no other process considers the VM dead.
+    /// `None`: the session has no record, or it was released, or the VM has moved on since.
     journal: Option<SessionJournal>,
 }
 
@@ -71,7 +71,7 @@ pub(super) struct Answers {
     in_progress: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
 }
 
-/// Whether a control lane can only be about an earlier session.
+/// Whether a control lane can only concern an earlier session.
 pub(super) fn is_inquiry(offer: &Offer) -> bool {
     offer.epoch > 1
 }
@@ -307,7 +307,7 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
             Do::Tell(reached) => verdict = Some(*reached),
             Do::Forget => {
                 if let Some(journal) = outcome.journal.take() {
-                    // A record that stays is *running*, which is true.
+                    // If the record remains, it says *running*, which is still correct.
                     let _ = journal.forget();
                 }
             }
@@ -320,8 +320,8 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
 /// Answers inquiries about a VM that has arrived here and that the source has not
 /// released yet, on its own thread.
 ///
-/// It ends when the source releases the VM. If this value is dropped, it keeps
-/// answering while the process lives, as it should while the VM does.
+/// It ends when the source releases the VM. If this value is dropped, the thread keeps
+/// answering for the lifetime of the process, which must answer as long as it has the VM.
 pub struct Answering {
     stop: Arc<Waker>,
     thread: JoinHandle<()>,
@@ -379,9 +379,9 @@ impl Answering {
         self.thread.is_finished()
     }
 
-    /// Call it after the VM has been moved away from this host, before its process
-    /// ends. Stops answering, and leaves a record from which a later listener on this
-    /// host answers that the VM is not the old source's. With the record *running*
+    /// Call it after the VM has been moved away from this host, before its process ends.
+    /// Stops answering, and leaves a record from which a later listener on this host
+    /// answers that the VM does not belong to the old source. With the record *running*
     /// instead, the VM would be considered dead.
     ///
     /// # Errors

@@ -37,7 +37,8 @@ pub(super) struct Arriving<'a> {
 /// The state of the newest control lane.
 pub(super) enum Link {
     Up,
-    /// The source may replace it until then; otherwise the session ends with the fault.
+    /// The control lane is lost. The source may replace it until this time; otherwise the
+    /// session ends with the fault.
     Lost(Instant, Fault),
 }
 
@@ -57,7 +58,7 @@ pub(super) struct Attempt {
     pub(super) guest_downtime: Option<Duration>,
 }
 
-/// How far the source and this side have agreed.
+/// How far the agreement between the source and this side has progressed.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 pub(super) enum Reached {
     Described,
@@ -67,7 +68,7 @@ pub(super) enum Reached {
     Ready,
     /// *commit* has been applied.
     Committed {
-        /// Whether the guest runs here. If not, it stays paused, as its owner had
+        /// Whether the guest runs here. If not, it stays paused, because its owner had
         /// paused it.
         run: bool,
     },
@@ -92,15 +93,15 @@ impl Attempt {
         }
     }
 
-    /// Whether the source will never ask about the session: it has cancelled and keeps
-    /// the VM, or it was never accepted and has started nothing. Any other source may
-    /// ask, even one that was not sent *ready*: its process may have died just before,
-    /// with the VM paused elsewhere.
+    /// Whether the source will never ask about the session: it has cancelled and keeps the
+    /// VM, or it was never accepted and has started nothing. Any other source may ask, even
+    /// one that did not receive *ready*: its process may have died just before, with the VM
+    /// paused in another process.
     pub(super) fn is_never_asked_about(&self) -> bool {
         self.reached < Reached::Accepted || self.source_keeps
     }
 
-    /// Whether the guest runs here; valid once the VM lives here.
+    /// Whether the guest runs here; valid once this side has the VM.
     pub(super) fn runs(&self) -> bool {
         self.reached == Reached::Committed { run: true }
     }
@@ -227,7 +228,7 @@ impl<'a> Arriving<'a> {
         self.control.unless_resumable(sent, self.is_resumable())
     }
 
-    /// When a source that only answers pings is given up.
+    /// The time at which the session ends if the source only answers pings.
     pub(super) fn idle_until(&self) -> Instant {
         self.progressed + self.session.options.idle_limit
     }

@@ -58,8 +58,8 @@ impl IterationBarrier {
         Ok(())
     }
 
-    /// Interrupts one lane in whatever call it blocks. The lane must already be
-    /// closing, so that a wait at a mark has been woken.
+    /// Interrupts the blocking call of one lane's thread. The lane must already be closing,
+    /// so that a wait at a mark has been woken.
     pub(in crate::engine) fn cut(&self, lane: u16) {
         if let Some(interrupt) = lock(&self.state).interrupts.get(&lane) {
             interrupt();
@@ -108,8 +108,8 @@ impl IterationBarrier {
         noted
     }
 
-    /// Waits at the mark of `iteration`, received on `lane`, for every other lane.
-    /// Returns false if the lane is given up meanwhile.
+    /// Waits at the mark of `iteration`, received on `lane`, for every other lane. Returns
+    /// false if the lane is given up in the meantime.
     pub(in crate::engine) fn pass(
         &self,
         lane: u16,
@@ -132,8 +132,8 @@ impl IterationBarrier {
         lock(&self.state).wants(lane)
     }
 
-    /// Drops the handle on the lane's connection with its thread: a source that opens
-    /// and ends lane after lane uses up no descriptors here (I7).
+    /// Drops the handle to the lane's connection when its thread ends, so that a source
+    /// that opens and ends one lane after another does not exhaust descriptors (I7).
     pub(in crate::engine) fn forget(&self, lane: u16) {
         lock(&self.state).interrupts.remove(&lane);
     }

@@ -24,8 +24,9 @@ use super::event::SessionEvent;
 /// How long the source may take from a lane's end frame to its close.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Pages cleared between checks whether the lane must end: 16 MiB, a few milliseconds.
-/// A range may span a whole region, and a cancellation or fence waits for this thread.
+/// Pages cleared between two checks of whether the lane must end: 16 MiB, a few
+/// milliseconds. A range may span a whole region, and a cancellation or fence waits for
+/// this thread.
 const CLEARED_AT_ONCE: u64 = 4096;
 
 /// The guest memory that a session's lanes write.
@@ -65,8 +66,8 @@ impl DestinationMemory {
 
     /// Clears the pages that earlier chunks have written.
     ///
-    /// After an error the marks of the word's remaining pages are gone although these pages still have
-    /// content. No later chunk relies on them: the error ends the session.
+    /// After an error the remaining pages of the word are no longer marked as written although they
+    /// have content. No later chunk relies on the marks, because the error ends the session.
     fn clear(&self, index: usize, first: u64, count: u64) -> std::io::Result<()> {
         const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
         for (word, mask) in word_masks(first..first + count) {
@@ -97,8 +98,8 @@ impl Lane {
     /// The thread's body. Reports the end of the lane to the session.
     pub(super) fn run(mut self) {
         let _lane = info_span!(parent: &self.span, "lane", lane = self.number).entered();
-        // This calls into the VMM's memory. Without a report of a panic there, the
-        // session would wait for this lane forever.
+        // This calls code of the VMM. If a panic in it were not reported, the session would wait
+        // for this lane forever.
         let received = catch_unwind(AssertUnwindSafe(|| self.receive_all()));
         let wire_bytes = self.receiver.counters().wire_bytes;
         let result = received.unwrap_or_else(|_| {
@@ -120,8 +121,8 @@ impl Lane {
             let _ = receiver.close();
         }
         barrier.forget(number);
-        // Before the other lanes are stopped: the session takes the first end that is
-        // reported as the cause. Fails once the session has ended.
+        // Sent before the other lanes are stopped: the session treats the first reported end as the
+        // cause. The send fails once the session has ended.
         let _ = events.send(SessionEvent::LaneEnded {
             lane: number,
             result,
@@ -179,8 +180,8 @@ impl Lane {
         Fault::new(FaultCode::LaneLost, what)
     }
 
-    /// The source closes right after its end frame. Closing here before its close
-    /// arrives would reset the connection.
+    /// The source closes right after its end frame. If this side closed first, the
+    /// connection would be reset.
     fn await_close(&mut self) -> Result<(), Fault> {
         match self.receiver.next(&mut [0], Some(CLOSE_LIMIT)) {
             Ok(false) => Ok(()),
@@ -230,8 +231,8 @@ impl Lane {
         };
         for range in raw() {
             let (index, first, count) = pages_of(range);
-            // Before the bytes: a lane that fails in between leaves pages marked as
-            // written, never written pages unmarked.
+            // Mark before writing: a lane that fails in between may leave unwritten pages marked,
+            // but never written pages unmarked.
             self.memory.mark_written(index, first, count);
         }
         let mut refused = None;

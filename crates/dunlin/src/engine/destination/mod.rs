@@ -8,8 +8,8 @@
 //!   Waiting ──▶ Describing ──▶ Receiving ──▶ Prepared ──▶ Running
 //!      └────────────┴──────────────┴────────────┴────────────┴──▶ Settled
 //! ```
-//! Until *commit* the VM lives at the source. Every path to *Settled* before *commit*
-//! drops the copy built here.
+//! Until *commit* the source has the VM. Every path to *Settled* before *commit* drops the copy
+//! that was built here.
 //!
 //! The steps *describe*, *receive*, *load*, *commit*, *release* and *close*, and each lane, are
 //! `tracing` spans in the span of the session, which begins with the wait for a source.
@@ -57,8 +57,8 @@ use super::vmm::Builder;
 
 /// An incoming migration: accepts on a listener and receives one VM.
 ///
-/// A host that receives VMs all the time runs one after the other, each with a clone of
-/// the listener. Whether a VM arrives or an attempt fails, the next one can run.
+/// A host that keeps receiving VMs runs one `Incoming` after another, each with a clone of the
+/// listener. Whether a VM arrives or an attempt fails, the next one can run.
 ///
 /// ```no_run
 /// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};
@@ -118,7 +118,7 @@ impl<'a> Incoming<'a> {
     ///
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is. The VM does not run
-    /// here, and what was built of it has been discarded
+    /// here, and any part of it that was built has been discarded
     /// ([`DestinationVm::discard`](super::vmm::DestinationVm::discard)).
     pub fn run(self, builder: &mut dyn Builder) -> Result<Received, MigrateError> {
         let _session = info_span!(
@@ -151,8 +151,8 @@ impl<'a> Incoming<'a> {
         settled.into_result()
     }
 
-    /// Receives no VM, and answers sources that ask for the outcome of an earlier session, from
-    /// the journal of the options, until it is cancelled. [`Incoming::run`] answers them too. The
+    /// Receives no VM. Until it is cancelled, answers sources that ask for the outcome of an
+    /// earlier session, from the journal in the options. [`Incoming::run`] answers them too. The
     /// observer gets no events.
     ///
     /// # Errors

@@ -98,8 +98,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Admits lanes over IPsec if the source asks for them. Without it, a source
-    /// that asks for them is refused.
+    /// Admits lanes over IPsec if the source asks for them. If it is `None`, a source that
+    /// asks for such lanes is refused.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self
@@ -138,10 +138,10 @@ impl OptionsBuilder {
         self
     }
 
-    /// How long the source may send no chunk, mark or control message before the
-    /// session ends, even if it answers pings: no other source can move a VM here
-    /// meanwhile. Set it longer than a chunk (256 KiB) takes at the source's rate cap,
-    /// and longer than the source holds its VM before *commit*.
+    /// How long the source may send no chunk, mark or control message before the session
+    /// ends, even if it answers pings: no other source can move a VM here in the meantime.
+    /// Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer than
+    /// the source holds its VM before *commit*.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {
         self.0.idle_limit = idle_limit;
         self

@@ -1,8 +1,8 @@
 //! Executes the decisions of the switchover's state machine, and handles the events
 //! that all phases treat alike.
 //!
-//! [`Destination`] returns the actions that follow from an event. A phase executes them
-//! in order and feeds resulting events back, until none remains.
+//! [`Destination`] returns the actions that follow from an event. A phase executes them in
+//! order and feeds resulting events back, until no events remain.
 
 use std::time::Instant;
 
@@ -82,7 +82,7 @@ fn drain<'a>(phase: &mut impl Phase<'a>) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Applies a failure here or at the peer, and executes the actions that follow.
+/// Applies a failure of this side or the peer, and executes the actions that follow.
 pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) {
     let attempt = &mut phase.arriving().attempt;
     let event = match fault.code {
@@ -184,7 +184,7 @@ fn inquired<'a>(phase: &mut impl Phase<'a>, attempt: u32) -> Result<(), Fault> {
 }
 
 impl Arriving<'_> {
-    /// Notes progress of the source, or fails at a standstill.
+    /// Notes that the source makes progress, or fails if it has made none for too long.
     pub(super) fn progress(&mut self, event: Option<&SessionEvent>) -> Result<(), Fault> {
         match event {
             Some(SessionEvent::Control(_, FromPeer::Message(_)) | SessionEvent::Acks) => {

@@ -115,7 +115,7 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// The VM lives here; the source has not destroyed its copy yet.
+/// This side has the VM; the source has not destroyed its copy yet.
 pub(super) struct Running<'a> {
     arriving: Arriving<'a>,
 }
@@ -127,11 +127,11 @@ impl<'a> Phase<'a> for Running<'a> {
 }
 
 impl<'a> Running<'a> {
-    /// Waits for *release*. The VM lives here with or without it.
+    /// Waits for *release*. This side has the VM whether or not it arrives.
     pub(super) fn await_release(mut self) -> Settled {
         let attempt = &self.arriving.attempt;
         let runs = attempt.runs();
-        // From here on the source has no influence; it may have died.
+        // From now on nothing depends on the source, which may have died.
         if runs {
             attempt.vm.announce();
         }

@@ -14,7 +14,7 @@ use super::answer::Answering;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum DestinationEvent {
-    /// A source has connected and negotiated version and features.
+    /// A source has connected, and version and features are negotiated.
     Connected {
         /// The source's names, from its certificate.
         peer: String,
@@ -61,7 +61,7 @@ pub enum DestinationEvent {
     },
     /// The VM lives here.
     Running {
-        /// Whether it runs. If not, it is paused, as its owner had paused it.
+        /// Whether it runs. If not, it is paused, because its owner had paused it.
         runs: bool,
     },
     /// A problem that does no harm but that an operator should see.
@@ -75,7 +75,7 @@ pub struct Received {
     pub vm: Arc<dyn DestinationVm>,
     /// The VM's description.
     pub offered: Offered,
-    /// Whether it runs. If not, it is paused, as its owner had paused it.
+    /// Whether it runs. If not, it is paused, because its owner had paused it.
     pub runs: bool,
     /// Downtime as the guest saw it, if known.
     pub guest_downtime: Option<Duration>,

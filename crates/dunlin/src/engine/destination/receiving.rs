@@ -20,8 +20,8 @@ use super::prepared::Prepared;
 use super::refusal::starved;
 use super::settled::Settled;
 
-/// How long acknowledgements are collected before they are sent: at most a few hundred
-/// messages a second, and far below one round trip of delay.
+/// How long acknowledgements are collected before they are sent: this allows a few hundred
+/// messages per second at most, and adds far less delay than a round trip.
 const ACK_DELAY: Duration = Duration::from_millis(3);
 
 /// The VM is accepted; memory arrives on data lanes, state on the control lane.
@@ -54,8 +54,8 @@ impl<'a> Receiving<'a> {
         Err(Settled::arriving(receiving.arriving))
     }
 
-    /// Receives lanes, memory and state until everything counted in *final* has
-    /// arrived, and loads the state.
+    /// Receives lanes, memory and state until everything that *final* counts has arrived,
+    /// and loads the state.
     pub(super) fn await_everything(mut self) -> Result<Prepared<'a>, Settled> {
         let received = info_span!("receive").in_scope(|| self.receive_all());
         let loaded = received.and_then(|()| info_span!("load").in_scope(|| self.load()));
@@ -116,7 +116,7 @@ impl<'a> Receiving<'a> {
             control, attempt, ..
         } = &self.arriving;
         if attempt.state != Destination::Loading {
-            // The source has inquired meanwhile, and the answer was *aborted*.
+            // The source has inquired in the meantime, and was answered *aborted*.
             return Ok(None);
         }
         let digest = control

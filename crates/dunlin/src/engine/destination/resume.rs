@@ -20,8 +20,8 @@ use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
 
 impl Arriving<'_> {
-    /// If the source starts a new session while this side waits for its old control
-    /// lane, it has given the old session up: end it here too, so that the next attempt
+    /// If the source starts a new session while this side waits for its old control lane,
+    /// it has given the old session up: this side ends it too, so that the next attempt
     /// succeeds.
     pub(super) fn give_way(&mut self, arrival: &Arrival) -> Result<(), Fault> {
         let Arrival::Control { stream, .. } = arrival else {
@@ -54,7 +54,8 @@ impl Arriving<'_> {
             }
         };
         self.control.lane.shutdown();
-        // An offer with other terms comes from another process.
+        // Only the process that negotiated the session can resume it. An offer with different terms
+        // comes from another process.
         let resumes = self.is_resumable() && self.control.terms.selection == selection;
         let mut bytes = Vec::new();
         selection
@@ -73,7 +74,7 @@ impl Arriving<'_> {
         self.link = Link::Up;
         self.asked = false;
         if !resumes {
-            // The lane is for an inquiry, which follows.
+            // The lane is for an inquiry, which is the next message.
             let before = self.session.set_aside(self.control.lane.epoch);
             self.drained.extend(before);
             return Ok(());
@@ -96,8 +97,8 @@ impl Arriving<'_> {
             let text = "another attempt, or an epoch that is not newer";
             return Err(refusal(FaultCode::Malformed, text));
         }
-        // The source's process may have died and left only its record to the process
-        // that asks now; the record does not contain the negotiated terms.
+        // The source's process may have died and the process that asks now has only its record,
+        // which does not contain the negotiated terms.
         select(offer, &INQUIRIES)
     }
 

@@ -177,8 +177,8 @@ impl<'a> Session<'a> {
         None
     }
 
-    /// Takes out of the event queue what the readers of control lanes before that of `epoch`
-    /// had read. They have been joined, so nothing more arrives from them.
+    /// Removes from the event queue the messages of control lanes with an epoch below
+    /// `epoch`. Their readers have been joined, so nothing more arrives from them.
     pub(super) fn set_aside(&mut self, epoch: u32) -> Vec<FromPeer> {
         let mut read = Vec::new();
         let deferred = std::mem::take(&mut self.deferred);
@@ -191,7 +191,7 @@ impl<'a> Session<'a> {
         read
     }
 
-    /// Closes an arrival that is not accepted now; `why` is for the log.
+    /// Closes an arriving connection that is not accepted now; `why` is for the log.
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
         self.reject(match arrival {
             Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
@@ -234,10 +234,10 @@ impl<'a> Session<'a> {
         self.acceptor.wake();
         self.answers.end();
         let read = control.map(|control| {
-            // Best effort: the peer may be gone. If not, its close follows.
+            // Best effort: the peer may be gone. If it is not, it closes the lane next.
             let _ = control.lane.stream.close();
             let until = Instant::now() + CLOSE_LIMIT;
-            // The limit also holds for a peer that keeps sending.
+            // The time limit also holds for a peer that keeps sending.
             while !control.has_ended() && Instant::now() < until {
                 if !matches!(self.receive(Some(&control), Some(until)), Ok(Some(_))) {
                     break;

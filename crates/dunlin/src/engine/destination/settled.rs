@@ -12,18 +12,18 @@ use super::answer::Answering;
 use super::arriving::{Arriving, Reached};
 use super::received::{DestinationEvent, Received};
 
-/// A session that has ended: no thread or lane of it remains.
+/// A session that has ended: none of its threads or lanes remains.
 pub(super) enum Settled {
     /// The VM lives here.
     Arrived(Box<Received>),
-    /// The VM does not live here, or no longer does.
+    /// This side does not have the VM, or no longer has it.
     Failed(Fault, VmIs),
 }
 
 impl Settled {
-    /// Ends the lanes, control lane and threads of an arriving VM. Removes the record
-    /// if the source will never ask about it; while it may ask, a VM that lives here
-    /// comes with an [`Answering`].
+    /// Ends the lanes, control lane and threads of an arriving VM. Removes the record if
+    /// the source will never ask about the session. If this side has the VM and the source
+    /// may still ask, the VM comes with an [`Answering`].
     pub(super) fn arriving(arriving: Arriving<'_>) -> Self {
         let Arriving {
             session,

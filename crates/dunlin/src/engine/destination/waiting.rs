@@ -35,7 +35,7 @@ use super::settled::Settled;
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
 
-/// The offer is accepted; the VM is not. This side has committed to nothing.
+/// The offer is accepted; the VM is not. This side is not bound to anything yet.
 pub(super) struct Describing<'a> {
     session: Session<'a>,
     control: ControlLink,

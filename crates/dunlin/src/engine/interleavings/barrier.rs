@@ -13,7 +13,7 @@ use super::connection::Connection;
 /// The last mark that each lane has reached.
 type Reached = Arc<Plain<[u32; 3]>>;
 
-/// A barrier with lanes 1 to 3, which can be cut.
+/// A barrier with lanes 1 to 3, which tests can cut.
 fn barrier() -> (Arc<IterationBarrier>, [Arc<Connection>; 3], Reached) {
     let barrier = IterationBarrier::new(3);
     let connections = [1, 2, 3].map(|lane| {
@@ -64,8 +64,8 @@ pub(super) fn ends() {
     }
 }
 
-/// A fence ends a lane that waits at a mark and one that waits for bytes. The others
-/// continue then, and not before.
+/// A fence ends a lane that waits at a mark and one that waits for bytes. The other lanes
+/// continue only after that.
 pub(super) fn fences() {
     let (barrier, connections, reached) = barrier();
     let waits = lane(&barrier, 1, 1, &reached);
@@ -88,7 +88,7 @@ pub(super) fn fences() {
     assert!(passes.join().unwrap());
 }
 
-/// Every lane ends with the session, in whatever it waits.
+/// Every lane ends with the session, whatever it is waiting for.
 pub(super) fn stop() {
     let (barrier, connections, reached) = barrier();
     let waits = [1, 2].map(|number| lane(&barrier, number, 1, &reached));
@@ -103,8 +103,8 @@ pub(super) fn stop() {
     }
 }
 
-/// The session is notified of everything to acknowledge, however the reports are
-/// collected.
+/// The session is notified of everything to acknowledge, in whatever batches the reports
+/// are collected.
 pub(super) fn acknowledgements() {
     const CHUNKS: u64 = 3;
     let (barrier, ..) = barrier();

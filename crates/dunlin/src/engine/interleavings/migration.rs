@@ -1,6 +1,5 @@
-//! Whole migrations of a small memory: the engine's work queue and barrier with lanes
-//! on both sides, over [`Connection`]s, and sessions that act between events as the engine's
-//! do.
+//! Whole migrations of a small memory: the engine's work queue and barrier with lanes on
+//! both sides, over [`Connection`]s, and sessions that act like the engine's between events.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -96,8 +95,8 @@ pub(super) fn cancelled() {
     });
 }
 
-/// Runs a migration with a concurrent `trouble`. The moved memory must equal the
-/// source's.
+/// Runs a migration while `trouble` interferes from another thread. The moved memory must
+/// equal the source's.
 fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     let (sender, events) = channel();
     let (peer, at_destination) = channel();
@@ -196,7 +195,7 @@ impl Source {
         let mut on_time = true;
         for _ in 0..ITERATIONS {
             let (iteration, _) = self.work_queue.begin_iteration(false);
-            // At a time limit the source waits for nothing.
+            // At the time limit the source no longer waits for convergence.
             let in_time = thread_rng().gen_range(0..4) > 0;
             on_time = on_time && (!in_time || self.until_cut(iteration));
             self.fetch();
@@ -319,7 +318,7 @@ impl Source {
     }
 }
 
-/// A lane's thread at the source; returns whether it ended in order.
+/// A lane's thread at the source; returns whether it ended cleanly.
 fn send_all(
     number: u16,
     work_queue: &WorkQueue,
@@ -452,7 +451,7 @@ fn receive(
     }
 }
 
-/// A lane's thread at the destination; returns whether it ended in order.
+/// A lane's thread at the destination; returns whether it ended cleanly.
 fn receive_all(
     lane: u16,
     barrier: &IterationBarrier,
@@ -471,9 +470,9 @@ fn receive_all(
                 for half in pages.chunks(pages.len().div_ceil(2)) {
                     let mut memory = memory.lock().unwrap();
                     for &(page, version) in half {
-                        // A page may be read for one iteration after it was read for
-                        // the next, which then carries an older version; but that page
-                        // has been written since and is sent again.
+                        // A page may be read for one iteration after it was read for the next, so a
+                        // chunk of the later iteration has an older version; but the page has been
+                        // written since then, and is sent again.
                         let (last, was) = memory[page];
                         assert!(
                             last < iteration || last == iteration && was <= version,

@@ -12,7 +12,7 @@
 //! repeats it. `DUNLIN_SOAK=1` tries fifty times as many.
 //!
 //! Planted mistakes show that the checks find errors: in the locks ([`sync::Mistake`]),
-//! where each notification of the engine is omitted once, and in the decisions
+//! where each of the engine's notifications is omitted once, and in the decisions
 //! ([`dunlin_proto::mistake`]).
 #![allow(clippy::unwrap_used)]
 
@@ -33,7 +33,7 @@ use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 
 use sync::{Mistake, Site, Timeouts, take_sites};
 
-/// A scenario on threads of the checker; panics on an error.
+/// A scenario that runs on the checker's threads; panics on an error.
 type Scenario = fn();
 
 /// All scenarios: the name, whether timed waits expire, and the number of schedules.
@@ -128,7 +128,7 @@ fn soaks() -> bool {
     std::env::var_os("DUNLIN_SOAK").is_some()
 }
 
-/// Tries `count` schedules from `seed`; returns whether the scenario held in all.
+/// Tries `count` schedules from `seed`; returns whether the scenario held in all of them.
 fn holds(timeouts: Timeouts, seed: u64, count: usize, scenario: Scenario) -> bool {
     let mut config = Config::new();
     config.failure_persistence = FailurePersistence::None;

@@ -31,7 +31,8 @@ pub(super) enum Mistake {
 /// Whether timed waits expire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Timeouts {
-    /// Never. A wait that only its limit would end is then found as a deadlock.
+    /// Timed waits never expire, so a wait that only its time limit would end is reported
+    /// as a deadlock.
     #[default]
     Never,
     /// At the checker's choice.
@@ -147,7 +148,7 @@ impl Condvar {
         if TIMEOUTS.get() == Timeouts::Never {
             return Ok((guard.wait(&self.0), false));
         }
-        // A spurious wake-up, or one after the full time.
+        // Wakes up spuriously, or after the full time.
         let guard = guard.relock();
         let over = thread_rng().r#gen();
         if over {

@@ -50,8 +50,8 @@ fn admit(work_queue: &WorkQueue, lane: u16) {
     assert_eq!(news, Ok(true));
 }
 
-/// A lane's thread without a connection: reports the iteration and pages of each chunk,
-/// and whether the lane ended in order.
+/// A lane's thread without a connection: reports the iteration and pages of each chunk, and
+/// whether the lane ended cleanly.
 fn lane(
     work_queue: &Arc<WorkQueue>,
     number: u16,
@@ -170,7 +170,7 @@ fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     [lane(work_queue, 1, &events, &chunks), blocked]
 }
 
-/// Each lane ends when it is cut, in whatever it waits.
+/// Each lane ends when it is cut, whatever it is waiting for.
 pub(super) fn cut() {
     let work_queue = work_queue(1, 2, None);
     admit(&work_queue, 1);
@@ -231,7 +231,7 @@ pub(super) fn rate_changes() {
     }
 }
 
-/// The rate cap holds, whichever thread is woken when.
+/// The rate cap holds regardless of which thread is woken first.
 pub(super) fn rate_holds() {
     const PIECE: u64 = 100_000;
     const PIECE_NS: u64 = 100_000_000;
@@ -255,7 +255,8 @@ pub(super) fn rate_holds() {
     }
 }
 
-/// The operator's rates reach the lanes in order at any time, until it is too late.
+/// The rates that an operator sets reach the lanes in order, at any time before the
+/// switchover.
 pub(super) fn tuned() {
     let work_queue = work_queue(1, 2, Some(1));
     let tune = Tune::new();

@@ -11,7 +11,7 @@ use dunlin_proto::negotiate::SessionId;
 
 use super::error::JournalError;
 
-/// Disk operations that can fail for lack of space or by a defect. Tests replace them.
+/// Disk operations that can fail because of a full or defective disk. Tests replace them.
 pub trait Disk: Send + Sync {
     /// Writes all of `bytes` at `offset`.
     ///
@@ -21,7 +21,7 @@ pub trait Disk: Send + Sync {
         file.write_all_at(bytes, offset)
     }
 
-    /// Returns when the written bytes are on the disk.
+    /// Syncs: when it returns, the written bytes are on the disk.
     ///
     /// # Errors
     /// An error from fdatasync(2). The bytes may be on the disk nevertheless.
@@ -29,8 +29,8 @@ pub trait Disk: Send + Sync {
         file.sync_data()
     }
 
-    /// Returns when the entries of a directory are on the disk: after a crash, a
-    /// created file exists and a removed file does not.
+    /// Syncs a directory: when it returns, the directory's entries are on the disk. After a
+    /// crash, a created file exists and a removed file does not.
     ///
     /// # Errors
     /// An error from fsync(2).
@@ -83,13 +83,12 @@ pub struct Entry {
     pub record: Result<Option<Record>, Unreadable>,
     /// The record of the session's peer.
     pub peer: RecordedPeer,
-    /// Whether the session's process lives. If so, only that process may act on the
-    /// record; ask it.
+    /// Whether the session's process lives. If so, only that process may act on the record.
     pub lives: bool,
 }
 
 /// Checks that `record` may begin an attempt of its session: the attempt of the newest record,
-/// `before`, has ended with the VM at the source, and has a lower number.
+/// `before`, must have ended with the VM at the source and must have a lower number.
 pub(super) fn may_follow(
     before: Option<&Record>,
     record: &Record,

@@ -70,13 +70,13 @@ pub enum JournalError {
         /// The file that would hold it.
         path: PathBuf,
     },
-    /// The record does not fit into a slot: an error of the engine.
+    /// The record does not fit into a slot: a bug in the engine.
     #[error("cannot encode the record")]
     Record(#[from] EncodeError),
 }
 
 impl JournalError {
-    /// [`FaultCode::Journal`], or the shortage behind the error.
+    /// [`FaultCode::Journal`], or the code of the shortage that caused the error.
     #[must_use]
     pub fn code(&self) -> FaultCode {
         fault_behind(self).unwrap_or(FaultCode::Journal)

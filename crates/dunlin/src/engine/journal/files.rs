@@ -17,7 +17,7 @@ use super::entry::{Disk, Entry, Role, may_follow};
 use super::error::{JournalError, io_error};
 
 /// How long to wait for a lock. A listing holds it for microseconds, an owner for the
-/// length of the migration or of the VM's life.
+/// duration of the migration or for the lifetime of the VM.
 const LOCK_LIMIT: Duration = Duration::from_millis(200);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
@@ -41,8 +41,8 @@ impl HeldFile {
     pub(super) fn write(&mut self, record: &Record) -> Result<(), JournalError> {
         let bytes = record.encode(self.generation + 1)?;
         self.put(&bytes, self.next_slot * SLOT_BYTES)?;
-        // Only now: until the sync succeeds, the other slot is the only record known to
-        // be on the disk.
+        // Count the generation only now: until the sync succeeds, the other slot is the only record
+        // known to be on the disk.
         self.generation += 1;
         self.next_slot = 1 - self.next_slot;
         Ok(())
@@ -84,7 +84,8 @@ impl Directory {
     }
 
     /// Creates and locks the file of the session in `record`, with space for all of its
-    /// later records, or takes over that of an attempt that `record` may follow.
+    /// later records, or takes over the file of an earlier attempt that `record` may
+    /// follow.
     pub(super) fn create(&self, record: &Record, role: Role) -> Result<HeldFile, JournalError> {
         let path = self.path(record.session, role);
         let created = OpenOptions::new()
@@ -149,7 +150,7 @@ impl Directory {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(source) => return Err(io_error("read", &path)(source)),
             };
-            // Shared, so that two concurrent listings do not see each other as owners.
+            // A shared lock, so that two concurrent listings do not see each other as owners.
             let lives = match file.try_lock_shared() {
                 Ok(()) => false,
                 Err(TryLockError::WouldBlock) => true,
@@ -218,8 +219,7 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
-            // A listing may hold it. The kernel has no lock call with a deadline, so
-            // poll.
+            // A listing may hold the lock. The kernel has no lock call with a deadline, so poll.
             Err(TryLockError::WouldBlock) if Instant::now() < until => {
                 std::thread::sleep(LOCK_PAUSE);
             }
@@ -229,7 +229,7 @@ fn lock(file: &File, path: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// Reads the peer block. A file that ends before it was written by a release without
+/// Reads the peer block. A file that ends before the block comes from a release without
 /// peer blocks.
 fn read_peer(file: &File, session: SessionId) -> io::Result<RecordedPeer> {
     if file.metadata()?.len() <= SLOTS_BYTES as u64 {

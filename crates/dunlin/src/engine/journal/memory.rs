@@ -14,8 +14,8 @@ use super::entry::{Entry, Role, may_follow};
 use super::error::JournalError;
 use super::files::file_name;
 
-/// Maximum number of sessions. A peer that starts more failing sessions than any host
-/// has VMs loses the answers to its oldest ones (I8).
+/// Maximum number of sessions. If a peer starts more failing sessions than any host has
+/// VMs, its oldest sessions can no longer be answered (I8).
 const SESSIONS_LIMIT: usize = 4096;
 
 type Name = (SessionId, Role);

@@ -63,7 +63,7 @@ impl SessionJournal {
     }
 
     /// Creates and locks the file of the session in `record`, with space for all of its
-    /// later records. Nothing is recorded yet; of `record.state` only the role is used.
+    /// later records. Nothing is recorded yet; only the role of `record.state` is used.
     ///
     /// An existing session may be started again if its last attempt has ended and this
     /// attempt has a higher number.
@@ -85,11 +85,11 @@ impl SessionJournal {
         })
     }
 
-    /// Creates the file for the first attempt of a session of a VM, and removes
-    /// obsolete records of earlier sessions. At the destination these are the sessions
-    /// of the same VM that `peer` started and that never ran here; of `peer`'s other
-    /// VMs the oldest records beyond [`MAX_RECORDS_OF_A_PEER`]. A source has not
-    /// connected to a peer yet.
+    /// Creates the file for the first attempt of a session of a VM, and removes obsolete
+    /// records of earlier sessions. At the destination, obsolete records are those of the
+    /// same VM in sessions that `peer` started and in which the VM never ran here, and the
+    /// oldest records of `peer`'s other VMs beyond [`MAX_RECORDS_OF_A_PEER`]. A source has
+    /// not connected to a peer yet.
     ///
     /// # Errors
     /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
@@ -202,7 +202,7 @@ impl SessionJournal {
         is_with(&self.peer, &self.record, peer)
     }
 
-    /// Records the state of this side, on the disk when it returns.
+    /// Records the state of this side. When it returns, the record is on the disk.
     ///
     /// # Errors
     /// [`JournalError::Io`]: the disk then holds the previous record or this one. The
@@ -290,9 +290,9 @@ impl Held {
 /// Whether `peer` is the peer of a recorded session.
 ///
 /// A file older than the peer block identifies a destination's peer by its certificate
-/// names, which must be equal and vouched for by an authority. At the source such a
-/// file has only the destination's address, so every peer that the source trusts
-/// matches, as in that release.
+/// names, which must be equal and certified by an authority. At the source such a file has
+/// only the destination's address, so every peer that the source trusts matches, as it did
+/// in that release.
 fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
     match (recorded, record.state) {
         (RecordedPeer::Known(principal), _) => peer.is(principal),

@@ -63,8 +63,8 @@ impl Journal {
         })))
     }
 
-    /// No journal: sessions are remembered in this process while this value, or a clone
-    /// of it, exists.
+    /// No journal: the process remembers sessions in memory while this value, or a clone of
+    /// it, exists.
     #[must_use]
     pub fn none() -> Self {
         Self(Storage::Memory(Memory::default()))

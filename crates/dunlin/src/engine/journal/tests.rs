@@ -68,7 +68,7 @@ fn record(state: State) -> Record {
     }
 }
 
-/// A peer with this name, authorised by any certificate of an authority.
+/// A peer with this name, authorised by a certificate from an authority.
 fn peer(name: &str) -> PeerIdentity {
     PeerIdentity::test(AuthorisedBy::Authority, 1, &[name])
 }
@@ -142,7 +142,7 @@ fn i1_a_failed_write_keeps_the_previous_record() {
     assert_eq!(state_of(&journal), ABORTED);
 }
 
-/// A failed sync may have written; the retry must not use the other slot.
+/// A failed sync may have written the record; the retry must not use the other slot.
 #[test]
 fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
     let scratch = Scratch::new();
@@ -292,8 +292,7 @@ fn i2_without_a_journal_a_session_is_remembered_while_the_process_lives() {
     session.forget().unwrap();
     let taken = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Missing { .. })));
-    // A session without a record leaves nothing, and another journal has none of these
-    // sessions.
+    // A session without a record leaves no file, and another journal has none of these sessions.
     drop(SessionJournal::create(&journal, record(PREPARED)).unwrap());
     assert!(journal.list().unwrap().is_empty());
     let mut session = SessionJournal::create(&journal, record(PREPARED)).unwrap();
@@ -428,8 +427,8 @@ fn i1_a_vm_with_an_undecided_session_starts_no_other() {
     }
 }
 
-/// Records the disk operations in order. For the sync of a directory it notes whether
-/// the session's file was in it.
+/// Records the disk operations in order. When a directory is synced, it also records
+/// whether the session's file was in it.
 #[derive(Clone, Default)]
 struct WatchedDisk(Arc<std::sync::Mutex<Vec<&'static str>>>, PathBuf);
 
@@ -483,7 +482,7 @@ fn i1_the_peer_of_a_session_survives_its_process() {
         let session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
         assert_eq!(*session.peer(), RecordedPeer::Known(ours.principal()));
         assert!(session.is_with(&ours) && !session.is_with(&other));
-        // Before the peer is recorded it is unknown.
+        // The peer is unknown until it is recorded.
         let made = Record {
             session: [2; 16],
             ..record(RUNNING)
@@ -559,7 +558,7 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
         assert_eq!(*session.peer(), RecordedPeer::Unknown, "{length}");
         assert!(!session.is_with(&ours));
     }
-    // Listing and writing keep a file without the peer's block readable, and do not add the block.
+    // Listing and writing leave a file without a peer block readable, and do not add the block.
     assert_eq!(journal.list().unwrap().len(), 4);
     let mut session = SessionJournal::take(&journal, [1; 16], Role::Destination).unwrap();
     session.write(ABORTED).unwrap();

@@ -1,5 +1,5 @@
-//! Settles a session of which only the record is left after the source's process has
-//! died: executes what the record requires, and asks the destination if necessary.
+//! Settles a session after the source's process has died and left only its record: executes
+//! what the record requires, and asks the destination if necessary.
 //!
 //! ```text
 //!   Doubt::taken_over ─▶ ask ─▶ AtSource, AtDestination ─▶ forget
@@ -35,11 +35,11 @@ use super::options::Options;
 /// Where the VM of a session is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmLocation {
-    /// At the source, where it continues, unless it died with its process.
+    /// The VM is at the source and continues there, unless it died with its process.
     AtSource,
-    /// At the destination; the copy at the source is destroyed.
+    /// The VM is at the destination; the copy at the source is destroyed.
     AtDestination,
-    /// It ran at the destination and no longer does. An operator decides whether the
+    /// The VM ran at the destination and no longer does. An operator decides whether the
     /// paused copy is resumed from the moment of the pause.
     RanThenDied,
     /// Unknown, for this reason.
@@ -47,9 +47,9 @@ pub enum VmLocation {
 }
 
 impl Doubt {
-    /// Takes over the record of a source after its process has died or released the
-    /// record. `paused_by_owner`, which the record does not contain, is whether the
-    /// VM's owner had paused it before the migration: then it is not resumed.
+    /// Takes over the record of a source after its process has died or released the record.
+    /// `paused_by_owner`, which the record does not contain, says whether the VM's owner
+    /// had paused it before the migration; if so, the VM is not resumed.
     ///
     /// # Errors
     /// [`JournalError::Held`] while the process lives; [`JournalError::Missing`], also if
@@ -73,12 +73,12 @@ impl Doubt {
         })
     }
 
-    /// Executes what the record requires. If the outcome is unknown, asks the
-    /// destination on separate control lanes until it answers or `options.doubt_limit`
-    /// expires; of the other options, those for connections apply. It cannot be
-    /// cancelled: it blocks for at most `options.doubt_limit`, plus one second for the
-    /// destination to close the lane. `vm` is the VM if it lives outside the dead
-    /// process; `None` if it died with that process.
+    /// Executes what the record requires. If the outcome is unknown, asks the destination
+    /// on separate control lanes until it answers or `options.doubt_limit` expires; of the
+    /// other options, only those for connections apply. The call cannot be cancelled: it
+    /// blocks for at most `options.doubt_limit`, plus one second for the destination to
+    /// close the lane. `vm` is the VM if it ran outside the dead process; `None` if it died
+    /// with that process.
     ///
     /// # Errors
     /// [`ResolveError`]: an action that follows from the answer failed.
@@ -112,8 +112,8 @@ impl Doubt {
                 Err(fault) => fault,
             };
             let left = until.saturating_duration_since(Instant::now());
-            // The last attempt is often cut short by this limit; the fault of an
-            // earlier one says more.
+            // This limit often cuts the last attempt short, so the fault of an earlier attempt is
+            // more informative.
             if left.is_zero() {
                 let fault = why.unwrap_or(fault);
                 return Ok(VmLocation::InDoubt(fault.for_peer()));
@@ -145,7 +145,7 @@ impl Doubt {
         let record = self.journal.record();
         let (session, attempt, to) = (record.session, record.attempt, record.peer.clone());
         let epoch = record.epoch.saturating_add(1);
-        // Recorded first: a later process numbers its messages from this epoch.
+        // The epoch is recorded first: a later process numbers its messages from this epoch.
         self.journal
             .write_epoch(epoch)
             .or_fault(FaultCode::Journal, "cannot record the inquiry")?;
@@ -185,7 +185,7 @@ impl Doubt {
         match asked.and_then(|()| inquiry.await_answer(attempt, until)) {
             Ok(answer) => Ok((inquiry, answer)),
             Err(fault) => {
-                // The fault says more than a panic of the reader.
+                // The fault is more informative than a panic of the reader.
                 let _ = inquiry.control.end();
                 Err(fault)
             }
@@ -233,7 +233,7 @@ impl Inquiry {
         Some(from_peer)
     }
 
-    /// Ends the lane, after the peer had time to read the last message.
+    /// Ends the lane, after giving the peer time to read the last message.
     fn close(self) {
         if self.control.lane.stream.close().is_ok() {
             let until = Instant::now() + CLOSE_LIMIT;

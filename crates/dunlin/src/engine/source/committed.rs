@@ -22,8 +22,8 @@ use super::session::Session;
 use super::settled::{Figures, Settled};
 
 /// How long the destination may take from *final* to *ready*, and from *commit* to
-/// *running*. The guest is paused meanwhile, but a shorter limit would not make it run
-/// sooner: the destination may be loading the state.
+/// *running*. The guest is paused during that time, but would not run sooner with a shorter
+/// limit: the destination may be loading the state.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// *commit* is sent; the source waits for the destination's answer.
@@ -74,8 +74,8 @@ impl<'a> Committed<'a> {
         }
     }
 
-    /// Sends *commit*, and waits until it is decided which side has the VM, as far as
-    /// it can be.
+    /// Sends *commit*, and waits until it is decided which side has the VM, or until no
+    /// decision can be reached.
     pub(super) fn settle(mut self) -> Settled {
         let commit = info_span!("commit").entered();
         let rest = self.rest;
@@ -110,7 +110,7 @@ impl<'a> Committed<'a> {
             run: !session.paused_by_owner,
         };
         if session.control.lane.send(&commit).is_err() {
-            // Part of it may have been sent. The reader reports the loss.
+            // Part of the message may have been sent. The reader reports the loss.
             session.control.lane.shutdown();
         }
         session.observer.event(&Event::Committed);
@@ -136,12 +136,12 @@ impl<'a> Committed<'a> {
             }
             Message::Answer { attempt, verdict } => {
                 if verdict != Verdict::Aborted {
-                    // The loss that led here no longer describes where the VM is.
+                    // Once the outcome is known, the loss of the control lane no longer matters.
                     session.fault = None;
                 }
                 On::answer(session.control.terms.offer.attempt, attempt, verdict)
             }
-            // It crossed the inquiry and no longer has a meaning.
+            // It crossed the inquiry and no longer means anything.
             Message::Ready { .. } if session.state == Source::InDoubt => {
                 On::Ready { same_memory: true }
             }
@@ -163,7 +163,7 @@ struct InDoubt<'a> {
     inquiries: u32,
     /// Whether to stop asking.
     gave_up: bool,
-    /// Remaining actions of the event that led here.
+    /// The remaining actions of the event that caused this phase.
     rest: Rest,
 }
 

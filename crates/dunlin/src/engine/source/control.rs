@@ -56,7 +56,7 @@ fn not_opened(to: &str, error: OpenError) -> Fault {
     }
 }
 
-/// The fault if a trusted host answers that is not the session's destination `peer`.
+/// The fault if a trusted host other than the session's destination `peer` answers.
 pub(super) fn another_peer(answers: &PeerIdentity, peer: &RecordedPeer) -> Fault {
     let RecordedPeer::Known(peer) = peer else {
         let what = "the session's record does not name its destination";

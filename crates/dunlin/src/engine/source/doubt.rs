@@ -1,5 +1,5 @@
-//! After *commit* without an answer: the source asks the destination, and leaves what
-//! stays unanswered to an operator.
+//! After *commit* without an answer: the source asks the destination, and leaves the
+//! decision to an operator if no answer arrives.
 
 use std::time::Duration;
 
@@ -18,7 +18,8 @@ use super::super::vmm::{SourceVm, VmmError};
 pub(super) const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Longest delay between inquiries.
 pub(super) const RETRY_LAST: Duration = Duration::from_secs(2);
-/// How long the destination may take to answer an inquiry. It has the answer at hand.
+/// How long the destination may take to answer an inquiry. The destination has the answer
+/// in memory or in its journal.
 pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) const NO_RECORD: &str = "the destination has no record of the session";
@@ -26,10 +27,11 @@ pub(super) const NO_RECORD: &str = "the destination has no record of the session
 /// A VM that the source holds paused until an operator decides. It keeps the record
 /// locked, which shows other processes that the VM's process lives.
 ///
-/// [`Doubt::ask`] asks the destination again. If it can no longer answer,
-/// [`Doubt::resolve`] carries out what an operator has found out there. If the VM died with
-/// its process, [`Doubt::give_up`] records that no copy of it is left here. Do not resume
-/// or destroy the VM in any other way: it may run at the destination.
+/// [`Doubt::ask`] asks the destination again. If the destination can no longer answer,
+/// [`Doubt::resolve`] carries out the decision of an operator who has checked the
+/// destination. If the VM died with its process, [`Doubt::give_up`] records that the source
+/// has no copy of it left. Do not resume or destroy the VM in any other way: it may run at
+/// the destination.
 #[derive(Debug)]
 pub struct Doubt {
     pub(super) journal: SessionJournal,
@@ -89,8 +91,8 @@ impl Doubt {
 
     /// Records that the source no longer has a copy of the VM. For a record that was taken
     /// over ([`Doubt::taken_over`]) after the VM died with its process: the operator vouches
-    /// that the VM runs at the destination, or is not needed. Changes nothing if the session
-    /// has ended.
+    /// that the VM runs at the destination, or is no longer needed. Changes nothing if the
+    /// session has ended.
     ///
     /// # Errors
     /// [`ResolveError::Journal`]; the caller may retry.
@@ -98,8 +100,8 @@ impl Doubt {
         self.take(On::Resolve(Resolution::Destroy), None, None)
     }
 
-    /// Removes the record if nothing is in doubt any longer: no side asks a source about
-    /// a session that has ended.
+    /// Removes the record if nothing is in doubt any more: no side asks a source about a
+    /// session that has ended.
     ///
     /// # Errors
     /// [`JournalError::Undecided`], and the record stays; [`JournalError::Io`].
@@ -160,7 +162,7 @@ impl Doubt {
                 let written = self.journal.write(State::Source(record));
                 return Ok(Some(written.map(|()| On::Recorded)));
             }
-            // Best effort: the older record is as safe.
+            // Best effort: the older record is just as safe.
             (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),
             (Do::ResumeGuest, Some(vm)) => self.resume(vm)?,
             (Do::DestroyCopy, Some(vm)) => vm.destroy(),

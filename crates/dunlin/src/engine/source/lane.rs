@@ -32,8 +32,8 @@ use super::work_queue::{WorkQueue, given_up};
 /// takes a lock.
 const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
 
-/// How long a lane looks for non-zero pages before it sends its chunk. Pages in swap
-/// take a fault each, and the destination receives nothing meanwhile.
+/// How long a lane looks for non-zero pages before it sends its chunk. Each page in swap
+/// costs a page fault, and the destination receives nothing during the search.
 const LOOK_LIMIT: Duration = Duration::from_millis(10);
 
 /// Parameters common to all lanes of a session.
@@ -74,8 +74,8 @@ impl Lane {
             let sender = self.connect()?;
             self.send_all(sender)
         };
-        // This calls into the VMM's memory. Without a report of a panic there, the
-        // session would wait for this lane forever.
+        // This calls code of the VMM. If a panic in it were not reported, the session would wait
+        // for this lane forever.
         let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
             let what = format!("the thread of lane {} panicked", self.number);
             Err(Fault::new(FaultCode::Internal, what))
@@ -126,7 +126,7 @@ impl Lane {
 
     fn not_opened(&self, error: DialError) -> Fault {
         let may_retry = self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
-        // A permanent error of the first lanes applies to all; later lanes may be
+        // A permanent error of one of the first lanes applies to all lanes; later lanes may be
         // retried.
         let code = error.permanent().filter(|_| !may_retry);
         let number = self.number;
@@ -289,7 +289,7 @@ impl Default for Frames {
     }
 }
 
-/// Adds one page to the last range if it continues that range, or else as a new range.
+/// Adds one page to the last range if it continues that range, otherwise as a new range.
 fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
     if let Some(last) = ranges.last_mut()
         && last.region == region

@@ -32,15 +32,15 @@ const RETRY: Duration = Duration::from_millis(100);
 pub(super) struct Lanes {
     pub(super) terms: Arc<LaneTerms>,
     pub(super) threads: BTreeMap<u16, JoinHandle<()>>,
-    /// Why a lane's thread failed, until the lane is fenced.
+    /// The reason why a lane's thread failed, kept until the lane is fenced.
     faults: BTreeMap<u16, String>,
     /// The first failure of any lane.
     pub(super) first_fault: Option<Fault>,
     pub(super) lost: u32,
     /// Pages that were sent again because their lane was lost.
     pub(super) pages_again: u64,
-    /// Whether lanes opened from now on replace others. Then a failure to open one does
-    /// not end the migration.
+    /// Whether lanes opened from now on replace other lanes. If so, a failure to open one
+    /// does not end the migration.
     pub(super) established: bool,
 }
 

@@ -11,9 +11,9 @@
 //!   Connecting ──▶ PreCopy ──▶ Switchover ──▶ Committed ──▶ InDoubt
 //!       └────────────┴─────────────┴──────────────┴────────────┴──▶ Settled
 //! ```
-//! Every path to *Settled* joins every thread, stops the dirty logs and lifts the
-//! throttle. It leaves the guest as it was, unless the destination has it or may have
-//! it: then the guest stays paused ([`Doubt`]).
+//! Every path to *Settled* joins every thread, stops the dirty logs and lifts the throttle. It
+//! leaves the guest as it was, unless the destination has the VM or may have it: then the guest
+//! stays paused ([`Doubt`]).
 //!
 //! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`,
 //! `Committing`, `Committed`, then `Running` after `Recorded(Released)`, or `InDoubt`
@@ -139,13 +139,13 @@ impl<'a> Migration<'a> {
         self
     }
 
-    /// Moves the VM, on this thread. Afterwards the destination runs it, and the copy
-    /// here is destroyed ([`SourceVm::destroy`]).
+    /// Moves the VM, on this thread. Afterwards the destination runs it, and the source's
+    /// copy is destroyed ([`SourceVm::destroy`]).
     ///
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is
-    /// ([`MigrateError::vm`]). Nothing of the migration remains: no thread, no socket, no
-    /// running dirty log; except, if the VM is in doubt, [`MigrateError::doubt`].
+    /// ([`MigrateError::vm`]). No thread, socket or running dirty log of the migration
+    /// remains. If the VM is in doubt, [`MigrateError::doubt`] remains.
     pub fn run(self) -> Result<Report, MigrateError> {
         let cpu_before = thread_cpu_time();
         let to = &self.to;

@@ -149,8 +149,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Opens the lanes if [`LaneSecurity::Ipsec`] is chosen. It binds their connections
-    /// to the session's ports and keeps their threads on its CPUs.
+    /// Opens the lanes if [`LaneSecurity::Ipsec`] is chosen. The implementation binds their
+    /// connections to the session's ports and keeps their threads on its CPUs.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self
@@ -228,8 +228,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// The control lane counts as lost after this long without a message. The source
-    /// pings the peer five times as often. Set about the same limit on both sides.
+    /// The control lane counts as lost after this long without a message. The source pings
+    /// the peer every fifth of this time. Set about the same limit on both sides.
     #[cfg(feature = "unstable-internals")]
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;
@@ -269,8 +269,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Path of this process's control socket, stored in the journal: an operator who
-    /// finds the record can ask there. At most 107 bytes; empty for none.
+    /// Path of this process's control socket, stored in the journal: an operator who finds
+    /// the record can query the process there. At most 107 bytes; empty for none.
     pub fn owner(mut self, owner: impl Into<String>) -> Self {
         self.0.owner = owner.into();
         self

@@ -1,7 +1,7 @@
 //! Executes the decisions of the switchover's state machine.
 //!
-//! [`Source`] returns the actions that follow from an event. A phase executes them in
-//! order and feeds resulting events back, until none remains. It leaves actions that it
+//! [`Source`] returns the actions that follow from an event. A phase executes them in order
+//! and feeds resulting events back, until no events remain. It leaves actions that it
 //! cannot execute to the next phase.
 
 use dunlin_proto::control::Message;
@@ -32,7 +32,7 @@ pub(super) enum Done {
     Yes,
     /// Done, with this event as its result.
     With(On),
-    /// Belongs to the next phase, with the actions after it.
+    /// The action and those after it belong to the next phase.
     Left,
 }
 
@@ -69,11 +69,11 @@ pub(super) fn perform<'a>(phase: &mut impl Phase<'a>, actions: Rest) -> Result<R
     }
 }
 
-/// Applies a failure here or at the peer, and executes the actions that follow.
+/// Applies a failure of this side or the peer, and executes the actions that follow.
 pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) -> Rest {
     let session = phase.session();
     let event = session.event_of(&fault);
-    // The cause of the doubt says more than a failed inquiry.
+    // The cause of the doubt is more informative than a failed inquiry.
     if session.state != Source::InDoubt || session.fault.is_none() {
         session.fault = Some(fault);
     }
@@ -114,11 +114,12 @@ impl Session<'_> {
                     Some(fault) => (fault.kind(), fault.for_peer()),
                     None => (FaultCode::Internal, String::new()),
                 };
-                // If the peer is unreachable, it drops its copy by itself.
+                // If the peer is unreachable, it drops its copy without this message.
                 let _ = self.control.lane.send(&Message::Cancel { fault, text });
             }
             Do::AskOperator => self.vm_is = VmIs::RanThenDied,
-            // The destination runs the VM; nothing here depends on the delivery.
+            // The destination runs the VM; the source does not depend on the delivery of this
+            // message.
             Do::SendRelease => drop(self.control.lane.send(&Message::Release)),
             Do::RefuseTooLate => {
                 self.warn("too late to cancel: the destination owns the VM".into());

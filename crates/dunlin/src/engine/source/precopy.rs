@@ -27,8 +27,9 @@ use super::window::{Window, per_second};
 /// Interval between progress events.
 const PROGRESS_EVERY: Duration = Duration::from_millis(250);
 /// Cost of the switchover besides the last pages and round trips: pausing, saving and
-/// loading state, starting the guest. `dunlin demo` measures about 0.1, up to 3 and 0.7
-/// ms with the reference VMM; the rest is reserve for a VMM with devices.
+/// loading state, starting the guest. With the reference VMM, `dunlin demo` measures about
+/// 0.1 ms for pausing, up to 3 ms for the state and 0.7 ms for starting; the rest is a
+/// reserve for a VMM with devices.
 const STATE_COST: Duration = Duration::from_millis(6);
 /// Rate of hashing memory, in bytes per second; used only for the prediction.
 const DIGEST_BYTES_PER_S: u64 = 3 << 30;
@@ -37,12 +38,12 @@ const MEASURABLE: Duration = Duration::from_millis(20);
 /// Shortest duration of a pass. Without it, a guest with few dirty pages would have its
 /// dirty log fetched thousands of times a second.
 const SHORTEST_PASS: Duration = Duration::from_millis(5);
-/// Data still in flight when a pass ends, as time on the link. It keeps the link busy
-/// between two passes. More would be worse: fetching the dirty log later finds fewer
-/// repeated writes, and data in the socket buffers of many lanes on a slow link would
-/// count as a remainder that no pass reduces.
+/// The data still in flight when a pass ends, measured as time on the link. This data keeps
+/// the link busy between two passes. A larger value would be worse: fetching the dirty log
+/// later finds fewer repeated writes, and data in the socket buffers of many lanes on a
+/// slow link would count as a remainder that no pass can reduce.
 const KEPT_UNDER_WAY: Duration = Duration::from_millis(10);
-/// Interval between checks whether enough has been acknowledged.
+/// Interval between checks of whether enough has been acknowledged.
 const DRAIN_EVERY: Duration = Duration::from_millis(2);
 
 /// Iterations over dirty pages while the guest runs.
@@ -222,9 +223,9 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Waits until the last chunk of `iteration` has been given to a lane and most of
-    /// the data in flight has arrived, or until the time limit. A very short pass is
-    /// stretched, so that the guest gets more of the processor than the engine.
+    /// Waits until the last chunk of `iteration` has been given to a lane and most of the
+    /// data in flight has arrived, or until the time limit. A very short pass is prolonged,
+    /// so that the guest gets more of the processor than the engine.
     fn await_cut(&mut self, iteration: u32, began: Instant) -> Result<(), Fault> {
         let mut cut_yet = false;
         let mut progress_at = Instant::now() + PROGRESS_EVERY;
@@ -260,7 +261,7 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Whether little enough is in flight to fetch the dirty logs again.
+    /// Whether so little is in flight that the dirty logs can be fetched again.
     fn is_drained(&self) -> bool {
         let state = lock(&self.transfer.session.work_queue.state);
         let under_way = state.lanes.schedule().in_flight_pages();
@@ -275,8 +276,8 @@ impl<'a> PreCopy<'a> {
         u128::from(under_way * PAGE_BYTES) <= kept_bytes
     }
 
-    /// Measures the bandwidth from acknowledgements, because data in socket buffers
-    /// still has to travel. Passes too short to measure are combined.
+    /// Measures the bandwidth from acknowledgements, because data in socket buffers still
+    /// has to cross the link. Passes too short to measure are combined.
     fn measure(&mut self, now: &Traffic, dirtied: u64, duration: Duration) {
         self.dirty_pages_per_s = per_second(dirtied, duration);
         let acked_pages = lock(&self.transfer.session.work_queue.state).acked_pages;

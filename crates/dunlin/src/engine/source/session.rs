@@ -64,7 +64,7 @@ pub(super) struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// The next message, when only messages are expected; `None` at the deadline.
+    /// The next message, for a phase that expects only messages; `None` at the deadline.
     pub(super) fn next_message(&self, deadline: Instant) -> Result<Option<Message>, Fault> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -81,8 +81,9 @@ impl Session<'_> {
         }
     }
 
-    /// Handles the events that all phases treat alike, and returns any other: drops
-    /// messages of earlier control lanes; a refusal or cancellation ends the migration.
+    /// Handles the events that all phases treat alike, and returns any other event.
+    /// Messages of earlier control lanes are dropped; a refusal or cancellation ends the
+    /// migration.
     pub(super) fn sift(&self, event: SessionEvent) -> Result<Option<SessionEvent>, Fault> {
         match event {
             SessionEvent::Control(epoch, _) if epoch != self.control.lane.epoch => Ok(None),
@@ -142,13 +143,13 @@ impl Session<'_> {
     }
 
     /// Ends the lanes, closes the control lane, and waits for the peer's last messages and its
-    /// close, up to [`CLOSE_LIMIT`]. [`join`] follows.
+    /// close, up to [`CLOSE_LIMIT`]. The caller calls [`join`] next.
     pub(super) fn close(&self) {
         self.work_queue.stop();
         // Best effort: the peer may be gone.
         let _ = self.control.lane.stream.close();
         let until = Instant::now() + CLOSE_LIMIT;
-        // The limit also holds for a peer that keeps sending.
+        // The time limit also holds for a peer that keeps sending.
         while !self.control.has_ended() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             if !matches!(self.receive(left), Ok(Some(_))) {

@@ -17,7 +17,7 @@ use super::guest::LoggedGuest;
 use super::lanes::Transfer;
 use super::session::{Session, join};
 
-/// Figures of the report about the iterations and the switchover.
+/// The report's figures about the iterations and the switchover.
 #[derive(Default)]
 pub(super) struct Figures {
     pub(super) iterations: Vec<Iteration>,
@@ -138,8 +138,7 @@ fn error(session: Session<'_>, lanes: impl Iterator<Item = JoinHandle<()>>) -> M
             paused_by_owner: session.paused_by_owner,
         }));
     } else if state == Source::Kept {
-        // Best effort: a record that stays is *kept*, or leads a restarted process to
-        // *kept*.
+        // Best effort: a record that remains says *kept*, or leads a restarted process to *kept*.
         let _ = journal.forget();
     }
     error

@@ -101,7 +101,7 @@ impl<'a> Switchover<'a> {
         }
     }
 
-    /// Pauses the guest and sends the rest, up to *final*.
+    /// Pauses the guest and sends everything that is left, up to *final*.
     fn pause_and_finish(&mut self) -> Result<Sent, Fault> {
         let session = &mut self.transfer.session;
         // The owner may have paused or resumed it since it was described.

@@ -6,7 +6,7 @@ use dunlin_proto::limits::PAGE_BYTES;
 
 use super::super::report::Traffic;
 
-/// From this ratio of zero pages to other pages on, a pass says nothing about the
+/// At or above this ratio of zero pages to other pages, a pass does not measure the
 /// bandwidth, unless the previous pass was like that too.
 const MOSTLY_ZERO: u64 = 4;
 
@@ -32,20 +32,20 @@ impl Window {
         }
     }
 
-    /// Pages acknowledged in this window. Pages of a lost lane are sent twice, so the
-    /// count may be smaller than at the start; then this is 0.
+    /// Pages acknowledged in this window. The count may be smaller than at the start,
+    /// because pages of a lost lane are sent twice; the result is then 0.
     pub(super) fn acked_since(&self, acked_pages: u64) -> u64 {
         acked_pages.saturating_sub(self.acked_pages)
     }
 
-    /// Ends the window after `measured`, given the acknowledged pages and the traffic
-    /// sent so far, and begins the next. Returns bytes per second, or `None` if the
-    /// window says nothing about the bandwidth.
+    /// Ends the window after `measured`, given the acknowledged pages and the traffic sent
+    /// so far, and begins the next. Returns bytes per second, or `None` if the window does
+    /// not measure the bandwidth.
     ///
-    /// Zero pages are sent much faster than the pages a guest works on, and would
-    /// suggest a bandwidth that does not exist: in untouched memory, in huge pages that
-    /// were touched once, in pages that a guest clears before use. If the next window
-    /// is like that too, its result counts.
+    /// Zero pages are sent much faster than the pages that a guest works on, and would
+    /// suggest a bandwidth that does not exist. They occur in untouched memory, in huge
+    /// pages that were touched once, and in pages that a guest clears before use. If the
+    /// next window has mostly zero pages too, its result counts.
     pub(super) fn end(
         &mut self,
         measured: Duration,
@@ -98,11 +98,11 @@ mod tests {
             let acked = traffic.raw_pages + traffic.zero_pages;
             window.end(Duration::from_millis(100), acked, &traffic)
         };
-        // Untouched memory first. A guest with nothing else must finish too.
+        // Untouched memory first. A guest that has only zero pages must finish too.
         assert_eq!(pass(0, ZERO), None);
         assert_eq!(pass(0, ZERO), Some(40 * BYTES_PER_S));
-        // Pages that the guest works on, with a pass of pages that it has only touched
-        // in between.
+        // Passes of pages that the guest works on, and between them a pass of pages that it has
+        // only touched.
         assert_eq!(pass(RAW, 0), Some(BYTES_PER_S));
         assert_eq!(pass(RAW / 100, ZERO), None);
         assert_eq!(pass(RAW, RAW), Some(2 * BYTES_PER_S));

@@ -88,7 +88,7 @@ impl WorkQueue {
     }
 
     /// Changes state that a lane may wait for.
-    // The tests omit the notifications of its callers one at a time.
+    // The tests omit the notification of one caller at a time.
     #[cfg_attr(all(test, feature = "shuttle"), track_caller)]
     pub(in crate::engine) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut lock(&self.state));
@@ -134,9 +134,9 @@ impl WorkQueue {
         });
     }
 
-    /// Changes the cap over all lanes. A lane that waits under the old cap reserves
-    /// again under the new one: its wait may be long, and in the last pass the guest
-    /// would wait with it.
+    /// Changes the cap over all lanes. A lane that waits under the old cap reserves again
+    /// under the new one: its old wait may be long, and in the last pass the paused guest
+    /// would wait too.
     pub(in crate::engine) fn set_rate(&self, bytes_per_s: Option<u64>) {
         self.change(|state| {
             state.pace = Pace::new(bytes_per_s);
@@ -145,8 +145,8 @@ impl WorkQueue {
     }
 
     /// Handles an acknowledgement on the thread that reads the control lane, so that it
-    /// need not wait while the session's thread is busy. Returns whether `message` was
-    /// one.
+    /// need not wait while the session's thread is busy. Returns whether `message` was an
+    /// acknowledgement.
     pub(in crate::engine) fn acknowledge(&self, message: &Message) -> Result<bool, Fault> {
         let Message::Ack { sets, reached } = message else {
             return Ok(false);
@@ -161,7 +161,7 @@ impl WorkQueue {
         })
     }
 
-    /// Converts a time of the clock of lanes and rates.
+    /// Converts a time of the clock that lanes and rates use.
     pub(super) fn instant(&self, at_ns: u64) -> Instant {
         self.started + Duration::from_nanos(at_ns)
     }
@@ -174,8 +174,8 @@ impl WorkQueue {
 
 /// Called by the lane threads.
 impl WorkQueue {
-    /// Sets the function by which [`WorkQueue::cut`] and [`WorkQueue::stop`] interrupt
-    /// `lane`, instead of any earlier one.
+    /// Sets the function with which [`WorkQueue::cut`] and [`WorkQueue::stop`] interrupt
+    /// `lane`. Replaces any earlier function.
     ///
     /// # Errors
     /// The lane has already been given up.
@@ -234,8 +234,8 @@ impl WorkQueue {
                 state = wait(&self.changed, state);
                 continue;
             }
-            // The destination has not admitted the lane yet. If the connection ends
-            // before, the destination cannot report which lane it was.
+            // The destination has not admitted the lane yet. If the connection ends before that,
+            // the destination cannot report which lane it was.
             state = wait_for(&self.changed, state, LOOK_EVERY);
             if state.lanes.schedule().course(lane).is_none() && has_ended() {
                 let what = format!("lane {lane} ended before it was admitted");
