@@ -12,8 +12,9 @@ use dunlin_linux::socket::wait_writable;
 /// open.
 ///
 /// # Errors
-/// `TimedOut` if the receiver does not read all of `payload` before `deadline`; otherwise an error from
-/// [`fdpass::send`]. After an error the receiver may still have the sockets, if a part was sent.
+/// `TimedOut` if the receiver does not read all of `payload` before `deadline`; otherwise an error
+/// from [`fdpass::send`]. After an error the receiver may still have the sockets, if part of the
+/// payload was sent.
 pub fn send_sockets(
     to: impl AsFd,
     payload: &[u8],

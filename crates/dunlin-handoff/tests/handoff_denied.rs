@@ -40,7 +40,7 @@ fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         thread::scope(|scope| {
-            // Its result does not matter: this server expects a Dunlin client.
+            // The server's result does not matter, because this server expects a Dunlin client.
             scope.spawn(|| {
                 let (accepted, _) = listener.accept().unwrap();
                 drop(handshake::server(accepted, &served, soon()))

@@ -25,7 +25,7 @@ pub const TARGETS: &[Target] = &[
 ];
 
 /// Returns two ends of a connection without a network: unix sockets typed as TCP, because every
-/// reader here takes a `TcpStream`.
+/// reader in this crate takes a `TcpStream`.
 pub fn pair() -> (std::net::TcpStream, std::net::TcpStream) {
     use std::os::fd::OwnedFd;
     let (near, far) = std::os::unix::net::UnixStream::pair().expect("descriptors are free");

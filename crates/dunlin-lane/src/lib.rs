@@ -60,7 +60,7 @@
 
 #![forbid(unsafe_code)]
 // Without the feature, only the items below are reachable; the code behind the rest is unused.
-// Builds of the workspace enable the feature, so dead code does not go unnoticed.
+// Builds of the workspace enable the feature, so that the compiler still reports dead code.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)

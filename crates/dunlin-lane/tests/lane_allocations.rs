@@ -1,4 +1,5 @@
-//! No frame allocates. A separate program, because the counter replaces the process's allocator.
+//! Sending and receiving frames allocates nothing. The test is a separate program, because the
+//! counter replaces the process's allocator.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -27,8 +28,8 @@ fn i8_no_frame_allocates_on_either_side() {
         let (near, far) = secured(&Crypto::with(provider));
         let mut sender = DataSender::tls(near, stall).unwrap();
         let mut receiver = DataReceiver::tls(far, stall).unwrap();
-        // Both threads stop at it while the count is read. (The first wait on a channel would
-        // allocate.)
+        // Both threads stop at the barrier while the count is read. (The first wait on a channel
+        // would allocate.)
         let barrier = Barrier::new(2);
         let (before, after, sum) = thread::scope(|scope| {
             scope.spawn(|| {

@@ -66,7 +66,8 @@ impl GuestSealer {
             unsafe { self.0.update(address, out.as_mut_ptr(), length) }?;
             at += length;
         }
-        // SAFETY: reads one byte on the stack and writes one byte of `body`; they do not overlap.
+        // SAFETY: the call reads one byte on the stack and writes one byte of `body`; they do not
+        // overlap.
         unsafe { self.0.update(&raw const last, end, 1) }?;
         self.0.finish()?;
         self.0.tag(tag.try_into().ok()?)
@@ -110,7 +111,8 @@ impl GuestOpener {
             at += length;
         }
         let mut last = 0;
-        // SAFETY: reads one byte of `body` and writes one byte on the stack; they do not overlap.
+        // SAFETY: the call reads one byte of `body` and writes one byte on the stack; they do not
+        // overlap.
         unsafe { self.0.update(end, &raw mut last, 1) }?;
         self.0.expect_tag(tag.try_into().ok()?)?;
         self.0.finish()?;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Time since the host booted, without the time it was suspended (`CLOCK_MONOTONIC`).
+/// Time since the host booted, excluding the time during which it was suspended
+/// (`CLOCK_MONOTONIC`).
 #[must_use]
 pub fn monotonic() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);

@@ -50,10 +50,10 @@ pub struct Ready {
 }
 
 impl Epoll {
-    /// An empty set.
+    /// Creates an empty set.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// The process has no free descriptors.
     pub fn new() -> io::Result<Self> {
         Ok(Self(epoll::create(CreateFlags::CLOEXEC)?))
     }
@@ -75,9 +75,9 @@ impl Epoll {
     }
 
     /// Adds a socket that is reported on each change only (`EPOLLET`): when new bytes arrive, when
-    /// it has room again, and on the end of the peer's data. If `wanted` is false, only hang-up and
-    /// errors are reported. After a report the caller reads and writes until the socket would
-    /// block.
+    /// its buffer has room again, and on the end of the peer's data. If `wanted` is false, only
+    /// hang-up and errors are reported. After a report the caller reads and writes until the socket
+    /// would block.
     ///
     /// # Errors
     /// An error from epoll_ctl(2).
@@ -89,8 +89,8 @@ impl Epoll {
         self.add_for(socket, token, wanted | EventFlags::ET)
     }
 
-    /// Removes a socket that has other open descriptors: the kernel removes it by itself only when
-    /// the last one is closed.
+    /// Removes a socket of which other descriptors are open. The kernel removes a socket by itself
+    /// only when its last descriptor is closed.
     ///
     /// # Errors
     /// An error from epoll_ctl(2).

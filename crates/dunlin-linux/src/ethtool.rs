@@ -15,10 +15,10 @@ const ETHTOOL_GFEATURES: u32 = 0x3a;
 const ETH_SS_FEATURES: u32 = 4;
 /// Length of a feature's name, in 32-bit words.
 const NAME_WORDS: usize = 8;
-/// Words of `struct ethtool_get_features_block`, which has a bit for each of 32 features in each
-/// of: available, requested, active, never changed.
+/// Words of `struct ethtool_get_features_block`, one for each of available, requested, active
+/// and never changed; each has a bit for each of 32 features.
 const BLOCK_WORDS: usize = 4;
-/// Upper bound of the number of features; no kernel has as many.
+/// Upper bound of the number of features; no kernel has that many.
 const FEATURES_LIMIT: u32 = 1024;
 
 /// The names of all features of a device, and whether each is active. `socket` is any socket in
@@ -27,7 +27,7 @@ const FEATURES_LIMIT: u32 = 1024;
 /// # Errors
 /// An error from ioctl(2), such as `ENODEV`.
 pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool)>> {
-    // The number of features: `sset_mask` in two words, then room for the result.
+    // Query the number of features: `sset_mask` takes two words, and the result follows.
     let mut set = [ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_FEATURES, 0, 0];
     ethtool(&socket, device, &mut set)?;
     let count = set[4];
@@ -52,7 +52,7 @@ pub fn features(socket: impl AsFd, device: &str) -> io::Result<Vec<(String, bool
     Ok(names.filter_map(of).collect())
 }
 
-/// Executes the command in `words`; the kernel writes the result over it.
+/// Executes the command in `words`; the kernel overwrites it with the result.
 fn ethtool(socket: &impl AsFd, device: &str, words: &mut [u32]) -> io::Result<()> {
     // SAFETY: `ifreq` consists of integers and pointers, all of which may be zero.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };

@@ -11,7 +11,7 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt,
 };
 
-/// The most descriptors in one message (the kernel's SCM_MAX_FD).
+/// The maximum number of descriptors in one message (the kernel's SCM_MAX_FD).
 pub const MOST: usize = 253;
 /// Bytes of the control message with [`MOST`] descriptors.
 const CONTROL_ROOM: usize = rustix::cmsg_space!(ScmRights(MOST));
@@ -29,9 +29,9 @@ pub struct Received {
 /// Returns the bytes sent. Never blocks.
 ///
 /// # Errors
-/// `WouldBlock` if the socket's buffer is full. `InvalidInput` for an empty payload, with which a
-/// stream socket drops the descriptors, and for more than [`MOST`] descriptors. Otherwise an
-/// error from sendmsg(2).
+/// `WouldBlock` if the socket's buffer is full. `InvalidInput` for more than [`MOST`]
+/// descriptors, and for an empty payload, because a stream socket would then drop the
+/// descriptors. Otherwise an error from sendmsg(2).
 pub fn send(
     socket: impl AsFd,
     payload: &[u8],
@@ -150,7 +150,7 @@ mod tests {
             drop(writer);
             File::from(passed).write_all(b"x").unwrap();
             let mut all = Vec::new();
-            // Reads to the end: no other writer is left.
+            // The read reaches the end, because no other writer is left.
             reader.read_to_end(&mut all).unwrap();
             assert_eq!(all, b"x");
         }

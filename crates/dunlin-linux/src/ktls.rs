@@ -18,13 +18,14 @@ use crate::option;
 
 /// The content type `application_data` (RFC 8446, section 5.1).
 const APPLICATION_DATA: u8 = 23;
-/// The most pieces of memory that one call uses. A frame of a lane has at most half as many.
+/// The maximum number of pieces of memory that one call uses. A frame of a lane has at most
+/// half as many.
 const PIECES_LIMIT: usize = 128;
-/// A read returns this at a record that fails authentication (errno(3)).
+/// The error of a read when a record fails authentication (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
-/// The errors of a read at bytes that are not a TLS record, and at a record that is too long
-/// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns the first one, `EINVAL`, at a
-/// record that is not application data.
+/// The errors of a read when the bytes are not a TLS record, and when a record is too long
+/// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns the first one, `EINVAL`, when
+/// the next record is not application data.
 pub const NO_RECORD: [i32; 2] = [libc::EINVAL, libc::EMSGSIZE];
 
 /// The TLS version of a key.
@@ -47,7 +48,7 @@ pub enum Cipher {
     ChaCha20Poly1305,
 }
 
-/// The direction of a connection that a key is for.
+/// The direction of a connection for which a key is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// What this side sends.
@@ -65,11 +66,11 @@ pub struct Key<'a> {
     pub cipher: Cipher,
     /// The key, with the cipher's key length ([`Cipher::key_bytes`]).
     pub key: &'a [u8],
-    /// TLS 1.3 and ChaCha20: the IV, which is XORed with the record's sequence number to make the
-    /// nonce. AES-GCM of TLS 1.2: the four secret bytes of the salt, then the explicit nonce of
-    /// the kernel's first record; the kernel counts up from it, independently of the sequence
-    /// number. No earlier record may have used this explicit nonce or one that follows: two records
-    /// with the same nonce reveal the authentication key.
+    /// For TLS 1.3 and ChaCha20: the IV, which is XORed with the record's sequence number to make
+    /// the nonce. For AES-GCM in TLS 1.2: the four secret bytes of the salt, then the explicit
+    /// nonce of the kernel's first record; the kernel counts up from it, independently of the
+    /// sequence number. No earlier record may have used this explicit nonce or a later one: two
+    /// records with the same nonce reveal the authentication key.
     pub nonce: [u8; 12],
     /// The sequence number of the next record.
     pub sequence: u64,
@@ -204,7 +205,8 @@ pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Re
     option::set(socket, libc::SOL_TLS, direction.option(), &key.to_bytes()?)
 }
 
-/// The version and cipher of a direction's key, as the kernel reports them; `None` without a key.
+/// The version and cipher of a direction's key, as the kernel reports them; `None` if it has no
+/// key.
 ///
 /// # Errors
 /// An error from getsockopt(2).
@@ -217,7 +219,7 @@ pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<I
             Ok(Some(Installed { version, cipher }))
         }
         Err(error) => match error.raw_os_error() {
-            // EBUSY: attached without a key. The others: not attached.
+            // EBUSY means attached without a key; the other errors mean not attached.
             Some(libc::EBUSY | libc::ENOPROTOOPT | libc::EOPNOTSUPP) => Ok(None),
             _ => Err(error),
         },
@@ -450,7 +452,7 @@ mod tests {
     fn a_control_message_encodes_and_decodes_its_content_type() {
         let mut control = Control::of(21);
         assert_eq!(control.content_type(CONTROL_BYTES), None);
-        // The kernel's own message differs in its type only.
+        // The kernel's own message differs only in its type.
         let at = offset_of!(libc::cmsghdr, cmsg_type);
         control.0[at..at + 4].copy_from_slice(&libc::TLS_GET_RECORD_TYPE.to_ne_bytes());
         assert_eq!(control.content_type(CONTROL_BYTES), Some(21));

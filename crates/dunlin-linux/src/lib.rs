@@ -1,5 +1,5 @@
-//! Safe wrappers of the Linux interfaces that Dunlin uses, one module for each. KVM, netlink and
-//! interfaces that only tests use are elsewhere.
+//! Safe wrappers of the Linux interfaces that Dunlin uses, one module for each. Wrappers of KVM,
+//! of netlink and of interfaces that only tests use are in other crates.
 #[cfg(feature = "aws-lc")]
 pub mod aead;
 pub mod affinity;

@@ -22,7 +22,7 @@ use vm_memory::{
 /// Guest memory with the log of the VMM's own writes.
 pub type TrackedMemory = GuestMemoryMmap<AtomicBitmap>;
 
-/// Bytes of a guest page, the unit of every dirty log here.
+/// Bytes of a guest page, the unit of every dirty log in this project.
 pub const PAGE_BYTES: u64 = 4096;
 
 /// Bytes of a huge page.
@@ -39,7 +39,7 @@ pub const HOLE_END: u64 = 4 << 30;
 pub enum Backing {
     /// Anonymous and private to the process.
     Private,
-    /// A memfd per region, mapped shared. The region's `file_offset` holds the file, in which
+    /// A memfd per region, mapped shared. The region's `file_offset` is the file, in which
     /// SEEK_DATA finds the holes.
     Memfd,
     /// A memfd per region with 2 MiB huge pages, which the host must have reserved.
@@ -61,7 +61,7 @@ pub enum MappingError {
         #[source]
         source: io::Error,
     },
-    /// Fewer huge pages are free than the guest needs.
+    /// There are fewer free huge pages than the guest needs.
     #[error(
         "too few free huge pages for {bytes} bytes of guest memory: needs {} of 2 MiB \
          (`sysctl vm.nr_hugepages=N` reserves them), or another backing",
@@ -99,7 +99,7 @@ pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
 /// Maps `memory_bytes` (a multiple of 2 MiB) of zero pages for a guest, as [`layout`] places them.
 ///
 /// Populates nothing. Private and memfd mappings reserve no swap. Huge pages are reserved by the
-/// mapping, because a later fault without a free one would kill the process (SIGBUS).
+/// mapping, because a later page fault without a free huge page would kill the process (SIGBUS).
 ///
 /// # Errors
 /// See [`MappingError`].
@@ -159,7 +159,7 @@ fn region(
 }
 
 /// Requests transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory of a
-/// memfd is skipped: for shared memory the host decides
+/// memfd is skipped: for shared memory a setting of the host decides
 /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), and [`Backing::Huge`] already has huge
 /// pages.
 ///
@@ -183,12 +183,13 @@ pub fn advise_huge_pages(memory: &TrackedMemory) {
     }
 }
 
-/// How often [`aligned`] maps again. Once is enough unless other threads map memory concurrently.
+/// The number of times that [`aligned`] repeats the mapping. Once is enough unless other threads
+/// map memory concurrently.
 const ALIGN_ATTEMPTS: usize = 4;
 
 /// Calls `map` until its mapping begins at a multiple of 2 MiB, or the attempts are used up: a huge
 /// page needs an aligned 2 MiB block in this process, and KVM's second-level tables need the same
-/// alignment here and in the guest.
+/// alignment in this process and in the guest.
 ///
 /// Since 6.7 Linux aligns private memory by itself. Older kernels, and all kernels for memfds, use
 /// the end of the highest gap that fits, without alignment. A placeholder then occupies the end of
@@ -296,7 +297,7 @@ mod tests {
     #[test]
     fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {
-            // All mappings are kept, so that each uses another gap.
+            // All mappings are kept, so that each one is placed in another gap.
             let all: Vec<_> = (1..40)
                 .map(|blocks| allocate(blocks * HUGE_PAGE_BYTES, backing).unwrap())
                 .chain([allocate(HOLE_START + HUGE_PAGE_BYTES, backing).unwrap()])

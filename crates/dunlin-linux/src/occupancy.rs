@@ -1,8 +1,8 @@
 //! Finds the bytes of this process's memory that may hold data, from the kernel's tables.
 //!
 //! [`crate::pagemap`] finds the pages that a source sends. `--verify` needs an independent method:
-//! digests that took their holes from the same scan would repeat its mistakes. The two modules
-//! share no code and, where possible, no kernel interface:
+//! digests based on the same scan would repeat its mistakes. The two modules share no code and,
+//! where possible, no kernel interface:
 //!
 //! | memory | a hole is |
 //! | --- | --- |
@@ -15,7 +15,7 @@
 //! mincore(2) distinguishes holes from pages that another process wrote or that are swapped out.
 //! lseek(2) on the file does, so this module finds the file among this process's descriptors by
 //! device and inode. It does not use the caller's file and offset, which could be wrong. lseek(2)
-//! reports no holes in files of huge pages: all of such memory may hold data.
+//! reports no holes in files of huge pages: all of that memory may hold data.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -134,7 +134,7 @@ impl Area {
     /// Calls `found` with the addresses in `within` that may hold data, in order.
     ///
     /// # Errors
-    /// A read or seek fails; all addresses not yet reported may hold data.
+    /// A read or seek fails; any address not reported yet may hold data.
     fn find(&self, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()> {
         match &self.method {
             Method::Entries {
@@ -249,14 +249,14 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// How to find the holes from `first` on, which is an address of this mapping.
+    /// Returns the method for finding the holes from `first`, an address in this mapping.
     fn method(&self, first: u64) -> io::Result<Method> {
         if self.shared {
             let offset = first - self.addresses.start + self.offset;
             let file = self.open()?;
             return Ok(Method::File { file, offset });
         }
-        // The unwritten pages of a private file mapping are the file's pages.
+        // The unwritten pages of a private file mapping are pages of the file.
         if self.inode != 0 && self.name != ANONYMOUS_HUGE {
             return Ok(Method::None);
         }
@@ -441,7 +441,7 @@ mod tests {
         let region = vm_memory::GuestMemoryBackend::iter(&whole).next().unwrap();
         let file = region.file_offset().unwrap().file().try_clone().unwrap();
         file.write_all_at(&[1], 0).unwrap();
-        // A private mapping of a file: its unwritten pages are the file's, which hold data.
+        // A private mapping of a file: its unwritten pages are those of the file, which hold data.
         let private: MmapRegion = MmapRegion::build(
             Some(FileOffset::new(file, 0)),
             MIB as usize,

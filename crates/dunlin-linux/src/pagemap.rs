@@ -54,8 +54,8 @@ const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: Opcode = opcode::read_write::<ScanArgument>(b'f', 16);
 
-/// The most results of one call: 12 KiB, so that scattered pages in a 1 TiB mapping cost few calls
-/// for each gibibyte.
+/// The maximum number of results of one call: 12 KiB, so that scattered pages in a 1 TiB mapping
+/// cost few calls for each gibibyte.
 const BATCH: usize = 512;
 
 /// Calls `found` with each populated range of bytes of `memory`, relative to its start and in
@@ -183,8 +183,8 @@ fn scan(
     Ok(())
 }
 
-/// Calls `found` with each range of bytes of `file` in `within` that holds data, in order. Moves
-/// the file's position, which mapped memory does not use.
+/// Calls `found` with each range of bytes of `file` in `within` that holds data, in order.
+/// Changes the file's position, which does not affect mapped memory.
 ///
 /// # Errors
 /// An error from lseek(2), such as `EINVAL` if the file system does not report holes.
@@ -263,7 +263,7 @@ mod tests {
                 .unwrap()
                 .copy_from(&[1_u8]);
         }
-        // Releases half of a huge page, as a balloon does, which splits it.
+        // Releases half of a huge page, as a balloon does. This splits the huge page.
         let start = slice.ptr_guard_mut().as_ptr();
         // SAFETY: the range is mapped and private. Its pages read as zeros afterwards, and no
         // reference to their content exists.

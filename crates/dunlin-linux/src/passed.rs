@@ -1,5 +1,5 @@
 //! Sockets that a service manager has opened and passed to this process (sd_listen_fds(3)):
-//! descriptors from 3 on, with their count and names in the environment.
+//! the descriptors from 3 upwards, with their count and names in the environment.
 
 use std::env;
 use std::io;
@@ -10,7 +10,7 @@ use crate::fdpass::set_close_on_exec;
 
 /// The first passed descriptor (`SD_LISTEN_FDS_START`).
 const FIRST: RawFd = 3;
-/// The most sockets accepted; a larger count is treated as an error in the environment.
+/// The maximum number of sockets; a larger count is treated as an error in the environment.
 const MOST: usize = 256;
 
 /// A socket that was passed.
@@ -62,7 +62,8 @@ fn names(
     let (Some(pid), Some(count)) = (pid, count) else {
         return Ok(Vec::new());
     };
-    // They were passed to a parent process, and the environment was inherited.
+    // The sockets were passed to a parent process, from which this process inherited the
+    // environment.
     if pid.parse() != Ok(own) {
         return Ok(Vec::new());
     }

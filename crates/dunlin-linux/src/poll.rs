@@ -38,8 +38,8 @@ impl<'a> Interest<'a> {
     }
 }
 
-/// Waits until one of `interests` is ready or `timeout` has passed. Returns for each whether it is
-/// ready; after an interruption by a signal none is.
+/// Waits until one of `interests` is ready or `timeout` has passed. Returns for each one whether
+/// it is ready; after an interruption by a signal, none of them is.
 ///
 /// # Errors
 /// An error from poll(2), except `EINTR`.
@@ -64,7 +64,7 @@ pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result
         .collect())
 }
 
-/// A timeout in the kernel's format; one out of its range becomes the longest.
+/// A timeout in the kernel's format; a timeout out of range becomes the longest possible.
 pub(crate) fn timespec(timeout: Duration) -> Timespec {
     Timespec::try_from(timeout).unwrap_or(Timespec {
         tv_sec: i64::MAX,

@@ -12,7 +12,7 @@ use rustix::thread::{
     remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
 };
 
-/// A capability that a thread can keep, by its number in include/uapi/linux/capability.h.
+/// A capability that a thread can keep, with its number in include/uapi/linux/capability.h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Capability {
@@ -33,8 +33,8 @@ pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
 }
 
-/// Drops all capabilities except `kept`. Those of `kept` that the thread has stay in its permitted,
-/// effective and bounding sets; the inheritable and ambient sets become empty.
+/// Drops all capabilities except `kept`. Those of `kept` that the thread has remain in its
+/// permitted, effective and bounding sets; the inheritable and ambient sets become empty.
 ///
 /// # Errors
 /// An error from prctl(2), capget(2) or capset(2). Capabilities dropped before the error stay
@@ -79,9 +79,9 @@ mod tests {
             let line = status.lines().find(|line| line.starts_with(name)).unwrap();
             line.split_whitespace().nth(1).unwrap().to_owned()
         };
-        // On a separate thread, so that other tests keep their capabilities.
+        // Run on a separate thread, so that other tests keep their capabilities.
         std::thread::spawn(move || {
-            // CAP_SETPCAP, without which the bounding set does not change.
+            // Without CAP_SETPCAP the bounding set does not change.
             let effective = u64::from_str_radix(&field("CapEff:"), 16).unwrap();
             let privileged = effective & 1 << 8 != 0;
             gain_none().unwrap();

@@ -1,5 +1,5 @@
 //! Termination and hang-up signals. A thread waits for them (sigwait(3)); a signal handler could
-//! call few functions safely (signal-safety(7)).
+//! safely call only few functions (signal-safety(7)).
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -63,7 +63,7 @@ impl HangUps {
 
 impl EndSignals {
     /// Blocks both signals. Call it before the process has a second thread: if one thread does not
-    /// block them, the kernel delivers them there, and they terminate the process.
+    /// block them, the kernel delivers them to that thread, and they terminate the process.
     ///
     /// # Errors
     /// An error from pthread_sigmask(3).

@@ -24,7 +24,7 @@ use crate::poll::{Interest, Wakeup, poll, timespec};
 ///
 /// After `keepalive_idle` without traffic the kernel sends a probe every `keepalive_interval`;
 /// `keepalive_probes` unanswered probes end the connection. Keep-alive does not apply while data is
-/// unacknowledged; `user_timeout` ends the connection then (tcp(7), RFC 5482).
+/// unacknowledged; in that case `user_timeout` ends the connection (tcp(7), RFC 5482).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Liveness {
     /// Silence before the first probe; whole seconds, at least one.
@@ -64,7 +64,7 @@ pub fn connect_unless(
 }
 
 /// Like [`connect_unless`], from a given local address and port. The socket stays bound to the port
-/// until it is closed, connected or not.
+/// until it is closed, whether or not it is connected.
 ///
 /// # Errors
 /// Same as [`connect_unless`]; `AddrInUse` if another socket uses the local port.
@@ -111,7 +111,7 @@ fn begin_connect(local: Option<SocketAddr>, address: SocketAddr) -> io::Result<T
         rustix::net::bind(&stream, &local)?;
     }
     match rustix::net::connect(&stream, &address) {
-        // The kernel continues to connect, also after a signal (connect(2)).
+        // The kernel continues to connect, even after a signal (connect(2)).
         Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(stream),
         Err(error) => Err(error.into()),
     }
@@ -158,7 +158,7 @@ pub fn connect_unix_unless(
     })
 }
 
-/// Connects, and calls `wait` before each further attempt.
+/// Tries to connect, and calls `wait` before each further attempt.
 fn connect_unix_or(
     path: &Path,
     mut wait: impl FnMut() -> io::Result<()>,
@@ -227,7 +227,7 @@ fn wait(socket: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<b
 /// Makes the kernel detect a failed peer; see [`Liveness`].
 ///
 /// # Errors
-/// An error from setsockopt(2); options set before the error stay set.
+/// An error from setsockopt(2); options set before the error remain set.
 pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     let second = Duration::from_secs(1);
     let timeout = u32::try_from(liveness.user_timeout.as_millis()).unwrap_or(u32::MAX);
@@ -246,7 +246,7 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
 /// # Errors
 /// An error from setsockopt(2).
 pub fn set_pacing_rate(socket: impl AsFd, bytes_per_second: Option<u64>) -> io::Result<()> {
-    // The kernel stores an unsigned long, of which all ones mean "no limit" (net/core/sock.c).
+    // The kernel stores an unsigned long, in which all bits set mean "no limit" (net/core/sock.c).
     let rate = bytes_per_second.unwrap_or(u64::MAX).to_ne_bytes();
     option::set(socket, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, &rate)
 }
@@ -273,10 +273,10 @@ pub fn set_buffers(
     Ok(())
 }
 
-/// Reports a socket as readable only when it has at least `bytes` bytes, its end or an error
-/// (`SO_RCVLOWAT`, socket(7)), so that a reader that leaves the first bytes unread is not woken for
-/// them again. The kernel enlarges the receive buffer for them up to its limit; it may report
-/// earlier when buffer memory is short. A new socket has the value 1.
+/// Makes the kernel report a socket as readable only when it has at least `bytes` bytes, its end or
+/// an error (`SO_RCVLOWAT`, socket(7)), so that a reader that leaves the first bytes unread is not
+/// woken for them again. The kernel enlarges the receive buffer for that many bytes, up to its
+/// limit; it may report earlier when buffer memory is short. A new socket has the value 1.
 ///
 /// # Errors
 /// An error from setsockopt(2).
@@ -295,9 +295,9 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_socket_linger(socket, Some(Duration::ZERO))?)
 }
 
-/// Whether a process has the unix socket at `path` open, of any type. That process does not notice:
-/// the function connects a datagram socket, which a stream socket rejects without a connection
-/// (unix(7)).
+/// Whether a process has the unix socket at `path` open, whatever its type. That process does not
+/// notice: the function connects a datagram socket, which a stream socket rejects without a
+/// connection (unix(7)).
 ///
 /// # Errors
 /// An error from connect(2), such as `NotFound`.
@@ -519,7 +519,7 @@ mod tests {
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
         set_readable_from(&near, 6).unwrap();
         assert!(!wait_readable(&near, brief()).unwrap());
-        // The end is reported with fewer bytes, too.
+        // The end is reported even if there are fewer bytes.
         drop(far);
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
     }

@@ -8,17 +8,17 @@ use rustix::io::retry_on_intr;
 use rustix::pipe::SpliceFlags;
 
 /// The capacity of a pipe: sixteen pieces of one page. A user with too many pipes gets smaller
-/// ones.
+/// pipes.
 ///
-/// Formula: the kernel's default for a new pipe.
-/// Drawback: a larger pipe needs fewer calls.
+/// Formula: the kernel's default for a new pipe. Drawback: a larger pipe would need fewer calls.
 /// Alternative: 256 KiB. From Linux 6.5 to the end of 2025 a kernel TLS socket sends uninitialised
 /// memory if more than seventeen pieces arrive for one record ("tls: trim encrypted message to
 /// match the plaintext on short splice"); a pipe of sixteen pieces cannot cause that. And an
 /// unprivileged user could have only a quarter as many pipes.
 const PIPE_BYTES: usize = 64 << 10;
 
-/// A pipe between two descriptors. Bytes that were taken stay in it until they are given.
+/// A pipe between two descriptors. Bytes stay in it from [`Conduit::take`] until
+/// [`Conduit::give`].
 #[derive(Debug)]
 pub struct Conduit {
     reader: PipeReader,
@@ -40,13 +40,13 @@ impl Conduit {
         })
     }
 
-    /// The bytes in the pipe: taken and not yet given.
+    /// The number of bytes in the pipe: those taken but not yet given.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// Moves the bytes that `from` has into the pipe and returns how many; zero is the end. Call it
-    /// only when the pipe is empty.
+    /// Moves the bytes that `from` has into the pipe and returns their number; zero means the end.
+    /// Call it only when the pipe is empty.
     ///
     /// # Errors
     /// `WouldBlock` if `from` is in non-blocking mode and has no bytes; otherwise an error from

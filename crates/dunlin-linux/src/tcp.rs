@@ -11,7 +11,7 @@ use rustix::net::{AddressFamily, sockopt};
 
 use crate::option;
 
-/// How long the peer has sent nothing, and whether it must answer something.
+/// How long the peer has sent nothing, and whether it owes an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Silence {
     /// Time since the last acknowledgement (also of a probe) or the last data, whichever is later.
@@ -48,7 +48,7 @@ impl Silence {
 /// # Errors
 /// An error from getsockopt(2).
 pub fn silence(socket: impl AsFd) -> io::Result<Silence> {
-    // Fields that an older kernel lacks stay zero.
+    // Fields that an older kernel does not have stay zero.
     let (info, _) = info(socket)?;
     let milliseconds = |at| Duration::from_millis(option::number(&info, at).into());
     let since_ack = milliseconds(offset_of!(libc::tcp_info, tcpi_last_ack_recv));
@@ -102,7 +102,7 @@ pub fn sent_bytes(socket: impl AsFd) -> io::Result<u64> {
     }
 }
 
-/// The start of `struct tcp_info`, and how many bytes of it the kernel has written.
+/// The start of `struct tcp_info`, and the number of bytes that the kernel has written.
 fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
     option::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO)
 }
@@ -125,7 +125,8 @@ pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
 }
 
 /// Makes a connection send a window probe immediately, from the CPU of the calling thread: an empty
-/// segment, which the peer answers. A pending route lookup ([`set_traffic_class`]) happens here.
+/// segment, which the peer answers. A pending route lookup ([`set_traffic_class`]) happens at that
+/// moment.
 ///
 /// The kernel sends the probe at the end of a repair (`TCP_REPAIR_OFF`), even if the connection was
 /// not in repair mode; no other call makes it send without data. A connection that is being closed
@@ -190,7 +191,8 @@ mod tests {
         near.write_all(b"y").unwrap();
         near.read_exact(&mut [0]).unwrap();
         far.read_exact(&mut [0]).unwrap();
-        // A restarted server binds the port while connections are still open.
+        // This is needed by a restarted server, which binds the port while connections are still
+        // open.
         let at = listener.local_addr().unwrap();
         drop(listener);
         TcpListener::bind(at).unwrap();

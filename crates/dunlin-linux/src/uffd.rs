@@ -7,12 +7,12 @@
 //! mapping: by its threads, by the kernel on their behalf (read(2)) and by KVM. It does not cover
 //! writes by another process that maps the same file, or by a device to pinned pages.
 //!
-//! Transparent huge pages stay huge until they are written: the first write splits one, after which
-//! single 4 KiB pages are reported. Memory touched for the first time while it is watched is
-//! reported in whole blocks, once for each block; the other pages of the block are zero and are
-//! sent as ranges. Disabling huge pages during the watch (MADV_NOHUGEPAGE) would avoid this, but
-//! the guest would lose its huge pages permanently: the advice replaces the VMM's own advice, which
-//! cannot be restored.
+//! Transparent huge pages stay huge until they are written: the first write splits the huge page,
+//! and from then on single pages of 4 KiB are reported. Memory touched for the first time while it
+//! is watched is reported in whole blocks, once for each block; the other pages of the block are
+//! zero and are sent as ranges. Disabling huge pages during the watch (MADV_NOHUGEPAGE) would avoid
+//! this, but the guest would lose its huge pages permanently: the advice replaces the VMM's own
+//! advice, which cannot be restored.
 //!
 //! No privilege is needed: user space handles no faults, so a descriptor for user-mode faults only
 //! is sufficient.
@@ -99,7 +99,7 @@ impl Request for WriteProtect {
 /// The backing of the watched memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behind {
-    /// None: a private mapping without a file. Untouched pages cost nothing.
+    /// Nothing: a private mapping without a file. Untouched pages cost nothing.
     Anonymous,
     /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with its own
     /// file. The kernel may unmap a page and keep it in the file, so every page must be
@@ -280,7 +280,8 @@ mod tests {
             let watch = WriteWatch::new().unwrap();
             watch.register(&slice, behind).unwrap();
             assert_eq!(taken(&watch, &slice, behind), [], "{backing:?}");
-            // A populated page, an unpopulated one, one without a page table, and the last one.
+            // A populated page, an unpopulated page, a page without a page table, and the last
+            // page.
             for page in [5, 9, 1000, 2047] {
                 write(&slice, page);
             }
@@ -339,10 +340,10 @@ mod tests {
             }
             assert_eq!(taken(&watch, &slice, Behind::File), [4..5, 7..8]);
             write(&slice, 4);
-            // Like reclaim: the page stays in the file, and its page table entry is dropped. The
-            // mark of a protected page stays.
+            // This has the same effect as reclaim: the page stays in the file, but its page table
+            // entry is dropped. The mark of a protected page remains.
             let start = slice.ptr_guard_mut().as_ptr();
-            // SAFETY: the range is mapped and shared: MADV_DONTNEED drops page table entries, and
+            // SAFETY: the range is mapped and shared. MADV_DONTNEED drops page table entries, and
             // the file keeps the content.
             let result =
                 unsafe { libc::madvise(start.cast(), 16 * PAGE as usize, libc::MADV_DONTNEED) };
@@ -395,7 +396,7 @@ mod tests {
         let reported = taken(&watch, &slice, Behind::Anonymous);
         let expected: Vec<_> = (0..1024).step_by(64).map(|page| page..page + 1).collect();
         assert_eq!(reported, expected);
-        // A block touched for the first time is reported whole, once.
+        // If a block is touched for the first time, the whole block is reported once.
         write(&slice, 1700);
         let block = taken(&watch, &slice, Behind::Anonymous);
         write(&slice, 1701);
@@ -438,7 +439,7 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), [1601..1602]);
     }
 
-    /// MADV_COLLAPSE does immediately what khugepaged does eventually.
+    /// MADV_COLLAPSE immediately does what khugepaged would do later.
     #[test]
     fn no_write_is_lost_when_watched_pages_are_merged() {
         if huge_pages::transparent().is_none() {

@@ -21,8 +21,8 @@ use dunlin_linux::socket::is_shortage;
 const ACCEPTS_PER_ROUND: usize = 16;
 /// How long to stop accepting after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
-/// Minimum age of a client that is evicted because descriptors or memory ran out: an honest handshake
-/// ends within it.
+/// Minimum age of a client that is evicted because descriptors or memory ran out: an honest
+/// handshake ends within this time.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 const WAKE: u64 = u64::MAX;
@@ -38,7 +38,7 @@ pub(super) struct AcceptLoop {
     buffer: HelloBuffer,
     /// Accepting is paused for lack of descriptors or memory.
     paused_until: Option<Instant>,
-    /// [`Event::Starved`] was reported, and no client accepted since.
+    /// [`Event::Starved`] was reported, and no client has been accepted since then.
     is_starved: bool,
 }
 
@@ -61,7 +61,7 @@ impl AcceptLoop {
         })
     }
 
-    /// Runs until the acceptor is stopped, or drains and has no pending clients left.
+    /// Runs until the acceptor is stopped, or is draining and has no pending clients left.
     ///
     /// # Errors
     /// The listener or epoll failed.
@@ -251,7 +251,7 @@ struct Candidate {
     began: Instant,
 }
 
-/// What to do when accept(2) fails for lack of descriptors or memory.
+/// The reaction when accept(2) fails for lack of descriptors or memory.
 #[derive(Debug, PartialEq, Eq)]
 enum Shortage {
     /// Evict the client with this number.
@@ -273,8 +273,9 @@ fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> S
     }
 }
 
-/// The client with the least progress in the older half of `all`, the oldest of several. The younger
-/// half has had little time to send anything. `all` is sorted by age, the oldest first.
+/// The client with the least progress in the older half of `all`; if there are several, the oldest
+/// of them. The younger half has had little time to send anything. `all` is sorted by age, the
+/// oldest first.
 fn least(all: impl ExactSizeIterator<Item = Candidate>) -> Option<Candidate> {
     let older = all.len().div_ceil(2);
     all.take(older).min_by_key(|one| (one.progress, one.number))

@@ -1,4 +1,4 @@
-//! The handle of a listener with its threads, and their end.
+//! The handle of a listener with its threads, and how the threads are ended.
 
 use dunlin_lane::sync::{lock, wait};
 use std::net::{SocketAddr, TcpListener};

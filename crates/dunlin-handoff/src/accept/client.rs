@@ -91,7 +91,7 @@ impl Client {
         matches!(self.stage, Stage::Lingering(_))
     }
 
-    /// Processes all bytes that have arrived. `ended`: no more bytes will arrive.
+    /// Processes all bytes that have arrived. `ended` means that no more bytes will arrive.
     pub(super) fn advance(
         &mut self,
         shared: &Shared,
@@ -129,8 +129,8 @@ impl Client {
             Ok(Look::Hello(hello)) => hello,
             Ok(Look::Needs(_)) if ended => return self.refuse(Refusal::Disconnected, None),
             Ok(Look::Needs(least)) => {
-                // Fewer bytes do not wake this thread (SO_RCVLOWAT). If they have arrived meanwhile,
-                // the kernel reports the socket immediately.
+                // Fewer bytes do not wake this thread (SO_RCVLOWAT). If they have arrived in the
+                // meantime, the kernel reports the socket immediately.
                 return match self.readable_from(least) {
                     Ok(()) => Step::Wait,
                     Err(error) => self.refuse(Refusal::Io(error), None),
@@ -192,8 +192,8 @@ impl Client {
         Step::Refused(refusal)
     }
 
-    /// Delays the close: closing a socket with unread bytes resets the connection, and the reset can
-    /// overtake the alert.
+    /// Waits before closing: closing a socket with unread bytes resets the connection, and the
+    /// reset can overtake the alert.
     fn linger(&mut self) {
         // Both fail only if the client has disconnected.
         let _ = self.readable_from(1);
@@ -277,7 +277,8 @@ mod tests {
             let (mut arrived, mut looks) = (0, 0);
             let mut least = 1;
             loop {
-                // Writes few segments: the kernel also reports a socket if its buffer is nearly full.
+                // Write only a few segments: the kernel also reports a socket if its buffer is
+                // nearly full.
                 for (until_byte, is_reported) in [(least - 1, false), (least, true)] {
                     near.write_all(&bytes[arrived..until_byte]).unwrap();
                     arrived = until_byte;

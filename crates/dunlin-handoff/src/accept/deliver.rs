@@ -35,10 +35,12 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
     let from = secured.0.at;
     let name = shared.options.names[index].name.clone();
     let most = shared.options.limits.handovers;
-    // Counted per name, so that a slow receiver of one name does not delay other names.
+    // Hand-overs are counted per name, so that a slow receiver of one name does not delay other
+    // names.
     let mut state = lock(&shared.state);
     let waiting = state.handovers.entry(index).or_default();
-    // As many clients again may wait for their alert; more are closed without one.
+    // The same number of clients may wait for their alert; further clients are closed without an
+    // alert.
     let gets_alert = *waiting < 2 * most;
     let is_excess = *waiting >= most;
     if gets_alert {
@@ -76,7 +78,7 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
         to: to.clone(),
         source,
     };
-    // Connects before the kernel gets the keys: if there is no receiver, this process can still send
+    // Connect before the kernel gets the keys: if there is no receiver, this process can still send
     // the client an alert.
     let receiver = match connect_unix(to, deadline) {
         Ok(receiver) => receiver,

@@ -32,8 +32,8 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Idle time after which any other client may be evicted. It exceeds the time that a disk or a busy
 /// backend makes a client wait. Connections that clients keep open for later requests are evicted.
 const IDLE: Duration = Duration::from_secs(10);
-/// Maximum number of evicted clients, in addition to the limit, that still have threads. Each has at
-/// most six descriptors: a name lookup has two, and splicing has not begun.
+/// Maximum number of evicted clients, in addition to the limit, that still have threads. Each has
+/// at most six descriptors: two of them for a name lookup, during which splicing has not begun.
 const LEAVING: usize = 8;
 
 impl Forwarded {
@@ -151,7 +151,7 @@ impl Forwarded {
         keep_alive(&self.client)?;
         if let Some(header) = header {
             let header = header.encode(self.from, self.client.local_addr()?);
-            // A new socket's send buffer has room for all of it.
+            // The send buffer of a new socket has room for the whole header.
             retry_on_intr(|| send(&backend, &header, SendFlags::NOSIGNAL))?;
         }
         ioctl_fionbio(&backend, true)?;
@@ -160,7 +160,7 @@ impl Forwarded {
 
     fn carry(&self, shared: &Arc<Shared>, backend: &OwnedFd) -> Result<(), Refusal> {
         let (mut out, mut back) = (Conduit::new()?, Conduit::new()?);
-        // If this fails, the next read or write reports a reset, only later.
+        // If this fails, a reset is still reported, but only by the next read or write.
         let watched = |side| token(self.number, Some(side));
         let _ = shared
             .epoll
@@ -215,7 +215,7 @@ impl Forwarded {
                 error
             }
         };
-        // After an end of the stream, the programs may close the connection in any way.
+        // Once the stream has ended, the programs may close the connection in any way.
         let mut ended = self.has_ended.iter();
         match ended.any(|ended| ended.load(Ordering::SeqCst)) {
             true => Ok(()),
@@ -245,7 +245,7 @@ fn make_room(shared: &Shared, now: Instant) -> bool {
 #[derive(Clone, Copy, Debug)]
 struct Activity {
     number: u64,
-    /// It was evicted, and its threads have not ended yet.
+    /// Whether the client was evicted and its threads have not ended yet.
     is_leaving: bool,
     /// It has sent more than its hello.
     has_sent_more: bool,
@@ -254,7 +254,7 @@ struct Activity {
 }
 
 impl Activity {
-    /// The idle time, if the client may be evicted.
+    /// The idle time if the client may be evicted, otherwise `None`.
     fn idle(&self, now: Instant) -> Option<Duration> {
         let idle = now.saturating_duration_since(self.last);
         let limit = if self.has_sent_more { IDLE } else { GRACE };
@@ -266,7 +266,7 @@ impl Activity {
 #[derive(Debug, PartialEq, Eq)]
 enum Room {
     Free,
-    /// After the client with this number is evicted.
+    /// There is room after the client with this number is evicted.
     Evict(u64),
     Full,
 }

@@ -20,7 +20,7 @@ pub(super) struct Forwarded {
     /// When either side last sent bytes, in milliseconds since `began`.
     pub(super) last_ms: AtomicU64,
     pub(super) stop: Stop,
-    /// One side's connection has failed, so the other is reset.
+    /// Whether one side's connection has failed; the other side's is then reset.
     pub(super) is_broken: AtomicBool,
     /// Whether epoll has reported a failure, by side.
     pub(super) has_failed: [AtomicBool; 2],

@@ -13,7 +13,8 @@
 //! - `client`: one of those clients. Its hello stays in the socket (MSG_PEEK); epoll reports the socket
 //!   again only when enough bytes for the next step have arrived.
 //! - `deliver`: passes the sockets of hand-off names to their receivers.
-//! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one.
+//! - `forward`: splices the bytes of all other clients; `forwarded` is the state of one such
+//!   client.
 //! - `proxy`: encodes the header with the client's address for the backend (PROXY protocol).
 //!
 //! A client gets threads only after its hello is complete.
@@ -87,12 +88,13 @@ pub struct Limits {
     pub forwarded: usize,
     /// Timeout for connecting to the backend.
     pub connect_timeout: Duration,
-    /// Maximum number of concurrent hand-overs of one name; each takes a thread.
+    /// Maximum number of concurrent hand-overs for one name; each takes a thread.
     pub handovers: usize,
 }
 
 impl Default for Limits {
-    /// For a process with 1,024 descriptors: a pending client takes one, a forwarded client eight.
+    /// Limits for a process with 1,024 descriptors: a pending client takes one, a forwarded client
+    /// eight.
     fn default() -> Self {
         Self {
             pending: 128,
@@ -188,7 +190,8 @@ pub enum Refusal {
     /// As many clients as [`Limits::forwarded`] allows are forwarded, and all of them are active.
     #[error("{0} clients are forwarded already: raise the limit")]
     TooManyForwarded(usize),
-    /// The client was forwarded, and its connection or the backend's failed.
+    /// The client was forwarded, and its connection or the connection to the backend
+    /// failed.
     #[error("the connection to the client or to the backend failed: {0}")]
     Broken(#[source] io::Error),
     /// The client was forwarded, and the acceptor ended or evicted it after a long silence.
@@ -257,7 +260,7 @@ pub enum Event {
         /// The requested name.
         name: Option<String>,
     },
-    /// A client was refused, or its connection closed for another reason than its end.
+    /// A client was refused, or its connection was closed before it had ended.
     Refused {
         /// The client's address.
         from: SocketAddr,

@@ -15,8 +15,8 @@ use super::{Acceptor, Backend, Event, Limits, Options, Target};
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// An acceptor that forwards every client to `to`, at most `most` at a time, and the codes of its
-/// refusals.
+/// Starts an acceptor that forwards every client to `to`, at most `most` at a time, and the codes
+/// of its refusals.
 pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode>) {
     let ciphers = "TLS_AES_256_GCM_SHA384";
     let provider = Provider::built_in()[0];

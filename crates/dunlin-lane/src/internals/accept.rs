@@ -5,7 +5,7 @@
 //! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
 //! bound, the loop evicts an older one that has made the least progress. A silent client therefore
 //! delays no other client, and a thousand silent clients delay only each other (I7): a connection
-//! that merely exists cannot evict one that makes progress.
+//! without progress cannot evict one with progress.
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -38,13 +38,14 @@ use pending::{Outcome, Pending, Purpose, Step};
 pub use reading::{OPENING_DEADLINE, PENDING_LIMIT, RejectReason, would_block};
 
 /// Connections accepted before pending ones are served again. Since [`take_least`] never evicts the
-/// newer half, each connection is served four times before it can be evicted for its silence.
+/// newer half, each connection is served four times before it can be evicted as silent.
 const ACCEPTS_PER_ROUND: usize = PENDING_LIMIT / 8;
 /// How long to stop accepting after running out of descriptors or memory.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// Minimum age of a connection that is evicted because descriptors or memory ran out. An honest
-/// handshake finishes within it, so simultaneous lanes of one session do not evict each other.
+/// handshake finishes within this time, so simultaneous lanes of one session do not evict each
+/// other.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 /// Accepts connections on `listener` until `stop` is woken, and passes each to `deliver`. Runs on
@@ -111,7 +112,7 @@ fn accept_for(
             return Ok(());
         }
         let now = Instant::now();
-        // In reverse, so indices stay valid when an entry leaves the queue.
+        // Iterate in reverse, so that indices stay valid when an entry leaves the queue.
         for index in (0..pending.len()).rev() {
             let step = if ready[index + 2] {
                 pending[index].advance(purpose)
@@ -198,7 +199,8 @@ fn accept_some(
                         return Ok(Accepted::Short(Some(error)));
                     };
                     if least.age() < SHORTAGE_GRACE && !least.lingers() {
-                        // Put it back; order within the older half does not matter.
+                        // Return the connection to the queue; the order within the older half does
+                        // not matter.
                         pending.push_front(least);
                     } else {
                         deliver(least.rejected(RejectReason::Shortage(error)));

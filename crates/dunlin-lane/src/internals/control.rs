@@ -1,4 +1,4 @@
-//! The control lane: a low-volume stream that rustls encrypts throughout, because only rustls's
+//! The control lane: a low-volume stream that rustls always encrypts, because only rustls's
 //! buffered connection can export keys.
 //!
 //! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
@@ -33,7 +33,7 @@ pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// No message arrived in time. Nothing is lost; the caller may retry.
+    /// No message arrived in time. No data is lost; the caller may retry.
     #[error("no control message arrived before the deadline")]
     Deadline,
     /// A message stopped partway, or the peer stopped reading.
@@ -82,7 +82,7 @@ struct Outgoing {
     has_failed: bool,
 }
 
-/// Turns a connection that this side opened into the control lane.
+/// Makes the control lane from a connection that this side opened.
 ///
 /// # Errors
 /// [`HandshakeError`].
@@ -95,7 +95,7 @@ pub fn client(
     ControlStream::new(stream, connection.into(), &tls.side, None, deadline)
 }
 
-/// Turns a connection that this side accepted into the control lane.
+/// Makes the control lane from a connection that this side accepted.
 ///
 /// # Errors
 /// [`HandshakeError`].
@@ -181,7 +181,7 @@ impl ControlStream {
     /// least one. Zero means that the peer closed the lane. One thread at a time may call this.
     ///
     /// # Errors
-    /// [`ControlError::Deadline`] loses nothing; every other error ends the lane.
+    /// After [`ControlError::Deadline`] no data is lost; every other error ends the lane.
     pub fn receive(&self, buffer: &mut [u8], deadline: Instant) -> Result<usize, ControlError> {
         let mut incoming = lock(&self.incoming);
         loop {
@@ -208,7 +208,7 @@ impl ControlStream {
     /// [`STALL_LIMIT`].
     ///
     /// # Errors
-    /// [`ControlError::Deadline`] if nothing arrived; nothing is lost. [`ControlError::Closed`] if
+    /// [`ControlError::Deadline`] if nothing arrived; no data is lost. [`ControlError::Closed`] if
     /// the peer closed the lane before the first byte, [`ControlError::Truncated`] if after it.
     pub fn receive_exact(&self, buffer: &mut [u8], deadline: Instant) -> Result<(), ControlError> {
         let mut filled = 0;
@@ -267,7 +267,7 @@ impl ControlStream {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Reads plaintext that rustls holds; `None` if there is none.
+    /// Reads plaintext that rustls has buffered; `None` if there is none.
     fn decrypted(&self, buffer: &mut [u8]) -> Result<Option<usize>, ControlError> {
         match lock(&self.connection).reader().read(buffer) {
             Ok(count) => Ok(Some(count)),

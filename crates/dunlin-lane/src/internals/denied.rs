@@ -1,8 +1,8 @@
 //! Keys that this host denies, in any certificate: the file `denied` beside an identity.
 //!
-//! A revocation list names certificates. It cannot stop the holder of a stolen key that is pinned
-//! here, who can sign a new certificate with the key. A denied key is refused in the peer's
-//! certificate, in every intermediate that the peer sends, and in the trust anchor.
+//! A revocation list names certificates. It cannot stop an attacker with a stolen key that is
+//! pinned here: the attacker can sign a new certificate with that key. A denied key is refused in
+//! the peer's certificate, in every intermediate that the peer sends, and in the trust anchor.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
@@ -120,7 +120,7 @@ mod tests {
         let text = format!("# stolen in May\n\n  {KEY}  # host-c\n{KEY}\n");
         let denied = Denied::parse(Path::new("denied"), text.as_bytes()).unwrap();
         assert_eq!(denied.len(), 1);
-        // Other editors and tools write line ends, case and colons differently.
+        // Editors and tools differ in line ends, letter case and colons.
         let colons = KEY.replacen("0011", "00:11", 1);
         assert!(Denied::parse(Path::new("denied"), colons.as_bytes()).is_err());
         let (prefix, digits) = KEY.split_once(':').unwrap();

@@ -1,5 +1,5 @@
-//! Opening lanes: the trait through which engine and tunnel open lanes, and the dialers for TLS and
-//! plain lanes.
+//! Opening lanes: the trait with which the engine and the tunnel open lanes, and the dialers for
+//! TLS and plain lanes.
 //!
 //! A [`LaneDialer`] turns a [`LaneRequest`] into a lane that is ready to send. It gets its TCP
 //! connections from a [`Connector`], so a process that may not open sockets can have another
@@ -170,7 +170,7 @@ pub enum DialError {
     Sealed {
         /// Host and port.
         endpoint: String,
-        /// The fault code if a retry would fail in the same way.
+        /// The fault code if a retry would fail in the same way, otherwise `None`.
         permanent: Option<FaultCode>,
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
@@ -234,8 +234,8 @@ impl DialCancel {
     }
 
     /// Shuts down `stream` on cancellation, immediately if that has already happened. Replaces the
-    /// connection of an earlier call. Holds a descriptor of it until [`DialCancel::release`] or the
-    /// drop of the last clone.
+    /// connection of an earlier call. Holds a duplicate of its descriptor until
+    /// [`DialCancel::release`] or the drop of the last clone.
     ///
     /// # Errors
     /// The process has no free file descriptor.
@@ -324,7 +324,7 @@ pub(crate) fn connect(
     Ok(stream)
 }
 
-/// What a lane's first message needs: the session that the lane belongs to.
+/// The content of a lane's first message: the session that the lane belongs to.
 #[derive(Debug)]
 #[cfg(feature = "unstable-internals")]
 pub struct LaneTicket<'a> {

@@ -55,7 +55,7 @@ fn probe() -> Choice {
     Choice { provider, speeds }
 }
 
-/// The best of five short runs: other load on this host slows down the rest.
+/// The best of five short runs: other load on this host slows down some of the runs.
 fn measure(provider: Provider) -> f64 {
     const RUN: Duration = Duration::from_micros(400);
     const SUITE: CipherSuite = CipherSuite::Aes256Gcm;

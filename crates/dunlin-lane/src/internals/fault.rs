@@ -23,7 +23,7 @@ pub fn fault_behind(error: &(dyn Error + 'static)) -> Option<FaultCode> {
             if shortage.is_some() {
                 return shortage;
             }
-            // An io::Error that wraps another skips it in its own chain.
+            // The source of an `io::Error` that wraps an error skips that error.
             if let Some(inner) = error.get_ref() {
                 return fault_behind(inner);
             }
@@ -61,7 +61,8 @@ pub fn of_handshake(error: &HandshakeError) -> FaultCode {
     }
 }
 
-/// The errors of `dunlin_linux::socket::is_shortage`, by what ran out.
+/// The fault codes for the errors that `dunlin_linux::socket::is_shortage` recognises,
+/// depending on which resource ran out.
 fn of_shortage(error: &io::Error) -> Option<FaultCode> {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;

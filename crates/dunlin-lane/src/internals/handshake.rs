@@ -1,8 +1,8 @@
 //! The TLS handshake of a data lane, on a blocking socket with a deadline.
 //!
 //! rustls performs the handshake. Its traffic keys are then extracted and become the two halves of
-//! [`record`](super::record), or the kernel's. Reads are exact, header and then body, so no byte of
-//! the peer's first data is consumed here: the kernel must find it in the socket.
+//! [`record`](super::record), or are given to the kernel. Reads are exact, header and then body, so
+//! no byte of the peer's first data is consumed here: the kernel must find it in the socket.
 //!
 //! In TLS 1.3 the client finishes before the server verifies the client's certificate. A source
 //! therefore learns of a refusal later, from an alert on its lane.
@@ -69,7 +69,7 @@ pub enum Records {
         /// Opens incoming records.
         open: OpenHalf,
     },
-    /// The kernel does it: it seals what is written to the socket and opens what is read.
+    /// The kernel: it seals what is written to the socket and opens what is read.
     Kernel(InKernel),
 }
 
@@ -91,7 +91,7 @@ pub struct Parameters {
     pub provider: Provider,
 }
 
-/// Turns a connection that this side opened into a data lane.
+/// Makes a data lane from a connection that this side opened.
 ///
 /// # Errors
 /// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
@@ -104,7 +104,7 @@ pub fn client(
     secure(stream, connection, &tls.side, deadline)
 }
 
-/// Turns a connection that this side accepted into a data lane.
+/// Makes a data lane from a connection that this side accepted.
 ///
 /// # Errors
 /// [`HandshakeError`]. The peer receives an alert, and the connection is closed.
@@ -232,8 +232,8 @@ pub(super) fn write_all(
     Ok(())
 }
 
-/// Waits until the peer has read our alert. Closing a socket with unread bytes resets the
-/// connection, and a reset discards what the peer has not read yet.
+/// Waits until the peer has read this side's alert. Closing a socket with unread bytes
+/// resets the connection, and a reset discards what the peer has not read yet.
 pub fn linger(mut stream: &TcpStream, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let mut budget = FLIGHT_LIMIT_BYTES;
@@ -362,7 +362,8 @@ fn add_alert<C: Unbuffered>(
     Ok(())
 }
 
-/// Appends one message to `outgoing`. The first attempt returns its length if it does not fit.
+/// Appends one message to `outgoing`. The first attempt returns the required length if the
+/// message does not fit.
 pub(crate) fn encode<D>(
     part: &mut EncodeTlsData<'_, D>,
     outgoing: &mut Vec<u8>,
@@ -402,7 +403,7 @@ pub(super) fn records(
     Ok(Records::Process { seal, open })
 }
 
-/// The record halves for the keys of a completed handshake.
+/// Returns the record halves for the keys of a completed handshake.
 pub(super) fn halves(
     secrets: ExtractedSecrets,
     provider: Provider,
@@ -450,7 +451,8 @@ impl<D: Send> Renewal for KernelConnection<D> {
     }
 }
 
-/// The two roles' connections have the same methods.
+/// Implements [`Unbuffered`] for the connection type of one role. Both types have the same
+/// methods.
 macro_rules! unbuffered {
     ($connection:ty, $data:ty) => {
         impl Unbuffered for $connection {

@@ -68,7 +68,7 @@ pub struct Summary {
     pub names: Vec<PeerName>,
     /// SHA-256 of the certificate.
     pub fingerprint: [u8; 32],
-    /// The pin by which other hosts can allow the certificate.
+    /// The pin with which other hosts can allow the certificate.
     pub pin: Pin,
     /// The pin of the key, which stays valid after a renewal.
     pub key_pin: Option<Pin>,
@@ -135,7 +135,8 @@ impl Identity {
             let mut scopes = HashSet::new();
             for (position, (list, decoded)) in lists {
                 let scope = decoded.issuing_distribution_point().map(<[u8]>::to_vec);
-                // No date for a list that a newer one replaces: it may well be out of date.
+                // Ignore the date of a list that a newer list replaces: it may be out of date
+                // without harm.
                 if scopes.insert((issuer_and_date(list).map(|(issuer, _)| issuer), scope)) {
                     dates.extend(Dated::of_revocation_list(path, position, list));
                 }
@@ -224,7 +225,8 @@ impl Identity {
         )
     }
 
-    /// A peer would refuse an outdated certificate too, but only this check can name the file.
+    /// Checks the validity of this host's certificate. A peer would refuse an outdated
+    /// certificate too, but only this check can name the file.
     fn check_validity(&self, now: SystemTime) -> Result<(), IdentityErrorKind> {
         let certificate = self.leaf()?;
         let validity = certificate.validity();
@@ -288,8 +290,8 @@ impl Identity {
         })
     }
 
-    /// Checks our certificate against our own trust anchors. A mismatch is only a warning, because
-    /// the peers' anchors may differ.
+    /// Checks this host's certificate against its own trust anchors. A mismatch is only a warning,
+    /// because the peers' anchors may differ.
     fn check_chain(&self) -> Result<Option<Warning>, IdentityErrorKind> {
         let (leaf, intermediates) = (&self.chain[0], &self.chain[1..]);
         let algorithms = handshake_algorithms();
@@ -334,7 +336,7 @@ impl Dated {
         Ok(Self::new(item, path, position, dates))
     }
 
-    /// `None` if the list has no date for its successor.
+    /// Returns `None` if the list does not state when its successor is due.
     fn of_revocation_list(path: &Path, position: usize, list: &[u8]) -> Option<Self> {
         let (_, list) = CertificateRevocationList::from_der(list).ok()?;
         let dates = (list.last_update(), list.next_update()?);

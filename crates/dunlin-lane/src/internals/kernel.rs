@@ -36,7 +36,7 @@ use super::sync::lock;
 pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
 
-/// Time after which a kernel without TLS is probed again.
+/// The time after which a kernel that refused is probed again.
 const REFUSAL_LIFETIME: Duration = Duration::from_secs(30);
 /// Timeout of the probe's connection.
 const PROBE_LIMIT: Duration = Duration::from_secs(2);
@@ -107,7 +107,7 @@ impl Refused {
 /// What the kernel's TLS supports for a cipher.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Abilities {
-    /// The driver that seals and opens; `None` if the kernel does not report it.
+    /// The driver that seals and opens records; `None` if the kernel does not report it.
     pub driver: Option<Driver>,
     /// The kernel can replace a connection's keys (Linux 6.14).
     pub renews_keys: bool,
@@ -120,7 +120,7 @@ pub struct Choice {
     pub is_kernel: bool,
     /// A line for the log.
     pub reason: String,
-    /// The kernel's driver, if the kernel does and reports it.
+    /// The kernel's driver, if the kernel seals and opens records and reports its driver.
     pub driver: Option<Driver>,
 }
 
@@ -203,7 +203,7 @@ struct Cached {
 }
 
 impl Cached {
-    /// `None` for a result that is not about the kernel.
+    /// Returns `None` for a result that says nothing about the kernel.
     fn of(result: &Result<Abilities, Refused>) -> Option<Self> {
         match result {
             Err(Refused::Failed { .. } | Refused::Gone) => None,
@@ -295,7 +295,7 @@ fn remembered(
 }
 
 /// Like [`choose`], for a connection to a program other than Dunlin. Such a program may renew its
-/// keys in TLS 1.3, so `auto` chooses the kernel only if it can follow.
+/// keys in TLS 1.3, so `auto` chooses the kernel only if the kernel can renew keys too.
 ///
 /// # Errors
 /// Same as [`choose`].
@@ -350,7 +350,8 @@ pub(crate) fn failed(error: impl fmt::Display) -> Refused {
     }
 }
 
-/// Converts the rejection of a key. If the connection has ended, it says nothing about the kernel.
+/// Converts the rejection of a key. If the connection has ended, the rejection says nothing about
+/// the kernel.
 fn refused(direction: Direction, error: &io::Error) -> Refused {
     let reason = error.to_string();
     match error.kind() {
@@ -389,8 +390,9 @@ fn try_give(
 
 /// The first nonce for the kernel. AES-GCM in TLS 1.2 sends eight bytes of each nonce. The
 /// handshake derives them by adding the record number to the key block's value; the kernel counts
-/// up from the value it is given. Starting at the key block's value would reuse the nonce of
-/// *Finished*, and two records with the same nonce reveal the key. So the kernel starts 2^63 away.
+/// up from the value that it receives. Starting at the key block's value would reuse the nonce of
+/// *Finished*, and two records with the same nonce reveal the key. So the kernel starts at a
+/// distance of 2^63.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
         iv[4] ^= 0x80;
@@ -417,7 +419,8 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     let key = |number: usize| (suite, &keys[number][..suite.key_bytes()], [0; 12]);
     let give =
         |stream, direction, number| try_give(stream, direction, key(number), 0, Version::V1_3);
-    // One direction per socket, to distinguish an unsupported cipher from an unsupported direction.
+    // Use one direction per socket, to distinguish an unsupported cipher from an unsupported
+    // direction.
     let sends = give(&near, Direction::Sending, 0);
     let receives = give(&far, Direction::Receiving, 0);
     match (&sends, &receives) {
@@ -499,7 +502,7 @@ mod tests {
         for cipher in [Cipher::Aes128Gcm, Cipher::Aes256Gcm] {
             let first = first_nonce(iv, cipher, Version::V1_2);
             assert_eq!(first[..4], iv[..4]);
-            // The handshake's values are the key block's plus a small number, without carry.
+            // The handshake's nonces are the key block's value plus a small number, without carry.
             let number = |iv: [u8; 12]| u64::from_be_bytes(*iv.last_chunk().unwrap());
             assert_eq!(number(first) ^ number(iv), 1 << 63);
         }

@@ -3,7 +3,7 @@
 //! | allowed | matches a certificate with |
 //! | --- | --- |
 //! | `host.example` | that DNS name, or `*.example` |
-//! | `*.example` | any DNS name of one label more, or `*.example` itself |
+//! | `*.example` | any DNS name with one more label, or `*.example` itself |
 //! | `192.0.2.7`, `2001:db8::7` | that IP address |
 //! | `spiffe://site/host/7` | that URI, byte for byte |
 
@@ -135,7 +135,7 @@ impl FromStr for PeerName {
 impl fmt::Display for PeerName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // Escaped: a certificate may hold any bytes, and logs print them.
+            // Escape the name: a certificate may hold any bytes, and logs print them.
             Self::Dns(name) => write!(f, "DNS {}", name.escape_debug()),
             Self::Ip(address) => write!(f, "IP {address}"),
             Self::Uri(uri) => write!(f, "URI {}", uri.escape_debug()),
@@ -143,7 +143,7 @@ impl fmt::Display for PeerName {
     }
 }
 
-/// The subjectAltNames of a certificate, without kinds that Dunlin does not use. Empty if the
+/// The subjectAltNames of a certificate, except kinds that Dunlin does not use. Empty if the
 /// certificate cannot be parsed.
 pub(super) fn names(leaf: &CertificateDer<'_>) -> Vec<PeerName> {
     let Ok((_, certificate)) = X509Certificate::from_der(leaf) else {

@@ -1,5 +1,5 @@
-//! The peers that may connect or be connected to: each allowed by a name that an authority
-//! certifies, or by a pin, which needs no authority.
+//! The peers that may connect, or to which this host may connect. Each is allowed by a name that
+//! an authority certifies, or by a pin, which needs no authority.
 //!
 //! A certificate chain proves that a trusted authority issued the certificate. The list of peers
 //! decides whether its holder may migrate virtual machines to or from this host.
@@ -54,9 +54,10 @@ pub enum Peers {
 /// Why a peer was admitted, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AuthorisedBy {
-    /// The CA bundle covers its certificate, and nothing else is required.
+    /// An authority of the CA bundle issued its certificate, and nothing else is required.
     Authority,
-    /// The CA bundle covers its certificate, which carries this allowed name.
+    /// An authority of the CA bundle issued its certificate, which carries this allowed
+    /// name.
     Name(PeerName),
     /// Its certificate or key is pinned.
     Pin(Pin),
@@ -119,8 +120,8 @@ pub enum PeerRefused {
     Denied {
         /// The denied key.
         key: Pin,
-        /// Whether it is the key of an issuer: of an intermediate that the peer sent, or of the
-        /// trust anchor.
+        /// Whether the denied key is that of an issuer: of an intermediate certificate that the
+        /// peer sent, or of the trust anchor.
         issuer: bool,
         /// The file with the denied keys.
         list: PathBuf,
@@ -212,7 +213,8 @@ impl Peers {
         let Self::OneOf(allowed) = self else {
             return Ok(AuthorisedBy::Authority);
         };
-        // Pins first: possibly no authority certifies the names in a pinned certificate.
+        // Check pins first: the names in a pinned certificate may not be certified by any
+        // authority.
         if let Some(pin) = self.pinned(leaf) {
             return Ok(AuthorisedBy::Pin(pin));
         }
@@ -360,9 +362,9 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns a list that admits this peer for the same reason, including with a renewed
-    /// certificate. Use it for handshakes; [`PeerIdentity::is`] decides whether it is the same
-    /// peer.
+    /// Returns a list that admits this peer for the same reason, even with a renewed
+    /// certificate. Use the list for handshakes; [`PeerIdentity::is`] decides whether it is
+    /// the same peer.
     #[cfg(feature = "unstable-internals")]
     pub fn alone(&self) -> Peers {
         match &self.authorised_by {
@@ -426,7 +428,7 @@ impl FromStr for Peer {
     }
 }
 
-/// Parses 32 bytes of two hexadecimal digits each, with colons between all of them or none.
+/// Parses 32 bytes of two hexadecimal digits each, separated by colons or not at all.
 fn digest(digits: &str) -> Option<[u8; 32]> {
     let step = match digits.len() {
         64 => 2,

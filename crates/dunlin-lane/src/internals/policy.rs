@@ -81,7 +81,7 @@ impl Terms {
     }
 }
 
-/// The TLS settings of the client_tls side.
+/// The TLS settings of the connecting side.
 #[derive(Clone, Debug)]
 pub struct ClientTls {
     pub(super) config: Arc<ClientConfig>,
@@ -97,7 +97,7 @@ pub(super) struct Side {
     pub(super) offload: Offload,
 }
 
-/// The TLS settings of the server_tls side. Clones share what [`ServerTls::replace`] changes.
+/// The TLS settings of the accepting side. Clones share what [`ServerTls::replace`] changes.
 #[derive(Clone, Debug)]
 pub struct ServerTls {
     current: Arc<Mutex<Arc<ServerSettings>>>,
@@ -105,7 +105,7 @@ pub struct ServerTls {
     kept: Arc<Mutex<Option<Arc<ServerSettings>>>>,
 }
 
-/// The settings of one handshake on the server_tls side.
+/// The settings of one handshake on the accepting side.
 #[derive(Debug)]
 pub(super) struct ServerSettings {
     pub(super) config: Arc<ServerConfig>,
@@ -310,7 +310,7 @@ impl ServerTls {
     }
 }
 
-/// rustls requires a name even if it sends none; no verifier here reads it.
+/// rustls requires a name even if it sends none; no verifier in this crate reads it.
 fn no_name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([0, 0, 0, 0]).into())
 }

@@ -90,8 +90,8 @@ impl Crypto {
         }
     }
 
-    /// Returns rustls's provider: records by [`Crypto::provider`], key exchange by X25519MLKEM768
-    /// if built in, then X25519, and TLS 1.3 suites only.
+    /// Returns rustls's provider: [`Crypto::provider`] seals records, key exchange uses
+    /// X25519MLKEM768 (if built in) or X25519, and the suites are those of TLS 1.3.
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].
@@ -324,7 +324,7 @@ impl AeadKey {
 #[cfg(feature = "aws-lc-sys")]
 pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 
-/// ring and aws-lc-rs work only on references, so without aws-lc-sys this type has no values.
+/// Without aws-lc-sys this type has no values: ring and aws-lc-rs work only on references.
 #[cfg(not(feature = "aws-lc-sys"))]
 mod without {
     use vm_memory::VolatileSlice;

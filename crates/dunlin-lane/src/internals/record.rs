@@ -1,5 +1,5 @@
 //! TLS 1.3 records in this process (RFC 8446, section 5), with the traffic keys that rustls
-//! negotiated. The user-space counterpart of a kernel-TLS socket.
+//! negotiated. This is the user-space counterpart of a kernel-TLS socket.
 //!
 //! A record consists of a header of five bytes, the content, one byte with the content's type, and
 //! a tag of sixteen bytes. Records are sealed and opened in place, in the caller's buffer. If the
@@ -31,7 +31,8 @@ pub const TRAILER_BYTES: usize = 1 + TAG_BYTES;
 pub const OVERHEAD_BYTES: usize = HEADER_BYTES + TRAILER_BYTES;
 /// Maximum length of a record that Dunlin sends; Dunlin sends no padding.
 pub const RECORD_BYTES: usize = CONTENT_BYTES + OVERHEAD_BYTES;
-/// Maximum length of a record from a peer: 256 bytes above the content (RFC 8446, section 5.2).
+/// Maximum length of a record from a peer: up to 256 bytes more than the content (RFC 8446,
+/// section 5.2).
 pub const RECEIVED_RECORD_BYTES: usize = HEADER_BYTES + CONTENT_BYTES + 256;
 /// A sealed close_notify.
 pub const CLOSE_NOTIFY_BYTES: usize = 2 + OVERHEAD_BYTES;
@@ -47,8 +48,8 @@ pub(super) const HANDSHAKE: u8 = 22;
 pub(super) const ALERT: u8 = 21;
 /// The version in every protected record (RFC 8446, section 5.2).
 pub(super) const LEGACY_VERSION: [u8; 2] = [3, 3];
-/// Maximum run of records without content. They cost the peer 22 bytes and us an AEAD call, so a
-/// longer run is an attack or a fault.
+/// Maximum number of consecutive records without content. Each costs the peer 22 bytes and this
+/// side an AEAD call, so a longer sequence is an attack or a fault.
 pub(super) const EMPTY_RUN_LIMIT: u32 = 32;
 /// Records reserved for alerts after the last data record, so that a lane at its limit can still be
 /// closed.
@@ -332,7 +333,7 @@ impl SealHalf {
     /// the content, and [`TRAILER_BYTES`] to fill in.
     ///
     /// # Errors
-    /// [`SealError`]. Nothing of the record may be sent.
+    /// [`SealError`]. No part of the record may be sent.
     pub fn seal(&mut self, record: &mut [u8]) -> Result<(), SealError> {
         if self.sequence >= RECORD_LIMIT {
             return Err(SealError::Limit);
@@ -340,15 +341,15 @@ impl SealHalf {
         self.seal_as(APPLICATION_DATA, record)
     }
 
-    /// Seals one data record with the content of guest memory: `pages`, concatenated. `record` is
-    /// the whole record and is overwritten. If the library supports it, the cipher reads the pages
-    /// directly; otherwise they are copied first.
+    /// Seals one data record with the content of `pages` in guest memory, concatenated. `record`
+    /// is the whole record and is overwritten. If the library supports it, the cipher reads the
+    /// pages directly; otherwise they are copied first.
     ///
     /// The guest may write to the pages concurrently; the record then holds a mixture of old and
     /// new bytes.
     ///
     /// # Errors
-    /// [`SealError`]. Nothing of the record may be sent.
+    /// [`SealError`]. No part of the record may be sent.
     pub fn seal_guest(
         &mut self,
         pages: &[VolatileSlice<'_>],
@@ -390,7 +391,8 @@ impl SealHalf {
     /// Seals the close_notify alert, which ends this direction.
     ///
     /// # Errors
-    /// [`SealError`], as for [`SealHalf::seal`], but works on a lane at its record limit.
+    /// [`SealError`], as for [`SealHalf::seal`], but this also works on a lane at its
+    /// record limit.
     pub fn close_notify(&mut self) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
         if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
             return Err(SealError::Limit);

@@ -1,4 +1,4 @@
-//! The TLS records of a relay: a connection to another program, served by two threads.
+//! The TLS records of a relay: the connection to another program, which two threads serve.
 //!
 //! With [`session`], rustls seals and opens the records in this process. With [`in_kernel`], the
 //! kernel does, and this process handles only TLS's own messages. A lane connects to Dunlin only

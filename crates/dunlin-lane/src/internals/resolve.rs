@@ -1,8 +1,8 @@
 //! Resolves host names before a deadline, for a caller that can stop waiting.
 //!
-//! getaddrinfo(3) has no deadline and cannot be interrupted, so it runs on a thread that may outlive
-//! the call. An address is parsed without a thread. At most [`LOOKUPS_MAX`] lookups run at the same
-//! time in a process; a further one fails immediately.
+//! getaddrinfo(3) has no deadline and cannot be interrupted, so it runs on a thread that may
+//! outlive the call. An address is parsed without a thread. At most [`LOOKUPS_MAX`] lookups run at
+//! the same time in a process; any further lookup fails immediately.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -140,7 +140,7 @@ mod tests {
         vec![FOUND.parse().unwrap()]
     }
 
-    /// The end of a lookup that a failing test waits for.
+    /// The time after which a lookup ends if a failing test waits for it.
     const HANG: Duration = Duration::from_secs(20);
 
     /// A lookup that reports its start on the first channel and returns when the second is dropped.
@@ -155,7 +155,7 @@ mod tests {
         }
     }
 
-    /// Waits until the abandoned thread has returned; nothing else reports its end.
+    /// Waits until the abandoned thread has returned; no event reports its end.
     fn await_none(running: &AtomicUsize) {
         let limit = late();
         while running.load(Ordering::SeqCst) > 0 {

@@ -26,10 +26,10 @@ pub trait SealedLanes: LaneAcceptor + fmt::Debug {
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Unavailable {
-    /// IPsec is selected, and there are no [`SealedLanes`].
+    /// IPsec is selected, but this process has no [`SealedLanes`].
     #[error("IPsec lanes are selected, but this process was not set up for them")]
     NoIpsec,
-    /// Plain is selected, and this side does not allow it (I6).
+    /// Plain is selected, but this side does not allow it (I6).
     #[error("this side does not allow plain lanes")]
     PlainNotAllowed,
 }
@@ -44,7 +44,7 @@ pub fn dialer(
 ) -> Result<Arc<dyn LaneDialer>, Unavailable> {
     match selected {
         LaneSecurity::Tls => Ok(Arc::new(TlsDialer)),
-        // A selection is confirmed against the offer, so both sides have consented.
+        // The selection has been checked against the offer, so both sides have consented.
         LaneSecurity::Plain => Ok(Arc::new(PlainDialer::new(consent(true)?))),
         LaneSecurity::Ipsec => Ok(sealed.ok_or(Unavailable::NoIpsec)?.dialer()),
     }

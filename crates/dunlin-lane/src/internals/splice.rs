@@ -19,7 +19,7 @@ pub enum Pause {
     Ended,
     /// The [`Stop`] was used.
     Stopped,
-    /// The sender's connection failed. Everything received before is delivered.
+    /// The sender's connection failed. Everything received before that is delivered.
     ///
     /// A socket with kernel TLS returns `EINVAL` here for a record that is not data. That record is
     /// the next to be read; after reading it, the caller can continue.
@@ -169,7 +169,7 @@ mod tests {
                 to.shutdown(Shutdown::Write).unwrap();
                 pause
             });
-            // The receiver is slow to start, so the carrier blocks first.
+            // The receiver starts late, so `carry` blocks first.
             thread::sleep(Duration::from_millis(50));
             let mut received = Vec::new();
             far.read_to_end(&mut received).unwrap();
@@ -229,7 +229,7 @@ mod tests {
                 assert!(paused.try_recv().is_err(), "it carries until it is stopped");
                 stop.request();
                 let pause = paused.recv_timeout(LIMIT);
-                // A carrier that did not stop would keep the scope open.
+                // If `carry` did not stop, the scope would not end.
                 for end in [from, to] {
                     let _ = end.shutdown(Shutdown::Both);
                 }

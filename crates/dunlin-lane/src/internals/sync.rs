@@ -1,4 +1,5 @@
-//! Locks that ignore poisoning: no holder panics between two steps that must happen together.
+//! Locks that ignore poisoning: no thread that holds one panics between two steps that belong
+//! together.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

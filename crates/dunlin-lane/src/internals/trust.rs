@@ -154,9 +154,9 @@ impl Authorities {
     }
 
     /// Looks up `leaf` in every local list by issuer and serial number, regardless of the
-    /// certificates that the peer sent and of the list's date. A newer list does not override an
-    /// older one here, because two authorities may have the same name, for example before and after
-    /// a key change.
+    /// certificates that the peer sent and of the list's date. In this check a newer list does not
+    /// override an older one, because two authorities may have the same name, for example before
+    /// and after a key change.
     ///
     /// # Errors
     /// [`webpki::Error::CertRevoked`], or `leaf` or a list cannot be parsed.
@@ -292,9 +292,9 @@ fn refused(refused: PeerRefused) -> CertificateError {
 }
 
 thread_local! {
-    /// rustls's error for an unknown issuer has no field for the details, and any other error would
-    /// change the alert. The check and the code that reads its result run on the thread that drives
-    /// the handshake.
+    /// Holds the details of an unknown issuer: rustls's error has no field for them, and any other
+    /// error would change the alert. The check and the code that reads its result run on the thread
+    /// that drives the handshake.
     static UNTRUSTED: Cell<Option<UntrustedReason>> = const { Cell::new(None) };
 }
 
@@ -376,7 +376,7 @@ impl UntrustedReason {
     }
 }
 
-/// Escapes and truncates a name for logs: a certificate may hold any bytes, any number of them.
+/// Escapes and truncates a name for logs: a certificate may hold any bytes, in any number.
 pub(super) fn readable(name: &str) -> String {
     const CHARACTERS: usize = 200;
     name.chars()
@@ -409,7 +409,8 @@ fn in_date(leaf: &CertificateDer<'_>, now: UnixTime) -> Result<(), CertificateEr
     Ok(())
 }
 
-/// Converts webpki's error to rustls's, which determines the alert for the peer.
+/// Converts an error of webpki to one of rustls. The latter determines the alert for the
+/// peer.
 fn to_rustls_error(error: webpki::Error) -> CertificateError {
     use webpki::Error as Chain;
     match error {

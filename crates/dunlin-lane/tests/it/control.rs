@@ -205,8 +205,8 @@ fn a_refused_certificate_reaches_the_source_at_its_first_receive() {
     accept.join().unwrap();
 }
 
-/// Nothing may follow a partially written record, and close does not wait again for a peer that
-/// does not read.
+/// Nothing may follow a partially written record, and closing does not wait for the peer a
+/// second time if it does not read.
 #[test]
 fn after_a_stalled_write_nothing_is_sent_and_receiving_still_works() {
     const STALL: Duration = Duration::from_millis(300);
@@ -229,7 +229,7 @@ fn after_a_stalled_write_nothing_is_sent_and_receiving_still_works() {
     assert_eq!(&got, b"read");
 }
 
-/// Opens a control lane to a listener ; `peer` serves its one connection.
+/// Opens a control lane to a listener; `peer` serves its one connection.
 fn opened(
     cancel: &DialCancel,
     peer: impl FnOnce(TcpStream, &ServerTls) + Send,

@@ -92,7 +92,7 @@ fn header(bytes: usize, payload: usize) -> Vec<u8> {
 #[test]
 fn frames_of_every_shape_arrive_whole_and_in_order() {
     for (mut sender, mut receiver) in every_security() {
-        // The pages of a full frame: every fifth one is left out.
+        // The pages of a full frame: every fifth page is left out.
         let full = PAGES_PER_FRAME as u64 * 5 / 4 - 1;
         let shapes = [
             (8, 1),
@@ -339,7 +339,7 @@ fn an_idle_lane_stays_open_and_an_idle_timeout_loses_nothing() {
     let error = receiver.next(&mut [0; 8], Some(stall)).unwrap_err();
     assert!(matches!(error, ReceiveError::Idle { .. }), "{error}");
     let late = thread::spawn(move || {
-        // The wait is the assertion: between frames the limit of a stall does not apply.
+        // The wait is the assertion: between frames the stall limit does not apply.
         thread::sleep(2 * stall);
         sender.send(&header(8, 0)).unwrap();
         sender

@@ -1,5 +1,4 @@
-//! Pages sent from one guest's memory to another's over a lane, by the paths that copy and by
-//! those that do not.
+//! Pages sent from one guest's memory to another's over a lane, with and without copies.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -185,7 +184,8 @@ fn i3_targets_and_frames_may_be_split_at_any_byte() {
     }
 }
 
-/// A lane in which the test reads the sender's bytes and writes the receiver's.
+/// A lane over a connection that the test intercepts: the test reads the sender's bytes,
+/// and writes the bytes that the receiver reads.
 fn intercepted(
     provider: dunlin_lane::provider::Provider,
     suite: dunlin_lane::provider::CipherSuite,
@@ -220,7 +220,7 @@ fn i7_a_changed_byte_ends_the_lane_before_the_payload_counts_as_received() {
             sender.finish().unwrap();
             let mut wire = Vec::new();
             tap.read_to_end(&mut wire).unwrap();
-            // After the header's record, in the second of the two payload records.
+            // An offset after the header's record, in the second of the two payload records.
             let second = 4 + OVERHEAD_BYTES + RECORD_BYTES + HEADER_BYTES;
             wire[second + at] ^= 1;
             onward.write_all(&wire).unwrap();

@@ -120,7 +120,8 @@ fn each_side_gets_the_peers_names_and_the_reason_it_was_authorised() {
     }
 }
 
-/// Which certificates count as the same peer depends on how the first one was authorised.
+/// How the first certificate was authorised determines which other certificates count as
+/// the same peer.
 #[test]
 fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewals() {
     const NAME: &str = "source.hosts.test";
@@ -169,9 +170,10 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         (Some(vec![&*pin]), vec![0]),
         // The key, with any name.
         (Some(vec![&*key_pin]), vec![0, 3]),
-        // The name, from that authority; a wildcard in a certificate matches it.
+        // Certificates with that name from that authority; a wildcard in a certificate matches the
+        // name too.
         (Some(vec![NAME]), vec![0, 1, 2, 6]),
-        // All its names: other hosts under the wildcard may share one of them.
+        // Certificates with all of its names: other hosts under the wildcard may share one of them.
         (Some(vec!["*.hosts.test"]), vec![0, 2]),
         (None, vec![0, 2]),
     ] {
@@ -203,7 +205,8 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         assert!(!stranger.is(&identify(&host, allowed).principal()));
     }
     assert!(stranger.is(&stranger.principal()));
-    // Its names do not authorise it if only names are allowed (the second use of the rule).
+    // If only names are allowed, its names do not authorise it. This is the second case of the
+    // rule.
     assert!(names(&[NAME]).authorise_further(&stranger).is_err());
     assert!(names(&[]).authorise_further(&stranger).is_err());
     assert!(names(&[&pin]).authorise_further(&stranger).is_ok());
@@ -274,7 +277,7 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
         let theirs = Authority::named(name);
         let stranger = server(&theirs.identity(&[DESTINATION]), names(&[]));
         assert_client_refuses(&source, &stranger, is_reason, alert);
-        // A stranger that trusts our authority but has no certificate of it.
+        // A stranger that trusts this authority but has no certificate from it.
         let directory = theirs.host(&[SOURCE]);
         fs::copy(
             ours.host(&[SOURCE]).join("ca-cert.pem"),

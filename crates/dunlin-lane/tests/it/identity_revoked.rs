@@ -1,5 +1,5 @@
-//! A revocation applies with and without the intermediate from the peer, and a denied key in every
-//! certificate: for control lanes and data lanes, in either role.
+//! A revocation applies whether or not the peer sends the intermediate certificate, and a denied
+//! key applies in every certificate: for control lanes and data lanes, in either role.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -15,7 +15,7 @@ use dunlin_test_support::lane::{DESTINATION, SOURCE, names, pair, set_mode, soon
 use rcgen::CrlScope;
 
 /// The results of `judge` in all four kinds of handshake with `peer`: an error, or `None` if it
-/// accepts the peer. Each of the two has one identity for both roles.
+/// accepts the peer. Each of the two hosts has one identity for both roles.
 fn verdicts(judge: &Host, allowed: &Peers, peer: &Host) -> Vec<Option<HandshakeError>> {
     let crypto = Crypto::auto();
     let (ours, theirs) = (judge.load(), peer.load());
@@ -79,7 +79,8 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
     let below = root.under("rack 9");
     let (bad, good) = (below.issue(&wish(&[SOURCE])), below.issue(&wish(&[SOURCE])));
     let own = root.issue(&wish(&[DESTINATION]));
-    // Lists of the intermediate, of the root for another serial number, and an outdated one.
+    // A list of the intermediate authority, a list of the root for another serial number, and an
+    // outdated list.
     let lists = below.revoke(&[bad.serial], 2096) + &root.revoke(&[good.serial], 2096);
     let outdated = below.revoke(&[bad.serial], 2025);
     let trusting = root.pem.clone();
@@ -99,7 +100,8 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
             }
         }
     }
-    // A newer list with the same issuer name may belong to another key: a renewed authority.
+    // A newer list with the same issuer name may belong to another key, namely that of a renewed
+    // authority.
     let renewed = Ca::root("rack 9");
     let lists = below.revoke_in(2023, &[bad.serial], 2096) + &renewed.revoke_in(2024, &[], 2096);
     let judge = Host::new(&own, "", &(trusting.clone() + &renewed.pem), &lists);
@@ -109,7 +111,7 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
             assert_all(&verdicts(&judge, &allowed, &peer), "renewed", is_revoked);
         }
     }
-    // For a pinned certificate, the list of an authority that is not trusted here applies too.
+    // For a pinned certificate, the list of an authority that this host does not trust applies too.
     let stranger = Ca::root("stranger");
     let bad = stranger.issue(&wish(&[SOURCE]));
     let judge = Host::new(&own, "", &trusting, &stranger.revoke(&[bad.serial], 2096));
@@ -271,7 +273,7 @@ fn i6_an_unreadable_list_of_denied_keys_is_an_error() {
     ));
     fs::remove_file(host.path(DENIED_FILE)).unwrap();
     assert_eq!(load().unwrap().0.summary().unwrap().denied_keys, 0);
-    // The same in every layout of the directory.
+    // The check gives the same result in every layout of the directory.
     let own = self_signed(&wish(&[SOURCE]));
     for (certificate, key) in [
         ("server-cert.pem", "server-key.pem"),

@@ -102,7 +102,7 @@ fn openssl_reads_what_a_lane_sends() {
         let secured = handshake::client(stream, &tls, soon()).unwrap();
         assert_eq!(secured.parameters.suite, suite);
 
-        // Text between markers, because s_server prints its own lines around it.
+        // The text is between markers, because s_server prints its own lines around it.
         let content: String = pattern(BYTES / 2, 8)
             .iter()
             .map(|byte| format!("{byte:02x}"))
@@ -164,7 +164,7 @@ fn a_lane_reads_what_openssl_sends() {
             .payload(BYTES as u64, |part| digest.update(part))
             .unwrap();
         assert_eq!(digest.finalize(), expected, "{provider} {suite}");
-        // Only now may s_client get the end of its input: with -quiet it runs until the peer
+        // s_client may reach the end of its input only now: with -quiet it runs until the peer
         // closes.
         let input = feeding.join().unwrap();
         receiver.close().unwrap();

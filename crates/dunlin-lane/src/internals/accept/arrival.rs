@@ -38,8 +38,8 @@ pub enum Arrival {
         /// Why.
         reason: RejectReason,
     },
-    /// Descriptors or memory ran out, and no pending connection could be evicted. Reported once,
-    /// until a connection is accepted again.
+    /// Descriptors or memory ran out, and no pending connection could be evicted. Not reported
+    /// again until another connection has been accepted.
     Starved(io::Error),
 }
 

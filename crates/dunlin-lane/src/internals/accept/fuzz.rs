@@ -64,7 +64,7 @@ static TLS: LazyLock<ServerTls> = LazyLock::new(|| {
     })
 });
 
-/// Sends arbitrary first bytes to a port for lanes, and to one for relays.
+/// Sends arbitrary first bytes to a port for lanes, and to a port for relays.
 pub fn fuzz_connection(bytes: &[u8]) {
     for purpose in [Purpose::Lanes(&TLS), Purpose::Relay(&TLS)] {
         connect(bytes, purpose);

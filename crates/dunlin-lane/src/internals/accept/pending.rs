@@ -51,7 +51,7 @@ pub(super) struct Pending {
 pub(super) enum Stage {
     /// No byte has arrived.
     Silent,
-    /// TLS: the handshake, then the opening message in it.
+    /// TLS: the handshake, then the opening message over TLS.
     Tls(Box<Handshake>),
     /// The opening message of a plain lane.
     Plain,
@@ -90,8 +90,8 @@ impl Pending {
     }
 
     /// The progress of the connection: refused, silent, first byte, first handshake record. Only
-    /// attackers that reach the last stage, where they cost us a signature, compete with honest
-    /// peers.
+    /// attackers that reach the last stage, where each costs this host a signature, compete with
+    /// honest peers.
     pub(super) fn progress(&self) -> u8 {
         match &self.stage {
             Stage::Lingering => 0,
@@ -127,10 +127,10 @@ impl Pending {
         }
     }
 
-    /// Delays the close: closing a socket with unread bytes resets the connection, and a reset
-    /// discards an alert in transit.
+    /// Waits before closing: closing a socket with unread bytes resets the connection, and a
+    /// reset discards an alert in transit.
     pub(super) fn linger(&mut self, now: Instant) {
-        // Fails only if the connection has ended; then there is no one to read the alert.
+        // Fails only if the connection has ended; then no peer can read the alert.
         let _ = self.stream.shutdown(Shutdown::Write);
         self.stage = Stage::Lingering;
         self.deadline = now + LINGER;
@@ -290,7 +290,8 @@ impl Handshake {
         stream.flush()
     }
 
-    /// Moves up to `wanted` bytes of plaintext to `opening`. Returns whether there were any.
+    /// Moves up to `wanted` bytes of plaintext to `opening`. Returns whether any bytes were
+    /// moved.
     fn take_plaintext(
         &mut self,
         wanted: usize,

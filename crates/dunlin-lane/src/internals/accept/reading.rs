@@ -1,4 +1,4 @@
-//! Reading of handshake records, and why a connection is rejected.
+//! Reads handshake records, and defines the reasons to reject a connection.
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -31,7 +31,8 @@ pub enum RejectReason {
     /// Newer connections took its place.
     #[error("evicted before authentication: limit of {PENDING_LIMIT} pending connections reached")]
     Evicted,
-    /// Descriptors or memory ran out, so it was evicted for a newer connection.
+    /// Descriptors or memory ran out, so the connection was evicted in favour of a newer
+    /// one.
     #[error(
         "evicted before authentication: this process or host is out of file descriptors or memory; \
          raise the limit of open files (`ulimit -n`), or close what uses them: {0}"

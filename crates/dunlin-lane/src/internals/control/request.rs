@@ -40,7 +40,7 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// The fault code. For [`OpenError::Refused`] it is the peer's.
+    /// The fault code. For [`OpenError::Refused`] it is the code that the peer sent.
     #[must_use]
     pub fn fault(&self) -> FaultCode {
         match self {

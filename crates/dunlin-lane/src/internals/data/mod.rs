@@ -5,7 +5,7 @@
 //! one by one. If the crypto library supports it, pages are sealed straight from the source's
 //! memory ([`Frame::guest_page`]) and opened straight into the destination's
 //! ([`DataReceiver::payload_into`]); otherwise each side copies them once. The kernel's own copies
-//! come on top. Nothing is allocated after the lane is set up.
+//! are additional. Nothing is allocated after the lane is set up.
 //!
 //! A frame consists of a header, which the caller defines, and a payload. The header must contain
 //! the payload's length. Three kinds of security share this code: TLS records made by this process,
@@ -32,9 +32,9 @@ use super::record::{CONTENT_BYTES, OpenHalf, SealHalf};
 
 /// The unit of a frame's payload. A larger guest page consists of several units.
 pub const PAGE_BYTES: usize = 4096;
-/// Pages in a full record; no page crosses a record's border.
+/// Pages in a full record; no page crosses the boundary of a record.
 pub const PAGES_PER_RECORD: usize = CONTENT_BYTES / PAGE_BYTES;
-/// Payload records in a full frame, without the header's record.
+/// Payload records in a full frame, not counting the header's record.
 pub const RECORDS_PER_FRAME: usize = 16;
 /// Payload of a full frame: [`PAGES_PER_FRAME`] pages, sealed and written in one piece. From 128 KiB to
 /// 1 MiB the measured cost per byte is the same (two cores, 1 GiB over loopback, 2 MiB second-level
@@ -62,8 +62,8 @@ impl PlainConsent {
         (ours && theirs).then_some(Self(()))
     }
 
-    /// Returns the consent for a connection that a keying session of both sides protects. The
-    /// caller guarantees the protection.
+    /// Returns the consent for a connection that is protected by a keying session between
+    /// both sides. The caller guarantees the protection.
     #[must_use]
     pub fn sealed_below() -> Self {
         Self(())
@@ -118,8 +118,8 @@ impl Link {
     }
 }
 
-/// The lane's protection. Each side keeps the keys of both directions: the one without data carries
-/// the close and alerts.
+/// The lane's protection. Each side keeps the keys of both directions: the direction without data
+/// carries the close and alerts.
 enum Security {
     Tls(Box<Keys>),
     Kernel(InKernel),

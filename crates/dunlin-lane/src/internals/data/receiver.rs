@@ -33,12 +33,12 @@ const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 /// is opened in place and copied. A record of a [`DataSender`](super::DataSender) holds four pages.
 const TARGETS_PER_RECORD: usize = 8;
 
-/// Bytes to read of a record that is not data. An alert has two; a third shows that it is
-/// malformed.
+/// The number of bytes to read from a record that is not data. An alert has two bytes; a
+/// third one shows that it is malformed.
 const CONTROL_START: usize = 3;
 
-/// Why a data lane failed. Every error except [`ReceiveError::Idle`], which loses nothing, ends the
-/// lane.
+/// Why a data lane failed. Every error ends the lane, except [`ReceiveError::Idle`], after which no
+/// data is lost.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ReceiveError {
@@ -81,7 +81,7 @@ pub struct DataReceiver {
     buffer: Box<[u8]>,
     /// Received bytes that are not opened yet.
     sealed: Range<usize>,
-    /// Opened bytes that are not consumed yet; precedes `sealed`.
+    /// The range of opened bytes that are not consumed yet; precedes `sealed`.
     opened: Range<usize>,
     stall_limit: Duration,
     counters: Counters,
@@ -191,7 +191,7 @@ impl DataReceiver {
 
     /// Passes the next `bytes` of the frame to `take`, in order, in pieces that refer to the opened
     /// records. Pieces may have any length: those of a [`DataSender`](super::DataSender)'s pages
-    /// end at page borders, but another implementation may split elsewhere.
+    /// end at page boundaries, but another implementation may split elsewhere.
     ///
     /// # Errors
     /// [`ReceiveError`]; `take` may have received some of the pieces.
@@ -310,7 +310,8 @@ impl DataReceiver {
         }
     }
 
-    /// Opens the next record into the targets if possible; otherwise as [`Self::advance`].
+    /// Opens the next record into the targets if possible; otherwise works like
+    /// [`Self::advance`].
     fn advance_into<'m>(
         &mut self,
         waiting: &mut Targets<'m, TARGETS_PER_RECORD>,
@@ -398,8 +399,9 @@ impl DataReceiver {
         self.link.stream.shutdown(Shutdown::Write)
     }
 
-    /// Opens the next record, or reads from the socket once. False at a clean close. From the
-    /// kernel it reads at most `wanted` bytes, so what follows can go straight to its target.
+    /// Opens the next record, or reads from the socket once. Returns false at a clean close.
+    /// If the kernel opens records, reads at most `wanted` bytes, so that the following bytes
+    /// can go straight to their target.
     fn advance(&mut self, wanted: usize) -> Result<bool, ReceiveError> {
         match self.state {
             State::Open => {}
@@ -435,7 +437,8 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Records the content of an opened record, which begins at `start`. False at a clean close.
+    /// Remembers the content of an opened record, which begins at `start`. Returns false at a
+    /// clean close.
     fn record_opened(&mut self, opened: Opened, start: usize) -> bool {
         match opened {
             Opened::Data(count) => {
@@ -503,7 +506,7 @@ impl DataReceiver {
     }
 
     /// Interprets a record that is not data and begins with the first `count` bytes of `content`.
-    /// False at a clean close.
+    /// Returns false at a clean close.
     fn control(
         &mut self,
         content_type: u8,
@@ -620,7 +623,7 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
     }
 
     /// Writes the pieces that hold the first `bytes` to `pages` and returns their number; `None` if
-    /// there are fewer bytes.
+    /// there are fewer bytes than that.
     fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>; ROOM]) -> Option<usize> {
         let mut left = bytes;
         for (position, target) in self.slots.iter().flatten().enumerate() {

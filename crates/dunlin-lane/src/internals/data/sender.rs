@@ -68,14 +68,14 @@ pub enum SendError {
     Spent,
 }
 
-/// Why data could not be added to a frame. Nothing was added.
+/// Why data could not be added to a frame. The frame is unchanged.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FrameError {
     /// There is no space for another page: finish the frame and begin the next.
     #[error("frame is full")]
     Full,
-    /// The preceding payload does not end at a page border.
+    /// The preceding payload does not end at a page boundary.
     #[error("a page must begin at a multiple of {PAGE_BYTES} bytes in a frame's payload")]
     Misaligned,
     /// The length is not that of one page.
@@ -99,13 +99,13 @@ pub struct DataSender {
     guard: Option<Box<dyn LaneGuard>>,
 }
 
-/// A frame being filled. An unfinished frame that is dropped sends nothing.
+/// A frame being filled. If a frame is dropped before it is finished, nothing is sent.
 pub struct Frame<'a> {
     sender: &'a mut DataSender,
     /// Payload bytes added so far.
     filled: usize,
-    /// The payload, in guest memory: one slice a page, of which the last may be shorter. The others
-    /// are empty.
+    /// The payload, in guest memory: one slice per page, of which the last may be shorter. Unused
+    /// slices are empty.
     guest: [VolatileSlice<'a>; PAGES_PER_FRAME],
 }
 
@@ -220,7 +220,8 @@ impl DataSender {
         }
     }
 
-    /// The usage of the lane's key, if the lane must be replaced after `most` records.
+    /// Returns how much of the lane's key is used, given that the lane must be replaced
+    /// after `most` records.
     #[cfg(feature = "unstable-internals")]
     pub fn key_usage(&self, most: u64) -> KeyUsage {
         /// Records reserved for a chunk in progress, a mark and the close.
@@ -330,9 +331,9 @@ impl DataSender {
         Ok(())
     }
 
-    /// Like [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the kernel
-    /// and are read once. The header begins the first payload record; in its own record it
-    /// would wake the peer separately.
+    /// Like [`Self::transmit`], but the kernel seals. Pages in guest memory go straight to the
+    /// kernel and are read once. The header begins the first payload record; as a separate record
+    /// it would wake the peer an additional time.
     fn transmit_by_kernel(
         &mut self,
         header: &[u8],
@@ -403,8 +404,9 @@ impl DataSender {
         }
     }
 
-    /// Reads the peer's alert. A destination that refuses our certificate sends its alert only
-    /// after our side of the handshake has completed, so a source learns the reason here.
+    /// Reads the peer's alert. A destination that refuses this side's certificate sends its
+    /// alert only after this side has completed the handshake, so a source learns the reason
+    /// here.
     fn reason(&mut self) -> Option<Alert> {
         self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
         let keys = match &mut self.security {
@@ -532,7 +534,7 @@ fn copy_out(guest: &[VolatileSlice<'_>], content: &mut [u8]) {
 /// Positions in the buffer, with or without the records' overhead.
 #[derive(Clone, Copy)]
 struct Layout {
-    /// The beginning of the first payload record and end of the header's record.
+    /// The position at which the header's record ends and the first payload record begins.
     front: usize,
     /// The number of bytes before the content of a record.
     lead: usize,

@@ -21,7 +21,7 @@ pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
-    /// The deadline passed. The fault is the peer's or the network's.
+    /// The deadline passed. The peer or the network is at fault.
     #[error(
         "TLS handshake timed out: the peer accepted the connection but was too slow, or is not a TLS server"
     )]
@@ -115,7 +115,7 @@ pub enum HandshakeError {
     )]
     Incompatible(String),
     /// The kernel is required to seal and open records, but rejected the keys. No data was sent
-    /// with them; another connection may leave the records to the process.
+    /// with them; another connection may let the process seal and open records.
     #[error("the connection was closed before any data was sent: {0}")]
     Offload(#[from] Refused),
     /// Any other protocol violation.

@@ -16,7 +16,8 @@ use crate::internals::provider::{self, TlsVersion};
 
 /// A connection after a complete handshake.
 pub struct Keyed {
-    /// Blocking, with no timeouts set, and none of the peer's data read.
+    /// A blocking socket without timeouts, from which none of the peer's data has been
+    /// read.
     pub stream: TcpStream,
     /// The peer's address.
     pub at: SocketAddr,
@@ -57,8 +58,8 @@ impl Keyed {
             .map_err(failed)
     }
 
-    /// Consumes a TLS 1.3 server's session tickets until none has arrived for `quiet`. A read by a
-    /// program unaware of TLS would fail with EIO on them.
+    /// Consumes a TLS 1.3 server's session tickets until none has arrived for `quiet`. If a
+    /// program without TLS code read the socket, the tickets would make the read fail with EIO.
     ///
     /// # Errors
     /// [`HandshakeError`].

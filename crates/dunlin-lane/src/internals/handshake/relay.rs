@@ -1,5 +1,5 @@
-//! The handshake of a relay. The peer is another program: no ALPN is sent, and the version is what
-//! both sides allow ([`policy`](super::super::policy)).
+//! The handshake of a relay. The peer is another program: no ALPN is sent, and the version is one
+//! that both sides allow ([`policy`](super::super::policy)).
 
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -25,7 +25,8 @@ use crate::internals::relayed::session::Session;
 
 /// A connection to an authenticated peer that need not be Dunlin.
 pub struct Relayed {
-    /// Blocking, with no timeouts set, and none of the peer's data read.
+    /// A blocking socket without timeouts, from which none of the peer's data has been
+    /// read.
     pub stream: TcpStream,
     /// The peer's address.
     pub at: SocketAddr,

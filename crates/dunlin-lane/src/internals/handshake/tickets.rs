@@ -14,15 +14,15 @@ use crate::internals::fastest;
 use crate::internals::provider::parts;
 use crate::internals::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
 
-/// Maximum number of records with tickets. More are an attack or a fault.
+/// Maximum number of records with tickets. More than that are an attack or a fault.
 const RECORD_LIMIT: u64 = 16;
 /// The length of a ticket with every field at its maximum (RFC 8446, section 4.6.1), with a header
 /// of four bytes.
 const MESSAGE_LIMIT_BYTES: usize = 4 + 8 + 1 + 255 + 2 + 0xffff + 2 + 0xfffe;
 
 /// Consumes session tickets from a connection until none has arrived for `quiet` or the peer's data
-/// begins, and returns the number of records. Tickets would fail a read of the socket's owner with
-/// EIO.
+/// begins, and returns the number of records. Tickets would make a read by the socket's owner fail
+/// with EIO.
 ///
 /// Records are peeked and opened as copies, with a key that is then dropped. They stay in the
 /// socket until they prove to be tickets, or to begin a ticket that continues.
@@ -74,7 +74,7 @@ fn done(taken: u64, partial: &[u8]) -> Result<u64, HandshakeError> {
     }
 }
 
-/// Removes complete tickets; an incomplete last message stays.
+/// Removes complete tickets; an incomplete last message remains.
 fn drop_tickets(messages: &mut Vec<u8>) -> Result<(), HandshakeError> {
     while let Some(&kind) = messages.first() {
         let message = LateMessage::of(kind);

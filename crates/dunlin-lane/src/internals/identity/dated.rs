@@ -26,7 +26,8 @@ pub struct Dated {
     pub position: usize,
     /// The beginning of its validity; for a revocation list, its date.
     pub not_before: SystemTime,
-    /// The end of its validity; for a revocation list, the date of its successor.
+    /// The end of its validity; for a revocation list, the date on which its successor is
+    /// due.
     pub not_after: SystemTime,
     /// The end of its validity, for display.
     pub until: String,

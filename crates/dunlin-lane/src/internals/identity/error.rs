@@ -1,4 +1,4 @@
-//! Why an identity cannot be used, and warnings about one that can.
+//! The reasons why an identity cannot be used, and warnings about an identity that can.
 
 use std::fmt;
 use std::io;

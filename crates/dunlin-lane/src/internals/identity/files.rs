@@ -37,7 +37,8 @@ pub(super) fn read_key(
             mode,
         });
     }
-    // RFC 7468, section 11, and RFC 1421, section 4.6.1.1, which OpenSSL still writes.
+    // The marks of RFC 7468, section 11, and of RFC 1421, section 4.6.1.1; OpenSSL still writes the
+    // latter.
     let marks: [&[u8]; 2] = [b"BEGIN ENCRYPTED PRIVATE KEY", b"Proc-Type: 4,ENCRYPTED"];
     if marks
         .iter()
@@ -74,7 +75,8 @@ pub(super) fn anchors(
     Ok(store)
 }
 
-/// Reads the revocation lists of a file, at least one: an empty file would suggest protection.
+/// Reads the revocation lists of a file, at least one: an empty file would suggest protection
+/// that does not exist.
 pub(super) fn revocation_lists(
     path: &Path,
 ) -> Result<Vec<CertificateRevocationListDer<'static>>, IdentityErrorKind> {
@@ -114,8 +116,8 @@ fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, Iden
     Ok(items)
 }
 
-/// Reads a file and its permission bits through one descriptor, so the bits belong to these bytes.
-/// The buffer is wiped on drop because it may hold a key.
+/// Reads a file and its permission bits through one descriptor, so that the bits belong to the
+/// bytes that were read. The buffer is wiped on drop because it may hold a key.
 pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityErrorKind> {
     let unreadable = |source| IdentityErrorKind::Unreadable {
         path: path.to_owned(),

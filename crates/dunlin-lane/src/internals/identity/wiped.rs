@@ -42,7 +42,7 @@ fn found(digits: &str) -> usize {
             count += windows
                 .filter(|(address, window)| !own.contains(address) && matches(window))
                 .count();
-            // Parts overlap, to find matches across their border.
+            // Parts overlap, so that matches across their boundary are found.
             at += (bytes - length + 1) as u64;
         }
     }
@@ -62,7 +62,7 @@ fn shell(directory: &Path, script: &str) -> String {
 fn key_material_is_wiped_when_its_identity_is_dropped() {
     let scratch = Scratch::new();
     let directory = scratch.path();
-    // OpenSSL makes the key, so this process has it only from loading the file.
+    // OpenSSL generates the key, so this process has the key only because it loaded the file.
     shell(
         directory,
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 \
@@ -74,9 +74,10 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
         let script = format!("{from} | od -An -v -tx1 | tr -d ' \\n'");
         shell(directory, &script)
     };
-    // Text around a line break, which no decoder buffers as one line.
+    // Search for text that contains a line break: no decoder buffers it as one line.
     let text = digits("head -c 110 key.pem | tail -c 40");
-    // The private number with its ASN.1 prefix, which a library that stores only the number drops.
+    // Search for the private number with its ASN.1 prefix. A library that keeps the number does not
+    // keep the prefix.
     let content =
         digits("openssl pkcs8 -topk8 -nocrypt -in key.pem -outform DER | head -c 68 | tail -c 37");
     assert!(content.starts_with("020101"), "{} digits", content.len());

@@ -1,5 +1,5 @@
-//! What the kernel chose for a connection with kernel TLS: the driver, the location of the work,
-//! and its counters.
+//! What the kernel chose for a connection with kernel TLS: the driver, whether a network card
+//! does the work, and its counters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,8 @@ const FLAGS: [&str; 2] = ["tls-hw-tx-offload", "tls-hw-rx-offload"];
 const REPORTED: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
 
 /// Queries the kernel about a connection over netlink, for which this crate has no socket.
-/// `dunlin_ipsec::inspect` implements it; `()` returns nothing.
+/// `dunlin_ipsec::inspect` implements this trait; the implementation for `()` reports
+/// nothing.
 pub trait Inspector: fmt::Debug + Send + Sync {
     /// What seals and opens the connection's records; `None` if the kernel does not report it.
     fn record_engines(&self, connection: &TcpStream) -> Option<RecordEngines>;
@@ -41,7 +42,7 @@ impl Inspector for () {
 /// What seals or opens the records of a direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordEngine {
-    /// The kernel, on this host's processors (`TLS_CONF_SW`; `sw` in ss(8)).
+    /// The kernel's software, on this host's processors (`TLS_CONF_SW`; `sw` in ss(8)).
     Software,
     /// The network card (`TLS_CONF_HW`, `TLS_CONF_HW_RECORD`).
     Card,
@@ -61,9 +62,9 @@ pub struct RecordEngines {
 pub struct Device {
     /// The name in ip(8).
     pub name: String,
-    /// Whether it accepts keys for sending; `None` if it does not report that.
+    /// Whether the device accepts keys for sending; `None` if it does not report that.
     pub tls_sends: Option<bool>,
-    /// Whether it accepts keys for receiving; `None` if it does not report that.
+    /// Whether the device accepts keys for receiving; `None` if it does not report that.
     pub tls_receives: Option<bool>,
 }
 
@@ -79,7 +80,7 @@ pub struct Chosen {
     pub device: Option<Device>,
     /// Counters of all sockets in this network namespace since its creation, under the kernel's
     /// names: connections on a network card, and failures. Empty if the kernel does not report
-    /// them. None is specific to this connection.
+    /// them. No counter is specific to this connection.
     pub counters: BTreeMap<String, u64>,
 }
 
@@ -116,7 +117,8 @@ impl Chosen {
 }
 
 /// For kernels that do not report on one socket (before Linux 6.15 without `CAP_NET_ADMIN`): if no
-/// card has ever sealed or opened for any socket of this namespace, none does for this one.
+/// card has ever sealed or opened records for any socket of this namespace, no card does so for
+/// this socket.
 fn software_only(listed: &str) -> Option<Acceleration> {
     let never = |wanted: &str| counters(listed).any(|found| found == (wanted, 0));
     (never("TlsTxDevice") && never("TlsRxDevice")).then_some(Acceleration {

@@ -16,7 +16,8 @@ pub struct Driver {
     pub name: String,
     /// The kernel uses the driver with the highest priority.
     pub priority: u32,
-    /// Whether it completes asynchronously, on another thread or in hardware.
+    /// Whether the driver completes requests asynchronously, on another thread or in
+    /// hardware.
     pub is_async: bool,
 }
 
@@ -31,7 +32,7 @@ impl Driver {
         best(&fs::read_to_string("/proc/crypto").ok()?, algorithm)
     }
 
-    /// Whether it hardly uses the processor's AES instructions.
+    /// Whether the driver uses the processor's AES instructions little or not at all.
     pub(super) fn is_slow(&self) -> bool {
         self.priority < FAST_PRIORITY
     }
@@ -48,8 +49,8 @@ impl fmt::Display for Driver {
     }
 }
 
-/// Finds the driver of an algorithm with the highest priority, in paragraphs of lines "NAME :
-/// VALUE".
+/// Finds the driver with the highest priority for an algorithm in `listed`, which has
+/// paragraphs of lines "NAME : VALUE".
 fn best(listed: &str, algorithm: &str) -> Option<Driver> {
     let of = |paragraph: &str| {
         let value = |name: &str| {

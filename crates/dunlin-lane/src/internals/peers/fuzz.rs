@@ -5,8 +5,8 @@ use rustls::pki_types::CertificateDer;
 use super::{AuthorisedBy, Peer, PeerIdentity, Peers};
 use crate::internals::names::PeerName;
 
-/// For any certificate: only listed peers are admitted, and text printed about it contains no
-/// control characters.
+/// Checks any certificate: only listed peers are admitted, and the text printed about it
+/// contains no control characters.
 pub fn fuzz_certificate(bytes: &[u8]) {
     let leaf = CertificateDer::from(bytes);
     let allowed = PeerName::Dns("source.test".to_owned());

@@ -92,8 +92,8 @@ impl HandoffTls {
 
 #[cfg(feature = "unstable-internals")]
 impl Identity {
-    /// Returns settings for a hand-off that accepts what `offer` contains. With `clients`, clients
-    /// must present a certificate of one of them.
+    /// Returns settings for a hand-off that accepts what `offer` contains. If `clients` is given,
+    /// a client must present a certificate that it allows.
     ///
     /// # Errors
     /// [`SettingsError`].
@@ -121,7 +121,7 @@ impl Identity {
             side: Side {
                 trust,
                 provider: fastest::auto().provider,
-                // The hand-off chooses after the handshake; this value is unused.
+                // Unused: a hand-off decides this after the handshake.
                 offload: Offload::Auto,
             },
         }))

@@ -1,4 +1,5 @@
-//! OpenSSL's names of suites and groups, in which a toolstack specifies what a hand-off may offer.
+//! OpenSSL's names of suites and groups. A toolstack uses them to specify what a hand-off may
+//! offer.
 
 use std::sync::Arc;
 
@@ -94,8 +95,8 @@ impl Offer {
     /// first.
     ///
     /// # Errors
-    /// [`OfferError`]: every name must be known, because the peer might support only the name that
-    /// would be skipped.
+    /// [`OfferError`]: every name must be known, because an unknown name might be the only one
+    /// that the peer supports.
     pub fn new(
         version: TlsVersion,
         ciphers: &str,

@@ -20,8 +20,9 @@ pub fn halves(choice: u8) -> (SealHalf, OpenHalf) {
     halves.expect("the library is built in and the key has the suite's length")
 }
 
-/// Records on a path that drops, modifies, truncates, repeats and delays them. Only what was sealed
-/// is opened, in order, and nothing after the first record that was tampered with.
+/// Passes records over a path that drops, modifies, truncates, repeats and delays them. The
+/// receiver may open only what was sealed, in order, and nothing after the first record that was
+/// tampered with.
 pub fn fuzz_records(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let (mut seal, mut open) = halves(choices.byte());
@@ -83,8 +84,8 @@ pub fn fuzz_records(bytes: &[u8]) {
     }
 }
 
-/// Any authentic record: any content with any padding, opened in place and into guest memory,
-/// compared with a direct implementation of RFC 8446.
+/// Opens any authentic record, with any content and padding, in place and into guest memory,
+/// and compares the results with a direct implementation of RFC 8446.
 pub fn fuzz_record_content(bytes: &[u8]) {
     let Some((&choice, inner)) = bytes.split_first() else {
         return;
@@ -113,7 +114,7 @@ pub fn fuzz_record_content(bytes: &[u8]) {
     if content.is_empty() {
         return;
     }
-    // Guest memory in two pieces that ignore page borders.
+    // Guest memory in two pieces that ignore page boundaries.
     let mut memory = vec![0xee; content.len()];
     let (left, right) = memory.split_at_mut(usize::from(choice) % content.len());
     let pages = [VolatileSlice::from(left), VolatileSlice::from(right)];

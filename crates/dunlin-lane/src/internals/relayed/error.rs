@@ -7,7 +7,8 @@ use crate::internals::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 /// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
 /// no implementation in use sends tickets that large.
 pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
-/// Maximum run of TLS messages without data in between. More are an attack or a fault.
+/// Maximum number of TLS messages without data in between. More than that are an attack or
+/// a fault.
 pub(super) const LATE_RUN_LIMIT: u32 = 32;
 
 /// Why the TLS connection of a relay ended.

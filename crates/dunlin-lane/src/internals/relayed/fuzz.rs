@@ -11,7 +11,7 @@ use super::in_kernel::{Opening, Sealing, Verdict, halves};
 use crate::internals::handshake::Renewal;
 use crate::internals::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 
-/// No kernel is involved, so no key is needed.
+/// Stands in for a connection's keys: no kernel is involved, so no key is needed.
 struct NoKeys;
 
 impl Renewal for NoKeys {
@@ -42,8 +42,9 @@ pub(super) fn halves_without_kernel(version: Version) -> (Sealing, Opening) {
     )
 }
 
-/// A direct implementation of RFC 8446 for the TLS messages in a record. `Ok(Some(_))`: the peer's
-/// key is renewed, and whether it requests ours. `Err`: the messages violate the protocol.
+/// A direct implementation of RFC 8446 for the TLS messages in a record. `Ok(Some(_))`: the peer
+/// has renewed its key; the value says whether it requests a new key from this side. `Err`: the
+/// messages violate the protocol.
 fn messages(partial: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
     if content.is_empty() {
         return Err(());
@@ -71,8 +72,8 @@ fn messages(partial: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
     Ok(None)
 }
 
-/// Any records that an authentic peer may seal: a close ends the connection, both sides agree on
-/// key renewals, and memory for everything else is bounded (I7).
+/// Processes any records that an authentic peer may seal: a close ends the connection, both
+/// sides agree on key renewals, and memory for everything else is bounded (I7).
 pub fn fuzz_relayed(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let is_1_3 = choices.byte() & 1 == 0;
@@ -112,7 +113,8 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             (HANDSHAKE, [0, 0, 0, 0]) if !is_1_3 => Some(Verdict::Nothing),
             (HANDSHAKE, content) if is_1_3 => match messages(&mut partial, content) {
                 Ok(Some(requested)) => {
-                    // The first unanswered request is legitimate; here no request is ever answered.
+                    // The first unanswered request is legitimate; this test never answers a
+                    // request.
                     if requested && !asked {
                         (asked, late) = (true, 0);
                     }

@@ -1,9 +1,10 @@
 //! A relay's records in the kernel: data moves between sockets. This module handles the records
 //! that are not data, and counts records.
 //!
-//! In TLS 1.3 the peer may send session tickets, renew its keys and request ours (RFC 8446, section
-//! 4.6). This side also renews keys that reach their record limit, because a relay's connection
-//! cannot be replaced. TLS 1.2 cannot renew keys: a connection ends at its record limit.
+//! In TLS 1.3 the peer may send session tickets, renew its keys and request new keys from this side
+//! (RFC 8446, section 4.6). This side also renews keys that reach their record limit, because a
+//! relay's connection cannot be replaced. TLS 1.2 cannot renew keys: a connection ends at its
+//! record limit.
 
 use crate::internals::sync::lock;
 use std::io;
@@ -66,7 +67,7 @@ pub struct Opening {
 /// The content of a record that is not data.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Held {
-    /// Nothing that concerns the other side of the relay.
+    /// The record does not concern the other side of the relay.
     Nothing,
     /// The peer's authenticated close.
     Closed,
@@ -81,8 +82,8 @@ pub(super) enum Verdict {
     Renewed,
 }
 
-/// Returns both halves of a connection with kernel TLS. `renews` is whether the kernel can replace
-/// keys.
+/// Returns both halves of a connection with kernel TLS. `renews` says whether the kernel can
+/// replace keys.
 pub fn halves(
     secrets: &ExtractedSecrets,
     version: Version,
@@ -113,8 +114,8 @@ pub fn halves(
     (sealing, opening)
 }
 
-/// The number of data records written by one call; each call ends a record. A read returns part of
-/// one record.
+/// The number of data records written by one call; each call ends with a complete record. A read
+/// returns bytes of only one record.
 fn records_of(bytes: usize) -> u64 {
     bytes.div_ceil(CONTENT_BYTES) as u64
 }
@@ -306,8 +307,8 @@ impl Opening {
                 // Nothing may follow in this record: the old key sealed it.
                 (24, [requested @ (0 | 1)]) if self.message.len() == whole => {
                     // A request that arrives after the previous one was answered does not count as
-                    // a flood: a peer without data to send has no other way to request our next
-                    // key.
+                    // a flood: a peer without data to send has no other way to request this side's
+                    // next key.
                     if *requested == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
                         self.late_run = 0;
                     }

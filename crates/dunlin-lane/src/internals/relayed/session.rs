@@ -15,8 +15,8 @@ use crate::internals::handshake::{Unbuffered, encode};
 use crate::internals::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
 use crate::internals::sync::lock;
 
-/// Maximum number of key requests without data of ours in between. A peer may treat more as an
-/// attack; rustls does at 33.
+/// Maximum number of key requests without data from this side in between. A peer may treat
+/// more than that as an attack; rustls does so at 33.
 const ASKS_LIMIT: u32 = 16;
 
 /// A connection after a complete handshake.
@@ -50,7 +50,7 @@ struct Shared<C> {
     connection: C,
     pending: Vec<u8>,
     /// The input that the last [`Connection::open`] did not consume: the beginning of a record or
-    /// message. rustls keeps positions in it and must be given it in every call.
+    /// message. rustls keeps positions in these bytes, so every call must pass them.
     partial: Vec<u8>,
     /// Maximum number of records under one key, for both directions.
     limit: u64,
@@ -112,13 +112,14 @@ impl Session {
         Ok(opened)
     }
 
-    /// Whether rustls has its own message to send, such as a key update. The next
+    /// Whether rustls has a message of its own to send, such as a key update. The next
     /// [`Session::seal`] returns it before the content.
     pub fn is_pending(&self) -> bool {
         self.is_pending.load(Ordering::SeqCst)
     }
 
-    /// Takes that message. Send it in order with the bytes of [`Session::seal`].
+    /// Removes and returns that message. Send it in order with the bytes of
+    /// [`Session::seal`].
     pub fn take_pending(&self) -> Vec<u8> {
         let mut connection = lock(&self.connection);
         self.is_pending.store(false, Ordering::SeqCst);

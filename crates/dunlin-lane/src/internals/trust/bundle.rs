@@ -36,8 +36,8 @@ pub struct Bundle {
 pub enum TrustPolicy {
     /// Any server. Protects against eavesdroppers only.
     Anybody,
-    /// Servers with a certificate that is in the bundle, or was issued by an authority in it, with one of
-    /// these names if any are required.
+    /// Trusts a certificate that is in the bundle or was issued by an authority in it. If names are
+    /// given, it must have one of them.
     Bundle(Arc<Bundle>, Peers),
 }
 

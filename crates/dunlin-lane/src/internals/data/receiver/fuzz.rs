@@ -17,8 +17,9 @@ use crate::internals::record::fuzz::halves;
 /// Bytes that a socket buffers without a reader.
 const ROOM_BYTES: usize = 64 << 10;
 
-/// Records of any length, truncated, modified or closed properly, read by any mixture of calls. The
-/// output is what was sealed, up to the place of the tampering and not a byte further.
+/// Reads records of any length, which are truncated, modified or closed properly, with any mixture
+/// of calls. The output must equal what was sealed, up to the position of the tampering and not
+/// beyond it.
 pub fn fuzz_data_lane(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let choice = choices.byte();

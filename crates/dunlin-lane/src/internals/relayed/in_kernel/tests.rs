@@ -3,7 +3,8 @@
 use super::super::fuzz::halves_without_kernel;
 use super::*;
 
-/// The peer requests a key at half of it, and gets one when only one call's records are left.
+/// The record limit. The peer requests a new key when half of the records are used, and this
+/// side renews its key by itself when only the records of one call are left.
 const LIMIT: u64 = 64;
 
 /// Returns two sides of a connection.
@@ -116,7 +117,8 @@ fn user_canceled_is_not_an_error_and_the_close_follows() {
     );
 }
 
-/// The peer would treat it as a violation and reset the connection, discarding data in transit.
+/// The peer would treat a request as a violation and reset the connection, discarding data in
+/// transit.
 #[test]
 fn no_key_is_requested_after_the_close() {
     let ((mut near_seal, _), (mut far_seal, mut far_open)) = pair(Version::V1_3);
