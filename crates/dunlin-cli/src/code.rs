@@ -6,9 +6,9 @@ pub(crate) const DONE: i32 = 0;
 pub(crate) const FAILED: i32 = 1;
 /// Usage error.
 pub(crate) const USAGE: i32 = 2;
-/// In doubt, or at the destination and not running.
+/// The VM is in doubt, or at the destination and not running.
 pub(crate) const IN_DOUBT: i32 = 3;
 /// Cancelled; the VM is at the source.
 pub(crate) const CANCELLED: i32 = 4;
-/// Added to a signal's number, as shells do, when a second signal ends a process immediately.
+/// Added to a signal's number, as in shells, if a second signal ends a process immediately.
 pub(crate) const SIGNAL: i32 = 128;

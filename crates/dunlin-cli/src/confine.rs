@@ -11,9 +11,9 @@
 //! | [`files`] | reading identities and system settings; writing in the journal and next to the control socket; no listening TCP ports; no signals to other processes |
 //! | [`calls`] | a list of system calls; no programs, debugging, mounts, or new kinds of socket |
 //!
-//! A tunnel's routes may change while it runs, and with them its paths: it keeps the capabilities
-//! for other users' sockets and for low ports, and reads files and creates local sockets wherever
-//! file permissions allow, but writes, creates and executes nothing else.
+//! A tunnel's routes, and with them the paths that it uses, may change while it runs. It therefore
+//! keeps the capabilities for other users' sockets and for low ports, and reads files and creates
+//! local sockets wherever file permissions allow, but writes, creates and executes nothing else.
 
 mod calls;
 mod files;
@@ -61,8 +61,8 @@ pub(crate) const LANE_PORTS: &str = "24576-28671";
 /// Set when this process has dropped CAP_NET_ADMIN.
 static GAVE_UP_NETWORK: OnceLock<()> = OnceLock::new();
 
-/// Checks that lanes over IPsec are still possible, for an error that says more than the kernel's
-/// EPERM.
+/// Checks that lanes over IPsec are still possible, so that the error is more informative than
+/// the kernel's EPERM.
 ///
 /// # Errors
 /// This process has dropped the necessary privileges.
@@ -129,8 +129,8 @@ pub(crate) struct ConfiningTunnel {
 
 impl ConfiningTunnel {
     /// Like [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
-    /// reason not to confine, and its remedy: the programs of routes with `exec` would be confined
-    /// with the tunnel, for example.
+    /// reason not to confine, and its remedy. An example of a reason: the programs of routes with
+    /// `exec` would be confined with the tunnel.
     ///
     /// # Errors
     /// With `yes`, the part that failed; other parts may be in force.
@@ -217,7 +217,8 @@ impl Applied {
     }
 }
 
-/// Drops all capabilities but some, and the ability to gain any; `left` describes the rest.
+/// Drops all capabilities except `kept`, and the ability to gain any; `left` describes
+/// those that are kept.
 fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     privileges::gain_none()?;
     privileges::keep_capabilities(kept)?;
@@ -238,10 +239,11 @@ pub(crate) fn make_no_more_sockets(confined: &Line) -> Result<()> {
     }
 }
 
-/// Checks that an identity may be read, for an error that says more than the kernel's EACCES.
+/// Checks that an identity may be read, so that the error is more informative than the
+/// kernel's EACCES.
 ///
 /// # Errors
-/// The directory is not an allowed one.
+/// The process may not read the directory.
 pub(crate) fn allows_identity(directory: &Path) -> Result<()> {
     let Some(allowed) = IDENTITIES.get() else {
         return Ok(());

@@ -78,7 +78,7 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::SeqCst);
-        // Wakes the accepting thread, if there is one.
+        // Wakes the thread that accepts, if it exists.
         let _ = UnixStream::connect(&self.path);
         // Another program may have removed it.
         let _ = fs::remove_file(&self.path);
@@ -116,7 +116,8 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
             }
         };
         short = false;
-        // The mode keeps other users out only after the chmod, shortly after the bind.
+        // Check the user too: the mode excludes other users only after the chmod, shortly after the
+        // bind.
         let user = peer_user(&connection);
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
             continue;
@@ -158,7 +159,7 @@ fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
     let handled = match connection.try_clone().map(BufReader::new) {
         Ok(mut requests) => match read_request(&mut requests) {
             Ok(Some(request)) => service.handle(request, requests, connection),
-            // A client that only tests whether the process is alive.
+            // The client only tested whether the process is alive.
             Ok(None) => Ok(()),
             Err(error) => Err(error),
         },
@@ -181,7 +182,7 @@ fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
 /// How long an ending process waits for clients that do not read.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Number of requests to this process with incomplete answers.
+/// The number of requests that this process has not answered completely.
 static PENDING: Mutex<usize> = Mutex::new(0);
 static ANSWERED: Condvar = Condvar::new();
 
@@ -218,7 +219,7 @@ pub(crate) struct Client {
 
 impl Client {
     /// Sends a request to the process behind a control socket; `limit` applies to each line of the
-    /// answer. `owner` names the process's kind in errors: "VM" or "tunnel".
+    /// answer. `owner` is the kind of process for errors: "VM" or "tunnel".
     pub(crate) fn ask(
         socket: &Path,
         owner: &'static str,
@@ -243,7 +244,7 @@ impl Client {
         Ok(Self { answer, owner })
     }
 
-    /// The connection, for further requests during the answer.
+    /// Returns the connection, for further requests while the answer continues.
     pub(crate) fn more(&self) -> Result<UnixStream> {
         Ok(self.answer.get_ref().try_clone()?)
     }

@@ -2,7 +2,7 @@
 //!
 //! The two processes are `dunlin vm run` and `dunlin vm receive`, as on two hosts, with
 //! certificates made for this run. The guest checks every page that it visits, before and after the
-//! move. Without KVM the guest consists of threads of a process, and the demo says so.
+//! move. Without KVM the guest consists of threads of a process, and the demo reports that.
 
 use std::io;
 use std::path::PathBuf;

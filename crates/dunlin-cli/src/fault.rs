@@ -12,8 +12,9 @@ use dunlin_tunnel::{DemandError, Failure, TunnelError};
 
 type Cause = dyn Error + 'static;
 
-/// The fault code of an error, and who has to act. An error in the use of a command has none. A
-/// shortage behind the error says more than the step that failed.
+/// The fault code of an error, and who has to act. An error in the use of a command has no
+/// code. If a shortage caused the error, the code is that of the shortage, not that of the step
+/// that failed.
 pub(crate) fn fault_of(error: &anyhow::Error) -> Option<(FaultCode, AtFault)> {
     match fault_behind(error.as_ref()) {
         Some(code) => Some((code, code.at_fault())),
@@ -27,7 +28,7 @@ pub(crate) fn fault_name(error: &anyhow::Error) -> Option<&'static str> {
 }
 
 fn of_cause(cause: &Cause) -> Option<(FaultCode, AtFault)> {
-    // A fault that the peer reports is seen from this side.
+    // For a fault that the peer reports, the party at fault is stated from this side's view.
     if let Some(error) = cause.downcast_ref::<MigrateError>() {
         return Some((error.code(), error.at_fault()));
     }

@@ -142,7 +142,8 @@ impl Reading {
     }
 }
 
-/// Parses peers; an empty list means any peer of our authority.
+/// Parses peers; an empty list means any peer with a certificate from the trusted
+/// authorities.
 pub(crate) fn allowed_peers(peers: &[String]) -> Result<Peers> {
     let peers: Result<Vec<Peer>, _> = peers.iter().map(|peer| peer.parse()).collect();
     Ok(peers?.into_iter().collect())
@@ -167,7 +168,7 @@ pub(crate) fn load_identity(
     Ok((identity, warnings.iter().map(ToString::to_string).collect()))
 }
 
-/// TLS settings of a control lane to `to`, with the identity's warnings.
+/// TLS settings of a control lane to `to`, with the warnings from loading the identity.
 pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Source, &common.reading)?;
     let peers = if common.peers.is_empty() {
@@ -225,7 +226,8 @@ impl Accepting {
     }
 }
 
-/// The settings of a process that accepts sources; its identity, with warnings.
+/// Returns the settings and the identity of a process that accepts sources, with the
+/// warnings from loading it.
 fn accept_with(common: &Common) -> Result<(ServerTls, Identity, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Destination, &common.reading)?;
     let tls = identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?;

@@ -75,7 +75,7 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
-    /// What confines this process, and what this kernel lacks for it.
+    /// The confinement of this process, and the parts that this kernel does not support.
     Confined {
         by: Vec<String>,
         lacks: Vec<String>,
@@ -247,7 +247,8 @@ impl FailedLine {
     }
 }
 
-/// As an error: another process rejected or failed a request, with its reason.
+/// Used as an error if another process rejected or failed a request; the line has its
+/// reason.
 impl std::error::Error for FailedLine {}
 
 impl std::fmt::Display for FailedLine {
@@ -377,7 +378,7 @@ impl Line {
 
     pub(crate) fn to_json(&self) -> String {
         let json = serde_json::to_string(self).unwrap_or_else(|error| {
-            // Only a map with non-string keys or a failing `Serialize` gets here.
+            // Serialization fails only for a map with non-string keys or a failing `Serialize`.
             format!(r#"{{"event":"warning","text":"cannot write JSON: {error}"}}"#)
         });
         plain(json)
@@ -501,8 +502,8 @@ impl From<&Report> for MovedLine {
     }
 }
 
-/// An error and its causes, one to a line. Only the line breaks are ours; a peer may have sent the
-/// text.
+/// An error and its causes, one to a line. Only the line breaks come from this process; a peer may
+/// have sent the text.
 fn escaped(error: &dyn std::error::Error) -> String {
     let mut text = harmless(&error.to_string());
     let mut next = error.source();

@@ -57,7 +57,7 @@ impl LogFlags {
     /// Starts the log, in the format of the flag or in `default`.
     pub(crate) fn start(&self, default: Option<Format>) {
         if let Some(format) = self.log.or(default) {
-            // The only place that sets it, once in a process.
+            // Only this line sets it, once in a process.
             let _ = FORMAT.set(format);
             install(self.log_level);
         }
@@ -68,7 +68,7 @@ impl LogFlags {
 /// records timelines.
 pub(crate) fn install(level: Level) {
     let subscriber = Registry::default().with(Log { level });
-    // The subscriber that exists is one of this kind.
+    // If a subscriber exists, it is also of this kind.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
@@ -100,7 +100,8 @@ pub(crate) fn say(text: &str) {
 /// Writes the error with which the command ends. A JSON log stays JSON to its last line.
 pub(crate) fn fail(failed: &FailedLine) {
     if let Some(Format::Json) = FORMAT.get() {
-        // Not as an event, because the process ends: the line waits for a reader that stalls.
+        // The line is not an event: the process is ending, so the line may wait for a stalled
+        // reader.
         let mut fields = Fields::default();
         fields.0.insert("fault".into(), failed.fault.clone().into());
         let at_fault = failed.at_fault.clone().into();
@@ -121,11 +122,11 @@ fn write(line: &str) {
 /// that stalls must not keep a guest paused.
 const STALL_LIMIT: Duration = Duration::from_millis(10);
 
-/// Lines that were not written for that reason since the last one that was.
+/// The number of lines lost for that reason since the last written line.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// Whether standard error takes a line now: pipes and sockets report themselves writable only with
-/// space for one.
+/// Whether standard error accepts a line now: pipes and sockets are reported as writable only if
+/// they have space for one.
 fn is_writable() -> bool {
     let stderr = std::io::stderr();
     let interest = Interest {
@@ -182,7 +183,8 @@ impl Fields {
         plain(Value::Object(self.0).to_string())
     }
 
-    /// A line in which a text from a peer or a file can imitate neither a field nor another line.
+    /// Formats the line so that a text from a peer or a file can imitate neither a field nor
+    /// another line.
     fn into_text(self, time: &str, level: &str, message: &str) -> String {
         let mut line = format!("{time} {level:5} {}", quoted(message, &['=']));
         for (name, value) in &self.0 {
@@ -237,7 +239,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
         let Some(span) = context.span(id) else { return };
-        // In a separate statement: the lock on the extensions is free again after it.
+        // A separate statement, so that the lock on the extensions is released after it.
         let entered = span.extensions_mut().remove::<Instant>();
         if let Some(entered) = entered {
             timeline::add(span.name(), entered, || lane_and_fields(&span));
@@ -272,7 +274,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
     }
 }
 
-/// The lane of a span, or 0 outside of lanes, and the span's own fields.
+/// The lane of a span, or 0 outside any lane, and the span's own fields.
 fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<String, Value>) {
     let lane = span.scope().find_map(|span| {
         let extensions = span.extensions();
@@ -283,7 +285,8 @@ fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<St
     (lane.unwrap_or(0), fields.unwrap_or_default())
 }
 
-/// The time in UTC (RFC 3339). The local time zone would be in a file.
+/// The time in UTC (RFC 3339). The local time zone is not used: it is in a file, which a
+/// confined process may not read.
 fn now() -> String {
     let now = OffsetDateTime::now_utc();
     let (year, month, day) = now.to_calendar_date();

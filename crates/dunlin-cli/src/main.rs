@@ -81,7 +81,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let helper = handoff::helper(std::env::args_os().collect());
-    // A helper's standard output belongs to its caller: it stays empty or carries the sockets.
+    // The standard output of a helper belongs to its caller: it carries the sockets, or nothing.
     let (cli, json) = match helper {
         Some(words) => (
             Cli::try_parse_from(words).map_err(|error| handoff::refused(&error)),

@@ -80,7 +80,7 @@ impl ControlPath {
 
     /// The control socket of the VM with this name.
     ///
-    /// A source may have sent the name, which therefore must not lead out of the directory (I7).
+    /// A source may have sent the name, which must therefore not lead out of the directory (I7).
     pub(crate) fn socket(&self, name: &str) -> Result<PathBuf> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
             bail!("invalid VM name {name:?}: a VM cannot have the name of a path or a hidden file");
@@ -246,7 +246,8 @@ impl IpsecFlags {
 /// How long to wait for the peer to close its lanes: both sides close them.
 pub(crate) const LANES_QUIET: Duration = Duration::from_secs(5);
 
-/// Checks that a text parses as a `T` and returns the text: requests carry it unparsed.
+/// Checks that a text parses as a `T` and returns the text, because requests carry it
+/// unparsed.
 pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, String> {
     match text.parse::<T>() {
         Ok(_) => Ok(text.to_owned()),
@@ -258,7 +259,7 @@ pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, St
 /// `warn`.
 ///
 /// # Errors
-/// The kernel or this process lacks something, which the error names.
+/// The kernel or this process lacks something; the error names it.
 pub(crate) fn ipsec_lanes(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,
@@ -282,7 +283,7 @@ pub(crate) fn offload_advice() -> Option<String> {
     ))
 }
 
-/// The CPUs of the flag; without it, those on which this process may run.
+/// The CPUs given by the flag, or else those on which this process may run.
 pub(crate) fn ipsec_cpus(given: Option<&Cpus>) -> Result<Vec<u32>> {
     let cpus = match given {
         Some(Cpus(cpus)) => cpus.clone(),
@@ -337,7 +338,7 @@ pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=128)
 }
 
-/// Parses a limit in bytes per second; with 0 no byte would ever arrive.
+/// Parses a limit in bytes per second; 0 is rejected, because no byte would ever arrive.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_bytes(text)? {
         0 => Err("rate 0 out of range: omit the flag for no limit".into()),

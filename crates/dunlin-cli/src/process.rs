@@ -1,5 +1,5 @@
-//! Child `dunlin` processes on this host, read line by line: the demo and a bench move VMs between
-//! the same processes as two hosts would.
+//! Child `dunlin` processes on this host, read line by line: the demo and the benchmarks move VMs
+//! between the same processes as on two hosts.
 
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
@@ -18,7 +18,7 @@ use crate::text::clean_lines;
 use crate::vm::{Ended, follow};
 
 /// A process that owns a VM or waits for one. Dropping it kills the process; if the parent dies
-/// first, the process ends by itself and removes the scratch directory. A process that neither
+/// first, the child ends by itself and removes the scratch directory. A process that neither
 /// prints nor ends blocks the reader: the processes have their own deadlines.
 pub(crate) struct Process {
     child: Child,
@@ -36,8 +36,8 @@ impl Process {
             .arg(&scratch.0)
             .arg("--state-dir")
             .arg(scratch.join("state"))
-            // Keep the terminal's Ctrl-C, which ends the parent, from the child, which must still
-            // remove the scratch directory.
+            // The terminal's Ctrl-C ends the parent but must not reach the child, which still has
+            // to remove the scratch directory.
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -95,8 +95,8 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Starts both, with further flags for `vm run` and `vm receive`; `scratch` must have the
-    /// certificates of [`Scratch::with_identities`].
+    /// Starts both processes, with further flags for `vm run` and `vm receive`; `scratch`
+    /// must have the certificates of [`Scratch::with_identities`].
     pub(crate) fn start(scratch: &Scratch, run: &[&str], receive: &[&str]) -> Result<Self> {
         let purpose = scratch.1;
         let identity = scratch.join("destination").display().to_string();
@@ -190,7 +190,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // The keys are for this run only: leftovers do no harm.
+        // The keys are for this run only, so leftover files do no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

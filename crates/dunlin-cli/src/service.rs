@@ -51,8 +51,8 @@ pub(crate) fn passed() -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// Sends the process's signals as events, and calls `ending` after the first one to end. A second one
-/// exits immediately.
+/// Sends the process's signals as events, and calls `ending` after the first signal to end. A
+/// second such signal exits immediately.
 pub(crate) fn wait_for(
     sender: Sender<ServiceEvent>,
     ends: EndSignals,
@@ -76,8 +76,8 @@ pub(crate) fn wait_for(
     Ok(())
 }
 
-/// Reloads `what` at each SIGHUP until a signal ends the service, which it returns, or the service
-/// fails.
+/// Reloads `what` at each SIGHUP. Returns the signal that ends the service, or returns when the
+/// service fails.
 pub(crate) fn serve(
     events: Receiver<ServiceEvent>,
     manager: &Manager,

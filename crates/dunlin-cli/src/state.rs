@@ -60,8 +60,8 @@ impl StatePath {
         Ok(self.open()?.list()?)
     }
 
-    /// The one session with this prefix of its identifier: the source's side, if both sides are on
-    /// this host.
+    /// The one session with this prefix of its identifier: the record of the source, if both sides
+    /// are on this host.
     pub(crate) fn find(&self, prefix: &str) -> Result<(Entry, Record)> {
         let prefix = prefix.to_ascii_lowercase();
         let mut found: Vec<Entry> = self

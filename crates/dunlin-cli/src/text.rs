@@ -8,8 +8,8 @@ pub(crate) fn chained(error: &anyhow::Error) -> String {
     dunlin_proto::text::chain(error.as_ref())
 }
 
-/// Like [`clean`], for a text of several lines each of which may contain a peer's text. All but the
-/// first are indented, so that none looks like a line of the log.
+/// Like [`clean`], for a text of several lines each of which may contain a peer's text. Every line
+/// but the first is indented, so that none of them looks like a line of the log.
 pub(crate) fn clean_lines(text: &str) -> String {
     let lines = text.split('\n').map(|line| clean(line.trim_start()));
     lines.collect::<Vec<_>>().join("\n  ")

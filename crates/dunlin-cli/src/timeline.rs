@@ -1,7 +1,8 @@
 //! The timeline of a migration: its spans in Chrome's trace format, for Perfetto or about:tracing.
 //!
-//! The VM's process records it and sends it with the result; it may not write the file. Thread 0 has
-//! the session with its iterations and steps, and each lane is a thread with the lane's number.
+//! The VM's process records the timeline and sends it with the result, because it may not be
+//! allowed to write the file. Thread 0 has the session with its iterations and steps, and each lane
+//! is a thread with the lane's number.
 
 use std::sync::Mutex;
 use std::time::Instant;
@@ -9,16 +10,16 @@ use std::time::Instant;
 use dunlin_lane::sync::lock;
 use serde_json::{Map, Value, json};
 
-/// Events after which iterations and lanes are left out, of which a migration may have any number.
-/// The session, the switchover and their steps end last and are always kept. The shortest iterations
-/// last 5 ms, so this is at least 50 s of them, and about 2 MiB.
+/// The number of events after which iterations and lanes are left out: a migration may have any
+/// number of them. The session, the switchover and their steps end last and are always kept. The
+/// shortest iterations last 5 ms, so this is at least 50 s of them, and about 2 MiB.
 const MAX_EVENTS: usize = 10_000;
 
-/// The begin and the events of the timeline that is being recorded: a process has one migration at a
-/// time.
+/// The start and the events of the timeline that is being recorded: a process has one migration at
+/// a time.
 static RECORDING: Mutex<Option<(Instant, Vec<Value>)>> = Mutex::new(None);
 
-/// Records the spans that this process enters from now on; [`crate::log::install`] precedes it.
+/// Records the spans that this process enters from now on; call [`crate::log::install`] first.
 pub(crate) fn begin() {
     *lock(&RECORDING) = Some((Instant::now(), Vec::new()));
 }
@@ -30,7 +31,8 @@ pub(crate) fn end() -> Vec<Value> {
         .map_or_else(Vec::new, |(_, events)| events)
 }
 
-/// Adds a span that ends now, with its lane and fields, if a timeline is recorded and keeps it.
+/// Adds a span that ends now, with its lane and fields, if a timeline is being recorded and has
+/// room for it.
 pub(crate) fn add(name: &str, entered: Instant, of: impl FnOnce() -> (u64, Map<String, Value>)) {
     let mut recording = lock(&RECORDING);
     let Some((began, events)) = recording.as_mut() else {

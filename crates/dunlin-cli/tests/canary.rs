@@ -1,4 +1,4 @@
-//! No bytes of guests and private keys in the command's output, with or without JSON, nor in
+//! No bytes of guests or private keys appear in the command's output, with or without JSON, nor in
 //! journals, status or errors.
 //!
 //! The canaries are bytes that the test writes into a guest's memory, and the secret number in a key's
@@ -47,7 +47,7 @@ impl Canary {
             needles.push(joined(part, ", ", |byte| byte.to_string()));
             needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
         }
-        // Three alignments; a part of nine bytes has at least eight whole characters.
+        // Try three alignments; a part of nine bytes has at least eight whole characters of base64.
         for from in 0..3 {
             let text = base64(&self.bytes[from..]);
             needles.extend(text.windows(12).map(<[u8]>::to_vec));
@@ -64,7 +64,7 @@ impl Canary {
     }
 
     fn is_in(&self, text: &[u8]) -> Option<Vec<u8>> {
-        // By the first bytes, since there are many needles.
+        // Index the searched texts by their first bytes, since there are many.
         let mut starts = vec![Vec::new(); 1 << 16];
         for needle in self.needles() {
             starts[usize::from(needle[0]) << 8 | usize::from(needle[1])].push(needle);
@@ -103,7 +103,7 @@ fn random(bytes: usize) -> Vec<u8> {
 }
 
 /// The secret number in a key's file (RFC 5915: an octet string of 32 bytes after the version), and
-/// the file's own text.
+/// the text of the file.
 fn key_canaries(file: &Path) -> [Canary; 2] {
     let text = fs::read_to_string(file).unwrap();
     let content = KeyPair::from_pem(&text).unwrap().serialize_der();
@@ -119,12 +119,12 @@ fn key_canaries(file: &Path) -> [Canary; 2] {
     };
     [
         canary("the number", &content[at..at + 32]),
-        // The second line; every key has the same first.
+        // Use the second line; the first one is the same for every key.
         canary("the text", text.lines().nth(2).unwrap().as_bytes()),
     ]
 }
 
-/// A process with all output in files; killed on drop.
+/// A process that writes all output to files; killed on drop.
 struct Spoken {
     child: Child,
     out: PathBuf,
@@ -283,7 +283,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
     source.wait_for("control");
     let (memory, start) = source.memory();
-    // After the guest's working set and the filled part.
+    // An offset after the guest's working set and after the filled part.
     let place = 24 << 20;
     memory.write_all_at(canary, start + place).unwrap();
 
@@ -362,7 +362,7 @@ fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     for name in ["broken", "mixed", "open"] {
         hosts.issue("ca", name, "a.test", 1);
     }
-    // A malformed key; one of another certificate; one that every user can read.
+    // A malformed key; the key of another certificate; a key that every user can read.
     let key = |of: &str| scene.at(of).join("key.pem");
     let text = fs::read_to_string(key("broken")).unwrap();
     let mut canaries: Vec<_> = ["a", "b", "stranger", "broken", "open"]

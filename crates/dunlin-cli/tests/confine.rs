@@ -86,12 +86,12 @@ fn moves(guest: &str) {
     let flags = "--json --peer b.test --verify";
     finish(hosts.migrate(&source, &destination, "a", flags)).expect(0);
     destination.wait_for("received");
-    // It serves its socket, and has one more filter, against local sockets.
+    // The process serves its socket, and has one more filter, which forbids local sockets.
     hosts.assert_runs(&destination);
     assert_confined(&destination);
     assert_each_thread(&destination, "Seccomp_filters:", "2");
 
-    // It moves on with the identity that it may read.
+    // The VM migrates again with the identity that its process may read.
     let third = hosts.receive("a", "third", "--peer b.test");
     let flags = "--json --peer a.test";
     finish(hosts.migrate(&destination, &third, "b", flags)).expect(0);
@@ -123,8 +123,8 @@ fn guest_bytes(process: &Process) -> u64 {
     paths.filter(is_guest).map(bytes).sum()
 }
 
-/// If the process could not read its page map or the guest's file, the digest would read all of its
-/// memory, and populate it.
+/// If the process could not read its page map or the guest's file, the digest would read all of the
+/// guest's memory, and so populate it.
 #[test]
 fn i8_a_confined_process_finds_holes_when_it_compares_memory() {
     const MIB: u64 = 1 << 20;
@@ -157,7 +157,7 @@ fn an_identity_from_elsewhere_is_refused_with_a_remedy() {
     for part in ["confined", "at fault: configuration", "--identities"] {
         assert!(text.contains(part), "{text}");
     }
-    // The kernel also denies it: a link in an allowed directory that leads outside.
+    // The kernel also denies this case: a link in an allowed directory that leads outside.
     for file in ["ca-cert.pem", "cert.pem", "key.pem"] {
         fs::create_dir_all(allowed.join("sub")).unwrap();
         symlink(
@@ -178,7 +178,7 @@ fn an_identity_from_elsewhere_is_refused_with_a_remedy() {
 fn certificates_behind_links_are_renewed() {
     let hosts = Hosts::new();
     let at = |name: &str| hosts.scratch.join(name);
-    // As certbot does: the names stay, the targets are elsewhere and change.
+    // As with certbot, the names stay the same, but they are links, and the targets change.
     fs::create_dir_all(at("live")).unwrap();
     fs::create_dir_all(at("archive")).unwrap();
     let put = |from: &str, round: u32| {
@@ -198,7 +198,8 @@ fn certificates_behind_links_are_renewed() {
     destination.wait_for("identity-read");
 }
 
-/// The list of denied keys may be elsewhere too, and applies from its next load.
+/// The list of denied keys may be a link too, and a changed list applies from the next
+/// load.
 #[test]
 fn i6_denied_keys_behind_a_link_are_reloaded() {
     let hosts = Hosts::new();

@@ -17,7 +17,7 @@ const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 /// Slow enough for a first pass of a minute.
 const SLOW: &str = "--rate 1M --peer b.test";
 
-/// A migration under way that would take another minute.
+/// Starts a migration that takes more than a minute.
 fn under_way(hosts: &Hosts, from: &Process, to: &Process) -> Process {
     let client = hosts.begin(from, to, "a", SLOW);
     let progress = client.wait_for("progress");
@@ -82,7 +82,7 @@ fn i2_a_third_shell_cancels_on_either_side() {
     assert_cancelled(&hosts, client, &source);
     destination.wait_for("rejected");
 
-    // At the destination, which then waits for the next source.
+    // Cancel at the destination, which then waits for the next source.
     let client = under_way(&hosts, &source, &destination);
     let status = hosts.status(&destination);
     assert_eq!(status["state"], "arriving");
@@ -135,7 +135,7 @@ fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
     assert!(!hosts.scratch.join("1").join("vm.sock").exists());
     destination.wait_for("rejected");
 
-    // A process without a migration ends immediately, also after it has received a VM.
+    // A process without a migration ends immediately, even after it has received a VM.
     let next = hosts.run("3", GUEST);
     assert_moves(&hosts, next, &destination);
     destination.signal("INT");

@@ -126,7 +126,7 @@ fn in_front_of_stunnel_hand_off_names_are_handed_over_and_all_others_forwarded()
     accept.settles(before);
 }
 
-/// A client; `send` sends its hello; all other bytes pass unchanged.
+/// Runs a client. `send` sends the client's hello; all other bytes pass unchanged.
 fn through(scene: &Scene, to: &str, send: impl FnOnce(&mut TcpStream, &[u8])) -> Process {
     let between = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = between.local_addr().unwrap().to_string();
@@ -278,8 +278,8 @@ fn i7_hostile_first_bytes_are_refused_and_release_everything() {
     let accept = scene.start("");
     let before = accept.held();
     let hello = |bytes: &[u8]| [&[22, 3, 1, 0, bytes.len() as u8], bytes].concat();
-    // Each with the alert that refuses it: decode_error, or none for bytes that are not TLS. The unit
-    // tests of dunlin-proto's `client_hello` check the errors.
+    // Each hello comes with the alert that refuses it: decode_error, or none for bytes that are not
+    // TLS. The unit tests of dunlin-proto's `client_hello` check the errors.
     let hostile: [(&[u8], Option<u8>); 8] = [
         (b"GET / HTTP/1.1\r\n\r\n", None),
         (b"\x16\x04\x01\x00\x01", None),
@@ -342,7 +342,7 @@ fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
             });
         }
     });
-    // The end of one direction; the other stays open.
+    // End one direction; the other one stays open.
     near.shutdown(Shutdown::Write).unwrap();
     assert_eq!(far.read_once(&mut [0]).unwrap(), 0);
     far.write_all(b"after it").unwrap();
@@ -351,7 +351,7 @@ fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
     assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     drop(near);
     accept.settles(before);
-    // A reset of either side, immediately and with nothing to write.
+    // Reset either side, immediately and with nothing to write.
     for is_server in [false, true] {
         let mut near = accept.connect();
         near.write_all(b"x").unwrap();
@@ -365,7 +365,7 @@ fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
         accept.process.wait_for("is refused");
         accept.settles(before);
     }
-    // A reset after the end of the same side.
+    // Reset a side after it has ended its direction.
     let mut near = accept.connect();
     near.write_all(b"x").unwrap();
     let mut far = scene.client_of_old();

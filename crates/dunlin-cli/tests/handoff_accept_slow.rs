@@ -1,5 +1,5 @@
-//! Silent and slow clients of `dunlin handoff accept`, and slow receivers: they delay no other client
-//! and do not wake the process.
+//! Silent and slow clients of `dunlin handoff accept`, and slow receivers: they neither delay other
+//! clients nor wake the process.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]
@@ -22,10 +22,11 @@ use dunlin_test_base::sockets::ReadOnce as _;
 use support::process::Process;
 
 const SLOW: usize = 1_000;
-/// The descriptors of pending clients, and those of the process itself.
+/// The maximum number of descriptors: those of pending clients, and those of the process
+/// itself.
 const FILES: usize = 128 + 32;
 
-/// A forwarded client and a client to hand over are served.
+/// Asserts that a forwarded client and a client to hand over are served.
 fn both(scene: &Scene, accept: &Accept) {
     let hello = real_hello(scene, "old.test", "");
     let mut near = accept.connect();
@@ -53,7 +54,7 @@ fn i7_a_thousand_slow_clients_delay_no_other_client() {
     let hello = cut(&real_hello(&scene, "own.test", ""), 20);
     let mut slow: Vec<(TcpStream, usize)> = Vec::new();
     for number in 0..SLOW {
-        // In turn: silent, with half a hello, and with almost a whole one.
+        // The clients are, in turn, silent, with half a hello, and with almost a whole hello.
         let mut client = TcpStream::connect(&accept.address).unwrap();
         let part = [0, hello.len() / 2, hello.len() - 40][number % 3];
         let _ = client.write_all(&hello[..part]);
@@ -92,13 +93,14 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     if !are_here(&["openssl"]) {
         return;
     }
-    // The looks of one client, and as many waits for ends of connections and threads.
+    // The process looks at the bytes of one client up to 50 times, and waits as often for ends of
+    // connections and threads.
     const WAITS_A_CLIENT: u64 = 2 * 50;
     let scene = Scene::new();
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    // After a client is served, the thread has its name.
+    // The thread has its name only after a client has been served.
     let mut first = accept.connect();
     first.write_all(&hello).unwrap();
     drop(scene.client_of_old());

@@ -189,8 +189,8 @@ fn k13_clients_do_not_wait_for_a_helpers_children() {
     }
 }
 
-/// A helper that closes its standard error BEFORE seconds after its start, and passes a socket BEHIND
-/// seconds later.
+/// A helper that closes its standard error BEFORE seconds after its start, and then passes a socket
+/// BEHIND seconds later.
 const SLOW: &str = "#!/usr/bin/env python3\n\
     import os, socket, sys, time\n\
     caller = socket.socket(fileno=int(sys.argv[sys.argv.index('--send-fd') + 1]))\n\

@@ -24,7 +24,8 @@ use dunlin_test_base::sockets::ClosedPort;
 use pool::{CIPHERS, CURVES, Pool, call};
 use support::{dunlin, kernel_has_tls};
 
-/// The command failed with one line that contains these words, and passed nothing.
+/// Asserts that the command fails with one line that contains these words, and passes no
+/// socket.
 fn assert_refused(command: Command, words: &[&str]) {
     let begin = Instant::now();
     let (done, sockets) = call(command);
@@ -39,8 +40,9 @@ fn assert_refused(command: Command, words: &[&str]) {
     assert!(begin.elapsed() < Duration::from_secs(20), "{done:?}");
 }
 
-/// The handshake completed and the certificate was accepted: one socket arrives, or the line about
-/// this kernel, which is checked after both.
+/// Asserts that the handshake completes and the certificate is accepted: either one socket
+/// arrives, or the error says that this kernel lacks TLS, which is checked after the handshake and
+/// the certificate.
 fn assert_accepted(command: Command) {
     match kernel_has_tls() {
         true => {
@@ -74,7 +76,7 @@ fn k14_a_certificate_is_checked_before_the_kernel() {
         return;
     }
     let pool = Pool::new();
-    // OpenSSL's default configuration makes every certificate an authority's.
+    // OpenSSL's default configuration makes every certificate one of an authority.
     let config = pool.path("leaf.cnf");
     let text = "[req]\ndistinguished_name = name\n[name]\n[leaf]\nbasicConstraints = CA:FALSE\n";
     fs::write(&config, text).unwrap();
@@ -230,7 +232,8 @@ fn k13_a_peer_that_is_silent_disconnects_or_does_not_speak_tls_is_given_up_in_ti
     assert_refused(pool.connect(other, "pool"), &["as an SSH server does"]);
 }
 
-/// The resolver gets no answers and has a long timeout; a name lookup cannot be interrupted.
+/// The resolver gets no answers and has a long timeout, and a name lookup cannot be
+/// interrupted.
 #[test]
 fn k13_a_silent_resolver_delays_only_until_the_deadline() {
     let Some(wire) = namespaces::Wire::new(None) else {

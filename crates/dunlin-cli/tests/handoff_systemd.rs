@@ -30,7 +30,7 @@ fn k11_the_service_may_query_the_kernels_choice() {
     assert!(!text.lines().any(|line| line == "ProcSubset=pid"), "{text}");
 }
 
-/// The command accepts the unit's example, up to its missing files.
+/// The command accepts the unit's example, and fails only because its files are missing.
 #[test]
 fn the_units_example_configuration_is_accepted() {
     let text = Units::new().text("dunlin-accept.service");

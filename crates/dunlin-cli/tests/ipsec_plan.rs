@@ -1,4 +1,4 @@
-//! `dunlin ipsec plan`: what a session would install; changes nothing.
+//! `dunlin ipsec plan`: prints what a session would install, and changes nothing.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashSet;

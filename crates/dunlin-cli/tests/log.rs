@@ -20,7 +20,7 @@ use tunnel::{Scene, Tunnel, connect, control, exchange, near_config};
 const RUN: &str =
     "vm run --name vm --guest process --memory 64M --working-set 8M --dirty-rate 2000";
 
-/// A migration, with what was logged at the source and at the destination.
+/// A migration, and the logs of the source and the destination.
 struct Moved {
     hosts: Hosts,
     done: Done,
@@ -117,7 +117,7 @@ fn the_text_log_has_the_same_fields_and_debug_adds_lanes_and_iterations() {
         }
     }
     let iterations = moved.done.last()["iterations"].as_array().unwrap().len();
-    // The last one is a step of the switchover.
+    // The last iteration is a step of the switchover.
     for iteration in 1..iterations {
         assert!(moved.logs[0].contains(&format!(" iteration={iteration}")));
     }
@@ -144,7 +144,7 @@ fn a_json_log_ends_with_the_error_and_its_code() {
     assert_eq!(last["fault"], "usage");
     assert_eq!(last["at_fault"], "configuration");
     assert!(last["message"].as_str().unwrap().contains("missing.toml"));
-    // In a text log it stays a line for people.
+    // In a text log the error is still a line for people.
     let text = failed("tunnel run");
     assert!(
         text.lines().last().unwrap().starts_with("dunlin: "),
@@ -188,8 +188,8 @@ fn the_last_line_of_a_json_log_waits_for_its_reader() {
     assert_eq!(lines.last().unwrap()["fault"], "usage", "{lines:?}");
 }
 
-/// The spans of a timeline: the path of each with its thread. Two spans of a thread are nested or
-/// one after the other.
+/// Returns the spans of a timeline, each as its path with its thread. Any two spans of a thread
+/// are nested or follow each other.
 fn spans(path: &Path) -> Vec<(u64, String)> {
     let events: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     let mut threads = BTreeMap::<u64, Vec<(f64, f64, String)>>::new();
@@ -264,7 +264,7 @@ fn a_timeline_has_every_iteration_lane_and_step_nested() {
         expected.iter().collect()
     );
     assert_eq!(found.len(), expected.len(), "{found:?}");
-    // The output does not contain it, and the processes wrote no log.
+    // The output does not contain the timeline, and the processes wrote no log.
     assert!(!moved.done.out.contains("\"ph\""), "{}", moved.done.out);
     assert_eq!(moved.logs, ["", ""]);
 }
@@ -272,7 +272,7 @@ fn a_timeline_has_every_iteration_lane_and_step_nested() {
 #[test]
 fn i2_a_log_without_a_reader_delays_no_migration() {
     let hosts = Hosts::new();
-    // A pipe takes 64 KiB (pipe(7)), and no line of the log after that.
+    // A pipe holds 64 KiB (pipe(7)); after that it accepts no line of the log.
     let (_reader, mut full) = pipe().unwrap();
     full.write_all(&[b' '; 64 << 10]).unwrap();
     let mut run = words(&format!("{RUN} --log text"));

@@ -25,9 +25,10 @@ struct Resident {
     guest: u64,
 }
 
-/// Reads smaps; a mapping is the guest's if it is one of our memfds, or as large as the guest.
+/// Reads smaps; a mapping belongs to the guest if it is one of Dunlin's memfds, or is as large
+/// as the guest.
 fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
-    // Above 3 GiB a guest has two mappings: this is the smaller one for the tests' sizes.
+    // Above 3 GiB a guest has two mappings: this is the size of the smaller one in these tests.
     let least = guest_bytes.min(3 << 30);
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).ok()?;
     let mut found = Resident::default();
@@ -89,7 +90,8 @@ fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) ->
                 }
                 thread::sleep(Duration::from_millis(1));
             }
-            // Lanes keep their buffers from their first chunk to their last.
+            // Samples cannot miss the lanes' buffers: lanes keep them from their first chunk to
+            // their last.
             assert!(samples >= 16, "only {samples} samples");
             peaks
         });
@@ -129,7 +131,8 @@ fn i8_either_side_needs_at_most_64_mib_beside_the_guest_with_eight_lanes() {
     }
 }
 
-/// Wire bytes and CPU-seconds of a move, and both sides' growth.
+/// The cost of a migration: bytes on the wire, CPU-seconds, and the growth of both
+/// processes' memory.
 struct Cost {
     wire_bytes: u64,
     cpu_s: f64,
@@ -237,7 +240,7 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
                 cost.outside[0] as f64 / MIB as f64,
                 cost.outside[1] as f64 / MIB as f64,
             );
-            // A guest on KVM has some further pages, and writes a few meanwhile.
+            // A guest on KVM has some further pages, and writes a few pages during the migration.
             let own = if guest == "kvm" { 64 } else { 0 };
             assert!(
                 (pages..=pages + own).contains(&cost.raw_pages),
@@ -250,7 +253,7 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
             );
             assert!(cost.outside.iter().all(|bytes| *bytes <= 64 * MIB));
         }
-        // Each non-zero page occupies its 2 MiB, on both sides.
+        // On both sides, each non-zero page makes a whole huge page of 2 MiB resident.
         for resident in huge.guest {
             assert!(resident > bytes * 9 / 10, "{guest}: {huge:?}");
             assert!(resident <= bytes, "{guest}: {huge:?}");
@@ -266,8 +269,8 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
 #[test]
 fn a_mostly_zero_guest_costs_its_non_zero_pages() {
     let Some(_turn) = kvm() else { return };
-    // Everything after the first 4 MiB, which hold the guest's program and tables. Each backing is
-    // compared with itself: private memory has huge pages, a memfd does not.
+    // Fill everything after the first 4 MiB, which hold the guest's program and tables. Compare
+    // only guests with the same backing: private memory has huge pages, a memfd does not.
     for backing in ["private", "memfd"] {
         let dense = (0..3)
             .map(|_| cost("260M", "256M", backing).cpu_s)

@@ -1,5 +1,5 @@
 //! Failures caused by a host's state: the message names the fact, the party at fault and the
-//! remedy, and the VM stays.
+//! remedy, and the VM stays where it is.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/host.rs"]
@@ -14,7 +14,7 @@ use dunlin_test_base::kvm;
 use host::{after, assert_says, in_own_mounts, pass_on, skip};
 use support::{Hosts, Process, assert_at_source, finish, words};
 
-/// The command in a new mount namespace without /dev/kvm.
+/// Wraps the command in a new mount namespace without /dev/kvm.
 fn without_kvm(hosts: &Hosts, command: &Command) -> Option<Command> {
     let kept = hosts.scratch.join("dev");
     let kept = kept.to_str().unwrap();
@@ -204,8 +204,8 @@ fn too_little_memory_at_the_destination_is_reported_and_the_vm_stays() {
 #[test]
 fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
     let hosts = Hosts::new();
-    // In a new network namespace, where an SA does no harm. This SA resembles Dunlin's, and belongs
-    // to another program.
+    // Use a new network namespace, where an SA does no harm. This SA resembles Dunlin's, but
+    // belongs to another program.
     let key = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
     let sa = format!(
         "ip xfrm state add src 192.0.2.1 dst 192.0.2.2 proto esp spi 0x1000 mode transport \
@@ -238,7 +238,7 @@ fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
     assert_says(&why, &["kernel lacks ESP", "load the modules esp4"]);
 }
 
-/// The command in a new network namespace, after `script` has changed it.
+/// Wraps the command in a new network namespace, in which a shell first runs `script`.
 fn in_own_network(script: &str, command: &Command) -> Command {
     let mut unshare = Command::new("unshare");
     unshare.arg("--net");

@@ -1,5 +1,5 @@
-//! Two namespaces as two hosts: effect of a rate limit, a throttle, a time limit and a downtime
-//! limit on a real link.
+//! Two namespaces act as two hosts, to test the effect of a rate limit, a throttle, a time
+//! limit and a downtime limit on a real link.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -15,7 +15,7 @@ use wires::{B, Wire};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
-/// Number of repetitions of what depends on chance.
+/// The number of repetitions of a test that depends on chance.
 fn rounds(few: u32) -> u32 {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
         few * 10
@@ -112,7 +112,8 @@ struct Downtime {
     limit: f64,
     predicted: f64,
     source: f64,
-    /// `None` if the guest's first beat there came too late.
+    /// The downtime that the guest measured; `None` if its first write of the clock at the
+    /// destination came too late.
     guest: Option<f64>,
 }
 
@@ -170,8 +171,8 @@ fn throttling_makes_a_guest_that_outruns_its_link_converge() {
     }
 }
 
-/// The bytes in the buffers of many lanes take longer than the downtime limit: the link is slow,
-/// and throttling the guest would not help.
+/// The bytes in the buffers of many lanes take longer to arrive than the downtime limit, because
+/// the link is slow. Throttling the guest would not help.
 #[test]
 fn a_slow_link_with_many_lanes_does_not_throttle_the_guest() {
     let Some(_turn) = kvm() else { return };
@@ -234,7 +235,7 @@ fn a_predicted_downtime_stays_within_its_limit() {
         };
         let hosts = Hosts::new();
         let limit_ms = [60, 150, 400][round as usize % 3];
-        // 8 MiB/s: the limit bounds what remains, not the guest.
+        // At 8 MiB/s the rate limit determines the remainder, not the guest.
         let guest = "--memory 64M --fill-size 16M --working-set 16M --dirty-rate 2000 \
                      --workload random";
         let (source, destination) = both_ends(&hosts, &wire, guest);

@@ -63,7 +63,7 @@ fn what_is_issued_is_shown() {
         "{said}"
     );
 
-    // Peers cannot be configured with any of these names.
+    // None of these names can be configured as that of a peer.
     for name in ["host test", "", "sha256:00"] {
         let mut issue = words("pki issue --ca");
         issue.arg(&ca).args(["--name", name]).arg(scratch.join("x"));

@@ -1,4 +1,5 @@
-//! The guest without KVM: it migrates like a VM, and errors on a host without /dev/kvm suggest it.
+//! The guest without KVM: it migrates like a VM, and errors on a host without /dev/kvm suggest
+//! using it.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -73,13 +74,14 @@ fn the_demo_shows_a_process_guest_when_asked() {
     assert!(shown["pages_checked_by_guest"].as_u64().unwrap() > 0);
 }
 
-/// Runs its arguments without access to /dev/kvm: no user can open devices on a mount with `nodev`.
+/// A shell script that runs its arguments without access to /dev/kvm: no user can open devices on a
+/// mount with `nodev`.
 const HIDE: &str = "if test -e /dev/kvm; then \
                     mount --bind /dev/kvm /dev/kvm && \
                     mount -o remount,bind,nodev /dev/kvm || exit 99; fi; exec \"$@\"";
 
 /// A `dunlin` command line in a new mount namespace without /dev/kvm; `None` if this user may not
-/// create one. In CI the user may.
+/// create one. In CI the user must be permitted to.
 fn without_kvm(line: &str) -> Option<Command> {
     for flags in [&["--mount"][..], &["--mount", "--map-root-user"]] {
         let hidden = |program: &str| {

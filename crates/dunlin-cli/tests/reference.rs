@@ -1,4 +1,5 @@
-//! The reference pages of docs/ and the command: flags, and keys of the tunnel's configuration.
+//! Compares the reference pages of docs/ with the command: flags, and keys of the tunnel's
+//! configuration.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -106,7 +107,8 @@ fn keys(page: &str, heading: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The keys that are possible in the last table of a configuration, from the error for another one.
+/// The keys that the last table of a configuration may have, taken from the error for an unknown
+/// key.
 fn possible(table: &str) -> BTreeSet<String> {
     let scratch = Scratch::new();
     let file = scratch.join("tunnel.toml");

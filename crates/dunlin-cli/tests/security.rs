@@ -1,5 +1,5 @@
-//! Checks docs/security.md and the pages of docs/security/: every named test exists, and every table row names a test or the reason
-//! for none.
+//! Checks docs/security.md and the pages of docs/security/: every named test exists, and every
+//! table row names a test or the reason why there is none.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -120,7 +120,7 @@ fn files_and_sockets_of_a_process_are_private() {
     }
     hosts.cancel(&source).expect(0);
     assert_eq!(migration.code(), 4);
-    // Of all files of `pki issue`, the key.
+    // Of all files that `pki issue` writes, only the key must have mode 0600.
     for host in ["a", "b", "ca"] {
         for file in fs::read_dir(hosts.scratch.join(host)).unwrap() {
             let path = file.unwrap().path();

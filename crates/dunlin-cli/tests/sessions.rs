@@ -355,7 +355,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
         again.wait_for("listening");
         proxy.hold(Duration::ZERO);
         let settled = resolve("1m");
-        // Killed after, or before, it recorded that it runs the VM.
+        // The destination was killed either after or before it recorded that it runs the VM.
         let (code, says) = match (state.sources().is_empty(), lives) {
             (true, true) => (0, "stays here"),
             (true, false) => (0, "died here with its process"),

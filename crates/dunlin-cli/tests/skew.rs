@@ -1,5 +1,6 @@
 //! Interoperation with the command of an earlier commit, in both directions: migrations, tunnels,
-//! hand-offs, and each other's journals. `make soak` builds the earlier one (`tools/previous`).
+//! hand-offs, and each other's journals. `make soak` builds the earlier command
+//! (`tools/previous`).
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]
@@ -75,7 +76,7 @@ fn i3_a_vm_moves_over_tls_and_over_plain_lanes() {
             assert_eq!(moved["digests_equal"], true);
             assert_eq!(moved["lanes"].as_array().unwrap().len(), 2);
             with_binary(to, || hosts.assert_runs(&destination));
-            // The source has released it, so that neither side remembers the session.
+            // The source has released the VM, so neither side remembers the session.
             for binary in [from, to] {
                 assert_eq!(ask(binary, &hosts, "status --json").expect(0).out, "");
             }
@@ -144,7 +145,7 @@ fn read(session: &Value) -> [&Value; 8] {
     .map(|key| &session[key])
 }
 
-/// Asserts that both commands list the same sessions of a host, and returns the list.
+/// Asserts that both commands list the same sessions of a host, and returns that list.
 fn same(pair: &(PathBuf, PathBuf), hosts: &Hosts) -> Vec<Value> {
     let [mut one, mut other] = [&pair.0, &pair.1].map(|binary| listed(binary, hosts));
     for sessions in [&mut one, &mut other] {
@@ -225,7 +226,7 @@ fn the_earlier_command_reads_every_record() {
     assert_eq!(different.len(), states.len(), "{different:?}");
 }
 
-/// Kills a process and waits until it has gone.
+/// Kills a process and waits until it is gone.
 fn end(process: &Process) {
     process.signal("KILL");
     while support::lives(process.pid()) {
@@ -233,18 +234,18 @@ fn end(process: &Process) {
     }
 }
 
-/// What the destination of a VM in doubt has recorded.
+/// The last record of the destination of a VM in doubt.
 #[derive(Clone, Copy)]
 enum Recorded {
-    /// *prepared*: *commit* was lost, and its process was killed.
+    /// *prepared*: *commit* was lost, and the destination's process was killed.
     Prepared,
-    /// *aborted*: *commit* was lost, and its process has discarded the VM.
+    /// *aborted*: *commit* was lost, and the destination's process has discarded the VM.
     Aborted,
     /// *running*: the answer was lost.
     Running,
 }
 
-/// A VM in doubt; its process at the source lives.
+/// A VM in doubt; the source's process is alive.
 struct Doubt {
     hosts: Hosts,
     source: Process,
@@ -266,7 +267,7 @@ impl Doubt {
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
-        // Longer than it takes to read the journal.
+        // Wait for longer than it takes to read the journal.
         match recorded {
             Recorded::Running => proxy.hold(Duration::from_secs(30)),
             _ => proxy.hold_messages(Duration::from_secs(3)),
@@ -278,7 +279,7 @@ impl Doubt {
             Recorded::Running => "running",
         };
         if phase == "prepared" {
-            // Before the messages that the proxy holds arrive.
+            // Kill the destination before the messages that the proxy holds arrive.
             end(&destination);
         }
         if phase != "running" {
@@ -315,7 +316,7 @@ impl Doubt {
         ask(by, &self.hosts, &line)
     }
 
-    /// The same without a decision, so that it queries the destination.
+    /// Runs `resolve` without a decision, so that it queries the destination.
     fn resolve_by_asking(&self, by: &Path) -> Done {
         let identity = self.hosts.scratch.join("a");
         let line = format!(
@@ -353,7 +354,7 @@ impl Doubt {
         }
     }
 
-    /// The source's record is gone, for either command.
+    /// Asserts that both commands report the source's record as removed.
     fn assert_settled(&self, pair: &(PathBuf, PathBuf)) {
         let left = same(pair, &self.hosts);
         assert!(
@@ -499,7 +500,7 @@ fn a_tunnel_relays_channels_to_the_other() {
 }
 
 /// Without kernel TLS a hand-off completes its handshake and then fails, with one line; the earlier
-/// command can still carry its end in a process.
+/// command can still handle its end of the connection in a process.
 #[test]
 fn a_hand_off_connects_to_the_other() {
     let Some(pairs) = pairs() else { return };
@@ -531,7 +532,7 @@ fn a_hand_off_connects_to_the_other() {
             continue;
         }
         assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
-        // A socket of either kind, from the previous version's `dunlin`.
+        // A socket from the previous version's `dunlin`, with kernel TLS or not.
         let mut near = File::from(sockets.pop().unwrap());
         if !has_kernel_tls {
             let why = accept.process.wait_for("for own.test is refused");

@@ -25,7 +25,8 @@ fn two_processes_carry_bytes_both_ways_and_ends() {
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 
-/// The log has one line about it. Under `auto` the result depends on the machine.
+/// The log has one line about who seals records. With `auto` the result depends on the
+/// machine.
 #[test]
 fn the_log_states_what_seals_records_and_the_configuration_applies() {
     let scene = Scene::new();
@@ -90,8 +91,8 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     scene.near.signal("TERM");
     scene.near.wait_for("SIGTERM");
     let until = Instant::now() + TIMEOUT;
-    // Does not test by connecting: a connection accepted at the last moment would be a channel that
-    // the target never ends.
+    // Do not test this by connecting: a connection accepted at the last moment would be a channel
+    // that the target never ends.
     let entrance = scene.hosts.scratch.join("in");
     while entrance.exists() {
         assert!(Instant::now() < until, "connections are still accepted");
@@ -125,7 +126,7 @@ fn a_drain_ends_at_its_deadline_with_exit_code_1() {
     drop(far);
 }
 
-/// Each of its threads is confined, and a reload that needs more is refused.
+/// Each of the tunnel's threads is confined, and a reload that needs more is refused.
 #[test]
 fn a_confined_tunnel_starts_no_programs() {
     let scene = Scene::new();

@@ -25,7 +25,8 @@ use support::process::exit_code;
 use support::{Done, Hosts, finish, words};
 use tunnel::{Tunnel, connect, control, listen};
 
-/// Two hosts: *near* has on-demand routes, *far* has targets by VM, a fixed one and a program.
+/// Two hosts: *near* has on-demand routes, *far* has a target for each VM, a fixed target and
+/// a program as target.
 struct Scene {
     hosts: Hosts,
     near: Tunnel,
@@ -215,7 +216,7 @@ fn a_listener_at_a_given_address_fails_with_a_reason() {
     let mut near = connect(place.clone());
     let far = accepted(&plain);
     near.write_all(b"x").unwrap();
-    // The close discards them, so the channel is aborted and not ended.
+    // Closing discards these bytes, so the channel is aborted instead of ended.
     wait_until("unread bytes", || unread_bytes(&far).unwrap() > 0);
     drop(far);
     while near.write_all(b"more").is_ok() {
@@ -337,7 +338,7 @@ impl Piped {
         Self(command.stderr(Stdio::piped()).spawn().unwrap())
     }
 
-    /// All of its output, up to the end.
+    /// Returns all of the process's output, up to its end.
     fn output(&mut self) -> String {
         let mut out = self.0.stdout.take().unwrap();
         let (ended, output) = channel();
@@ -371,7 +372,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     let web = scene.target("web.sock");
     let mut piped = Piped::start(&scene, "ram --param vm=web");
     let mut far = accepted(&web);
-    // The returned bytes end first, and the output with them; the input continues.
+    // The bytes from the target end first, and so does the output; the input continues.
     far.write_all(b"hello").unwrap();
     far.shutdown(Shutdown::Write).unwrap();
     assert_eq!(piped.output(), "hello");
@@ -505,7 +506,8 @@ fn a_killed_stdio_leaves_no_listener() {
     wait_until("its listener stays", || {
         scene.status("near")["listeners"] == Value::Array(Vec::new())
     });
-    // A client that disconnects before it connects to the listener, with the request that stdio sends.
+    // A client that sends the same request as stdio, but disconnects before it connects to the
+    // listener.
     let mut asking = connect(control(&scene.hosts).join("tunnels/near.sock"));
     let request = r#"{"do":"open","route":"plain","once":true,"wait":true}"#;
     writeln!(asking, "{request}").unwrap();
@@ -518,7 +520,7 @@ fn a_killed_stdio_leaves_no_listener() {
     wait_until("its listener stays", || !is_there(&path));
 }
 
-/// All threads, including those of lanes and channels.
+/// This covers all threads, including those of lanes and channels.
 #[test]
 fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     let scene = Scene::new();

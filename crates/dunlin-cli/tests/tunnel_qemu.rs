@@ -1,5 +1,5 @@
-//! QEMU on two isolated hosts, through a tunnel's process on each: operators' usual operations, and
-//! the guest's fate when a tunnel dies.
+//! QEMU on two isolated hosts with a tunnel process on each: the usual operations of operators, and
+//! what happens to the guest when a tunnel dies.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -131,14 +131,15 @@ fn guest() -> Option<(Setup, Scene)> {
     Some((need::bare_guest(WORKLOAD)?, Scene::new()?))
 }
 
-/// Both have the same memory, and the guest continues with it.
+/// Checks that source and destination have the same memory, and that the guest continues
+/// with it.
 fn same_and_runs(setup: &Setup, source: &mut Machine, destination: &mut Machine) {
     assert_eq!(source.first_difference(destination).unwrap(), None);
     destination.resume().unwrap();
     continues(setup, destination);
 }
 
-/// The guest verifies all of its pages, and writes more.
+/// Checks that the guest finds all of its pages correct, and continues to write.
 fn continues(setup: &Setup, machine: &mut Machine) {
     assert!(machine.runs().unwrap());
     assert_eq!(machine.check_pages().unwrap(), setup.workload.pages);
@@ -200,7 +201,8 @@ fn a_guest_moves_with_few_and_many_multifd_channels() {
 }
 
 /// The guest runs at the destination while its memory is still at the source, and fetches pages
-/// through the tunnel; with *preempt*, on a separate connection that is opened in the middle.
+/// through the tunnel; with *preempt*, on a separate connection that is opened during the
+/// migration.
 #[test]
 fn a_guest_fetches_its_pages_behind_itself() {
     let Some((setup, scene)) = guest() else {
@@ -241,8 +243,8 @@ fn start_postcopy(
     wait_status(source, "postcopy-active");
 }
 
-/// When the tunnel is killed, neither side has a whole guest; both wait, and continue through
-/// another tunnel.
+/// When the tunnel is killed, neither side has all of the guest's memory. Both wait, and
+/// continue through another tunnel.
 #[test]
 fn postcopy_goes_on_through_another_tunnel() {
     let Some((setup, mut scene)) = guest() else {
@@ -327,8 +329,8 @@ fn a_killed_tunnel_leaves_the_guest_running() {
     same_and_runs(&setup, &mut source, &mut destination);
 }
 
-/// As libvirt does: a separate route copies the disk in parallel with the memory, and follows its
-/// writes until the guest is paused.
+/// As with libvirt, a separate route copies the disk in parallel with the memory, and mirrors
+/// writes to the disk until the guest is paused.
 #[test]
 fn a_disk_is_mirrored_beside_the_memory() {
     let Some((setup, scene)) = guest() else {

@@ -59,7 +59,7 @@ impl Scene {
         command
     }
 
-    /// A relay to the TLS server at `port`, as host a.
+    /// Starts a relay to the TLS server at `port`, as host a.
     fn to(&self, port: u16, more: &str) -> Process {
         let process = self.run(
             "a",
@@ -72,7 +72,7 @@ impl Scene {
         process
     }
 
-    /// A relay's TLS port, as host b, with its number.
+    /// Starts a relay with a TLS port, as host b; returns the port's number.
     fn from(&self, more: &str) -> (Process, u16) {
         let process = self.run(
             "b",
@@ -127,7 +127,7 @@ impl Scene {
     }
 }
 
-/// Sends in both directions simultaneously, and ends both.
+/// Sends in both directions simultaneously, and ends both directions.
 fn exchange<A, B>(near: A, far: B, end_near: fn(&A), end_far: fn(&B))
 where
     A: Send + Sync,
@@ -230,7 +230,7 @@ fn openssl_s_server_speaks_with_a_relay() {
         let mut said = [0; 9];
         stream.read_exact(&mut said).unwrap();
         assert_eq!(&said, b"and back\n");
-        // The server dies without close_notify: that is not an end.
+        // The server dies without close_notify: this does not count as an end.
         server.child.kill().unwrap();
         let why = near.wait_for("was aborted");
         assert!(why.contains("close_notify"), "{why}");
@@ -328,7 +328,8 @@ fn an_old_server_needs_the_routes_permission() {
     assert!(why.contains("requires TLS 1.3"), "{why}");
 }
 
-/// Every packet is lost: the sending host must notice by its own timers, idle or not.
+/// If every packet is lost, the sending host must detect that with its own timers, whether
+/// or not the connection is idle.
 #[test]
 fn a_vanished_peer_is_detected_idle_and_busy() {
     let Some(wire) = Wire::new(None) else { return };
@@ -374,7 +375,8 @@ fn a_vanished_peer_is_detected_idle_and_busy() {
     (&busy.0).write_all(&[7; 100_000]).unwrap();
     for (near, _) in [&idle, &busy] {
         let mut near = near;
-        // A unix socket cannot signal an abort: it ends, and the log has the reason.
+        // A unix socket cannot signal an abort, so the connection just ends; the log has the
+        // reason.
         assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
     }
     for process in [&near, &far] {
@@ -383,8 +385,8 @@ fn a_vanished_peer_is_detected_idle_and_busy() {
             assert!(why.contains("vanished"), "{why}");
         }
     }
-    // Two seconds, doubled for a busy machine; keep-alive alone, or the kernel's retransmission
-    // timeout, would take minutes.
+    // The limit of two seconds is doubled for a busy machine; keep-alive alone, or the kernel's
+    // retransmission timeout, would take minutes.
     assert!(
         begin.elapsed() < Duration::from_secs(15),
         "{:?}",

@@ -1,4 +1,4 @@
-//! Thousands of silent connections to a tunnel: 10,000 in the soak, 2,000 otherwise.
+//! Thousands of silent connections to a tunnel: 10,000 in the soak test, 2,000 otherwise.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -39,8 +39,8 @@ fn held(process: u32) -> (usize, u64) {
     (files, kib << 10)
 }
 
-/// Silent connections delay nothing: channels of an allowed peer open within a second, and existing
-/// channels continue.
+/// Silent connections delay no channel: channels of an allowed peer open within a second, and
+/// existing channels continue.
 #[test]
 fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let soaks = std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1");

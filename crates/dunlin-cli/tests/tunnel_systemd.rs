@@ -23,8 +23,9 @@ use support::{Hosts, words};
 use tunnel::{Tunnel, connect, control, far_config, listen, near_config};
 use units::Units;
 
-/// Starts a tunnel as a service manager does: the sockets are descriptors from 3 on, named in the
-/// environment. The shell execs the tunnel, which therefore has the process id in `LISTEN_PID`.
+/// Starts a tunnel as a service manager does: the sockets are the descriptors from 3 upwards, and
+/// the environment has their names. The shell execs the tunnel, which therefore has the process
+/// id in `LISTEN_PID`.
 fn activated(hosts: &Hosts, config: &str, sockets: [OwnedFd; 2], names: &str) -> Tunnel {
     let file = hosts.scratch.join("near.toml");
     fs::write(&file, config).unwrap();
@@ -158,7 +159,7 @@ fn i7_a_missing_or_wrong_passed_socket_is_reported() {
     tunnel.wait_for("peers connect over TCP");
 }
 
-/// Sockets passed to a parent process are not the tunnel's.
+/// Sockets that were passed to a parent process do not belong to the tunnel.
 #[test]
 fn an_inherited_environment_is_ignored() {
     let hosts = Hosts::new();

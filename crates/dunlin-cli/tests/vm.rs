@@ -265,8 +265,8 @@ fn i6_a_certificate_that_has_expired_is_refused_by_its_host_and_by_the_peer() {
     assert_eq!(failed["vm"], "at-source");
     hosts.assert_runs(&source);
 
-    // The peer refuses a certificate that has expired since. Certificates have whole seconds, and the
-    // destination must load the certificate before it expires, so the test waits.
+    // The peer refuses a certificate that has expired since it was loaded. Certificates have whole
+    // seconds, and the destination must load the certificate before it expires, so the test waits.
     std::thread::sleep(until.saturating_duration_since(Instant::now()));
     let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
     assert_at_source(&done.last(), "certificate-date", "configuration");
@@ -420,7 +420,8 @@ fn a_demo_that_is_killed_leaves_nothing_behind() {
         assert!(Instant::now() < deadline, "the demo does not start");
         std::thread::sleep(Duration::from_millis(5));
     };
-    // Not an event: the processes may or may not have begun to watch their parent, and both must end.
+    // There is no event to wait for: each process may or may not have begun to watch its parent,
+    // and both must end.
     std::thread::sleep(Duration::from_millis(100));
     demo.kill().unwrap();
     demo.wait().unwrap();

@@ -28,10 +28,10 @@ use dunlin_lane::control::ControlStream;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::ServerTls;
 
-/// The maximum number of sessions at the same time, in all and from one peer.
+/// The maximum number of simultaneous sessions, both in total and from one peer.
 const SESSIONS: usize = 64;
 const OF_ONE_PEER: usize = 8;
-/// The interval at which ended sessions are looked for.
+/// The interval at which ended sessions are removed.
 const TICK: Duration = Duration::from_millis(100);
 
 /// Accepts sessions. Dropping it stops accepting and ends the open sessions.
@@ -59,9 +59,9 @@ pub struct Peer {
 }
 
 impl Server {
-    /// Starts to accept sessions from peers that `tls` authorises. First removes what dead
-    /// processes left in this network namespace, except the policies that block ports that were
-    /// protected.
+    /// Starts to accept sessions from peers that `tls` authorises. First removes the policies
+    /// and SAs that dead processes left in this network namespace, except policies that block
+    /// previously protected ports.
     ///
     /// # Errors
     /// The kernel's IPsec is not usable or lacks ESP, or a thread cannot be started.
@@ -136,7 +136,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.wake();
-        // The acceptor first: after it has ended, no new session starts.
+        // Join the accepting thread first: after it has ended, no new session starts.
         for thread in self.threads.drain(..) {
             // A panic has been printed by its hook.
             let _ = thread.join();
@@ -203,7 +203,8 @@ impl Site {
         self.observer.event(&Event::Rejected { from, why });
     }
 
-    /// Starts the session that an authenticated peer offers, or reports why not.
+    /// Starts the session that an authenticated peer offers, or reports why it cannot
+    /// start.
     pub(super) fn begin_or_reject(&self, control: ControlStream, opening: &Opening) {
         let from = harmless(&control.peer().to_string());
         if let Err(error) = self.begin(control, opening) {

@@ -60,7 +60,7 @@ impl fmt::Display for AddressBlock {
 }
 
 /// Checks whether a peer may connect from an address. A peer without configured blocks may connect
-/// from any.
+/// from any address.
 pub(super) fn check_source(
     bound: &[(Peer, Vec<AddressBlock>)],
     peer: &PeerIdentity,

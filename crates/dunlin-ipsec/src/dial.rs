@@ -58,7 +58,7 @@ pub(super) fn open(
     };
     let deadline = Instant::now() + timeout;
     let opened = control::open(endpoint, connector, tls, &offer, deadline, cancel);
-    // The session may serve more than the caller that cancels.
+    // The session may serve other callers besides the one that cancels.
     cancel.release();
     if cancel.is_cancelled() {
         return Err(IpsecError::Ended);

@@ -12,8 +12,8 @@ use thiserror::Error;
 
 use dunlin_lane::control::{ControlError, OpenError};
 
-/// An error of a session. What the session installed has been removed, except that ports that were
-/// protected stay blocked.
+/// An error of a session. The session's policies and SAs have been removed, except that previously
+/// protected ports stay blocked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum IpsecError {
@@ -35,7 +35,7 @@ pub enum IpsecError {
         /// The system's error.
         source: io::Error,
     },
-    /// A record is larger than any session makes it.
+    /// A record is larger than that of any possible session.
     #[error("record {path} exceeds 64 MiB, the limit of a session's record: compare it with `ip xfrm state` and `ip xfrm policy`, remove the remaining entries, then the file", path = path.display())]
     TooLarge {
         /// The file.
@@ -90,8 +90,8 @@ pub enum IpsecError {
          none left in the clear; identify the program with `ip xfrm monitor`, then start a new session"
     )]
     RemovedSa(String),
-    /// An earlier session left a block of ports blocked that this session needs in part, and
-    /// connections use it.
+    /// An earlier session left a block of ports blocked. This session needs some of these
+    /// ports, and connections use the block.
     #[error(
         "an earlier session has left ports blocked, this session needs only some of them, and \
          {connections} connections use them: end these, or request the same ports as before"

@@ -40,13 +40,13 @@ pub enum Event {
         /// The number of policies and SAs in the record.
         objects: usize,
     },
-    /// What a dead process left has been removed, except the policies that block ports that were
-    /// protected.
+    /// The policies and SAs of a dead process have been removed, except policies that block
+    /// previously protected ports.
     StaysBlocked {
         /// The record with which a later session takes the ports over.
         record: PathBuf,
     },
-    /// What a dead process left could not be removed, or is unknown.
+    /// The policies and SAs of a dead process could not be removed, or are unknown.
     NotCleaned {
         /// The reason.
         why: String,
@@ -68,7 +68,7 @@ pub enum Event {
     },
     /// A connection or an offer was rejected.
     Rejected {
-        /// Its source address, or the name of the peer.
+        /// The source address of the connection, or the name of the peer.
         from: String,
         /// The reason.
         why: String,

@@ -2,12 +2,12 @@
 //! over a TLS control connection: one SA for each CPU or for each connection.
 //!
 //! [`up`] connects to a [`Server`] on the other host and starts a session. The session lasts until
-//! either process or the control connection ends. Meanwhile the plain TCP connections of other
-//! programs on these ports use ESP in transport mode and nothing else. A session that is asked to
-//! end removes what it installed. If it ends for another reason, or its process is killed, the
-//! ports stay blocked until the next session with that peer takes them over or [`clean_up`] frees
-//! them: an attacker who can cut the control connection must not be able to make later packets go
-//! in the clear.
+//! either process or the control connection ends. During the session, plain TCP connections of
+//! other programs on these ports use only ESP in transport mode. A session that is asked to end
+//! removes its policies and SAs. If it ends for another reason, or its process is killed, the ports
+//! stay blocked until the next session with that peer takes them over or [`clean_up`] frees them:
+//! an attacker who can cut the control connection must not be able to make later packets go in the
+//! clear.
 //!
 //! ```text
 //!  Server, up ─▶ Session ─▶ thread: exchange (proto) decides ─▶ tables (the kernel's)

@@ -9,8 +9,8 @@ use dunlin_linux::ethtool::features;
 
 use crate::netlink::{Request, ask, attribute, number};
 
-/// The query for a route: of its answer, the fixed part and the attribute of the device
-/// (rtnetlink(7)).
+/// The query for a route. Only the fixed part and the device attribute of its answer are
+/// used (rtnetlink(7)).
 const RTM_GETROUTE: u16 = 26;
 const ROUTE_BYTES: usize = 12;
 const RTA_DST: u16 = 1;
@@ -25,7 +25,8 @@ use dunlin_lane::kernel::Device;
 /// Returns the device on which a connection's segments leave now.
 ///
 /// # Errors
-/// Errors of the kernel: the process may be denied netlink sockets, or the route may be gone.
+/// Errors from the kernel: the process may not be allowed to open netlink sockets, or the
+/// route may be gone.
 pub(crate) fn of(connection: &TcpStream) -> io::Result<Device> {
     let name = name_of(connection)?;
     let features = features(connection, &name).unwrap_or_default();

@@ -21,7 +21,8 @@ const DONE: u16 = 3;
 const ERROR_TEXT: u16 = 1;
 /// Bytes before the attributes of an error: its number and the header of the request.
 const ERROR_HEAD: usize = 4 + HEADER;
-/// The buffer for one receive; the kernel fills at most half of it when it lists.
+/// The buffer for one receive; the kernel fills at most half of it with each part of a
+/// list.
 const ROOM: usize = 64 << 10;
 
 /// Why a request failed.
@@ -62,13 +63,14 @@ impl Link {
     /// Opens a socket in the calling thread's network namespace.
     ///
     /// # Errors
-    /// Errors of socket(2): the process may be denied netlink sockets, or sockets of this protocol.
+    /// Errors from socket(2): the process may not be allowed to open netlink sockets, or not those
+    /// of this protocol.
     pub(crate) fn open(protocol: libc::c_int) -> io::Result<Self> {
         let mut socket = Socket::new(protocol as isize)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
         socket.set_ext_ack(true)?;
-        // Otherwise an error would return the whole request, including a key.
+        // Without this option an error message would contain the whole request, including a key.
         socket.set_cap_ack(true)?;
         Ok(Self {
             socket,
@@ -78,7 +80,7 @@ impl Link {
 
     /// Sends `request` and passes the type and body of each answer to `take`, until the kernel
     /// marks the last one. The kernel has finished when the send returns, so an answer that is not
-    /// there then never arrives.
+    /// available by then never arrives.
     ///
     /// # Errors
     /// Any [`Failure`].
@@ -181,8 +183,8 @@ impl Answers {
 /// `fixed_bytes`.
 ///
 /// # Errors
-/// Errors of socket(2) (the process may be denied netlink sockets) and of the kernel; `InvalidData`
-/// for a malformed answer.
+/// Errors from socket(2) (the process may not be allowed to open netlink sockets) and from the
+/// kernel; `InvalidData` for a malformed answer.
 pub(crate) fn ask(
     protocol: libc::c_int,
     request: Request,

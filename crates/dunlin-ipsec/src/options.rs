@@ -19,20 +19,20 @@ pub struct Options {
     pub mode: Mode,
     /// The ports to protect. For a server: the ports that peers may request.
     pub ports: PortRange,
-    /// CPUs of this host that send, each with its own SA (mode cpu).
+    /// The CPUs of this host that send, each with its own SA (mode cpu).
     pub cpus: Vec<u32>,
     /// This side's ports for ESP in UDP. A server uses them if the peer requests it.
     pub udp: Option<Udp>,
-    /// The maximum number of SAs per epoch for what the peer sends.
+    /// The maximum number of SAs per epoch for the packets that the peer sends.
     pub sas_max: u16,
-    /// The timeout for each answer of the peer.
+    /// The timeout for each answer from the peer.
     pub timeout: Duration,
-    /// The interval after which the keys of what this side sends are renewed.
+    /// The interval after which the keys for the packets that this side sends are renewed.
     pub rekey_after: Option<Duration>,
     /// The directory of the records of installed objects.
     pub records: PathBuf,
-    /// How long an ended session waits for the connections on its ports to end. After that it
-    /// leaves the ports blocked, and a later process frees them.
+    /// How long an ended session waits for the connections on its ports to end. After that
+    /// the ports stay blocked, and a later process frees them.
     pub quiet_wait: Duration,
     /// For a server: peers that may connect only from these addresses.
     pub bound: Vec<(Allowed, Vec<AddressBlock>)>,

@@ -15,11 +15,11 @@
 //!
 //! A `+` line is synced before the kernel installs the object; a `-` line is written after the
 //! kernel has removed it. `heir` means that the session's policies replaced those of an earlier
-//! session that had protected the ports; `ended` that its owner requested its end; `about` names
-//! the owner ([`Owner`]). Only the last line can be truncated, and then nothing was installed for
-//! it. A record of an earlier boot is void, because the kernel's tables are gone; a record of
-//! another network namespace is left to a process there. The file is locked while its process
-//! lives.
+//! session that had protected the ports; `ended` means that its owner requested its end; `about`
+//! names the owner ([`Owner`]). Only the last line can be truncated, and then nothing was
+//! installed for it. A record of an earlier boot is void, because the kernel's tables are gone; a
+//! record of another network namespace is left to a process in that namespace. The file is locked
+//! while its process lives.
 //!
 //! When most lines concern removed objects, the file is rewritten: the remaining lines go to a new
 //! file under another name, which is synced, locked and renamed over the old one.
@@ -49,7 +49,7 @@ const NEW_EXTENSION: &str = "new";
 const MOST_BYTES: u64 = 64 << 20;
 /// Lines for removed objects that a record may have regardless of its size.
 const DEAD_LINES: usize = 64;
-/// The interval between attempts to take the lock.
+/// The interval between attempts to acquire the lock.
 const BETWEEN_TRIES: Duration = Duration::from_millis(20);
 const FORMAT: &str = "dunlin ipsec 1 boot ";
 const ABOUT: &str = "about";
@@ -81,8 +81,8 @@ impl RecordDirectory {
         })
     }
 
-    /// Takes the lock under which sessions on this host look for free ports and allocate them. It
-    /// is released when the file is dropped.
+    /// Acquires the lock under which sessions on this host search for free ports and allocate
+    /// them. It is released when the file is dropped.
     ///
     /// # Errors
     /// Another process holds the lock for longer than `timeout`, or the file cannot be opened.
@@ -121,7 +121,7 @@ impl RecordDirectory {
 
     /// Takes over the records of dead processes in this namespace and returns them. Records of an
     /// earlier boot are removed. An unreadable record is an `Err` entry; the others are returned
-    /// all the same.
+    /// nevertheless.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let mut left = Vec::new();
@@ -165,7 +165,8 @@ enum Scope {
     Here,
     /// The tables of another namespace.
     Elsewhere,
-    /// No tables: the record is of an earlier boot, or its header is incomplete.
+    /// There are no such tables: the record is from an earlier boot, or its header is
+    /// incomplete.
     Nowhere,
 }
 
@@ -200,7 +201,8 @@ impl Record {
         self.owner.as_ref()
     }
 
-    /// Records the owner of the session. Synced with the objects that are added first.
+    /// Records the owner of the session. The owner is synced together with the first added
+    /// objects.
     pub(super) fn set_owner(&mut self, owner: Owner) -> Result<(), IpsecError> {
         let line = format!("{ABOUT} {owner}\n");
         self.owner = Some(owner);
@@ -213,8 +215,8 @@ impl Record {
     }
 
     /// Whether the policies of this session, or of a predecessor, have ever let packets through an
-    /// SA: then a connection may exist that relies on it. The record keeps these policies until
-    /// they are removed.
+    /// SA: if so, a connection that relies on the SA may exist. The record keeps these policies
+    /// until they are removed.
     pub(super) fn has_protected(&self) -> bool {
         self.is_heir || self.policies().any(Policy::lets_out)
     }
@@ -256,7 +258,7 @@ impl Record {
             return Ok(());
         }
         let lines: String = new.iter().map(|object| format!("+ {object}\n")).collect();
-        // Before the write: after a failure, part of it may be in the file.
+        // Extend the list before the write: after a failed write, part of it may be in the file.
         self.objects.extend(new);
         if self.lines > 2 * self.objects.len() + DEAD_LINES && self.compact().is_ok() {
             return Ok(());
@@ -331,7 +333,7 @@ impl Record {
     }
 
     /// Reads the file, and applies its lines if it has this header. Returns the length of all
-    /// complete lines: anything after them was never synced or is being written.
+    /// complete lines: anything after them was never synced or is still being written.
     fn read(&mut self, header: &str) -> Result<(Scope, u64), IpsecError> {
         /// Longer than any header.
         const LONG: usize = 256;

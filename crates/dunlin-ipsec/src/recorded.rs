@@ -13,15 +13,15 @@ use super::tables::{AssociationStatus, Tables};
 /// How long to wait for another process that holds the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A session on record, of a living or a dead process.
+/// A recorded session; its process is alive or dead.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     /// The record file.
     pub record: PathBuf,
     /// Whether a process holds the session. If not, that process has died or given the session up,
-    /// and [`clean_up`](super::clean_up) removes what is left of it.
+    /// and [`clean_up`](super::clean_up) removes its remaining policies and SAs.
     pub is_kept: bool,
-    /// The owner; `None` in a record of another release.
+    /// The owner; `None` in a record from another release.
     pub owner: Option<Owner>,
     /// Whether packets that this host sends on the ports use the session's SAs; otherwise they are
     /// blocked.
@@ -69,8 +69,8 @@ fn read(record: &Record, is_kept: bool, tables: &Tables) -> Result<Recorded, Ips
     })
 }
 
-/// Whether policies are installed that let packets out. Once the SAs of a dead process are removed,
-/// its policies block packets, although the record still lists the policies.
+/// Whether installed policies let packets leave. Once the SAs of a dead process are removed, its
+/// policies block packets, although the record still lists the policies.
 fn protects<'a>(mut policies: impl Iterator<Item = &'a Policy>, is_kept: bool) -> bool {
     is_kept && policies.any(Policy::lets_out)
 }

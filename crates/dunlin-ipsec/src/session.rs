@@ -101,7 +101,7 @@ impl Session {
         self.tell(Command::Want(Sender::Cpu(cpu)));
     }
 
-    /// Returns whether the kernel has an SA for what `sender` on this host sends.
+    /// Returns whether the kernel has an SA for the packets of `sender` on this host.
     pub(super) fn has(&self, sender: Sender) -> bool {
         let shared = lock(&self.shared);
         let mut held = shared.outbound.1.iter();
@@ -109,18 +109,18 @@ impl Session {
     }
 
     /// Returns whether the session protects a connection between these addresses, given from this
-    /// host's view; `None` until that is agreed on.
+    /// host's view; `None` until the two sides have agreed on that.
     pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
         let shared = lock(&self.shared);
         let parameters = shared.parameters?;
         let covered = parameters.local == local.ip().to_canonical()
             && parameters.peer == peer.ip().to_canonical()
             && parameters.covers(local.port(), peer.port());
-        // From then on both hosts pass its packets only by an SA.
+        // From then on both hosts pass the connection's packets only through an SA.
         (!covered || shared.up).then_some(covered)
     }
 
-    /// Renews the keys of what this side sends.
+    /// Renews the keys for the packets that this side sends.
     pub fn rekey(&self) {
         self.tell(Command::Rekey);
     }
@@ -164,9 +164,9 @@ impl Drop for Session {
     }
 }
 
-/// Removes what dead processes left in this network namespace. The policies that block ports that
-/// were protected stay, unless the owner had requested the end: a new session takes those ports
-/// over. The observer is notified of what cannot be removed.
+/// Removes the policies and SAs that dead processes left in this network namespace. Policies that
+/// block previously protected ports stay, unless the owner had requested the end: a new session
+/// takes those ports over. The observer is notified of what cannot be removed.
 ///
 /// # Errors
 /// The directory of records cannot be read, or the kernel's tables cannot be opened.
@@ -201,7 +201,8 @@ fn clean_up_records(
 ) -> Result<Option<IpsecError>, IpsecError> {
     let records = RecordDirectory::open(&options.records)?;
     let left = {
-        // Under this lock no process is between creating a record and locking it.
+        // While this lock is held, no other process can be between creating a record and locking
+        // it.
         let _lock = records.lock(options.timeout)?;
         records.left()?
     };
@@ -251,7 +252,7 @@ fn clean(
     Ok(())
 }
 
-/// Removes what dead processes left in this network namespace.
+/// Removes the policies and SAs that dead processes left in this network namespace.
 ///
 /// # Errors
 /// The kernel's tables cannot be read, or a record cannot be read; all other records are handled

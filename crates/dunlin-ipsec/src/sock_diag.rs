@@ -38,9 +38,9 @@ pub use dunlin_lane::kernel::{RecordEngine, RecordEngines};
 /// the socket has none, or the kernel reports it only with `CAP_NET_ADMIN` (before Linux 6.15).
 ///
 /// # Errors
-/// Errors of socket(2) (the process may be denied netlink sockets) and of netlink (`NotFound` if
-/// the kernel has no inet_diag or the connection is not in this network namespace); `InvalidData`
-/// for a malformed answer.
+/// Errors from socket(2) (the process may not be allowed to open netlink sockets) and from netlink
+/// (`NotFound` if the kernel has no inet_diag or the connection is not in this network namespace);
+/// `InvalidData` for a malformed answer.
 pub fn record_engines(connection: &TcpStream) -> io::Result<Option<RecordEngines>> {
     let query = query(connection.local_addr()?, connection.peer_addr()?);
     let mut request = Request::new(SOCK_DIAG_BY_FAMILY, 0);
@@ -49,7 +49,7 @@ pub fn record_engines(connection: &TcpStream) -> io::Result<Option<RecordEngines
     Ok(engines_in(&answer))
 }
 
-/// A query about the one connection between these addresses, given from its own side.
+/// A query about the one connection between these addresses, given from this host's side.
 fn query(near: SocketAddr, far: SocketAddr) -> Vec<u8> {
     let (family, interface) = match near {
         SocketAddr::V4(_) => (libc::AF_INET, 0),
@@ -104,7 +104,8 @@ mod tests {
     use super::*;
     use crate::netlink::attributes;
 
-    /// As net/tls/tls_main.c writes it, after an attribute of odd length.
+    /// Returns the attribute as net/tls/tls_main.c writes it, after an attribute of odd
+    /// length.
     fn tls(sending: u16, receiving: u16) -> Vec<u8> {
         let numbers = [0x0303, 51, sending, receiving].map(u16::to_ne_bytes);
         let inner: Vec<_> = (1..).zip(numbers.iter().map(|two| &two[..])).collect();
@@ -135,7 +136,7 @@ mod tests {
         }
     }
 
-    /// Some kernels have no inet_diag, and some processes no netlink sockets.
+    /// Some kernels have no inet_diag, and some processes may not open netlink sockets.
     #[test]
     fn a_connection_without_tls_has_no_engines() {
         for address in ["127.0.0.1:0", "[::1]:0"] {

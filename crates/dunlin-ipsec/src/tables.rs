@@ -25,8 +25,8 @@ use values::{
     connection_policy, describe, id_of, is_same, meet, only_crosses, policy_of, state_of,
 };
 
-/// How many checks in a row must find no connection before the ports are freed: procfs lists
-/// connections in pieces and may omit one that changes its state.
+/// The number of consecutive checks that must find no connection before the ports are freed:
+/// procfs lists connections in pieces and may omit one that changes its state.
 const LOOKS: u32 = 3;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
@@ -63,7 +63,7 @@ impl Tables {
         has.map_err(kernel("probing for ESP"))
     }
 
-    /// Returns an error if an SA cannot belong to one CPU.
+    /// Returns an error if the kernel does not support per-CPU SAs.
     pub(super) fn need_per_cpu_sas(&self) -> Result<(), IpsecError> {
         let has = self.xfrm.has_per_cpu_sas();
         match has.map_err(kernel("probing for per-CPU SAs"))? {
@@ -99,8 +99,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Checks that no policy for specific ports covers the packets of a connection, as the policy
-    /// of another session with one of its ports would.
+    /// Checks that no policy for specific ports covers the packets of a connection, as would the
+    /// policy of another session that has one of its ports.
     pub(super) fn check_not_covered(
         &self,
         local: SocketAddr,
@@ -122,7 +122,7 @@ impl Tables {
         })
     }
 
-    /// Returns those of the policies that the kernel has unchanged.
+    /// Returns those of `policies` that the kernel still has unchanged.
     pub(super) fn installed(&self, policies: &[Policy]) -> Result<Vec<Policy>, IpsecError> {
         let all = self.policies()?;
         let is_installed = |policy: &&Policy| all.contains(&policy_of(policy));
@@ -153,8 +153,8 @@ impl Tables {
         }
     }
 
-    /// Performs steps in order. After a failure, the object of the failed step may be installed,
-    /// and is in the record.
+    /// Performs steps in order. After a failure, the object of the failed step may be installed;
+    /// the record lists it.
     pub(super) fn apply(
         &mut self,
         steps: &[Step],
@@ -188,7 +188,7 @@ impl Tables {
             Step::Add(Object::Policy(policy)) => {
                 let added = self.xfrm.add_policy(&policy_of(policy));
                 if let Err(xfrm::Error::Taken { .. }) = added {
-                    // Another program installed it first; it is not ours.
+                    // Another program installed it first; it does not belong to this session.
                     record.gone(&Object::Policy(*policy))?;
                     return Err(IpsecError::PortsTaken(policy.to_string()));
                 }
@@ -223,7 +223,8 @@ impl Tables {
     }
 
     /// Checks that the recorded policies for ports and SAs are installed. Replaces a policy that
-    /// another program removed by one that blocks, or that accepts only packets opened by an SA.
+    /// another program removed with one that blocks, or that accepts only packets opened by an
+    /// SA.
     ///
     /// # Errors
     /// An object is missing; the error names it.
@@ -251,8 +252,8 @@ impl Tables {
         if let Some(policy) = missing {
             return Err(IpsecError::Removed(policy.to_string()));
         }
-        // The list cannot be read while other programs change it quickly; the next check follows in
-        // a second.
+        // While other programs change the list quickly, it cannot be read; the next check follows
+        // in a second.
         let Ok(states) = self.xfrm.states() else {
             return Ok(());
         };
@@ -266,10 +267,10 @@ impl Tables {
         lost.map_or(Ok(()), |one| Err(IpsecError::RemovedSa(one.to_string())))
     }
 
-    /// Removes everything in the record except the policies that block; these remain for
-    /// [`Tables::finish`], when no connection uses the ports. A record that cannot be written, on a
-    /// full disk, does not stop this: it then lists too much, and removing an object that is
-    /// already gone has no effect.
+    /// Removes everything in the record except the policies that block; [`Tables::finish`] removes
+    /// these when no connection uses the ports. This continues even if the record cannot be
+    /// written, for example on a full disk. The record then lists too many objects, and removing an
+    /// object that is already gone has no effect.
     pub(super) fn remove_recorded(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
         let mut undo = undo(record.objects());
         let recorded: Vec<Policy> = record.policies().copied().collect();

@@ -17,11 +17,12 @@ use dunlin_lane::provider::Crypto;
 use dunlin_test_base::Scratch;
 use dunlin_test_support::lane::{Authority, DESTINATION, SOURCE, names};
 
-/// Well below every timeout, and longer than a loaded machine takes.
+/// The time within which a cancelled session must end: well below every timeout, but long
+/// enough for a loaded machine.
 const AT_ONCE: Duration = Duration::from_secs(2);
 
-/// A peer that falls silent at some point: it then calls the third argument, and returns when the
-/// connection has ended.
+/// A peer that falls silent at some point: it calls the third argument when it falls silent, and
+/// returns when the connection has ended.
 type Silent = fn(TcpStream, &ServerTls, &dyn Fn());
 
 #[test]

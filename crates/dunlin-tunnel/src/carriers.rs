@@ -1,4 +1,4 @@
-//! What carries an accepted connection to the peer: trunks or relays.
+//! Assigns each accepted connection to what carries it to the peer: a trunk or a relay.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ impl Carriers {
             .carry(entrance, security, listener, parameter, socket);
     }
 
-    /// The number of connections that are carried or wait to be.
+    /// The number of connections that are carried, or wait to be carried.
     pub(super) fn channels(&self) -> usize {
         self.trunks.channels() + self.relays.channels()
     }

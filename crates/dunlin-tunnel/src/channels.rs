@@ -26,8 +26,8 @@ struct Channel {
 
 enum Consumer {
     Connected,
-    /// It has closed the connection. If the end of the channel does not follow, the channel is
-    /// aborted with this failure.
+    /// The consumer has closed the connection. If the end of the channel does not follow, the
+    /// channel is aborted with this failure.
     Gone(Failure),
 }
 
@@ -132,7 +132,8 @@ impl Channels {
         };
         let mut fault = fault;
         if fault == FaultCode::LeftUnread {
-            // A hypervisor that has only shut down its own direction still waits for an answer.
+            // A hypervisor that has only shut down its own direction is still waiting for an
+            // answer.
             if !by_peer || one.socket.is_gone() {
                 return self.left_unread(channel, by_peer);
             }

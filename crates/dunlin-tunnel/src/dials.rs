@@ -16,7 +16,7 @@ pub(super) struct Dials(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// The tunnel is ending: no dial may begin.
+    /// Whether the tunnel is ending, so that no dial may begin.
     is_over: bool,
     last: u64,
     under_way: BTreeMap<u64, DialCancel>,
@@ -33,7 +33,7 @@ impl Dials {
     /// Adds a dial.
     ///
     /// # Errors
-    /// The tunnel is ending, or no file descriptors are left.
+    /// The tunnel is ending, or the process has no free file descriptors.
     pub(super) fn begin(&self) -> Result<Dialling<'_>, Failure> {
         let cancel = DialCancel::new().or_failure(FaultCode::Kernel, "cannot create an eventfd")?;
         let mut state = lock(&self.0);

@@ -14,7 +14,7 @@ use super::options::Entrance;
 use super::route::Listen;
 use super::threads::Worker;
 
-/// An open entrance. Dropping it closes the listener; its channels stay.
+/// An open entrance. Dropping it closes the listener; its channels stay open.
 pub(super) struct EntranceListener {
     /// Where its connections are carried. A reload may replace it.
     entrance: Arc<Mutex<Entrance>>,
@@ -55,14 +55,16 @@ impl EntranceListener {
         lock(&self.entrance).clone()
     }
 
-    /// Whether it listens at the address of `other`. With port 0 the route must be the same too.
+    /// Whether it listens at the address of `other`. With port 0, the route must also be the
+    /// same.
     pub(super) fn is_at(&self, other: &Entrance) -> bool {
         let own = lock(&self.entrance);
         let chosen = matches!(&other.listen, Listen::Tcp(address) if address.port() == 0);
         own.listen == other.listen && (!chosen || own.route == other.route)
     }
 
-    /// Replaces the settings for later connections by those of `other`, which has the same address.
+    /// Replaces the settings for later connections with those of `other`, which has the same
+    /// address.
     pub(super) fn set_entrance(&self, other: &Entrance) {
         *lock(&self.entrance) = other.clone();
     }

@@ -1,4 +1,4 @@
-//! Errors that keep a tunnel from starting or from taking a new configuration.
+//! Errors that keep a tunnel from starting or from adopting a new configuration.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::route::Listen;
 
-/// Why a tunnel cannot start or cannot take a configuration.
+/// Why a tunnel cannot start or cannot adopt a configuration.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TunnelError {

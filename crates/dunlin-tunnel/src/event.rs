@@ -18,7 +18,8 @@ pub enum Event {
         /// The peer's address.
         at: SocketAddr,
     },
-    /// No trunk to a peer could be made; the connections that waited for it are closed.
+    /// No trunk to a peer could be established; the connections that waited for it are
+    /// closed.
     TrunkFailed {
         /// The peer's address, as configured.
         to: String,
@@ -41,7 +42,7 @@ pub enum Event {
         /// Why.
         failure: Failure,
     },
-    /// A channel has ended in both directions, in order.
+    /// Both directions of a channel have ended cleanly.
     Closed(ChannelId),
     /// A channel has ended, but a hypervisor closed its connection and left the last few bytes of
     /// one direction unread.

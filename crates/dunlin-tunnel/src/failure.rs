@@ -1,4 +1,4 @@
-//! Why the tunnel could not do something: a code and a text for an operator.
+//! The reason why an operation of the tunnel failed: a code and a text for an operator.
 
 use dunlin_proto::text::{harmless, with_causes};
 use std::error::Error;
@@ -101,7 +101,7 @@ impl From<DecodeError> for Failure {
 
 /// Converts an error to a [`Failure`].
 pub(super) trait OrFailure<T> {
-    /// The value, or a failure with this code and text and the error as its cause.
+    /// Returns the value, or a failure with this code and text and the error as its cause.
     fn or_failure(self, code: FaultCode, text: impl Into<String>) -> Result<T, Failure>;
 }
 

@@ -14,8 +14,8 @@
 //! A later control lane of a trunk has the same session and a higher epoch. Its handshake ends
 //! after *select*: [`Selected::resumed`] and [`Answered::resumed`].
 //!
-//! Dropping a step closes its connection, and nothing else has to be undone; the peer then loses
-//! the control lane. Only [`Received`] has to answer the peer: [`Received::refuse`].
+//! Dropping a step closes its connection, and nothing else has to be undone. For the peer, the
+//! control lane is then lost. Only [`Received`] has to answer the peer: [`Received::refuse`].
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -64,7 +64,7 @@ pub(super) struct Agreed {
 }
 
 impl<'a> Selected<'a> {
-    /// Connects a control lane, sends the offer and reads what the peer has selected.
+    /// Connects a control lane, sends the offer and reads the peer's selection.
     ///
     /// # Errors
     /// No authenticated connection by `deadline`, `dialling` is cancelled, the peer refuses, or it
@@ -140,7 +140,7 @@ impl<'a> Selected<'a> {
 }
 
 impl Received {
-    /// Checks what the peer sent first on a control lane.
+    /// Checks the first message of the peer on a control lane.
     ///
     /// # Errors
     /// The message is not an offer, or the offer is not acceptable. The peer receives the refusal.
@@ -293,7 +293,7 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
     }
 }
 
-/// Sends the peer why its control lane is refused.
+/// Sends the peer the reason why its control lane is refused.
 fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
     let mut bytes = Vec::new();
     if refusal.encode(VERSIONS, &mut bytes).is_ok() {

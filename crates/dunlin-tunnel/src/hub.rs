@@ -8,9 +8,9 @@
 //!                           └─ messages ─▶ talker ─▶ control lane
 //! ```
 //!
-//! A thread that has reported something to the core calls [`Hub::settle`] under the same lock,
-//! which carries out the decisions that need no waiting. Threads to start and messages to send are
-//! left to the talker, which alone calls the modules above this one.
+//! A thread that has reported something to the core calls [`Hub::settle`] under the same lock, and
+//! `settle` carries out the decisions that need no waiting. Threads to start and messages to send
+//! are left to the talker: only the talker calls the modules above this one.
 
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,16 +51,17 @@ pub(super) struct Hub {
     pub(super) pool: Arc<Pool>,
     /// Sockets to read from, watched by the lanes' threads.
     pub(super) reads: WatchedSockets,
-    /// Sockets that were full or may fail, watched by the poller.
+    /// Sockets that the poller watches because they were full or may fail.
     pub(super) writes: WatchedSockets,
     core: Mutex<Core>,
     /// Wakes the talker.
     pub(super) talk: Condvar,
-    /// Wakes the lanes' threads that wait for work, except the one that watches the sockets.
+    /// Wakes the lanes' threads that wait for work, except the thread that watches the
+    /// sockets.
     pub(super) idle: Condvar,
     /// Running target programs of this peer.
     pub(super) programs: Arc<AtomicUsize>,
-    /// Cancels connections to targets when the trunk is over.
+    /// Cancels connections to targets when the trunk has ended.
     pub(super) stop: Stop,
     pub(super) threads: Threads,
     began: Instant,
@@ -78,7 +79,7 @@ pub(super) struct Core {
     pub(super) trunk: stripe::Trunk<Piece>,
     pub(super) channels: Channels,
     pub(super) control: Control,
-    /// Cut the open lanes of both sides, from any thread.
+    /// Handles that cut the open lanes of both sides from any thread.
     pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
     /// Cancel what this side is opening.
     pub(super) dials: BTreeMap<Dial, DialCancel>,
@@ -98,7 +99,7 @@ pub(super) struct Senders {
     pub(super) count: usize,
     /// Whether one of them watches the sockets.
     pub(super) watched: bool,
-    /// The number that waits for work while another watches.
+    /// The number of threads that wait for work while another one watches.
     pub(super) followers: usize,
     /// Whether a woken thread has not run yet.
     pub(super) woken: bool,
@@ -108,9 +109,10 @@ pub(super) struct Senders {
 
 /// The state of the talker.
 pub(super) enum Talker {
-    /// It runs, and looks at the core before it waits.
+    /// The talker runs, and checks the core before it waits.
     Runs,
-    /// It waits for a message or a thread to start, at most until then.
+    /// The talker waits until there is a message to send or a thread to start, at most
+    /// until the given time.
     Waits { until_ns: Option<u64> },
 }
 
@@ -144,8 +146,8 @@ pub(super) enum Direction {
 ///   Closing ──────▶ Over
 /// ```
 ///
-/// From `Closing` on the trunk is over, and no transition leads back. In `Up` and `Closing` the
-/// stream is open: the talker closes it, so that the peer reads an orderly end.
+/// In `Closing` and `Over` the trunk has ended, and no transition leads back. In `Up` and
+/// `Closing` the stream is open: the talker closes it, so that the peer sees a clean end.
 pub(super) enum Control {
     Up {
         epoch: u32,
@@ -164,7 +166,7 @@ pub(super) enum Control {
 }
 
 impl Control {
-    /// Why the trunk is over, if it is.
+    /// The reason why the trunk has ended, if it has.
     pub(super) fn fault(&self) -> Option<FaultCode> {
         match self {
             Self::Up { .. } | Self::Lost { .. } => None,
@@ -176,7 +178,7 @@ impl Control {
         self.fault().is_some()
     }
 
-    /// Whether `next` is the epoch of a later control lane, and the trunk is not over.
+    /// Whether `next` is the epoch of a later control lane, and the trunk has not ended.
     pub(super) fn is_before(&self, next: u32) -> bool {
         match self {
             Self::Up { epoch, .. } | Self::Lost { epoch } => *epoch < next,
@@ -200,8 +202,8 @@ impl Control {
         }
     }
 
-    /// Up or Lost → Up, with a later control lane; a present one is shut down. Returns false if
-    /// `epoch` is not a later one or the trunk is over.
+    /// Up or Lost → Up, with a later control lane; a control lane that is up is shut down.
+    /// Returns false if `epoch` is not higher or the trunk has ended.
     pub(super) fn resume(&mut self, epoch: u32, stream: &Arc<ControlStream>) -> bool {
         if !self.is_before(epoch) {
             return false;
@@ -237,7 +239,7 @@ impl Hub {
     /// A trunk with its first control lane up.
     ///
     /// # Errors
-    /// No file descriptors are left.
+    /// The process has no free file descriptors.
     pub(super) fn new(
         site: &Arc<Site>,
         terms: Terms,
@@ -287,7 +289,7 @@ impl Hub {
         }))
     }
 
-    /// Locks the core. A poisoned lock is used: every call leaves the core consistent.
+    /// Locks the core. Ignores poisoning, because every call leaves the core consistent.
     pub(super) fn lock(&self) -> MutexGuard<'_, Core> {
         lock(&self.core)
     }
@@ -457,8 +459,8 @@ impl Hub {
         }
     }
 
-    /// A channel's connection on this side failed. Returns true if the channel stays for a moment,
-    /// because its end may still arrive.
+    /// A channel's connection on this side failed. Returns true if the channel is kept for a
+    /// moment because its end may still arrive.
     pub(super) fn fail(
         &self,
         core: &mut Core,

@@ -9,8 +9,8 @@ use dunlin_lane::provider::Crypto;
 
 use crate::options::{Entrance, Mode, Routes};
 
-/// The identities of a host. A tunnel connects and accepts, and both sides open lanes, so it needs
-/// a certificate for each role.
+/// The identities of a host. A tunnel both connects and accepts, and opens lanes in either case,
+/// so it needs a certificate for each role.
 #[derive(Clone)]
 pub struct Identities {
     /// For connections that it dials.
@@ -26,8 +26,8 @@ impl Identities {
         self.connecting.client(&self.crypto, peers)
     }
 
-    /// Admits the peers of all routes. [`Exit::allow`](crate::Exit::allow) is checked when a
-    /// channel is opened.
+    /// Returns settings that admit the peers of all routes.
+    /// [`Exit::allow`](crate::Exit::allow) is checked when a channel is opened.
     pub(crate) fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
         let is_stripe = |one: &&Entrance| !matches!(one.mode, Mode::Relay(_));
         let entrances = routes.entrances.iter().filter(is_stripe);

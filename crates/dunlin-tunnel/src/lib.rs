@@ -142,8 +142,8 @@ impl TunnelBuilder<'_> {
         Self { sockets, ..self }
     }
 
-    /// Makes lanes over IPsec: for routes with [`Mode::StripeOverIpsec`] and for peers that offer
-    /// IPsec. Without it, the tunnel refuses peers that offer IPsec.
+    /// The implementation of lanes over IPsec, for routes with [`Mode::StripeOverIpsec`] and for
+    /// peers that offer IPsec. If it is `None`, the tunnel refuses peers that offer IPsec.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }
@@ -246,7 +246,7 @@ impl Tunnel {
     }
 
     /// The name of each route that has a listener, and its address. A configured port of 0 is
-    /// replaced by the port that the kernel chose.
+    /// replaced with the port that the kernel chose.
     pub fn entrances(&self) -> Vec<(String, Listen)> {
         let of =
             |listener: &EntranceListener| (listener.entrance().route, listener.listens_on.clone());
@@ -261,13 +261,13 @@ impl Tunnel {
     /// Replaces routes and identities. Open channels keep the old ones.
     ///
     /// # Errors
-    /// [`TunnelError`]; nothing is changed.
+    /// [`TunnelError`]; nothing has changed.
     pub fn replace(&self, identities: Identities, routes: &Routes) -> Result<(), TunnelError> {
         check_sealed(self.site.sealed.is_some(), routes)?;
         let tls = identities.server(routes)?;
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
-        // Hold the lock: no listener may be opened with the old configuration meanwhile.
+        // Hold the lock: no listener may be opened with the old configuration in the meantime.
         let on_demand = lock(&self.on_demand);
         self.site.replace(identities, routes);
         for listener in on_demand.iter() {
@@ -279,7 +279,7 @@ impl Tunnel {
     }
 
     /// Opens a listener for one purpose, such as the migration of one VM. It closes when its last
-    /// channel has ended, or by [`OnDemandListener::close`].
+    /// channel has ended, or when [`OnDemandListener::close`] is called.
     ///
     /// # Errors
     /// [`DemandError`]; no listener is opened.
@@ -316,7 +316,7 @@ impl Tunnel {
         Ok(listener)
     }
 
-    /// The listeners that [`Tunnel::open`] opened and that are not over.
+    /// The listeners that [`Tunnel::open`] opened and that have not ended.
     pub fn on_demand_listeners(&self) -> Vec<OnDemandListener> {
         let mut on_demand = lock(&self.on_demand);
         on_demand.retain(|listener| !listener.status().is_over());
@@ -344,11 +344,11 @@ impl Tunnel {
     }
 
     /// Accepts no more connections and waits until all channels have ended, at most `limit`.
-    /// Returns the number of channels that are left; dropping the tunnel aborts them.
+    /// Returns the number of remaining channels; dropping the tunnel aborts them.
     pub fn drain(&self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         {
-            // Under the lock no listener is opened; the present ones are closed below.
+            // While the lock is held no listener is opened; the existing ones are closed below.
             let _held = lock(&self.on_demand);
             self.site.drain();
         }

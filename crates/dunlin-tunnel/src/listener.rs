@@ -1,4 +1,4 @@
-//! Listening sockets: created here, or passed to the process.
+//! Listening sockets, which the tunnel creates or which were passed to the process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,7 +16,7 @@ use dunlin_linux::socket::{is_held, is_listening};
 use super::route::Listen;
 use super::socket::Stream;
 
-/// How long no connection is accepted after descriptors or memory ran out.
+/// The pause in accepting connections after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
 /// Listening sockets that were passed to the process, by name. A route uses one with
@@ -96,7 +96,7 @@ pub(super) fn next_number() -> u64 {
 }
 
 impl Listener {
-    /// Starts to listen. Replaces port 0 in `listen` by the port that the kernel chose.
+    /// Starts to listen. Replaces port 0 in `listen` with the port that the kernel chose.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -172,7 +172,7 @@ impl Listener {
 pub(super) enum Accepted {
     Connection(Stream),
     Nothing,
-    /// No file descriptors or memory are left; both may become available again.
+    /// File descriptors or memory ran out; they may become available again.
     Short(io::Error),
 }
 
@@ -193,7 +193,7 @@ fn file_id(path: &Path) -> io::Result<FileId> {
     Ok((found.dev(), found.ino()))
 }
 
-/// Listens at `path`. Replaces a socket file on which no process listens, and no other file.
+/// Listens at `path`. Replaces a socket file on which no process listens, but no other file.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
@@ -224,7 +224,8 @@ mod tests {
         drop(bind(&path).unwrap());
         assert!(file_id(&path).is_ok());
         let listener = bind(&path).unwrap();
-        // A socket on which a process listens stays, and accepts no connection from the check.
+        // A socket on which a process listens is kept, and the check does not leave a connection to
+        // accept.
         assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         listener.set_nonblocking(true).unwrap();
         let accepted = listener.accept().unwrap_err();

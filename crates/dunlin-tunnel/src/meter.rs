@@ -11,9 +11,10 @@ pub(super) type Meter = Mutex<Traffic>;
 /// A route's traffic since the tunnel started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Connections of this side that are open now, connected to their other half or not.
+    /// Connections of this side that are open now, whether or not their other half is
+    /// connected.
     pub open: u64,
-    /// Connections that ended in both directions, in order.
+    /// Connections with a clean end in both directions.
     pub closed: u64,
     /// Connections that ended while a hypervisor left the last few bytes of one direction unread.
     /// Only the hypervisors can tell whether that is a failure.
@@ -36,7 +37,7 @@ pub(super) trait Tally: std::fmt::Debug + Send + Sync {
 }
 
 /// Counts one connection for its route and for the listener that accepted it, from creation to
-/// drop. It counts as failed unless an orderly end or unread last bytes were reported.
+/// drop. It counts as failed unless a clean end or unread last bytes were reported.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
@@ -67,7 +68,7 @@ impl Count {
     }
 
     /// Reports how the connection ends. A worse ending replaces a better one. Of two failures the
-    /// first is kept: the second is a consequence of it.
+    /// first is kept, because the second is a consequence of it.
     pub(super) fn ends(&self, ending: Ending) {
         let mut reported = lock(&self.ending);
         match (&*reported, &ending) {
@@ -84,9 +85,9 @@ impl Count {
 pub(super) enum Ending {
     /// In both directions, in order.
     Well,
-    /// In order, but the consumer left the last few bytes unread.
+    /// The connection ended cleanly, but the consumer left the last few bytes unread.
     LeftUnread,
-    /// Refused or aborted, with the reason if there is one.
+    /// The connection was refused or aborted, with the reason if there is one.
     Badly(Option<Failure>),
 }
 

@@ -108,13 +108,13 @@ pub struct ListenerStatus {
     pub listens: bool,
     /// Open channels.
     pub open: u64,
-    /// Channels that ended in both directions, in order.
+    /// Channels with a clean end in both directions.
     pub closed: u64,
     /// Channels that ended while a hypervisor left the last few bytes of one direction unread.
     pub left_unread: u64,
     /// Channels that were refused or aborted.
     pub failed: u64,
-    /// Why the first channel failed, if a reason was reported.
+    /// The reason why the first channel failed, if one was reported.
     pub why: Option<Failure>,
 }
 
@@ -202,7 +202,7 @@ impl OnDemandListener {
         &self.0.entrance.route
     }
 
-    /// The parameter of its channels, `NAME=VALUE`; empty without one.
+    /// The parameter of its channels, `NAME=VALUE`; empty if there is none.
     pub fn parameter(&self) -> &str {
         &self.0.parameter
     }
@@ -248,7 +248,7 @@ impl Tally for ListenerTally {
         self.lock().status.open += 1;
     }
 
-    /// The caller may hold any lock except this one.
+    /// Reports how a channel ended. The caller may hold any lock except this listener's.
     fn ends(&self, ending: Ending) {
         let mut now = self.lock();
         let status = &mut now.status;

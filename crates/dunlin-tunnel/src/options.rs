@@ -20,14 +20,15 @@ use dunlin_lane::record::RECORD_LIMIT;
 /// How a route's connections are carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Striped over the lanes to a peer that is also a tunnel.
+    /// Connections are striped over the lanes to a peer that is also a tunnel.
     #[default]
     Stripe,
-    /// Striped over plain TCP lanes that IPsec protects, with SAs that the two tunnels negotiate.
-    /// Both need [`super::TunnelBuilder::sealed`].
+    /// Connections are striped over plain TCP lanes that IPsec protects, with SAs that the two
+    /// tunnels negotiate. Both tunnels need [`super::TunnelBuilder::sealed`].
     StripeOverIpsec,
-    /// Each on its own TLS connection, to a peer that may be any TLS server. The value is the
-    /// oldest TLS version that the peer may use. Lane count and window are ignored.
+    /// Each connection has its own TLS connection, to a peer that may be any TLS server. The
+    /// value is the oldest TLS version that the peer may use. Lane count and window are
+    /// ignored.
     Relay(OldestTls),
 }
 
@@ -44,7 +45,7 @@ pub struct Entrance {
     pub peers: Peers,
     /// Lane count, 1 to 128. Routes to the same peer share lanes; the largest count applies.
     pub lanes: u16,
-    /// The channel window on this side, in bytes: what may wait here.
+    /// The channel window on this side, the maximum number of bytes that may wait here.
     pub window_bytes: u64,
     /// How its connections are carried.
     pub mode: Mode,
@@ -59,7 +60,7 @@ pub struct Exit {
     pub allow: Peers,
     /// What its channels are connected to.
     pub target: Target,
-    /// The channel window on this side, in bytes: what may wait here.
+    /// The channel window on this side, the maximum number of bytes that may wait here.
     pub window_bytes: u64,
 }
 
@@ -267,13 +268,13 @@ fn is_port_of(to: &str, listen: SocketAddr) -> bool {
     };
     let address = address.to_canonical();
     // A connection to the unspecified address goes to this host. A listener on it accepts all
-    // addresses of this host; of those, only loopback is known here.
+    // addresses of this host; of those, this check recognises only the loopback address.
     address == at
         || (at.is_unspecified() && address.is_loopback())
         || (address.is_unspecified() && (at.is_loopback() || at.is_unspecified()))
 }
 
-/// The limits of a tunnel, all with defaults. Values out of range are clamped.
+/// The limits of a tunnel. All have defaults, and values out of range are clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Channels of one peer that may exist at the same time, 1 to 4096.
@@ -484,7 +485,7 @@ mod tests {
             matches!(&back.why, BadRouteReason::Circle { other, .. } if other == "out"),
             "{back}"
         );
-        // A route with the same name is the same route, whatever its peers are.
+        // A route with the same name is the same route, regardless of its peers.
         let same = Entrance {
             peers: ["third.test".parse().unwrap()].into_iter().collect(),
             listen: Listen::Unix("/run/in".into()),

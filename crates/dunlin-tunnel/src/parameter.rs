@@ -21,10 +21,10 @@ use thiserror::Error;
 use super::failure::Failure;
 use super::route::Target;
 
-/// The longest parameter name, in bytes. The operator chooses it.
+/// The longest parameter name, in bytes. The operator chooses the name.
 const MAX_KEY_BYTES: usize = 32;
-/// The longest value, in bytes: longer than names and identifiers of VMs, and with its name within
-/// the limit of a message (255).
+/// The longest value, in bytes: longer than names and identifiers of VMs; with the parameter's
+/// name it stays within the limit of a message (255).
 const MAX_VALUE_BYTES: usize = 128;
 /// The longest path of a unix socket, in bytes (`sun_path`, unix(7)).
 const MAX_PATH_BYTES: usize = 107;
@@ -184,7 +184,7 @@ pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     let Some(before) = template.find(&placeholder) else {
         return false;
     };
-    // Every placeholder is replaced by the same value, so the lengths
+    // Every placeholder is replaced by the same value, so the lengths of the path and the target
     // determine the value.
     let value = path
         .len()
@@ -207,10 +207,11 @@ fn plain(path: &Path) -> PathBuf {
     plain
 }
 
-/// The target of a channel: the route's target, with the peer's parameter filled in.
+/// Returns the target of a channel: the route's target with the value of the peer's
+/// parameter inserted.
 ///
 /// # Errors
-/// The peer's parameter is invalid, or not the one that the route's target takes.
+/// The peer's parameter is invalid, or is not the parameter in the route's target.
 pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, Failure> {
     let refuse = |text: String| {
         let text = format!("route {route:?}: {text}");
@@ -257,7 +258,7 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
 }
 
 impl Target {
-    /// The name of the parameter that the target has a placeholder for, if any.
+    /// The name of the parameter for which the target has a placeholder, if it has one.
     ///
     /// # Errors
     /// [`BadParameterTarget`]: the placeholders are invalid.

@@ -1,10 +1,10 @@
 //! Buffers for the bytes of channels between two sockets.
 //!
-//! A piece is read into a buffer of the pool, sealed from it, and kept there until it is
-//! acknowledged. The other side opens it into a buffer and writes it from there. Once the pool is
-//! warm, a piece costs no allocation. A buffer is at most twice as long as its content, except that
-//! the smallest buffers are so short that the maximum number of chunks of a channel fits into the
-//! smallest window. Memory use therefore follows the windows (I8).
+//! A piece is read into a buffer from the pool, sealed from that buffer, and kept in it until it is
+//! acknowledged. The other side opens the piece into a buffer and writes it from that buffer. Once
+//! the pool has enough buffers, a piece costs no allocation. A buffer is at most twice as long as
+//! its content, except that the smallest buffers are so short that the maximum number of chunks of
+//! a channel fits into the smallest window. Memory use therefore follows the windows (I8).
 
 use dunlin_lane::sync::lock;
 use std::array;
@@ -14,12 +14,13 @@ use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CH
 
 /// The longest piece, in bytes.
 pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
-/// The smallest buffer: with the maximum number of chunks a channel then fills the smallest window.
+/// The smallest buffer: the maximum number of chunks of a channel, in such buffers, fills the
+/// smallest window.
 const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
 /// The number of buffer sizes. Each size is twice the previous one.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
-/// Unused buffers that the pool keeps, in bytes: what a few lanes have in flight. Further buffers
-/// come from the allocator and return to it.
+/// Unused buffers that the pool keeps, in bytes: as much as a few lanes have in flight. Further
+/// buffers come from the allocator and return to it.
 const KEPT_BYTES: usize = 16 << 20;
 
 const _: () = assert!(SMALLEST_BYTES << (SIZES - 1) == PIECE_BYTES);
@@ -94,7 +95,7 @@ impl Piece {
         use_bytes(&mut lock(&self.memory.bytes)[self.start..self.end])
     }
 
-    /// The piece without its first `bytes` bytes; `None` if nothing is left.
+    /// The piece without its first `bytes` bytes; `None` if no bytes are left.
     pub(super) fn behind(mut self, bytes: usize) -> Option<Self> {
         self.start += bytes.min(self.len());
         (self.start < self.end).then_some(self)

@@ -17,7 +17,7 @@ use dunlin_lane::policy::ServerTls;
 /// Control lanes that may be in their handshake at the same time. Their peers are authenticated;
 /// each has a thread until the handshake has ended.
 const HANDSHAKES: usize = 64;
-/// The same limit for one peer, so that no peer keeps others out.
+/// The same limit for one peer, so that one peer cannot block others.
 const OF_ONE_PEER: usize = 8;
 
 /// The body of the port's thread.

@@ -1,5 +1,5 @@
-//! A lane of the peer. Its thread opens the records, puts the pieces in order, and writes those
-//! that are next to their channels' sockets.
+//! A lane of the peer. Its thread opens the records, puts the pieces in order, and writes each
+//! piece that is next in its channel to the channel's socket.
 //!
 //! The thread waits for a consumer that is slightly late, because handing the bytes to another
 //! thread costs more than the wait. If the wait times out, the poller takes over and later pieces
@@ -26,12 +26,12 @@ use dunlin_lane::admit::AdmitError;
 use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_lane::peers::PeerIdentity;
 
-/// How long a lane waits for a consumer, in total for the pieces that it writes in one go.
+/// How long a lane waits for a consumer, in total for all pieces that it writes one after another.
 ///
 /// Formula: a consumer that has just been woken reads within tens of microseconds; one that is not
-/// running is scheduled within a few milliseconds.
-/// Drawback: a channel that stalls delays a lane once by this time.
-/// Alternative: no wait. Bulk transfers then cost two more wake-ups per piece.
+/// running is scheduled within a few milliseconds. Drawback: a channel that stalls delays a lane
+/// by this time, but only once. Alternative: no wait. Bulk transfers then cost two more wake-ups
+/// per piece.
 const CONSUMER_WAIT: Duration = Duration::from_millis(2);
 
 /// Starts the thread for a connection that has proved to be a lane of this trunk.
@@ -52,8 +52,8 @@ pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) -> Result<(),
     Ok(())
 }
 
-/// Admits a lane. A lane that is not the peer's, or not protected as agreed, is refused (I6) before
-/// its number counts as used (I7). Only its proof has been read so far.
+/// Admits a lane. A lane that is not from the peer, or is not protected as agreed, is refused (I6)
+/// before its number counts as used (I7). Only its proof has been read so far.
 fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
     let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
     match hub.acceptor.admit(socket, &is_peer) {
@@ -70,8 +70,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // A lane with one of these errors is not from the trunk's peer, which may have another lane
-            // of this number.
+            // Such an error means that the lane is not from the trunk's peer. The peer may have a
+            // lane with the same number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk
@@ -144,7 +144,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
     }
 }
 
-/// A whole piece has arrived. Returns false if the trunk is over.
+/// A whole piece has arrived. Returns false if the trunk has ended.
 fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     let mut core = hub.lock();
     let channel = data.channel();
@@ -178,7 +178,7 @@ fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
 }
 
 /// Writes a piece and those that follow it. After `until`, or without one, the poller writes what a
-/// full socket does not take.
+/// full socket does not accept.
 fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
     let channel = turn.channel;
     let mut piece = turn.token;
@@ -215,7 +215,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
     }
 }
 
-/// Writes as much of `bytes` as the socket takes before `until`, and adds the count to `written`.
+/// Writes as much of `bytes` as the socket accepts before `until`, and adds the count to
+/// `written`.
 fn write(
     socket: &Socket,
     bytes: &[u8],
@@ -262,8 +263,8 @@ pub(super) fn poll(hub: &Hub) {
     }
 }
 
-/// Fails a channel if its socket reports a reset immediately. A unix socket returns its received bytes
-/// first, and the error then.
+/// Fails a channel if its socket reports a reset immediately. A unix socket first returns the
+/// received bytes, and only then the error.
 fn fails(hub: &Hub, core: &mut Core, channel: u32) -> bool {
     let Some(socket) = core.channels.socket(channel) else {
         return true;

@@ -11,7 +11,7 @@ use dunlin_proto::negotiate::LaneSecurity;
 /// Where a route accepts connections.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Listen {
-    /// A unix socket, which the tunnel creates, and removes when it ends.
+    /// A unix socket that the tunnel creates, and removes when it ends.
     Unix(PathBuf),
     /// A TCP port. The tunnel does not authenticate its clients.
     Tcp(SocketAddr),
@@ -22,7 +22,7 @@ pub enum Listen {
 }
 
 /// What a route's channels are connected to. In the path of a unix socket and in the arguments of a
-/// program, `{NAME}` is replaced by the value of the channel's [`super::Parameter`] of that name.
+/// program, `{NAME}` is replaced with the value of the channel's [`super::Parameter`] of that name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A unix socket.
@@ -60,8 +60,8 @@ impl fmt::Display for Target {
 pub struct RelayExit {
     /// The route's name, for the log.
     pub route: String,
-    /// The address of the port, which belongs to this route alone. Clients that `allow` does not
-    /// name are rejected.
+    /// The address of the port, which only this route uses. Clients that `allow` does not name
+    /// are rejected.
     pub listen: SocketAddr,
     /// The peers that may use it.
     pub allow: Peers,

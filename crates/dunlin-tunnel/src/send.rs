@@ -1,9 +1,9 @@
 //! A lane that this side sends on. Its thread opens the lane, reads the sockets of channels in
-//! turn, and seals and sends what it read.
+//! turn, and seals and sends the bytes.
 //!
-//! Of the threads that have no work, one watches all sockets and sends what it reads itself, so
-//! that a request and its answer cost one wake-up per side. The others wait until there is more
-//! work than one thread can do.
+//! Of the threads that have no work, one watches all sockets and itself sends the bytes that it
+//! reads, so that a request and its answer cost one wake-up per side. The others wait until
+//! there is more work than one thread can do.
 
 use std::io;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ use dunlin_lane::data::{DataSender, SendError};
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest, LaneTicket};
 use dunlin_lane::sync;
 
-/// A read of at least this many bytes is followed by another read immediately. Sending that much takes
-/// long enough that another thread should watch the sockets meanwhile.
+/// A read of at least this many bytes is followed by another read immediately. Sending that much
+/// takes long enough that another thread should watch the sockets during that time.
 const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from dialling to the end.
@@ -130,7 +130,8 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
                     promote(hub, &hub.lock());
                 }
                 let sent = found.map_or(Ok(()), |(data, piece)| send(&mut sender, &data, &piece));
-                // After the send: the peer waits for the piece, and no thread waits for the watch.
+                // Rearm after the send: the peer is waiting for the piece, but no thread is waiting
+                // for the watch.
                 watch_again(hub, channel, idle);
                 sent
             }
@@ -201,8 +202,8 @@ fn is_full(sender: &DataSender) -> bool {
     !wait_writable(sender.socket(), Instant::now()).unwrap_or(false)
 }
 
-/// Rearms the watch of a channel's socket. Call it only after the read was reported: a readiness
-/// that arrives during the turn would be lost.
+/// Rearms the watch of a channel's socket. Call it only after the read was reported: a report of
+/// readiness during the turn would be lost.
 fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
     if let Some(socket) = socket {
         let token = u64::from(channel);

@@ -1,5 +1,5 @@
-//! What the trunks and relays of a tunnel share: routes and their counters, identities, limits,
-//! events and threads. It refers to none of them.
+//! The state that the trunks and relays of a tunnel share: routes and their counters,
+//! identities, limits, events and threads. It refers neither to trunks nor to relays.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub(super) struct Site {
     pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
     routes: Mutex<Routes>,
-    /// By route name, for routes that are or were configured.
+    /// Counters by route name, for all routes that are or were configured.
     meters: Mutex<BTreeMap<String, Arc<Meter>>>,
     /// The lane count for each peer address.
     lanes: Mutex<BTreeMap<String, u16>>,
@@ -143,7 +143,7 @@ impl Site {
         )
     }
 
-    /// Checks again a peer that has a trunk: its key may have been denied, or its certificate
+    /// Checks a peer that has a trunk again: its key may have been denied, or its certificate
     /// revoked, since the handshake.
     ///
     /// # Errors
@@ -184,7 +184,7 @@ impl Site {
         self.spawn_in(&self.threads, name, body)
     }
 
-    /// Like [`Site::spawn`], with threads that are joined together elsewhere.
+    /// Like [`Site::spawn`], for threads that another caller joins together.
     pub(super) fn spawn_in(
         &self,
         threads: &Threads,

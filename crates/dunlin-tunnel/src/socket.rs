@@ -102,9 +102,9 @@ impl Socket {
         Ok(written)
     }
 
-    /// Makes a call that may take the connection's error from the kernel. If the call cannot block,
-    /// the lock is held during it, so that a thread which then reads 0 sees that there was an
-    /// error.
+    /// Makes a call to which the kernel may return the connection's error. If the call cannot
+    /// block, the lock is held during it, so that a thread which then reads 0 sees that there was
+    /// an error.
     fn noting_resets<R>(&self, call: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
         let held = (!self.blocks.load(Ordering::Relaxed)).then(|| self.lock_reset());
         let result = call();
@@ -147,7 +147,7 @@ impl Socket {
         }
     }
 
-    /// Wakes a blocked reader after [`Socket::abort`]. The hypervisor must not see an orderly end.
+    /// Wakes a blocked reader after [`Socket::abort`]. The hypervisor must not see a clean end.
     pub(super) fn stop_reading(&self) {
         if matches!(self.stream, Stream::Tcp(_)) {
             // Fails only if the connection is closed.
@@ -166,8 +166,8 @@ impl Socket {
         self.count.ends(Ending::Well);
     }
 
-    /// Both directions are over, and the consumer left the last few bytes unread. Aborts what is
-    /// left of the connection.
+    /// Both directions have ended, and the consumer left the last few bytes unread. Aborts the
+    /// connection.
     pub(super) fn left_unread(&self) {
         self.count.ends(Ending::LeftUnread);
         self.close_at_once();
@@ -209,8 +209,8 @@ impl Socket {
         }
     }
 
-    /// Whether the kernel reports an error before the received data is read. Then the error has to
-    /// be polled for while no thread reads.
+    /// Whether the kernel reports an error before the received data is read. If so, the error has
+    /// to be polled for while no thread reads.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
     }
@@ -253,7 +253,7 @@ mod tests {
         stream.counted(Count::new(std::sync::Arc::default(), None))
     }
 
-    /// The kernel returns the error once, to either of the two threads that call it.
+    /// The kernel returns the error once, to either of the two threads that make calls.
     #[test]
     fn a_reset_that_another_call_returned_is_not_read_as_an_end() {
         type Find = fn(&Socket);

@@ -26,12 +26,13 @@ const BATCH_BYTES: usize = 32 * 1024;
 /// After this fraction of the permitted silence the reader sends a ping.
 const ASK_PART: u32 = 5;
 /// How long the dialling side keeps a trunk without channels. It is longer than the lanes are kept,
-/// so the next migration finds the trunk up.
+/// so that the next migration can use the same trunk.
 const IDLE: Duration = Duration::from_secs(60);
 /// Delay between attempts to redial a control lane.
 const REDIAL: Duration = Duration::from_millis(200);
 
-/// Runs a trunk until it is over and its threads are joined. Returns the reason.
+/// Runs a trunk until it has ended and its threads are joined. Returns the reason why it
+/// ended.
 pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let poller = Arc::clone(hub);
     let mut started = hub.spawn("dunlin-poller".to_owned(), move || receive::poll(&poller));
@@ -44,7 +45,7 @@ pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let fault = talk(hub, dialer);
     let control = hub.lock().control.close();
     if let Some(control) = control {
-        // Send an orderly end; the peer may have closed the connection.
+        // Send a clean end; the peer may have closed the connection.
         let _ = control.close();
         control.shutdown();
     }
@@ -52,7 +53,7 @@ pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     fault
 }
 
-/// Sends messages and starts threads until the trunk is over.
+/// Sends messages and starts threads until the trunk has ended.
 fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let mut batch = Vec::new();
     let mut ready = Vec::new();
@@ -137,7 +138,7 @@ fn start(hub: &Arc<Hub>, core: &mut Core, dialer: &Arc<dyn LaneDialer>, one: Sta
     }
 }
 
-/// Encodes the messages that are due. False if one cannot be encoded.
+/// Encodes the messages that are due. Returns false if one of them cannot be encoded.
 fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
     batch.clear();
     let Control::Up { epoch, .. } = core.control else {
@@ -155,7 +156,7 @@ fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
             return false;
         }
     }
-    // Taking the last message of a channel ends the channel.
+    // When the last message of a channel is taken, the channel ends.
     hub.settle(core);
     true
 }
@@ -194,7 +195,7 @@ enum Broken {
     Message(#[from] DecodeError),
 }
 
-/// Reads the next message; `None` for one that may be skipped.
+/// Reads the next message; `None` for a message that may be skipped.
 fn read_one(
     hub: &Hub,
     control: &ControlStream,
@@ -209,8 +210,8 @@ fn read_one(
         match control.receive_exact(&mut bytes, until) {
             Ok(()) => break,
             Err(ControlError::Deadline) if Instant::now() < silent_at => {
-                // The core ignores the answer, because it did not send this ping: only its arrival
-                // matters.
+                // The core ignores the pong, because the core did not send this ping. Only the
+                // arrival of the pong matters.
                 let mut ask = Vec::new();
                 if (Message::Ping { token: 0 }).encode(epoch, &mut ask).is_ok() {
                     control.send(&ask)?;
@@ -235,7 +236,7 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     };
     stream.shutdown();
     if matches!(error, ControlError::Closed) {
-        // An orderly end: the peer has ended the trunk.
+        // A clean end means that the peer has ended the trunk.
         core.trunk.end(FaultCode::Ended);
         return hub.settle(&mut core);
     }
@@ -251,7 +252,7 @@ fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     }
 }
 
-/// Dials the control lane until it is up or the trunk is over.
+/// Dials the control lane until it is up or the trunk has ended.
 fn redial(hub: &Arc<Hub>, epoch: u32) {
     let Origin::Dialled(to) = &hub.terms.origin else {
         return;
@@ -265,7 +266,7 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
         match dialled {
             Ok(control) => return resume(hub, control, next),
             Err(failure) if failure.code() == FaultCode::UnknownSession => {
-                // The process that answers is not the one that had the trunk.
+                // The process that answers is not the process that had the trunk.
                 return hub.end(FaultCode::UnknownSession);
             }
             // The core ends the trunk after its timeout.
@@ -274,7 +275,7 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
     }
 }
 
-/// Opens the control lane of epoch `next`, unless the trunk ends meanwhile.
+/// Opens the control lane of epoch `next`, unless the trunk ends in the meantime.
 fn dial_again(
     hub: &Hub,
     to: &Destination,

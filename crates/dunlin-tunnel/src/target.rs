@@ -63,7 +63,7 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
         let text = format!("{most} programs of this peer are still running");
         io::Error::new(io::ErrorKind::QuotaExceeded, text)
     })?;
-    // Start the thread before the program: a program that no thread waits for stays as a zombie.
+    // Start the thread before the program: if no thread waits for a program, it stays as a zombie.
     let (started, child) = channel::<Child>();
     let (site, name) = (Arc::clone(site), program.clone());
     thread::Builder::new()

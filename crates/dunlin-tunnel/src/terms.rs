@@ -15,8 +15,8 @@ pub(super) struct Terms {
     /// The security of the lanes.
     pub(super) security: LaneSecurity,
     /// The peer's identity at the handshake. A lane's handshake may admit any certificate of this
-    /// name, because both certificates may have been renewed: both are looked up when a lane is
-    /// opened, and [`Terms::is_the_peer`] decides.
+    /// name, because either certificate may have been renewed: certificates are looked up when a
+    /// lane is opened, and [`Terms::is_the_peer`] decides.
     pub(super) peer: PeerIdentity,
     /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,

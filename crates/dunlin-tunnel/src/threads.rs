@@ -1,4 +1,5 @@
-//! Threads that are joined: those of a trunk or a tunnel together, or one by its owner.
+//! Threads that are joined: all threads of a trunk or a tunnel together, or a single thread
+//! by its owner.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -28,8 +29,8 @@ impl Threads {
         Ok(())
     }
 
-    /// Waits for all threads, including those that they start meanwhile. The caller has made them
-    /// end and is not one of them.
+    /// Waits for all threads, including any that they start during the wait. The caller must have
+    /// made them end, and must not be one of them.
     pub(super) fn join(&self) {
         loop {
             let threads = std::mem::take(&mut *lock(&self.0));
@@ -54,7 +55,7 @@ impl Worker {
     /// Starts a thread, which must end when its argument becomes readable.
     ///
     /// # Errors
-    /// No file descriptors or threads are left.
+    /// The process has no free file descriptors, or cannot start a thread.
     pub(super) fn start(
         name: String,
         body: impl FnOnce(&Wakeup) + Send + 'static,

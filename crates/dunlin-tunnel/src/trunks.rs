@@ -1,5 +1,5 @@
 //! The trunks of a tunnel. A trunk is dialled when the first connection for a peer is accepted, or
-//! accepted from a peer, and removed when it is over.
+//! accepted from a peer, and removed when it has ended.
 //!
 //! ```text
 //!   carry ─▶ Dialling ──── up ───────▶ Up ─── over, or its peer is refused by now ─▶ Dialling
@@ -39,7 +39,7 @@ use dunlin_lane::security::{acceptor, dialer};
 /// maximum number of channels has.
 const WAITING: usize = 512;
 /// Trunks with one peer: one per set of allowed identities on the other side, in either direction,
-/// and trunks that are over but have not noticed it.
+/// and trunks that have lost their peer but not detected that yet.
 const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Trunks {
@@ -49,11 +49,11 @@ pub(super) struct Trunks {
 }
 
 /// A trunk that accepts lanes, before its threads are started. [`Trunks::run`] unwinds it, even if
-/// it is already over.
+/// it has already ended.
 struct Kept {
     hub: Arc<Hub>,
     control: Arc<ControlStream>,
-    /// Opens this side's lanes. Dropping it removes what it has set up.
+    /// Opens this side's lanes. Dropping it removes its IPsec state, if it has any.
     dialer: Arc<dyn LaneDialer>,
 }
 
@@ -129,7 +129,7 @@ impl Trunks {
             State::Up(hub) => match self.open(hub, &connection) {
                 Ok(()) => return,
                 Err(OpenError::Over) => {
-                    // If the peer is still refused, the next handshake returns the reason.
+                    // If the peer is still refused, the next handshake reports the reason.
                     peering.state = State::Dialling(vec![connection]);
                     drop(peerings);
                     return self.dial(destination);
@@ -380,7 +380,7 @@ impl Trunks {
         }
     }
 
-    /// Runs a trunk until it is over and all of its threads have ended.
+    /// Runs a trunk until it has ended and all of its threads have ended.
     fn run(&self, kept: Kept) {
         let fault = talk::run(&kept.hub, &kept.dialer);
         drop(kept.dialer);
@@ -413,7 +413,7 @@ impl Trunks {
         self.hubs().iter().for_each(|hub| hub.drain());
     }
 
-    /// The number of connections that are carried or wait for their trunk.
+    /// The number of connections that are carried, or wait for their trunk.
     pub(super) fn channels(&self) -> usize {
         let waiting = |one: &Peering| match &one.state {
             State::Dialling(waiting) => waiting.len(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dunlin_linux::epoll::{Epoll, Readiness, Ready};
 use dunlin_linux::poll::{Waker, Wakeup, waker};
 
-/// The token of the waker; sockets have smaller ones.
+/// The token of the waker; sockets have smaller tokens.
 const WAKE: u64 = u64::MAX;
 
 pub(super) struct WatchedSockets {
@@ -45,7 +45,7 @@ impl WatchedSockets {
     }
 
     /// Waits until sockets are ready, [`WatchedSockets::wake`] is called, a signal arrives or
-    /// `timeout` has passed. Fills `ready` with the sockets, without the waker.
+    /// `timeout` has passed. Fills `ready` with the ready sockets, but not the waker.
     pub(super) fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) {
         ready.clear();
         // Fails only for a descriptor that is not an epoll instance.

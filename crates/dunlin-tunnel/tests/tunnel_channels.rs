@@ -1,5 +1,5 @@
 //! Many channels over the lanes of one trunk: each byte arrives once and in order, or both sides
-//! see an abort. A channel that stalls delays no other.
+//! see an abort. A channel that stalls does not delay any other.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -27,7 +27,7 @@ use rustls::pki_types::pem::PemObject;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-/// The size of a test, larger in the soak.
+/// The size of a test, which is larger in the soak test.
 fn soak(usual: usize, soak: usize) -> usize {
     match std::env::var("DUNLIN_SOAK") {
         Ok(value) if value == "1" => soak,
@@ -36,7 +36,7 @@ fn soak(usual: usize, soak: usize) -> usize {
 }
 
 /// Sends random bytes that the other end can compute, and may close the connection in the middle.
-/// Returns how many were taken.
+/// Returns the number of bytes that the connection accepted.
 fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usize {
     let mut stream = stream;
     let mut content = vec![0; bytes];
@@ -62,7 +62,8 @@ fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usiz
     sent
 }
 
-/// Reads to the end or the abort, and compares: the bytes are a prefix of what was sent.
+/// Reads to the end or the abort, and compares: the bytes must be a prefix of those that
+/// were sent.
 fn take_some(stream: &UnixStream, seed: u64, bytes: usize, whole: bool) {
     let mut stream = stream;
     let mut all = Vec::new();
@@ -294,7 +295,7 @@ fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     list.signed_by(&authority.issuer).unwrap().pem().unwrap()
 }
 
-/// Either side may stop admitting its peer: by a denied key or by a revocation list.
+/// Either side may stop admitting its peer, because of a denied key or a revocation list.
 #[test]
 fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
     for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -312,7 +313,7 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         replace(true);
         replace(false);
         let (mut near, mut far) = pair.channel();
-        // A lane in each direction; no new one is let in afterwards.
+        // One lane in each direction; no new lane is admitted afterwards.
         let exchange = |near: &mut UnixStream, far: &mut UnixStream| {
             near.write_all(b"x").unwrap();
             far.read_exact(&mut [0]).unwrap();

@@ -111,7 +111,7 @@ impl Peer {
         Self::on(far, tls, control)
     }
 
-    /// The peer of a trunk that was agreed on `control`.
+    /// Creates the peer of a trunk that was agreed on over `control`.
     fn on(far: SocketAddr, tls: ClientTls, control: ControlStream) -> Self {
         let mut peer = Self {
             far,
@@ -130,8 +130,8 @@ impl Peer {
         self.secret = secret;
     }
 
-    /// A control lane for a trunk, or why it was refused. On a trunk's first control lane this side
-    /// also sends *accept*.
+    /// Returns a control lane for a trunk, or the reason why it was refused. On a trunk's first
+    /// control lane this side also sends *accept*.
     fn offer(
         far: SocketAddr,
         tls: &ClientTls,
@@ -235,8 +235,8 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     rejected(&pair, "unknown trunk");
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, "secret");
-    // Admitted peers that are other hosts: one of another name, one of the same name from another
-    // authority.
+    // Admitted peers that are other hosts: one with another name, and one with the same name from
+    // another authority.
     let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
@@ -287,7 +287,7 @@ impl SealedLanes for Ipsec {
     }
 }
 
-/// A tunnel with lanes over IPsec, and a trunk with it.
+/// Starts a tunnel with lanes over IPsec, and a trunk with that tunnel.
 fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     let authority = Authority::new();
     let exit = Exit {
@@ -345,7 +345,8 @@ fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     wait_until("the others", || far.status()[0].lanes == lanes);
 }
 
-/// Another host that the tunnel admits may use the session identifier, and is refused.
+/// Another host that the tunnel admits may send the same session identifier, and is then
+/// refused.
 #[test]
 fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
     let pair = Pair::start(&Setup::default());
@@ -359,7 +360,7 @@ fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
     let renewed = tls(&pair.authority.identity(&[NEAR]));
     let _newest = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap();
     pair.far_events.wait("resumption", resumed);
-    // A late control lane of the peer replaces no newer one.
+    // A late control lane of the peer does not replace a newer one.
     let refusal = Peer::offer(peer.far, &renewed, SESSION, 2).unwrap_err();
     assert_eq!(refusal.fault, FaultCode::UnknownSession, "{refusal}");
 }
@@ -443,8 +444,9 @@ impl Far {
     }
 }
 
-/// Hosts with the name of the far one: itself, itself with a renewed certificate, and a twin of the
-/// other authority; then the near host. All trust both authorities.
+/// Returns hosts with the name of the far host: that host, the same host with a renewed
+/// certificate, and a host with the same name from the other authority. Also returns the near host.
+/// All of them trust both authorities.
 fn far_hosts() -> ([ServerTls; 3], Identity) {
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
     let host = |name| load(&ours.host_trusting(&[name], &[&theirs]));
@@ -492,7 +494,7 @@ fn i6_a_control_lane_is_resumed_with_no_other_host() {
     assert_eq!(far.events.count(resumed), 0);
 }
 
-/// Each violation ends the trunk of that peer, and no channel of another.
+/// Each violation ends the trunk of that peer, but no channel of another peer.
 #[test]
 fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
     let pair = Pair::start(&Setup::default());
@@ -642,14 +644,15 @@ fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
     Peer::offer(far, &other, [9; 16], 1).unwrap();
 }
 
-/// A channel's parameter becomes part of the path of the far socket. A value that is not one plain
+/// A channel's parameter becomes part of the path of the far socket. A value that is not a plain
 /// name is refused, and the next channel opens.
 #[test]
 fn i7_a_parameter_from_the_wire_fills_its_placeholder_and_reaches_no_other_path() {
     let pair = Pair::start(&Setup::default());
     let directory = pair.scratch.path().to_owned();
     std::fs::create_dir(directory.join("vm")).unwrap();
-    // A process listens where "vm=../target" would lead: the pair's own target.
+    // A process listens at the path to which "vm=../target" would lead, which is the target of
+    // another route.
     let routes = Routes::new(
         Vec::new(),
         vec![Exit {
@@ -757,7 +760,8 @@ fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     assert!(took < Duration::from_secs(2), "{took:?}");
 }
 
-/// Neither does a first control lane that waits for the far tunnel's answer.
+/// A first control lane that waits for the far tunnel's answer does not delay the end of
+/// the tunnel.
 #[test]
 fn a_control_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let mut pair = Pair::start(&Setup {
@@ -781,7 +785,8 @@ fn a_control_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     assert!(took < Duration::from_secs(2), "{took:?}");
 }
 
-/// Neither does an authorised peer that sends no *accept* after the selection.
+/// An authorised peer that sends no *accept* after the selection does not delay the end of
+/// the tunnel.
 #[test]
 fn a_peer_that_is_silent_after_the_selection_does_not_delay_the_end() {
     let mut pair = Pair::start(&Setup::default());

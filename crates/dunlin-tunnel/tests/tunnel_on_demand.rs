@@ -150,7 +150,7 @@ fn each_migration_has_a_listener_that_closes_with_its_last_channel() {
     assert_eq!(&byte, b"w");
     far_mail.read_exact(&mut byte).unwrap();
     assert_eq!(&byte, b"m");
-    // While a second channel is open, the listener stays after the end of the first.
+    // While a second channel is open, the listener stays open after the first channel has ended.
     let near_more = connect(&first);
     let far_more = accepted(&web);
     drop((near_web, far_web));
@@ -344,13 +344,14 @@ fn removing_a_route_closes_its_listeners_and_no_channel() {
     assert!(matches!(ending, Err(DemandError::Ending)));
 }
 
-/// Each direction has one lane, the route's count. More are opened when a demand asks for them,
-/// even if the tunnels are already connected.
+/// At first each direction has one lane, because that is the route's lane count. More lanes are
+/// opened when a demand asks for them, even if the tunnels are already connected.
 #[test]
 fn a_demand_raises_the_lane_count_of_connected_peers() {
     let scene = Scene::start();
     let plain = scene.target("plain.sock");
-    // Sends until `wanted` lanes are open or `enough` bytes have arrived. Returns the most lanes.
+    // Sends until `wanted` lanes are open or `enough` bytes have arrived. Returns the largest
+    // number of lanes seen.
     let lanes = |listener: &OnDemandListener, wanted: usize, enough: u64| {
         let near = connect(listener);
         let mut far = accepted(&plain);

@@ -34,7 +34,7 @@ struct Setup {
     far_tls: OldestTls,
     limits: Limits,
     relayed: bool,
-    /// The address that the near side dials, if not the far one.
+    /// The address that the near side dials, if it is not that of the far side.
     to: Option<SocketAddr>,
 }
 
@@ -235,7 +235,8 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
     }
 }
 
-/// Writes until the buffers have been full for a while, then the rest of `sent` as it is read.
+/// Writes until the buffers have been full for a while, and then writes the rest of `sent`
+/// while the other side reads.
 fn stalls_and_goes_on(stream: &UnixStream, sent: &[u8], stalled: &Barrier) {
     stream
         .set_write_timeout(Some(Duration::from_millis(500)))
@@ -325,7 +326,8 @@ fn many_channels_are_open_at_the_same_time_and_arrive_in_order() {
     join(threads);
 }
 
-/// Keys are renewed on the same connection, in both directions, although bytes flow one way.
+/// Keys are renewed on the same connection, in both directions, although data flows in one
+/// direction only.
 #[test]
 fn keys_are_renewed_before_they_are_used_up() {
     let limits = Limits {
@@ -375,8 +377,8 @@ fn a_connection_that_is_cut_is_an_abort() {
     }
 }
 
-/// A hypervisor that is cancelled resets its connection. The other one gets the abort although it
-/// reads nothing, and long before any timeout.
+/// A hypervisor that is cancelled resets its connection. The other hypervisor gets the abort
+/// although it reads nothing, and long before any timeout.
 #[test]
 fn a_reset_is_passed_on_past_a_consumer_that_does_not_read() {
     let scene = Scene::start(Setup::new());
@@ -412,10 +414,10 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     let near = scene.unix();
     let far = scene.accept();
     let out = send(&near, 3, 40 << 20);
-    // The wait is the assertion: no abort while the peer's kernel answers. Keep-alive, which the
-    // kernel counts in whole seconds, gives up a silent peer after four: one second of silence and
-    // three probes. A test of the decision alone, with other clocks, does not show that the kernel
-    // reports an answered window probe as an answer.
+    // During the wait there must be no abort, because the peer's kernel answers. Keep-alive, which
+    // the kernel counts in whole seconds, gives up a silent peer after four: one second of silence
+    // and three probes. A test of the decision alone, with other clocks, does not show that the
+    // kernel reports an answered window probe as an answer.
     thread::sleep(Duration::from_secs(4));
     let mut sent = vec![0; 40 << 20];
     dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);
@@ -631,7 +633,7 @@ fn i6_a_reload_during_a_handshake_admits_no_peer_that_is_no_longer_allowed() {
     assert!(scene.target.accept().is_err());
 }
 
-/// Longer than a test may take: a wait that ends earlier was cancelled.
+/// A timeout that is longer than a test may take: a wait that ends earlier was cancelled.
 const NEVER: Duration = Duration::from_secs(60);
 const AT_ONCE: Duration = Duration::from_secs(20);
 
@@ -642,7 +644,7 @@ fn long_limits() -> Limits {
     }
 }
 
-/// Drops a tunnel, which takes far less than [`NEVER`].
+/// Drops a tunnel, and asserts that this takes far less than [`NEVER`].
 fn assert_ends_at_once(tunnel: Option<Tunnel>) {
     let begun = Instant::now();
     drop(tunnel.unwrap());
@@ -693,7 +695,7 @@ fn a_relay_whose_handshake_is_under_way_ends_with_the_tunnel() {
     scene.near_events.wait("refusal", refused);
 }
 
-/// Neither does a peer with a host that answers no SYN.
+/// A peer on a host that answers no SYN does not delay the end of the tunnel.
 #[test]
 fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
     let silent = any();
@@ -709,7 +711,7 @@ fn a_relay_whose_peer_does_not_answer_ends_with_the_tunnel() {
     assert_ends_at_once(scene.near.take());
 }
 
-/// Neither does a target with a host that answers no SYN.
+/// A target on a host that answers no SYN does not delay the end of the tunnel.
 #[test]
 fn a_relay_whose_target_does_not_answer_ends_with_the_tunnel() {
     let mut scene = Scene::start(Setup {

@@ -129,8 +129,8 @@ fn ends_may_be_tcp_or_programs_and_all_routes_use_one_port() {
     assert_eq!(scene.near_events.count(up), 1);
 }
 
-/// A hypervisor that is cancelled resets its connection. The other one gets the abort although it
-/// has not read what was sent before, and long before any timeout.
+/// A hypervisor that is cancelled resets its connection. The other hypervisor gets the abort
+/// although it has not read the bytes sent before, and long before any timeout.
 #[test]
 fn a_reset_is_passed_on_at_once_past_a_full_window() {
     let (listener, target) = listener();
@@ -169,8 +169,8 @@ fn wait_unread(stream: &UnixStream) {
     }
 }
 
-/// How a route's only channel ended on one side: counts of in order, with bytes left unread, and
-/// failed.
+/// How a route's only channel ended on one side: the counts of clean ends, of ends with bytes
+/// left unread, and of failures.
 fn ended(tunnel: &Tunnel) -> [u64; 3] {
     let until = Instant::now() + TIMEOUT;
     loop {
@@ -216,7 +216,7 @@ fn a_consumer_that_resets_after_the_others_end_aborts_nothing() {
     }
 }
 
-/// The same with unix sockets, which report a reset only if bytes were unread.
+/// The same behaviour with unix sockets, which report a reset only if bytes were unread.
 #[test]
 fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
     for goodbye in [&[][..], &[21; 24]] {
@@ -235,7 +235,7 @@ fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
             } else {
                 drop((far, near));
             }
-            // If it had read everything, the channel may have ended in order.
+            // If it had read everything, the channel may have ended cleanly.
             let [near, far] = [&pair.near, &pair.far].map(|one| ended(one.as_ref().unwrap()));
             let events = (pair.near_events.all(), pair.far_events.all());
             let good = [[1, 0, 0], [0, 1, 0]];
@@ -248,8 +248,8 @@ fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
     }
 }
 
-/// None of these has almost ended: a source that still sends, one that waits for an answer, and one
-/// with many unread bytes.
+/// None of these channels has almost ended: the source still sends, or waits for an answer, or many
+/// of its bytes are unread.
 #[test]
 fn a_consumer_that_resets_before_the_end_aborts_the_channel() {
     #[derive(Debug, PartialEq)]
@@ -288,7 +288,7 @@ fn a_consumer_that_resets_before_the_end_aborts_the_channel() {
         assert_eq!(failure.code(), FaultCode::ChannelBroken, "{source:?}");
         assert_eq!(ended(pair.near.as_ref().unwrap()), [0, 0, 1], "{source:?}");
         if let Some(mut near) = near {
-            // The source gets the abort soon, whatever else the tunnel waits for.
+            // The source gets the abort soon, regardless of what else the tunnel waits for.
             assert!(!matches!(near.read_once(&mut [0]), Ok(1..)), "{source:?}");
         }
         let took = begin.elapsed();
@@ -557,7 +557,8 @@ fn a_reload_that_cannot_listen_everywhere_changes_nothing() {
     near.write_all(b"x").unwrap();
     listener.accept().unwrap().0.read_exact(&mut [0]).unwrap();
 
-    // A listener that stays is never closed, and its connections go to another target from now on.
+    // A listener that remains configured is never closed, and its connections go to another target
+    // from now on.
     let entrances = vec![entrance("good", free, &far), entrance("new", free, &far)];
     replace(entrances).unwrap();
     assert_eq!(scene.entrance("good"), at);

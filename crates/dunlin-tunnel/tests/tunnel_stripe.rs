@@ -88,7 +88,7 @@ fn a_byte_is_sent_without_waiting_for_more() {
         near.read_exact(&mut byte).unwrap();
         assert_eq!(byte, [round as u8]);
     }
-    // Far more than a byte takes, and far less than any timer.
+    // The limit is far longer than a byte takes, and far shorter than any timer.
     let each = begin.elapsed() / rounds;
     assert!(each < Duration::from_millis(20), "{each:?}");
 }

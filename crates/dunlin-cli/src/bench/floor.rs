@@ -1,13 +1,13 @@
-//! The least that any encrypted transfer of guest memory costs on this host: two measurements, one after
-//! the other, that use guest memory as lanes do.
+//! The minimum cost of any encrypted transfer of guest memory on this host. It is the sum of two
+//! measurements that use guest memory as lanes do.
 //!
 //! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection, and
 //!    another reads them into destination memory.
 //! 2. [`seal_and_open`]: as many threads as lanes have ends seal slices of source memory into a buffer of
 //!    their own, and open them into destination memory.
 //!
-//! While the kernel copies, no lane can use less. [`cached`] is the same with buffers that stay in the
-//! cache.
+//! As long as the kernel copies, no lane can cost less. [`cached`] measures the same with buffers
+//! that stay in the cache.
 
 use std::io::{Read, Write};
 
@@ -42,12 +42,13 @@ pub(super) fn floor(
     )
 }
 
-/// The same with buffers that stay in the cache: reads from and writes to memory are left out.
+/// Like [`floor`], but with buffers that stay in the cache, so that reads from and writes to
+/// memory are not measured.
 pub(super) fn cached(bytes: u64, provider: Provider, lanes: usize) -> Result<Spent> {
     Ok(cached_copy(bytes, lanes)? + cached_seal_and_open(bytes, provider, lanes)?)
 }
 
-/// The ranges of memory that `parts` threads work on, in whole batches.
+/// Divides memory into `parts` ranges of whole batches, one for each thread.
 fn shares(bytes: u64, parts: usize) -> Vec<std::ops::Range<u64>> {
     let batch = BATCH_BYTES as u64;
     let share = bytes.div_ceil(batch).div_ceil(parts as u64) * batch;

@@ -1,5 +1,5 @@
-//! `dunlin bench lanes --security ipsec`: lane throughput between two hosts, since packets to the
-//! own host bypass IPsec.
+//! `dunlin bench lanes --security ipsec`: lane throughput between two hosts, because packets from
+//! a host to itself bypass IPsec.
 //!
 //! ```text
 //!  --to                                                  --listen
@@ -74,7 +74,7 @@ pub(super) struct BetweenHosts {
     state: StatePath,
 }
 
-/// The variants: TLS, and IPsec by mode and whether there is an SA for each CPU.
+/// The variants: TLS, and IPsec in each mode, with and without an SA for each CPU.
 const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
     ("tls", None),
     ("ipsec-one-sa", Some((ModeName::Cpu, false))),
@@ -84,7 +84,7 @@ const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
 
 impl BetweenHosts {
     /// # Errors
-    /// Failures of the other host or the kernel.
+    /// The other host or the kernel failed.
     pub(super) fn run(&self, counts: &[usize], bench: &super::common::Common) -> Result<()> {
         let identity = self.identity.as_deref().context(
             "IPsec needs two hosts: give --listen on one, --to on the other, and --identity on both",
@@ -269,8 +269,8 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// The wall time from when all lanes were open, and the CPU time of both hosts. Kernel
-    /// encryption is not in any thread's CPU time.
+    /// Returns the wall time since all lanes were open, and the CPU time of both hosts. No
+    /// thread's CPU time includes encryption by the kernel.
     fn once(&self, source: &MappedMemory, bytes: u64, lanes: usize) -> Result<(f64, f64)> {
         self.control.send(&u16::try_from(lanes)?.to_le_bytes())?;
         let (next, barrier) = (AtomicU64::new(0), Barrier::new(lanes + 1));

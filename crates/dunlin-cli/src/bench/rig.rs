@@ -80,7 +80,7 @@ impl Rig {
     }
 
     /// Sends the first `bytes` over `lanes` lanes, plain or with a provider's TLS, each limited to
-    /// `rate` bytes per second. The lanes are open before the clock starts.
+    /// `rate` bytes per second. The lanes are open before the measurement starts.
     pub(super) fn transfer(
         &self,
         provider: Option<Provider>,
@@ -121,7 +121,7 @@ impl Rig {
 /// The work of one thread.
 pub(super) type Work<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
-/// Runs every piece of work on its own thread, all starting at the same moment.
+/// Runs every piece of work on its own thread. All threads start at the same time.
 pub(super) fn in_step(work: Vec<Work>) -> Result<Spent> {
     let barrier = Barrier::new(work.len() + 1);
     thread::scope(|scope| {
@@ -231,7 +231,8 @@ pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
     Ok(mapped)
 }
 
-/// Memory as a VM gets it: huge pages are advised, and nothing is populated.
+/// Memory in the state in which a VM gets it: huge pages are advised, and no page is
+/// populated.
 pub(super) fn fresh_memory(bytes: u64) -> Result<MappedMemory> {
     let memory = allocate(bytes, Backing::Private)?;
     advise_huge_pages(&memory);
@@ -249,7 +250,7 @@ fn fill(memory: &MappedMemory, seed: u64) -> Result<()> {
         .sum::<u64>();
     for offset in (0..length).step_by(piece.len()) {
         for word in piece.chunks_exact_mut(8) {
-            // SplitMix64: one multiply-and-shift chain per word.
+            // SplitMix64: one chain of multiplications and shifts per word.
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -20,7 +20,8 @@ use crate::process::{Pair, Scratch};
 const RUNS_FOR: Duration = Duration::from_secs(1);
 const PAGE_BYTES: u64 = 4096;
 const LANES: [u16; 2] = [1, 2];
-/// A shorter pass shows the guest's bursts instead of its rate.
+/// The minimum length of a pass from which the dirty rate is taken: a shorter pass shows
+/// the guest's bursts instead of its rate.
 const MEASURABLE_MS: f64 = 100.0;
 
 #[derive(Debug, Args)]
@@ -116,7 +117,8 @@ impl Thrash {
     }
 }
 
-/// Dirtied pages per second by the dirty log while the guest was not throttled: its real write rate.
+/// Pages dirtied per second, according to the dirty log, while the guest was not throttled: its
+/// real write rate.
 fn dirty_rate_seen(iterations: &[IterationLine]) -> f64 {
     iterations
         .iter()

@@ -1,7 +1,8 @@
 //! `dunlin bench whole`: whole migrations into new memory, from the command to the running guest.
 //!
-//! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor is that of lanes
-//! ([`super::floor`]) into memory that nothing has touched, so it includes what populating costs.
+//! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor is that of
+//! lanes ([`super::floor`]) into memory that nothing has touched, so it includes the cost of
+//! populating that memory.
 
 use std::time::Instant;
 
@@ -18,7 +19,8 @@ use crate::process::{Pair, Scratch};
 
 /// Pages that a writing guest writes per second: 100 MiB/s.
 const WRITES_PER_S: u64 = 25_600;
-/// Memory written to and freed before each migration, in sizes of the guest.
+/// The amount of memory that is written to and freed before each migration, as a multiple
+/// of the guest's memory.
 const TOUCHED: u64 = 2;
 /// The part of the memory that a writing guest writes.
 const WORKING_SET_DIVISOR: u64 = 8;
@@ -108,8 +110,8 @@ impl Whole {
         self.output.print(&results)
     }
 
-    /// Right before the destination takes its memory: the host may take freed memory back within
-    /// seconds.
+    /// Called right before the destination allocates its memory, because the host may reclaim
+    /// freed memory within seconds.
     fn touch(&self) -> Result<()> {
         match self.no_touch {
             true => Ok(()),
@@ -117,7 +119,8 @@ impl Whole {
         }
     }
 
-    /// Starts a guest and moves it once. CPU time is that of both processes, the guest's own included.
+    /// Starts a guest and moves it once. The CPU time is that of both processes and includes the
+    /// guest's own.
     fn migrate(&self, scratch: &Scratch, guest: &str, lanes: u16) -> Result<Measured> {
         let memory = self.size.to_string();
         let working_set = (self.size / WORKING_SET_DIVISOR).to_string();

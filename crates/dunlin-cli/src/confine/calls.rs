@@ -1,7 +1,7 @@
-//! System calls, by seccomp (Documentation/userspace-api/seccomp_filter.rst).
+//! Restricts system calls with seccomp (Documentation/userspace-api/seccomp_filter.rst).
 //!
 //! Unlisted calls fail with `ENOSYS`, as on an old kernel: libraries have fallbacks for that, so a
-//! library that tries a new call does not cost a VM. `clone3` is left out deliberately: its
+//! library that tries a new call does not kill a VM. `clone3` is left out deliberately: its
 //! arguments are in memory, which a filter cannot read, and the C library falls back to `clone`.
 
 use std::collections::BTreeMap;
@@ -124,7 +124,7 @@ const FOR_GUESTS: &[libc::c_long] = &[
     libc::SYS_userfaultfd,
 ];
 
-/// Also for IPsec records: a new file replaces the old one by rename.
+/// Further calls for IPsec records, where a new file replaces the old one by rename.
 const FOR_RECORDS: &[libc::c_long] = &[
     #[cfg(target_arch = "x86_64")]
     libc::SYS_rename,
@@ -132,10 +132,10 @@ const FOR_RECORDS: &[libc::c_long] = &[
     libc::SYS_renameat2,
 ];
 
-/// Also for channels: with kernel TLS the kernel moves their bytes.
+/// Further calls for channels: with kernel TLS the kernel moves their bytes.
 const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
 
-/// Older forms of the same calls, which only x86-64 has.
+/// Older variants of the same calls, which exist only on x86-64.
 #[cfg(target_arch = "x86_64")]
 const ALLOWED_HERE: &[libc::c_long] = &[
     libc::SYS_open,
@@ -183,7 +183,7 @@ const PR_SET_VMA: u64 = 0x5356_4d41;
 pub(super) enum Work {
     /// A VM's process.
     Guest {
-        /// Whether it still has to create a control socket.
+        /// Whether the process still has to create a control socket.
         makes_sockets: bool,
         /// Whether its lanes may use IPsec.
         ipsec: bool,
@@ -219,7 +219,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     Ok(Taken::wholly(NAME))
 }
 
-/// Installs a second filter for every thread: no new local sockets.
+/// Installs a second filter in every thread, which forbids new local sockets.
 pub(super) fn deny_local_sockets() -> Result<()> {
     let denied = BTreeMap::from([(
         libc::SYS_socket,

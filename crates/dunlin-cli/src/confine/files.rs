@@ -1,7 +1,8 @@
-//! Files, TCP ports and signals, by Landlock (Documentation/userspace-api/landlock.rst).
+//! Restricts files, TCP ports and signals with Landlock
+//! (Documentation/userspace-api/landlock.rst).
 //!
 //! A rule applies to the file or directory that its path named at the start, and to everything
-//! beneath: a directory that replaces it is not accessible.
+//! beneath it. A directory that later replaces the original one is not accessible.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +22,7 @@ use crate::state::IPSEC_RECORDS;
 const ALL: ABI = ABI::V6;
 
 /// Files of host name resolution: resolver(3), nsswitch.conf(5), gai.conf(5), and the targets of
-/// their links.
+/// symbolic links among them.
 const NAMES: [&str; 13] = [
     "/etc/hosts",
     "/etc/resolv.conf",
@@ -67,11 +68,12 @@ impl Taken {
 pub(super) struct Rules {
     ruleset: RulesetCreated,
     files: &'static str,
-    /// Restrictions that not every version has, with the first version that has them.
+    /// Restrictions that not every version of Landlock supports, with the first version
+    /// that does.
     newer: Vec<(ABI, &'static str)>,
 }
 
-/// What each version added to the restrictions of every process.
+/// The restrictions of every process that each version of Landlock added.
 const NEWER: [(ABI, &str); 3] = [
     (ABI::V3, "truncating files"),
     (ABI::V5, "controlling devices"),
@@ -99,9 +101,9 @@ impl Rules {
         })
     }
 
-    /// For a process with files that are unknown at its start: it reads any file, and creates and
-    /// removes local sockets at any path; it writes, creates and executes no other files. It
-    /// creates directories for sockets only next to its control socket.
+    /// Rules for a process that uses files not known when it starts. It may read any file, and
+    /// create and remove local sockets at any path. It may not write, create or execute other
+    /// files. It may create directories for sockets only next to its control socket.
     pub(super) fn changing_none(control: Option<&Path>) -> Result<Self> {
         let left =
             AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::RemoveFile | AccessFs::MakeSock;
@@ -199,7 +201,7 @@ fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<A
     if let Some(scratch) = &needs.scratch {
         let remove = AccessFs::RemoveFile | AccessFs::RemoveDir;
         rules.push((vec![scratch.clone()], read | remove));
-        // Removing a directory takes the right on its parent.
+        // Removing a directory requires the right on its parent.
         if let Some(above) = scratch.parent() {
             rules.push((vec![above.to_owned()], AccessFs::RemoveDir.into()));
         }

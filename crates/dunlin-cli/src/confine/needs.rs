@@ -1,4 +1,4 @@
-//! What a process still does once it is confined.
+//! What a process still has to do after it is confined.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ pub(crate) struct Needs {
     pub(crate) scratch: Option<PathBuf>,
     /// An identity that it reloads.
     pub(crate) identity: Option<PathBuf>,
-    /// Whether it still has to create a control socket.
+    /// Whether the process still has to create a control socket.
     pub(crate) makes_sockets: bool,
     /// The source ports of its lanes over IPsec.
     pub(crate) ipsec: Option<PortRange>,

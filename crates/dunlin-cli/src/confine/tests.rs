@@ -143,7 +143,8 @@ fn a_confined_process_can_only_do_its_work() {
     assert_eq!(outcomes["make a local socket in an older thread"], "EACCES");
 }
 
-/// Besides its work it sets up IPsec, and binds the source ports of its lanes.
+/// In addition to its other work, the process sets up IPsec and binds the source ports of
+/// its lanes.
 #[test]
 fn a_process_with_lanes_over_ipsec_keeps_only_what_they_need() {
     let outcomes = confined("ipsec");
@@ -278,7 +279,7 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
 
 #[test]
 fn missing_kernel_support_is_reported_or_an_error() {
-    // A filter that forbids Landlock and further filters simulates a kernel without both.
+    // A filter that forbids Landlock and further filters simulates a kernel that has neither.
     let outcomes = confined("nothing-left");
     let said = &outcomes["auto"];
     for part in [
@@ -295,7 +296,7 @@ fn missing_kernel_support_is_reported_or_an_error() {
     assert_eq!(outcomes["no"], "[] []");
 }
 
-/// The child; does nothing when run as an ordinary test.
+/// The body of the child process; does nothing when run as an ordinary test.
 #[test]
 fn inside() {
     let (Some(parts), Some(directory)) = (std::env::var_os(PARTS), std::env::var_os(DIRECTORY))
@@ -320,7 +321,8 @@ fn inside() {
         "all" => {
             let confined = confining(Whether::Yes).apply(&needs).unwrap();
             change_root(&directory);
-            // The C library changes the user in every thread, and aborts if a thread differs.
+            // The C library changes the user in every thread, and aborts if the result differs
+            // between threads.
             report("become another user", setuid(Uid::from_raw(12_345)));
             try_everything(&directory);
             make_no_more_sockets(&confined).unwrap();

@@ -104,7 +104,7 @@ impl Connect {
         for (_, line) in &handed {
             writeln!(out, "{line}").context("cannot write standard output")?;
         }
-        // Before the socket is sent: its receiver may end this process.
+        // Flush before the socket is sent: its receiver may end this process.
         out.flush().context("cannot write standard output")?;
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
         pass::send_sockets(to, CARRIER, &sockets, deadline)
@@ -145,7 +145,7 @@ impl Connect {
         )?)
     }
 
-    /// A socket usable without TLS code, and its description.
+    /// Connects one socket, which its owner can use without TLS code, and describes it.
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, String)> {
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let connected = connect::connect(&self.host, self.port, tls, deadline, &cancel)?;

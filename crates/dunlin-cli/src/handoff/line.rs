@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::line::DriverLine;
 use crate::state::hex;
 
-/// One socket as a JSON object. What is not known is left out.
+/// One socket as a JSON object. Unknown values are left out.
 pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
     let engine = |engine| match engine {
         RecordEngine::Software => "software",
@@ -45,10 +45,10 @@ pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
             "fingerprint": peer.map(|peer| hex(&peer.fingerprint)),
             "names": names.map(ToString::to_string).collect::<Vec<_>>(),
         })),
-        // Maximum number of records in each direction; then the connection must be replaced.
-        // Nothing counts them for the socket's owner.
+        // Maximum number of records in each direction; then the connection must be replaced. The
+        // owner of the socket has no counter for them.
         "record_limit": RECORD_LIMIT,
-        // The same in bytes, for an owner that writes at least 16 KiB at a time.
+        // The same limit in bytes, for an owner that writes at least 16 KiB at a time.
         "bytes_limit": RECORD_LIMIT * (16 << 10),
     }))
 }

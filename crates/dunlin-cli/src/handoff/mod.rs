@@ -34,8 +34,8 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
     }
 }
 
-/// The command line of a helper call, or `None`. A helper's caller reads one line of errors, and
-/// expects exit codes 0 and 1.
+/// The command line of a helper call, or `None`. The caller of a helper reads a single error
+/// line, and expects exit code 0 or 1.
 pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Vec<OsString>> {
     let name = words.first().and_then(|word| Path::new(word).file_name());
     if name.is_some_and(|name| name == HELPER) {

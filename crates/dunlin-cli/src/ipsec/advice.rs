@@ -1,5 +1,5 @@
-//! Advice to operators on errors and events of keying sessions: the library names no flags and
-//! commands.
+//! Adds advice for operators to errors and events of keying sessions, because the library does
+//! not mention flags or commands.
 
 use anyhow::Error;
 use dunlin_ipsec::{Event, IpsecError};
@@ -43,7 +43,7 @@ pub(crate) fn event_text(event: &Event) -> String {
 pub(super) fn with_advice(error: IpsecError) -> Error {
     let text = error.to_string();
     match &error {
-        // Only per-CPU SAs are a feature that a peer's kernel may lack for `up`.
+        // For `up`, per-CPU SAs are the only feature that the peer's kernel may lack.
         IpsecError::NoPerCpu
         | IpsecError::EndedByPeer {
             fault: FaultCode::FeatureMissing,

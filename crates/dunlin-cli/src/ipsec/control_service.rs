@@ -17,9 +17,9 @@ use crate::options::{ControlPath, IPSEC};
 use crate::state::StatePath;
 use crate::text::{chained, clean};
 
-/// How long to wait for an answer. Long, because `down` waits until connections end.
+/// Timeout for an answer. It is long because `down` waits until connections end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// How long to wait for a status answer; after it, only the session's record is shown.
+/// How long to wait for a status answer; after that, only the session's record is shown.
 const STATUS_LIMIT: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -108,7 +108,8 @@ impl SessionLine {
         }
     }
 
-    /// A session by its record: its process was not asked or did not answer.
+    /// Describes a session by its record, because its process was not asked or did not
+    /// answer.
     pub(super) fn recorded(session: &Recorded) -> Self {
         let owner = session.owner.as_ref();
         let unknown = || session.record.display().to_string();
@@ -311,8 +312,8 @@ impl Status {
         Ok(DONE)
     }
 
-    /// Recorded sessions that no answering process reported: those of lanes, of processes that do
-    /// not answer, and of dead processes.
+    /// Recorded sessions that no process has reported in an answer: those of lanes, those of
+    /// processes that do not answer, and those of dead processes.
     fn of_others(&self, answered: &[u32]) -> Result<Vec<SessionLine>> {
         let records = self.state.ipsec_records()?;
         let found = match ipsec::recorded(&records) {

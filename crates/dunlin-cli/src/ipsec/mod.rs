@@ -1,7 +1,7 @@
 //! `dunlin ipsec`: protects other programs' TCP connections between two hosts with IPsec, with one
 //! security association per CPU or per connection.
 //!
-//! `serve` and `up` keep a session between them, and each serves a control socket
+//! `serve` and `up` maintain a session between two hosts, and each serves a control socket
 //! ([`control_service`]) for `status` and `down`. `plan` shows what a session would install.
 
 pub(crate) mod advice;

@@ -63,7 +63,7 @@ struct ObjectLine {
     /// The sealing host's CPU; null for a fallback SA, an SA of a connection, and objects other
     /// than SAs.
     cpu: Option<u32>,
-    /// The connection's ports at the sealing host and at the other.
+    /// The connection's ports at the sealing host and at the opening host.
     connection: Option<(u16, u16)>,
     spi: Option<u32>,
     selector: String,

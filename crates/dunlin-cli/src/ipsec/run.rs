@@ -111,8 +111,8 @@ impl Blocked {
         })
     }
 
-    /// Records that still exist: no later session took them over, and `ipsec clean` did not remove
-    /// them.
+    /// Records that still exist: later sessions did not take them over, and `ipsec clean` did not
+    /// remove them.
     fn records(&self) -> Vec<String> {
         let records = lock(&self.0);
         let remaining = records.iter().filter(|record| record.exists());
@@ -262,7 +262,7 @@ impl Up {
             ServiceEvent::End(signal) => Some(signal),
             ServiceEvent::Reload | ServiceEvent::Failed => None,
         };
-        // Otherwise the event stays for the loop below.
+        // Otherwise the event stays in the queue for the loop below.
         if let Err(ipsec::IpsecError::Ended) = &session
             && let Some(signal) = events.try_iter().find_map(ended)
         {
@@ -317,7 +317,8 @@ fn log_reload(reloaded: Result<(String, Vec<String>)>) {
     }
 }
 
-/// Reloads at SIGHUP until a signal ends the process, which it returns, or all sessions have ended.
+/// Reloads at SIGHUP. Returns when all sessions have ended, or with the signal that ends the
+/// process.
 fn serve_until_end(
     events: &Receiver<ServiceEvent>,
     reload: impl Fn(),
@@ -428,7 +429,7 @@ struct Held {
     name: String,
     sessions: Mutex<Option<Sessions>>,
     /// Held while the sessions end, which takes as long as their connections; status requests are
-    /// answered meanwhile.
+    /// answered during that time.
     ending: Mutex<()>,
     blocked: Blocked,
 }
@@ -450,7 +451,8 @@ impl Held {
         Ok(held)
     }
 
-    /// Takes the sessions and ends them; returns when they have ended, here or on another thread.
+    /// Ends the sessions, unless another thread is already ending them; returns when they have
+    /// ended.
     fn end(&self) -> Option<Result<(), ipsec::IpsecError>> {
         let _ending = lock(&self.ending);
         let taken = lock(&self.sessions).take();

@@ -1,9 +1,10 @@
 //! `dunlin resolve`: an operator decides where a VM runs when the destination did not answer.
 //!
-//! Only a source can be in doubt: it sent *commit* and has no answer whether the destination
-//! runs the VM. With an identity, the command queries the destination once more, and an answer settles
-//! the session. Otherwise the process that holds the paused copy, if alive, records the decision
-//! and carries it out. If it has died, so has the copy, and only the record is left to settle.
+//! Only a source can be in doubt: it has sent *commit* and has no answer as to whether the
+//! destination runs the VM. With an identity, the command queries the destination once more, and an
+//! answer settles the session. Otherwise the process that holds the paused copy, if alive, records
+//! the decision and carries it out. If that process has died, the copy is lost too, and only the
+//! record remains to be settled.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -113,7 +114,7 @@ impl Resolve {
         let (tls, _) = client_tls(&common, &record.peer)?;
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        // The copy died with its process: there is none to resume.
+        // The copy died with its process, so there is no VM to resume.
         let location = doubt.ask(None, &tls, &inquiry_options(self.doubt_limit), &host)?;
         if matches!(location, VmLocation::AtSource | VmLocation::AtDestination) {
             doubt.forget()?;
@@ -121,7 +122,8 @@ impl Resolve {
         Ok((&location).into())
     }
 
-    /// Shows the destination's answer; returns the question that is left to decide.
+    /// Shows the destination's answer; returns the question that the operator still has to
+    /// decide.
     fn take(&self, answered: &Line, entry: &Entry, record: &Record) -> Result<Option<String>> {
         let (vm, why) = match answered {
             Line::Answered { vm, text } => (&**vm, text),
@@ -175,7 +177,7 @@ impl Resolve {
         Ok(code)
     }
 
-    /// The process that held the copy has died: only the record is left.
+    /// Settles the record of a session after the process that held the copy has died.
     fn settle(&self, entry: &Entry, decision: Decision) -> Result<i32> {
         if decision == Decision::RunHere {
             bail!(
@@ -197,7 +199,7 @@ impl Resolve {
     }
 }
 
-/// The question for the operator; an error if nothing is in doubt.
+/// Returns the question for the operator, or an error if nothing is in doubt.
 fn doubt(entry: &Entry, record: &Record) -> Result<String> {
     let (vm, peer) = (clean(&record.vm_name), clean(&record.peer));
     let since = ago(record.written_ms);

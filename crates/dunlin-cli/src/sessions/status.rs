@@ -17,7 +17,7 @@ use crate::text::{chained, clean};
 use crate::tunnel;
 use crate::vm::{describe, status};
 
-/// Time limit for the answer of a process, which may be stopped.
+/// Time limit for the answer of a process: the process may be stopped.
 const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -147,7 +147,7 @@ fn session(entry: &Entry, record: &Record, live: Option<StatusLine>) -> Value {
     })
 }
 
-/// What this record says about the VM, unless the state's name already says it.
+/// Explains what this record means for the VM, unless the state's name already says it.
 fn meaning(state: State, lives: bool) -> Option<&'static str> {
     match (state, lives) {
         (State::Source(SourceRecord::Migrating), false) => {
@@ -200,7 +200,7 @@ pub(super) fn ago(ms: u64) -> String {
 }
 
 /// Warnings before a VM of this name starts again: sessions in doubt that moved a VM of this
-/// name and have lost their process.
+/// name and have no live process.
 pub(crate) fn left_behind(state: &StatePath, name: &str) -> Result<Vec<String>> {
     let entries = state.list()?;
     Ok(entries

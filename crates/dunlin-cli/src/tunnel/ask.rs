@@ -89,8 +89,7 @@ impl Open {
             Line::Listener(opened).print();
         } else {
             use std::io::Write;
-            // A script reads the address before the wait is over; a closed output is not
-            // an error.
+            // A script reads the address before the wait ends; a closed output is not an error.
             let mut out = std::io::stdout().lock();
             let _ = writeln!(out, "{}", clean(&opened.listen));
             let _ = out.flush();

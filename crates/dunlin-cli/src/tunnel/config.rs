@@ -23,7 +23,7 @@ use table::{Found, Port, RouteTable, parse_port};
 use crate::identity::Reading;
 use crate::options::{parse_bytes, parse_limit};
 
-/// A configuration without mistakes that can be found without opening files or sockets.
+/// A configuration in which no mistake was found. The check opens no files or sockets.
 #[derive(Debug)]
 pub(crate) struct Config {
     /// Address for the peers' tunnels.

@@ -38,7 +38,7 @@ pub(crate) enum Request {
         /// Its address; by default a socket next to the control socket.
         listen: Option<String>,
         lanes: Option<u16>,
-        /// Accept one connection, which the client makes itself; close the listener if the client
+        /// Accept one connection, which the client opens itself; close the listener if the client
         /// hangs up before that.
         once: bool,
         /// Send a second answer when the listener's last connection has ended.
@@ -157,7 +157,7 @@ impl ControlService {
         Ok(())
     }
 
-    /// Answers when the listener and its connections have ended.
+    /// Sends an answer when the listener and its connections have ended.
     fn wait(
         self: &Arc<Self>,
         listener: OnDemandListener,
@@ -229,7 +229,7 @@ impl Service for ControlService {
                 let line = ListenerLine::from(&listener);
                 say(&described(&line));
                 let sent = send(connection, &Line::Listener(line));
-                // The client is gone, and no other process has its address.
+                // The client is gone, and no other process has the listener's address.
                 if sent.is_err() {
                     listener.close();
                 }
@@ -261,7 +261,7 @@ fn ended(status: &ListenerStatus) -> Line {
     let text = format!("{bad} of {all} connections failed");
     let mut failed = FailedLine::new(fault, "", text, FAILED);
     if let Some(why) = &status.why {
-        // A failure that the peer reported is seen from this side.
+        // For a failure that the peer reported, the party at fault is stated from this side's view.
         failed.at_fault = why.at_fault().to_string();
         failed.text.push_str(&format!(": {why}"));
     }

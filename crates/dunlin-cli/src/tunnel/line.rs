@@ -13,7 +13,7 @@ pub(crate) struct TunnelLine {
     /// Address for the peers' tunnels.
     pub(crate) address: String,
     pub(crate) running_s: f64,
-    /// Rates cover this many milliseconds before the status was taken.
+    /// Rates are averages over this many milliseconds before the status was taken.
     pub(crate) over_ms: f64,
     pub(crate) routes: Vec<RouteLine>,
     pub(crate) listeners: Vec<ListenerLine>,

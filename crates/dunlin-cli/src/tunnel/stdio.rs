@@ -9,8 +9,8 @@
 //!
 //! The process keeps its descriptors to itself. They may be files or terminals, which cannot be
 //! polled, and a mode set by the tunnel would affect their other users. A unix socket also cannot
-//! tell an abort from an end; the control socket does. From a pipe the kernel moves the bytes by
-//! itself.
+//! tell an abort from an end; the control socket does. If an end is a pipe, the kernel moves the
+//! bytes without copying them to this process.
 
 use std::fs::File;
 use std::io;
@@ -54,7 +54,7 @@ impl Stdio {
         let took = io::copy(&mut from, &mut output);
         drop(output);
         let took = match took {
-            // Not a failure of the output: the tunnel reports the channel's result.
+            // This is not a failure of the output: the tunnel reports the channel's result.
             Err(error) if is_channels(&error, &channel) => Ok(()),
             took => took.map(|_| ()),
         };
@@ -67,7 +67,7 @@ impl Stdio {
             return Ok(FAILED);
         }
         let code = client.done(false)?;
-        // The target took the truncated input for all of it; the exit code reports the failure.
+        // The target treated the truncated input as complete; the exit code reports the failure.
         Ok(if is_cut.load(Ordering::SeqCst) {
             FAILED
         } else {
@@ -77,8 +77,8 @@ impl Stdio {
 }
 
 /// Whether a copy failed because the tunnel closed the channel. If the tunnel refuses a channel
-/// while our input is unread, a unix socket reports a reset (unix(7)). The other end of the copy
-/// may be a socket that was itself reset.
+/// while input from this process is unread, a unix socket reports a reset (unix(7)). The other
+/// end of the copy may be a socket that was itself reset.
 fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
     // POLLHUP is reported for any requested event.
     let hung_up = Interest::failure(&channel);

@@ -37,7 +37,8 @@ pub(crate) struct ControlService {
     json: bool,
     /// The journal of this process's sessions.
     pub(super) journal: Journal,
-    /// Directory of the records of what this process installs for lanes over IPsec.
+    /// Directory with records of the policies and SAs that this process installs for lanes
+    /// over IPsec.
     pub(super) ipsec_records: PathBuf,
     state: Mutex<Now>,
     changed: Condvar,
@@ -48,7 +49,7 @@ pub(crate) struct ControlService {
 #[derive(Default)]
 struct Now {
     holds: Holds,
-    /// The last migration away from here, under way or over.
+    /// The last migration of the VM away from this process, in progress or ended.
     moving: Option<Arc<Moving>>,
     /// Set while the VM may run here or at the destination.
     doubt: Option<Doubt>,
@@ -61,12 +62,12 @@ struct Now {
     cancel: Cancel,
 }
 
-/// The source sent *commit* and got no answer; the copy here stays paused.
+/// The source sent *commit* and got no answer; the copy at the source stays paused.
 struct Doubt {
     /// The session's record. Holding it shows other processes that this one is alive. `None`
     /// without a journal, and while the destination is queried.
     session: Option<source::Doubt>,
-    /// Whether this process got a signal to end since then.
+    /// Whether this process has received a signal to end since then.
     signalled: bool,
 }
 
@@ -115,7 +116,7 @@ impl ControlService {
         socket.serve(self)
     }
 
-    /// Ends this process in order at the first signal, and immediately at the second.
+    /// Ends this process cleanly at the first signal, and immediately at the second.
     pub(crate) fn watch(self: &Arc<Self>, signals: EndSignals) -> Result<()> {
         let service = Arc::clone(self);
         start("signals", move || {
@@ -180,7 +181,7 @@ impl ControlService {
         lock(&self.state).ending
     }
 
-    /// Whether a source has connected and its attempt is not over.
+    /// Whether a source has connected and its attempt has not ended.
     pub(crate) fn is_arriving(&self) -> bool {
         matches!(lock(&self.state).holds, Holds::Arriving(_))
     }
@@ -297,7 +298,7 @@ impl ControlService {
         }
     }
 
-    /// Carries out a command, unless a migration or a doubt forbids it.
+    /// Carries out a command, unless a migration or an unresolved doubt forbids it.
     pub(crate) fn command(&self, command: Command) -> Result<()> {
         let state = lock(&self.state);
         let vm = state.vm()?;
@@ -338,7 +339,7 @@ impl ControlService {
                 session,
                 signalled: false,
             });
-            // A pending end of the process now waits for an operator.
+            // If a signal has asked the process to end, it now waits for an operator instead.
             state.ending = None;
         }
         moving.end(line);
@@ -421,7 +422,7 @@ impl ControlService {
         }
     }
 
-    /// Ends the doubt if it is over; otherwise stores the record again.
+    /// Ends the doubt if it has been resolved; otherwise stores the record again.
     fn put_back(&self, state: &mut Now, record: source::Doubt, over: bool) {
         if !over {
             if let Some(doubt) = &mut state.doubt {

@@ -212,7 +212,8 @@ fn until_end(
             _ => {}
         }
     }
-    // The process or its guest died. Only a *committing* line shows how far the migration was.
+    // The process or its guest died. Only a *committing* line shows how far the migration had
+    // progressed.
     let failed = if committing {
         let text = "the VM's process died after it sent commit to the destination: check there";
         FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)

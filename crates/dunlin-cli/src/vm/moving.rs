@@ -127,7 +127,7 @@ impl Moving {
     /// Requests the end, which [`Self::wait`] then returns.
     ///
     /// # Errors
-    /// Too late to cancel; nothing was requested.
+    /// It is too late to cancel; nothing was requested.
     pub(crate) fn ask_to_end(&self) -> Result<()> {
         if lock(&self.seen).line.phase == COMMITTED {
             bail!("too late to cancel: the destination got commit and may run the VM");

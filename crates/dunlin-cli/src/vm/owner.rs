@@ -34,7 +34,7 @@ use crate::service::start;
 use crate::state::StatePath;
 use crate::timeline;
 
-/// Flags of both kinds of process that own a VM.
+/// Flags of both kinds of process that can own a VM.
 #[derive(Debug, Args)]
 pub(crate) struct Own {
     /// Do not request transparent huge pages for private guest memory.
@@ -97,7 +97,7 @@ impl Own {
     }
 
     /// Confines this process; its control sockets are in the directory of `socket`. `identity` is
-    /// set for a process that reloads it and still has to create a socket.
+    /// given for a process that reloads that identity and still has to create a socket.
     pub(super) fn confine(&self, socket: &Path, identity: Option<&Path>) -> Result<Line> {
         let confined = self.confining.apply(&Needs {
             control: Needs::directory_of(socket),
@@ -170,7 +170,7 @@ impl Service for ControlService {
         send(connection, &Line::Done)
     }
 
-    /// Adds that the VM is where it was.
+    /// Adds to the error that the VM is where it was.
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         let mut failed = FailedLine::from(error);
         failed.vm = "at-source".into();

@@ -122,8 +122,8 @@ impl Receive {
             let waits = !service.is_arriving() && service.ending().is_none();
             match attempt {
                 Ok(received) => break received,
-                // The VM is at the source, which may try again. But a local failure before any
-                // source connected would repeat.
+                // The VM is at the source, which may try again. But a local failure that occurs
+                // before any source has connected would occur again.
                 Err(error) if error.vm == VmIs::AtSource && !(waits && is_local_fault(&error)) => {
                     let FailedLine { text, .. } = (&error).into();
                     if service.ending().is_none() {
@@ -138,7 +138,7 @@ impl Receive {
                     let failed: FailedLine = (&error).into();
                     let code = failed.code;
                     self.say(&Line::Failed(failed));
-                    // The VM may have run here for a moment, and never will again: the source keeps
+                    // The VM may have run here for a moment, but never will again: the source keeps
                     // its copy until an operator decides.
                     drop(builder.take());
                     return Ok(code);
@@ -150,7 +150,7 @@ impl Receive {
             .take()
             .context("the engine received a VM that was not built")?;
         if let Err(error) = confine::make_no_more_sockets(&confined) {
-            // The VM is here; a failure to confine must not end it.
+            // This process has the VM; a failure to confine the process must not end the VM.
             service.warn(&format!(
                 "cannot forbid new local sockets: {}",
                 chained(&error)
@@ -215,7 +215,7 @@ impl Receive {
     }
 }
 
-/// Reads the identity again at each SIGHUP. A session under way keeps the identity that it started
+/// Reloads the identity at each SIGHUP. A session under way keeps the identity that it started
 /// with.
 fn reload_at(hang_ups: HangUps, json: bool, accepting: &Arc<Accepting>) -> Result<()> {
     let accepting = Arc::clone(accepting);

@@ -36,7 +36,8 @@ pub(crate) enum Request {
     Set {
         rate: Option<u64>,
     },
-    /// Cancel it. As the first request of a connection, the answer follows when it has ended.
+    /// Cancel it. If this is the first request of a connection, the answer follows when the
+    /// migration has ended.
     Cancel,
     /// Query the destination again about a VM in doubt, and act on its answer.
     AskDestination {

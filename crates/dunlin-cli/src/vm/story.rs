@@ -1,5 +1,6 @@
-//! The story of a migration in the log: about ten lines at level info, and every lane and iteration
-//! at debug. The engine calls observers inside its spans, which add the session, the VM and the peer.
+//! The messages that a migration logs: about ten lines at level info, and every lane and iteration
+//! at debug. The engine calls observers inside its spans, which add the session, the VM and the
+//! peer.
 
 use dunlin::engine::Event;
 use dunlin::engine::destination::DestinationEvent;

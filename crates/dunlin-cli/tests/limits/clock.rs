@@ -43,7 +43,7 @@ impl Clock {
     fn jump(&self, offset: &str) {
         let new = self.file.with_extension("new");
         fs::write(&new, offset).unwrap();
-        // Atomically, since the process reads the file at any time.
+        // Replace the file atomically, since the process may read it at any time.
         fs::rename(new, &self.file).unwrap();
     }
 
@@ -143,7 +143,7 @@ fn clocks_that_count_from_another_start_do_not_affect_a_migration() {
     // Hosts that were started at different times have different monotonic clocks.
     let days_ahead = |command: &Command| {
         let mut unshare = Command::new("unshare");
-        // unshare stays the parent, and the process is killed with it.
+        // unshare remains the parent; if it is killed, so is the process.
         unshare.args(["--fork", "--kill-child", "--time"]);
         unshare.args(["--monotonic", "8640000", "--boottime", "8640000"]);
         pass_on(&mut unshare, command);
@@ -199,7 +199,7 @@ fn a_clock_that_is_wrong_is_reported_if_a_certificate_is_refused_for_its_dates()
     for (ours, theirs) in [
         // The source refuses a valid certificate.
         ("+9d", "+0"),
-        // The destination refuses one, and sends an alert.
+        // The destination refuses the source's certificate, and sends an alert.
         ("+0", "+90d"),
         ("+0", "-9d"),
     ] {

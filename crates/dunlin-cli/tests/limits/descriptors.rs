@@ -9,8 +9,8 @@ use crate::host::{assert_says, skip};
 use crate::support::{Hosts, Process, finish, words};
 use crate::{GUEST, failed, migrate, text};
 
-/// Limits a process to `more` descriptors in addition to its present ones; `None` if this host does not
-/// permit to change the limits of another process.
+/// Limits a process to `more` descriptors in addition to its present ones; `None` if this host does
+/// not permit changing the limits of another process.
 fn allow(process: &Process, more: usize) -> Option<()> {
     let open = || -> Vec<usize> {
         fs::read_dir(format!("/proc/{}/fd", process.pid()))
@@ -26,7 +26,8 @@ fn allow(process: &Process, more: usize) -> Option<()> {
         before = open();
         std::thread::sleep(Duration::from_millis(300));
     }
-    // The limit applies to the numbers of descriptors, and a new one gets the lowest free number.
+    // The limit applies to the numbers of descriptors, and a new descriptor gets the lowest free
+    // number.
     let open = before;
     let mut free = (0..).filter(|number| !open.contains(number));
     limit(process, free.nth(more).unwrap())
@@ -99,7 +100,8 @@ fn a_source_without_descriptors_reports_it_at_each_use_and_the_vm_stays() {
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
     if let Some(failures) = one_more_each_time(&hosts, &source, &destination, &source) {
-        // The identity, the journal, the control lane, a lane's own descriptors, the lanes.
+        // Each of these fails at least once: the identity, the journal, the control lane, a lane's
+        // own descriptors, the lanes.
         assert!(failures >= 5, "{failures}");
     }
 }
@@ -110,8 +112,8 @@ fn a_destination_without_descriptors_reports_it_at_each_use_and_the_vm_stays() {
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
     if let Some(failures) = one_more_each_time(&hosts, &source, &destination, &destination) {
-        // The journal and the lanes. With fewer descriptors the destination cannot accept a
-        // connection, which the next test covers.
+        // The journal and the lanes fail at least once. With fewer descriptors the destination
+        // cannot accept a connection, which the next test covers.
         assert!(failures >= 2, "{failures}");
     }
 }

@@ -8,8 +8,8 @@ use crate::host::{assert_says, in_own_mounts};
 use crate::support::{Hosts, Process, words};
 use crate::{GUEST, failed, listening, migrate, receive, running, text};
 
-/// The command with a file system of 64 KiB for the journal, in which a shell has run `script`; `None`
-/// without permission to mount.
+/// Wraps the command so that the journal is on a file system of 64 KiB, in which a shell first runs
+/// `script`; `None` without permission to mount.
 fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Command> {
     let state = hosts.scratch.join("state");
     let state = state.display();

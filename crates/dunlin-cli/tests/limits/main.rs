@@ -1,7 +1,8 @@
-//! Failures by exhausted resources, silent peers, contradictory descriptions and clocks: the code, the
-//! party at fault and the remedy are reported, and the VM stays at the source.
+//! Failures caused by exhausted resources, silent peers, contradictory descriptions and wrong
+//! clocks: the code, the party at fault and the remedy are reported, and the VM stays at the
+//! source.
 //!
-//! One program, so that tests that wait run in parallel.
+//! These are one program, so that tests that wait run in parallel.
 #![allow(clippy::unwrap_used)]
 
 mod clock;
@@ -21,7 +22,7 @@ use support::{Done, Hosts, Process, assert_at_source, finish, words};
 /// A guest that runs everywhere, 64 MiB in size.
 const GUEST: &str = "--guest process --memory 64M --working-set 8M --dirty-rate 500";
 
-/// `dunlin vm receive` of the host b, not started.
+/// The command `dunlin vm receive` for host b, not started yet.
 fn receive(hosts: &Hosts, flags: &str) -> std::process::Command {
     let mut command = words(&format!(
         "vm receive --listen 127.0.0.1:0 {flags} --identity"
@@ -30,7 +31,7 @@ fn receive(hosts: &Hosts, flags: &str) -> std::process::Command {
     command
 }
 
-/// Starts a command of [`receive`], which may be wrapped in another command.
+/// Starts a command from [`receive`], which may be wrapped in another command.
 fn listening(hosts: &Hosts, command: std::process::Command, control: &str) -> Process {
     let mut process = Process::start(command, &hosts.scratch.join(control));
     let listening = process.wait_for("listening");

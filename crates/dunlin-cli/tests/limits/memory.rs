@@ -105,14 +105,14 @@ fn i2_a_destination_that_the_kernel_kills_for_lack_of_memory_leaves_the_vm_at_th
     let flags = "--peer b.test --rate 16M";
     let client = hosts.begin(&source, &destination, "a", flags);
     client.wait_for("lane-up");
-    // Less than the VM needs, and more than has arrived.
+    // The limit is less than the VM needs, but more than has arrived.
     cgroup.limit(32 << 20).unwrap();
     let (code, line) = client.ended();
     assert_eq!(code, 1, "{line}");
     assert_eq!(destination.code(), -1, "the destination was not killed");
     hosts.assert_runs(&source);
     assert_at_source(&line, "control-lost", "peer");
-    // A hint at the cause, which the source cannot see.
+    // The error contains a hint at the cause, which the source cannot see.
     assert_says(&text(&line), &["killed it for lack of memory"]);
     // The VM can still migrate.
     let destination = hosts.receive("b", "3", "");

@@ -71,7 +71,7 @@ fn destination_in_the_switchover() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
-    // Most of the memory is left for the last pass, which takes long.
+    // Most of the memory is left for the last pass, which takes a long time.
     let flags = "--rate 4M --time-limit 2s --at-time-limit stop --last-pass-rate 4M";
     let client = under_way(&hosts, &source, &destination, flags);
     client.wait_for("paused");
@@ -108,11 +108,11 @@ fn source_in_pre_copy() {
     let parts = ["silent for 10s", "at fault: network"];
     assert_says(&text(&rejected), &parts);
     source.signal("CONT");
-    // Which fault the source finds first depends on the order of its connections' ends.
+    // Which fault the source finds first depends on the order in which its connections end.
     let (code, line) = client.ended();
     assert_eq!((code, &line["vm"]), (1, &"at-source".into()), "{line}");
     hosts.assert_runs(&source);
-    // The destination is free for the next attempt.
+    // The destination is ready for the next attempt.
     migrate(&hosts, &source, &destination, "--verify").expect(0);
 }
 

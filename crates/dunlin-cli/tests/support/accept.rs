@@ -89,7 +89,8 @@ impl Scene {
         }
     }
 
-    /// The bytes of the next connection to the receiver, and the socket attached to them, if any.
+    /// Returns the bytes of the next connection to the receiver, and the socket attached to them,
+    /// if there is one.
     fn taken(&self) -> (Vec<u8>, Option<OwnedFd>) {
         let from = accepted(&self.taker);
         let mut line = Vec::new();
@@ -107,10 +108,10 @@ impl Scene {
         (line, sockets.pop())
     }
 
-    /// A client of `own.test` completes its handshake: its socket is delivered and carries a line
-    /// each way; returns its description. Without kernel TLS the handshake still completes and is
-    /// verified; then the client gets an alert, the log the reason, and the receiver nothing.
-    /// `tests/kernel` then tests the delivery.
+    /// Checks that a client of `own.test` completes its handshake, and that its socket is
+    /// delivered and carries a line each way; returns the socket's description. Without kernel
+    /// TLS the handshake still completes and is verified; then the client gets an alert, the log
+    /// states the reason, and the receiver gets nothing. `tests/kernel` then tests the delivery.
     pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
         if !kernel_has_tls() {
             let why = accept.process.wait_for("for own.test is refused");
@@ -167,7 +168,7 @@ impl Accept {
         (of("fd"), of("task"))
     }
 
-    /// Waits until it holds no more than `before`.
+    /// Waits until the process holds no more resources than `before`.
     pub fn settles(&self, before: (usize, usize)) {
         let until = Instant::now() + TIMEOUT;
         while self.held() != before {

@@ -13,7 +13,7 @@ pub fn assert_says(text: &str, parts: &[&str]) {
     }
 }
 
-/// Reports a test that this host cannot run; in CI that is a failure.
+/// Reports that this host cannot run a test; in CI that is a failure.
 pub fn skip(what: &str) {
     assert!(
         std::env::var_os("CI").is_none_or(|ci| ci != "true"),
@@ -22,7 +22,7 @@ pub fn skip(what: &str) {
     println!("skipped: {what}");
 }
 
-/// The command, run by a shell after `first`, in the same process.
+/// Wraps the command in a shell that runs `first` and then becomes the command.
 pub fn after(first: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("{first} && exec \"$@\""), "sh"]);
@@ -30,7 +30,8 @@ pub fn after(first: &str, command: &Command) -> Command {
     shell
 }
 
-/// The command in a new mount namespace, after `script` has changed it; `None` without permission.
+/// Wraps the command in a new mount namespace, in which a shell first runs `script`; `None`
+/// without permission.
 pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
     let inside = |command: &Command| {
         let mut unshare = Command::new("unshare");
@@ -46,7 +47,7 @@ pub fn in_own_mounts(script: &str, command: &Command) -> Option<Command> {
     Some(inside(command))
 }
 
-/// Passes the command with its arguments and environment as arguments of another.
+/// Passes the command with its arguments and environment as arguments of another command.
 pub fn pass_on(to: &mut Command, command: &Command) {
     to.arg(command.get_program()).args(command.get_args());
     for (name, value) in command.get_envs() {

@@ -45,7 +45,7 @@ pub fn dunlin<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// The words of a command line; add a path with spaces by [`Command::arg`].
+/// The words of a command line; add a path with spaces with [`Command::arg`].
 pub fn words(line: &str) -> Command {
     dunlin(line.split_whitespace())
 }
@@ -277,7 +277,7 @@ impl Process {
     }
 }
 
-/// Two hosts of one authority, `a.test` and `b.test`, in one directory.
+/// Two hosts with certificates from one authority, `a.test` and `b.test`, in one directory.
 pub struct Hosts {
     pub scratch: Scratch,
 }
@@ -307,8 +307,8 @@ impl Hosts {
         succeed(command);
     }
 
-    /// An identity of the authority `ca` that expires after `valid`, to the second; returns its
-    /// end.
+    /// An identity of the authority `ca` that expires after `valid`, to the second; returns the
+    /// time of expiry.
     pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
         let expired = Instant::now() + valid + Duration::from_secs(1);
         self.issue_until(directory, name, OffsetDateTime::now_utc() + valid);
@@ -417,7 +417,7 @@ pub fn lives(pid: u32) -> bool {
         return false;
     };
     let state = stat.rsplit(')').next().unwrap_or("").trim_start();
-    // Its descriptors stay open while any of its threads is alive.
+    // A process's descriptors stay open while any of its threads is alive.
     let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     !state.starts_with('Z') || threads > 1
 }
@@ -439,7 +439,8 @@ pub fn kill(pid: u32, signal: &str) -> bool {
     shell.args(["-c", &line]).status().unwrap().success()
 }
 
-/// Processes that end by themselves if the test passes; killed at its end otherwise.
+/// Processes that end by themselves if the test passes; otherwise they are killed at its
+/// end.
 pub struct Orphans(pub Vec<u32>);
 
 impl Drop for Orphans {

@@ -19,9 +19,10 @@ pub struct Wire {
     b: String,
 }
 
-/// Queue of a limited wire: more than all lanes of a test together keep in their device (TCP limits
-/// that to two packets of 64 KiB each). If the sender's own queue overflows, no acknowledgement
-/// reports the loss: an otherwise idle lane retries after 200 ms, which lengthens a downtime.
+/// The queue of a limited wire. It holds more than all lanes of a test together keep in their
+/// device: TCP limits that to two packets of 64 KiB for each lane. If the sender's own queue
+/// overflowed, no acknowledgement would report the loss, and an otherwise idle lane would retry
+/// after 200 ms, which lengthens the downtime.
 const QUEUE_BYTES: u32 = 4 << 20;
 
 /// The addresses of both ends, from the block for documentation (RFC 5737).
@@ -130,7 +131,8 @@ fn run(line: &str) -> io::Result<()> {
     Err(io::Error::other(format!("{line}: {}", said.trim())))
 }
 
-/// `ip netns exec` becomes the command, in the same process.
+/// Wraps the command so that it runs in a namespace. `ip netns exec` becomes the command,
+/// in the same process.
 fn within(namespace: &str, command: &Command) -> Command {
     let mut inside = Command::new("ip");
     inside

@@ -56,7 +56,7 @@ impl Pool {
         run(command);
     }
 
-    /// Creates them, signed by the authority in `CA.pem`.
+    /// Creates a certificate and key, signed by the authority in `CA.pem`.
     pub fn issued(&self, name: &str, authority: &str) {
         let request = self.path(&format!("{name}.csr"));
         let mut command = Command::new("openssl");

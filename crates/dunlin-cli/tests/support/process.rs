@@ -44,7 +44,8 @@ impl Log {
         }
     }
 
-    /// The lines that no `wait_for` has returned, until the process has closed its outputs.
+    /// Returns the lines that no `wait_for` has returned. Waits until the process has
+    /// closed its outputs.
     pub fn rest(&self) -> Vec<String> {
         let until = Instant::now() + TIMEOUT;
         let mut lines = Vec::new();

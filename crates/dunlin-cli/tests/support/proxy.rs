@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A proxy of a destination that can delay and drop the destination's answers and the messages to
-/// it.
+/// A proxy in front of a destination. It can delay and drop the messages to the destination and
+/// its answers.
 pub struct Proxy {
     pub address: String,
     answers_held_ms: Arc<AtomicU64>,
@@ -34,7 +34,7 @@ impl Proxy {
                 };
                 let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
                 let (answers, messages) = (Arc::clone(&answers), Arc::clone(&messages));
-                // The first connection is the control lane. Only its messages are delayed: a delay of
+                // The first connection is the control lane. Only its messages are delayed: delaying
                 // each read of pages would take minutes.
                 let waits = number == 0;
                 std::thread::spawn(move || copy(near_too, far_too, &messages, waits));

@@ -137,7 +137,7 @@ pub fn near_config(hosts: &Hosts, to: &str, route: &str, socket: &str) -> String
     )
 }
 
-/// Sends bytes both ways and an end in each.
+/// Sends bytes in both directions, and then ends both directions.
 pub fn exchange(mut near: UnixStream, mut far: UnixStream) {
     let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at % 251) as u8).collect();
     let all = sent.clone();

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::support::{Done, Scratch, finish};
 
 /// Limit of the exposure level in tenths (systemd-analyze(1)): the tunnel needs the network and
-/// other users' sockets, which alone contribute most of it.
+/// other users' sockets, which alone account for most of it.
 const EXPOSURE: &str = "--threshold=20";
 
 /// The shipped units, with this build's program.

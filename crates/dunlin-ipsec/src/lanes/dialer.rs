@@ -29,7 +29,7 @@ const SESSIONS_TRIED: usize = 3;
 const STEP: Duration = Duration::from_millis(50);
 
 /// Opens lanes over IPsec. Dropping it ends its sessions, which waits until their connections are
-/// closed, or for the options' `quiet_wait`.
+/// closed, at most for the options' `quiet_wait`.
 #[derive(Debug)]
 pub struct IpsecDialer {
     lanes: IpsecLanes,
@@ -93,8 +93,8 @@ impl IpsecDialer {
     /// peer. Must be called on the thread of the lane: mode cpu pins the thread to one CPU.
     ///
     /// # Errors
-    /// The deadline has passed, or the request was cancelled. A session that is being set up is
-    /// then given up.
+    /// The deadline has passed, or the request was cancelled. A session that is still being set
+    /// up is then abandoned.
     pub fn connect(&self, request: &LaneRequest<'_>) -> Result<ProtectedLane, LaneError> {
         let mut tried = 0;
         loop {
@@ -114,7 +114,7 @@ impl IpsecDialer {
     }
 
     /// Returns a session with free ports, and starts one if there is none. Other callers wait
-    /// meanwhile.
+    /// during that time.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);
@@ -191,8 +191,8 @@ impl IpsecDialer {
                 Ok(session) => {
                     return Ok(LaneSession::new(session, &options, local, peer));
                 }
-                // Another session on one of the hosts has the ports: the other side opens lanes
-                // too.
+                // Another session on one of the hosts uses these ports: the other host may open
+                // lanes too.
                 Err(error) if error.code() == FaultCode::PortsTaken => {}
                 Err(error) => return Err(cancelled_or(error)),
             }

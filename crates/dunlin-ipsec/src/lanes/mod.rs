@@ -59,13 +59,14 @@ use dunlin_lane::sync::lock;
 use session::{LaneSession, refresh_route};
 
 /// The number of ports that a session protects: twice the maximum number of lanes, because the side
-/// that closes a connection keeps its port for a minute (TIME_WAIT). A power of two, so that one
-/// policy in each direction covers the block.
+/// that closes a connection keeps its port for a minute (TIME_WAIT). It is a power of two, so that
+/// one policy in each direction covers the block.
 pub const BLOCK_PORTS: u16 = 64;
 /// The maximum number of offers that wait for an answer. Offers come from authorised peers; further
-/// ones are dropped.
+/// offers are dropped.
 const OFFERS: usize = 8;
-/// The maximum number of accepted lanes that wait for an SA for their answers.
+/// The maximum number of accepted lanes that wait for an SA for the packets in the reverse
+/// direction.
 const ANSWERING: usize = 256;
 /// How long an accepted lane waits for an SA for its answers.
 const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
@@ -76,8 +77,8 @@ const WATCH: Duration = Duration::from_secs(1);
 /// How long to wait for a session that is being set up.
 const SETTLING: Duration = Duration::from_secs(2);
 
-/// The IPsec lanes that this process opens and accepts. Clones share one state; when the last is
-/// dropped, sessions that peers started end.
+/// The IPsec lanes that this process opens and accepts. Clones share one state; when the last
+/// clone is dropped, the sessions that peers started end.
 #[derive(Clone)]
 pub struct IpsecLanes(Arc<Inner>);
 
@@ -89,7 +90,7 @@ struct Inner {
 
 /// The state that all threads share.
 struct Shared {
-    /// Its options apply to sessions that peers start.
+    /// The state for sessions that peers start, and their options.
     site: Site,
     /// CPUs to which this side's lanes are pinned.
     cpus: Vec<u32>,
@@ -101,7 +102,7 @@ struct Shared {
 /// The offer of a session by a peer, and its control connection.
 type Offered = (ControlStream, Opening);
 
-/// An accepted lane that still answers by the fallback SA.
+/// An accepted lane with answers that still use the fallback SA.
 struct Answering {
     lane: TcpStream,
     cpu: u32,
@@ -136,12 +137,13 @@ impl NotProtected {
 
 impl IpsecLanes {
     /// Starts opening and accepting lanes over IPsec, if the kernel supports them. Both sides take
-    /// blocks of source ports from `options.ports`. `options.cpus` are the CPUs to which this side's lanes
-    /// are pinned; if it is empty, all lanes use one SA in mode cpu. Removes what dead processes
-    /// left.
+    /// blocks of source ports from `options.ports`. `options.cpus` are the CPUs to which this
+    /// side's lanes are pinned; if it is empty, all lanes use one SA in mode cpu. Removes the
+    /// policies and SAs that dead processes left.
     ///
     /// # Errors
-    /// The kernel or this process lacks something, or the range contains no block of ports.
+    /// The kernel lacks a feature, this process lacks a privilege, or the range contains no block
+    /// of ports.
     pub fn new(options: Options, observer: Observer) -> Result<Self, IpsecError> {
         check(&options)?;
         clean_up_lanes(&options, &observer)?;
@@ -172,7 +174,7 @@ impl IpsecLanes {
     }
 
     /// Checks that a plain lane of a session with this peer uses the SAs of a keying session with
-    /// the same peer. Then nothing else reaches this host from the lane's source port (I6).
+    /// the same peer. If so, no other packets reach this host from the lane's source port (I6).
     ///
     /// # Errors
     /// The lane does not use them.
@@ -191,7 +193,7 @@ impl IpsecLanes {
         loop {
             match self.0.shared.is_covered(is_peer, local, from) {
                 Some(true) => break,
-                // The peer may have seen the session come up first.
+                // The session may have become ready at the peer before it is ready here.
                 None if Instant::now() < until => thread::sleep(Duration::from_millis(5)),
                 _ => return Err(NotProtected::NoSession { from }),
             }
@@ -349,7 +351,7 @@ impl Shared {
 /// would move the connection away from the fallback again.
 fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     let before = allowed()?;
-    // If this process may not use that CPU, the next packet from there triggers the lookup.
+    // If this process may not use that CPU, the next packet sent on that CPU triggers the lookup.
     let there = pin_to(cpu as usize);
     let looked = refresh_route(connection).and_then(|()| match there {
         Ok(()) => send_window(connection),
@@ -359,7 +361,7 @@ fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     looked
 }
 
-/// Checks in advance for what would make the first lane fail.
+/// Checks in advance the conditions that would make the first lane fail.
 fn check(options: &Options) -> Result<(), IpsecError> {
     has_a_block(options.ports)?;
     let tables = Tables::open(None)?;

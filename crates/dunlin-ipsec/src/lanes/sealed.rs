@@ -21,8 +21,7 @@ impl SealedLanes for IpsecLanes {
         Arc::new(IpsecDialer::new(self.clone()))
     }
 
-    /// Takes offers of keying sessions from what arrives at a listener of lanes; returns anything
-    /// else.
+    /// Takes arrivals that are offers of keying sessions; returns any other arrival.
     fn take(&self, arrival: Arrival) -> Option<Arrival> {
         let Arrival::Control { stream, opening } = arrival else {
             return Some(arrival);

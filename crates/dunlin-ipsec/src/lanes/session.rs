@@ -29,8 +29,9 @@ use dunlin_lane::sync::lock;
 
 /// How long to wait for a lane's own SA before the lane uses the fallback.
 const SA_LIMIT: Duration = Duration::from_secs(2);
-/// How many checks in a row must find no connection before its last acknowledgement is taken to
-/// have reached the other side: procfs may omit one, and the network needs time.
+/// The number of consecutive checks that must find no connection before its last
+/// acknowledgement is assumed to have reached the other side: procfs may omit one, and the
+/// network needs time.
 const LOOKS: u32 = 4;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// The interval at which an expected SA is polled.
@@ -92,8 +93,8 @@ impl LaneError {
         }
     }
 
-    /// Returns the fault code if the next attempt would fail in the same way; `None` if it may
-    /// succeed.
+    /// Returns the fault code if the next attempt would fail in the same way; `None` if that
+    /// attempt may succeed.
     #[must_use]
     pub fn permanent(&self) -> Option<FaultCode> {
         let code = self.code();
@@ -143,7 +144,7 @@ struct LaneEntry {
     has_strayed: AtomicBool,
 }
 
-/// A connection that uses a session's SAs and nothing else.
+/// A connection that uses only the SAs of a session.
 #[derive(Debug)]
 pub struct ProtectedLane {
     /// The connection. The calling thread is pinned to the CPU that has its SA.
@@ -157,8 +158,8 @@ pub struct ProtectedLane {
 pub struct LaneHold(Arc<LaneEntry>);
 
 impl LaneGuard for LaneHold {
-    /// If the lane was seen to use another CPU's SA, makes the kernel look up its route again at
-    /// the next send of this thread.
+    /// If a check found that the lane uses another CPU's SA, makes the kernel look up its route
+    /// again at the next send of this thread.
     fn before_send(&self) {
         if self.0.has_strayed.load(Ordering::Relaxed)
             && self.0.has_strayed.swap(false, Ordering::Relaxed)
@@ -188,7 +189,8 @@ pub(super) fn refresh_route(connection: &TcpStream) -> io::Result<()> {
 }
 
 impl LaneSession {
-    /// A session that the dialer has begun with `options`, between these ends.
+    /// Creates the entry of a session that the dialer has begun with `options`, between
+    /// these addresses.
     pub(super) fn new(
         session: Session,
         options: &Options,
@@ -248,8 +250,8 @@ impl LaneSession {
                 Ok(stream) => {
                     if self.mode == Mode::Connection {
                         let to = self.peer.port();
-                        // The first bytes may use the fallback; a failure to get the SA is not an
-                        // error.
+                        // The first bytes may use the fallback; it is not an error if the SA is not
+                        // granted.
                         let own = Sender::Connection { from: port, to };
                         self.await_own(own, request)?;
                     }
@@ -318,7 +320,7 @@ impl LaneSession {
         entries.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// If the session has ended, shuts down its lanes: their ports no longer send.
+    /// If the session has ended, shuts down its lanes: their ports can no longer send.
     /// Returns whether it has ended.
     pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {
@@ -389,8 +391,9 @@ impl LaneSession {
 }
 
 impl Drop for LaneSession {
-    /// Waits until closed connections have ended, while their packets still pass: once the session
-    /// is over, TCP could not retransmit, and the ports would stay blocked until TCP gives up.
+    /// Waits until closed connections have ended, as long as their packets still pass: once the
+    /// session has ended, TCP could not retransmit, and the ports would stay blocked until TCP
+    /// gives up.
     fn drop(&mut self) {
         let until = Instant::now() + self.quiet_wait;
         let mut looks = 0;

@@ -15,9 +15,9 @@ const LEAST_BYTES: u64 = 64 << 10;
 /// One sample of all counters.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Look {
-    /// For each outbound SA, its SPI and bytes, read just before the lanes.
+    /// For each outbound SA, its SPI and byte count, read just before those of the lanes.
     pub(super) before: BTreeMap<Sender, (u32, u64)>,
-    /// For each lane, by its number, its CPU and the bytes that it sent.
+    /// For each lane, by its number, its CPU and the number of bytes that it sent.
     pub(super) lanes: BTreeMap<u64, (u32, u64)>,
     /// As `before`, read just after the lanes.
     pub(super) after: BTreeMap<Sender, (u32, u64)>,
@@ -63,7 +63,7 @@ pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
         .lanes
         .values()
         .all(|(cpu, _)| now.after.contains_key(&Sender::Cpu(*cpu)));
-    // Each lane lost too little to be noticed, but the fallback carried something.
+    // No lane's deficit is large enough to be detected, but the fallback SA carried bytes.
     if behind.is_empty() && all_served && carried(Sender::Fallback) >= Some(LEAST_BYTES) {
         return served.into_iter().filter(|one| one.sent > 0).collect();
     }

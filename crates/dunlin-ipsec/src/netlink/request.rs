@@ -5,8 +5,8 @@ use zeroize::Zeroizing;
 
 /// The size of `struct nlmsghdr`.
 pub(super) const HEADER: usize = 16;
-/// Larger than the longest request, an SA with the longest replay window. So the vector never
-/// reallocates and leaves a key behind in freed memory.
+/// Larger than the longest request, which is for an SA with the longest replay window. The
+/// vector therefore never reallocates, and so never leaves a key in freed memory.
 const ROOM: usize = 2048;
 
 /// A request. Wiped on drop.

@@ -21,7 +21,7 @@ impl RecordDirectory {
 
     /// Reads all records in this namespace and determines whether a process holds each. The caller
     /// must hold the directory's [lock](RecordDirectory::lock): each record is locked for a moment,
-    /// so that another process could believe its owner alive or fail to create it.
+    /// during which another process could consider its owner alive, or could fail to create it.
     pub(crate) fn all(&self) -> Result<Vec<Seen>, IpsecError> {
         let header = header()?;
         let paths = self.paths()?.into_iter();

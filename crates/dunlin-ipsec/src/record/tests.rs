@@ -240,8 +240,8 @@ fn a_damaged_record_is_reported_and_kept() {
             other => panic!("{other}"),
         }
     };
-    // A block of zeros in the header, within a line, and across the end of a line; then an unknown
-    // operator.
+    // Overwrite a block with zeros: in the header, within a line, and across the end of a line.
+    // Then write an unknown operator.
     assert_eq!(first(0, 8), 1);
     assert_eq!(first(lines[0] + 1, lines[0] + 3), 2);
     assert_eq!(first(lines[1] - 2, lines[1] + 4), 2);

@@ -46,7 +46,7 @@ impl Driver {
             .udp
             .zip(self.options.udp)
             .map(|(theirs, own)| (own, theirs));
-        // Held until the ports belong to this session.
+        // The lock is held until the ports belong to this session.
         let _lock = self.records.lock(self.options.timeout)?;
         let mut parameters = SessionParameters {
             local: own,
@@ -89,7 +89,8 @@ impl Driver {
     /// would block it, and its session would be lost. The caller holds the lock of the directory.
     fn check_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
         let others = self.records.all()?;
-        // Sessions of dead processes have no connection, and an unreadable record names none.
+        // Sessions of dead processes have no connection, and an unreadable record has no address of
+        // one.
         let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
         for owner in kept.filter_map(|(record, _)| record.owner()) {
             if let Some(port) =
@@ -105,9 +106,9 @@ impl Driver {
         Ok(())
     }
 
-    /// What sessions with this peer left on some of these ports after their process or control
-    /// connection died. Removes their SAs; the policies that block their ports stay. Sessions on
-    /// other ports are left to other successors.
+    /// Returns the policies that earlier sessions with this peer left on some of these ports,
+    /// after their process or control connection died. Removes the SAs of these sessions, but
+    /// not the policies that block ports. Sessions on other ports are left to other successors.
     fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
         let mut records = Vec::new();
         for record in self.records.left()? {
@@ -131,7 +132,7 @@ impl Driver {
         })
     }
 
-    /// Called when this session's own policies are installed. Removes the policies that these
+    /// Called after this session's own policies are installed. Removes the policies that they
     /// override, and frees ports that do not belong to this session and that no connection uses.
     fn settle_inheritance(
         &mut self,
@@ -181,7 +182,7 @@ impl Driver {
 /// What earlier sessions left.
 struct Inheritance {
     records: Vec<Record>,
-    /// Those of their blocking policies that the kernel still has.
+    /// The blocking policies of those sessions that the kernel still has.
     installed: Vec<Policy>,
 }
 

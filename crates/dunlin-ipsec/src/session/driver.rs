@@ -32,7 +32,7 @@ use crate::tables::{Tables, still_used};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::sync::lock;
 
-/// The interval at which connections are listed, and at which a session that ends checks whether
+/// The interval at which connections are listed, and at which an ending session checks whether
 /// its ports are still in use.
 const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
@@ -44,8 +44,8 @@ const LINGER: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(2);
 /// After a send error, how long to drain the peer's final messages.
 const DRAIN_LIMIT: Duration = Duration::from_secs(2);
-/// The maximum number of SAs that stay for that time. If a peer creates and releases more, the
-/// oldest are removed early.
+/// The maximum number of SAs that stay for [`GRACE`] or [`LINGER`]. If a peer creates and
+/// releases more, the oldest are removed early.
 const MOST_LATE: usize = 2 * MAX_SAS as usize;
 
 /// Steps and the time at which each is due.
@@ -73,12 +73,13 @@ pub(super) struct Driver {
 
 /// The ports of the session. No transition leads back.
 pub(super) enum Ports {
-    /// The exchange has not begun: they are as before the session.
+    /// The exchange has not begun: the ports are in the state from before the session.
     Free,
     Blocked(Box<Blocked>),
 }
 
-/// Ports that pass packets only by an SA of the session, and what is installed for them.
+/// Ports that pass packets only by an SA of the session, and the policies and SAs that are
+/// installed for them.
 pub(super) struct Blocked {
     record: Record,
     parameters: SessionParameters,
@@ -151,11 +152,12 @@ impl Driver {
             Err(source) => IpsecError::resources("a thread")(source.kind().into()),
         };
         self.exchange.end(why.code(), &chain(&why));
-        // Sends the reason to the peer, unless the session is over. Returns it once more.
+        // Sends the reason to the peer, unless the session has ended. The result is the same reason
+        // again.
         let _ = self.settle();
         // Unblocks the reader.
         drop(dealt);
-        // Informs the peer that nothing follows. Fails if the peer has ended.
+        // Tells the peer that no more messages follow. Fails if the peer has already ended.
         let _ = self.control.close();
         self.control.shutdown();
         if let Ok(reader) = reader {
@@ -168,7 +170,7 @@ impl Driver {
         }
     }
 
-    /// Performs the exchange until the session is over. Returns the reason.
+    /// Performs the exchange until the session has ended. Returns the reason.
     fn serve(&mut self, commands: &Receiver<Command>, dealt: &Channel<()>) -> IpsecError {
         let mut step = || {
             self.settle()?;
@@ -199,7 +201,7 @@ impl Driver {
     /// Performs all pending actions.
     ///
     /// # Errors
-    /// The reason why the session is over.
+    /// The reason why the session has ended.
     fn settle(&mut self) -> Result<(), IpsecError> {
         let mut result = Ok(());
         while result.is_ok()
@@ -237,8 +239,8 @@ impl Driver {
                 known,
             } => {
                 if first {
-                    // Every other epoch uses the same request ids: no SA of the epoch before last
-                    // may match the policies of this one.
+                    // Every other epoch uses the same request ids: no SA of the epoch before the
+                    // previous one may match the policies of this one.
                     let lingering = lingering(&mut self.blocked()?.late);
                     self.apply(&lingering)?;
                 }
@@ -286,13 +288,13 @@ impl Driver {
         Ok(())
     }
 
-    /// Installs SAs for what the peer sends, each under a free SPI.
+    /// Installs SAs for the packets that the peer sends, each under a free SPI.
     fn install_inbound(&mut self, epoch: u32, slots: &[Slot]) -> Result<Vec<u32>, IpsecError> {
         let parameters = self.parameters()?;
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
         let grants = slots.iter().map(|slot| Ok(slot.granted(spi()?)));
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
-        // All in one call, because each call waits for the disk.
+        // Install all of them in one call, because each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = &mut self.blocked()?.record;
@@ -352,7 +354,8 @@ impl Driver {
         if let Ports::Blocked(blocked) = &mut self.ports {
             if now.duration_since(blocked.verified) >= LOOK {
                 self.tables.verify_installed(&blocked.record)?;
-                // A temporary lack of a route is not an error here: nothing leaves then.
+                // A temporary lack of a route is not an error here: without a route, no packet
+                // leaves.
                 if let Err(error @ IpsecError::Unguarded { .. }) = guarded(self.control.socket()) {
                     return Err(error);
                 }
@@ -443,10 +446,10 @@ impl Driver {
         self.observer.event(&event);
     }
 
-    /// Removes what was installed. While connections use the ports, they stay blocked; after
-    /// `quiet_wait` a later process frees them. If the end was not requested, they stay blocked at
-    /// once: an attacker who can cut a connection, or make a peer send garbage, must not be able to
-    /// open the ports.
+    /// Removes the session's policies and SAs. While connections use the ports, they stay blocked;
+    /// after `quiet_wait` a later process frees them. If the end was not requested, they stay
+    /// blocked at once: an attacker who can cut a connection, or make a peer send garbage, must not
+    /// be able to open the ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,

@@ -8,8 +8,8 @@ use crate::netdev;
 
 use crate::error::IpsecError;
 
-/// Returns whether packets to an address stay on this host: their source is then that address or a
-/// loopback address.
+/// Returns whether packets to an address stay on this host: in that case their source is that
+/// address or a loopback address.
 pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
     const DISCARD: u16 = 9;
     let any: IpAddr = match address {
@@ -50,7 +50,8 @@ pub(super) fn guarded(connection: &TcpStream) -> Result<(), IpsecError> {
 
 const SYSCTLS: &str = "/proc/sys/net";
 
-/// Returns the sysctl by which packets of a family bypass IPsec on a device, if one is set.
+/// Returns the sysctl that makes packets of a family bypass IPsec on a device, if one is
+/// set.
 fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
     let names = ["disable_xfrm", "disable_policy"];
     let all = names

@@ -8,7 +8,7 @@ use netlink_packet_core::NLM_F_DUMP;
 use super::{FIXED_BYTES, REQUEST_BYTES, SOCK_DIAG_BY_FAMILY};
 use crate::netlink::{Failure, Link, Request, number};
 
-/// How many times to read a list that changes during the read before using it as it is.
+/// How many times to read a list that changes during the read before it is used as it is.
 const ATTEMPTS: usize = 4;
 
 /// A connection of this host. An IPv4 address has IPv4 form regardless of the socket's family.
@@ -102,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    /// As `inet_diag_msg_common_fill` writes it.
+    /// Returns a message as `inet_diag_msg_common_fill` writes it.
     fn row(family: i32, state: u8) -> Vec<u8> {
         let mut bytes = vec![family as u8, state, 0, 0];
         bytes.extend(4444_u16.to_be_bytes());
@@ -149,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Some kernels have no inet_diag, and some processes no netlink sockets.
+    /// Some kernels have no inet_diag, and some processes may not open netlink sockets.
     #[test]
     fn the_kernel_lists_a_connection_by_its_state() {
         const ESTABLISHED: u8 = TcpConnection::ESTABLISHED;

@@ -34,7 +34,7 @@ pub(super) fn policy_of(policy: &Policy) -> xfrm::Policy {
     }
 }
 
-/// A policy that would block only the outgoing packets of a connection.
+/// Returns a policy that would block only the outgoing packets of a connection.
 pub(super) fn connection_policy(local: SocketAddr, peer: SocketAddr) -> xfrm::Policy {
     policy_of(&Policy {
         direction: Direction::Out,
@@ -88,7 +88,7 @@ pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
     }
 }
 
-/// Whether the kernel's SA is the installed one, by all fields in a record.
+/// Whether the kernel's SA equals the installed one in all fields that a record has.
 pub(super) fn is_same(installed: &Installed, one: &Association) -> bool {
     installed.source == one.source
         && installed.reqid == one.reqid

@@ -191,7 +191,7 @@ fn info(from: IpAddr, to: IpAddr, spi: u32, reqid: u32) -> UserSaInfo {
     }
 }
 
-/// Zeros would be limits that are reached immediately.
+/// Returns a lifetime without limits. Zeros would be limits that are reached immediately.
 fn without_limit() -> LifetimeConfig {
     LifetimeConfig {
         soft_byte_limit: uapi::XFRM_INF,

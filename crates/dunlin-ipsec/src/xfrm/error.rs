@@ -95,7 +95,7 @@ impl Error {
         }
     }
 
-    /// Why an operation failed, before its meaning for the caller is determined.
+    /// Converts a failure of an operation, before its meaning for the caller is determined.
     pub(super) fn of(doing: &'static str, why: Failure) -> Self {
         match why {
             Failure::Kernel {

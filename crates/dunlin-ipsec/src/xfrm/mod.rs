@@ -8,8 +8,8 @@
 //! no other CPU uses it. Receiving uses only the SPI, on any CPU.
 //! docs/decisions/0013-sas-without-a-daemon.md has the tests of the kernel's behaviour.
 //!
-//! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; nothing here
-//!   flushes
+//! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; no function
+//!   flushes the tables
 //! - [`values`]: the types of what is created and read back
 //! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated):
 //!   related kernel features
@@ -138,7 +138,7 @@ impl Xfrm {
     }
 
     /// Removes an SA; returns `false` if it did not exist. Connections that used it look for
-    /// another at their next packet.
+    /// another SA at their next packet.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
@@ -165,7 +165,7 @@ impl Xfrm {
     ///
     /// # Errors
     /// [`Error::Taken`] if a policy with the same selector and direction exists, regardless of its
-    /// action and priority: the kernel keeps one.
+    /// action and priority: the kernel keeps only one.
     pub fn add_policy(&self, policy: &Policy) -> Result<(), Error> {
         let request = encode::add_policy(uapi::XFRM_MSG_NEWPOLICY, policy);
         match self.exchange("adding a policy", request, |_, _| Ok(())) {
@@ -279,15 +279,16 @@ impl Xfrm {
         });
         match added {
             Ok(()) => self.remove_state(&id).map(drop),
-            // Another probe's SA: sufficient evidence, and not ours to remove.
+            // This is the SA of another probe. It is sufficient evidence, and this probe must not
+            // remove it.
             Err(Error::Taken { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
     /// Returns whether the kernel supports per-CPU SAs. A kernel that does not ignores the CPU
-    /// number. Linux 6.13 introduced them and older series have backports, so the version does not
-    /// tell.
+    /// number. Linux 6.13 introduced them and older series have backports, so the kernel's version
+    /// does not show whether it has them.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
@@ -304,9 +305,9 @@ impl Xfrm {
         Ok(self.probe()?.direction == Some(Direction::In))
     }
 
-    /// Returns what the kernel stores of an SA for CPU 0 with a direction: reserves an SPI between
-    /// documentation addresses (RFC 5737), reads the reservation back, and removes it. A
-    /// reservation has no key and carries nothing.
+    /// Returns the fields that the kernel stores of an SA for CPU 0 with a direction: reserves an
+    /// SPI between documentation addresses (RFC 5737), reads the reservation back, and removes it.
+    /// A reservation has no key and carries nothing.
     fn probe(&self) -> Result<Installed, Error> {
         const DOING: &str = "reserving an SPI";
         let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));

@@ -1,11 +1,11 @@
 //! Detects the kernel's segmentation offload for ESP (`esp4_offload`, `esp6_offload`). An SA checks
 //! for it only when it is added; without it a TCP connection passes one packet for each segment.
-//! The kernel loads it by itself only for a network card that seals ESP.
+//! The kernel loads the modules by itself only for a network card that seals ESP.
 
 use std::fs;
 use std::path::Path;
 
-/// The address families for which it is available.
+/// The address families for which the offload is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EspOffload {
     /// `esp4_offload`.
@@ -15,8 +15,8 @@ pub struct EspOffload {
 }
 
 impl EspOffload {
-    /// The command that loads what is missing, to be run as root before any SA is added; `None` if
-    /// nothing is missing.
+    /// The command that loads the missing modules, to be run as root before any SA is added;
+    /// `None` if nothing is missing.
     #[must_use]
     pub fn how_to_load(self) -> Option<&'static str> {
         match (self.ipv4, self.ipv6) {

@@ -1,5 +1,6 @@
 //! Compares requests with the kernel's structures, and tries queries on the running kernel. The
-//! behaviour of the kernel is tested inside Debian's kernels (docs/testing/ipsec.md).
+//! behaviour of the kernel itself is tested in virtual machines with Debian's kernels
+//! (docs/testing/ipsec.md).
 #![allow(clippy::unwrap_used)]
 
 use std::mem::offset_of;
@@ -233,7 +234,7 @@ fn a_request_to_add_an_sa_has_the_kernels_layout() {
     at(&message, offset_of!(UserSaInfo, reqid), &reqid);
     let family = 2_u16.to_ne_bytes();
     at(&message, offset_of!(UserSaInfo, family), &family);
-    // Transport mode, no window of the legacy kind, extended sequence numbers.
+    // Transport mode, no legacy replay window, extended sequence numbers.
     at(&message, offset_of!(UserSaInfo, mode), &[0, 0, 128]);
     let given = offset_of!(UserSaInfo, sel);
     at(
@@ -441,8 +442,9 @@ fn truncated_answers_are_errors() {
     assert!(decode::policy(&body[..167]).is_err());
 }
 
-/// The machine that runs this may lack IPsec or permit no changes: each has its own error. If it
-/// has both, the test changes nothing, because the namespace is not the test's own.
+/// The machine that runs this test may lack IPsec or permit no changes: each case has its own
+/// error. If it has IPsec and permits changes, the test changes nothing, because the namespace
+/// is not the test's own.
 #[test]
 fn a_lack_of_ipsec_or_of_permission_has_its_own_error() {
     let xfrm = match Xfrm::open() {

@@ -66,7 +66,7 @@ pub struct State {
     pub id: StateId,
     /// The source of its packets; same family as the destination.
     pub source: IpAddr,
-    /// The request id by which policies find it; not zero.
+    /// The request id by which policies find the SA; not zero.
     pub reqid: u32,
     /// Its direction on this host.
     pub direction: Direction,
@@ -138,7 +138,7 @@ pub struct Counters {
     /// Packets with a sequence number that was received before.
     pub replay: u32,
     /// Packets older than the replay window. With extended sequence numbers the kernel assigns such
-    /// a packet to the next 2^32 numbers and counts an integrity failure instead.
+    /// a packet to the next range of 2^32 numbers and counts an integrity failure instead.
     pub replay_window: u32,
     /// Packets that failed authentication.
     pub integrity_failed: u32,
@@ -182,8 +182,8 @@ impl Installed {
     }
 }
 
-/// The packets that a policy or an SA applies to, as on the wire: source and destination are the
-/// packet's, in either direction.
+/// The packets that a policy or an SA applies to, as on the wire: source and destination are
+/// those of the packet, in either direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Selector {
     /// The source addresses.
@@ -264,8 +264,9 @@ pub struct Policy {
 /// What a policy does with packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// They need an SA in transport mode with this `reqid`: outbound packets use one or are
-    /// dropped, inbound packets arrived by one or are dropped.
+    /// The packets need an SA in transport mode with this `reqid`: outbound packets use
+    /// such an SA or are dropped, and inbound packets are dropped unless they arrived
+    /// through one.
     Protect {
         /// The request id of the SA.
         reqid: u32,

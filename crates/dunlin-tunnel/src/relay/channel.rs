@@ -1,9 +1,9 @@
 //! A channel of a relay: the hypervisor's connection, a TLS connection, and one thread per
 //! direction.
 //!
-//! A thread that aborts the channel shuts both sockets down, which wakes the other; the last thread
-//! to leave closes them. `process` has the bodies of the threads; if the kernel seals and opens the
-//! records, `splice` has them.
+//! A thread that aborts the channel shuts both sockets down, which wakes the other thread; the last
+//! thread to leave closes the sockets. `process` has the bodies of the threads; if the kernel seals
+//! and opens the records, `splice` has them.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -29,9 +29,9 @@ use dunlin_lane::splice::Stop;
 
 /// How often a direction with a consumer that does not read checks whether the channel is aborted.
 ///
-/// Drawback: a hypervisor that stalls notices an abort this much later.
-/// Alternative: a shutdown would wake the thread immediately, but the hypervisor would read an orderly
-/// end, which an abort must not be.
+/// Drawback: a hypervisor that stalls notices an abort this much later. Alternative: a shutdown
+/// would wake the thread immediately, but the hypervisor would read a clean end, although the
+/// channel was aborted.
 pub(super) const STALL_LOOK: Duration = Duration::from_millis(20);
 
 pub(super) struct Channel {
@@ -63,7 +63,7 @@ pub(super) struct Process {
 /// The kernel. The threads wait in poll(2), each for a socket and a stop.
 pub(super) struct Kernel {
     pub(super) sealing: Mutex<Sealing>,
-    /// Of the inbound thread, which holds the lock.
+    /// Used by the inbound thread, which holds the lock.
     pub(super) opening: Mutex<Opening>,
     pub(super) outward: Stop,
     pub(super) inward: Stop,
@@ -138,7 +138,7 @@ impl Channel {
         }
     }
 
-    /// Whether an answer of the peer is overdue.
+    /// Whether an answer from the peer is overdue.
     pub(super) fn is_silent(&self, vanished: Duration) -> bool {
         silence(&self.tls).is_ok_and(|silent| silent.is_overdue(vanished))
     }
@@ -201,15 +201,15 @@ impl Channel {
             return Ok(());
         }
         let sent = send();
-        // A peer that has sent its end and closed misses nothing.
+        // A peer that has sent its end and closed the connection does not need this side's end.
         if sent.is_err() && self.life().is(Inward::Ended) {
             return Ok(());
         }
         sent
     }
 
-    /// Writes all bytes to the hypervisor, however long that takes. Once the peer's end vouches for
-    /// the bytes, a reset does not abort the write.
+    /// Writes all bytes to the hypervisor, however long that takes. With `is_over`, the peer's end
+    /// has confirmed that the bytes are complete, and a reset does not abort the write.
     pub(super) fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
         while !content.is_empty() {
             match self.plain.write(content) {
@@ -237,8 +237,8 @@ impl Channel {
         let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
     }
 
-    /// The peer has ended its direction: ends the one to the hypervisor, unless the channel is
-    /// aborted.
+    /// The peer has ended its direction: ends the direction to the hypervisor, unless the
+    /// channel is aborted.
     pub(super) fn end_inward(&self) -> Result<(), Failure> {
         let mut life = self.life();
         if !life.is_relaying() {

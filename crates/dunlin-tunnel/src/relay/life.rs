@@ -1,4 +1,5 @@
-//! The life of a channel: how its threads and the watch change it. No sockets, no threads.
+//! The states of a channel, and how its threads and the watch change them. This file uses no
+//! sockets or threads.
 //!
 //! ```text
 //!          abort
@@ -9,14 +10,15 @@
 //!  Settled ◀─────────┘
 //! ```
 //!
-//! A direction that ends in order leaves the channel in `Relaying`. No transition leads back.
+//! If a direction ends cleanly, the channel stays in `Relaying`. No transition leads back.
 
 use crate::failure::Failure;
 
 pub(super) enum Life {
     /// The last value is the number of threads that have not left.
     Relaying(Inward, Outward, u8),
-    /// For the first reason. The sockets are shut down, and the threads leave.
+    /// The channel was aborted, for the first reason reported. The sockets are shut down,
+    /// and the threads leave.
     Aborted(Failure, u8),
     /// Both threads have left.
     Settled,
@@ -26,11 +28,12 @@ pub(super) enum Life {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Inward {
     Open,
-    /// The peer's connection was reset. Its end may have arrived before, so the reader decides.
+    /// The peer's connection was reset. The peer's end may have arrived before the reset, so
+    /// the reading thread decides.
     Reset,
     /// The peer has ended it in order.
     Ended,
-    /// Data was sent to the peer after its end.
+    /// The peer has ended its direction, and data was sent to it after that.
     EndedThenSent,
 }
 
@@ -72,8 +75,8 @@ impl Life {
         self.is_relaying()
     }
 
-    /// The peer has ended its direction. Returns true if its connection was reset before, and that
-    /// loses data of this side: this side has not sent its own end.
+    /// The peer has ended its direction. Returns true if the peer's connection was reset before
+    /// that, and the reset loses data of this side, because this side has not sent its own end.
     pub(super) fn end_inward(&mut self) -> bool {
         let loses_data = matches!(self, Self::Relaying(Inward::Reset, Outward::Open, _));
         if let Self::Relaying(inward @ (Inward::Open | Inward::Reset), ..) = self {
@@ -82,8 +85,9 @@ impl Life {
         loses_data
     }
 
-    /// The peer's connection was reset. Returns true if that loses data of this side: the peer's
-    /// end is read, so no thread reads any longer, and this side has not sent its own end.
+    /// The peer's connection was reset. Returns true if the reset loses data of this side: the
+    /// peer's end has been read, so no thread reads any more, and this side has not sent its own
+    /// end.
     pub(super) fn reset(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Open, ..) = self {
             *inward = Inward::Reset;
@@ -98,7 +102,8 @@ impl Life {
         }
     }
 
-    /// A thread has left. After the last one the life is settled, and how it ended is returned.
+    /// A thread has left. After the last one the channel is settled, and its result is
+    /// returned.
     pub(super) fn leave(&mut self) -> Option<Result<(), Failure>> {
         let (Self::Relaying(_, _, threads) | Self::Aborted(_, threads)) = self else {
             return None;
@@ -167,7 +172,8 @@ mod tests {
         },
     ];
 
-    /// One line per state: what each event returns, with the next state unless it is the same.
+    /// Returns one line per state: the result of each event, with the next state if it
+    /// differs.
     fn table(threads: u8) -> String {
         let mut table = String::new();
         for number in 0..states(threads).len() {

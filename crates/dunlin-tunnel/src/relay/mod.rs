@@ -14,7 +14,7 @@
 //! - `channel`: what the two threads of a channel share; `life` has its states.
 //! - `process`: the threads, one per direction, which seal and open the records.
 //! - `splice`: the same threads when the kernel seals and opens the records.
-//! - `watch`: a thread that finds resets and peers that have vanished.
+//! - `watch`: a thread that detects resets and vanished peers.
 //!
 //! An end is passed on as an end: a shutdown by the hypervisor as *close_notify*, a *close_notify*
 //! from the peer as a shutdown. Everything else is an abort, including a connection that ends
@@ -83,7 +83,8 @@ pub(super) struct Relays {
 
 #[derive(Default)]
 struct State {
-    /// By the number of the listener or port. Each queue has a thread that connects its members.
+    /// Keyed by the number of the listener or port. Each queue has a thread that connects its
+    /// members.
     queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
     /// Channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
@@ -115,11 +116,11 @@ impl Relays {
         lock(&self.state)
     }
 
-    /// Opens new ports, updates those that stay, and closes those that the configuration no longer
-    /// has.
+    /// Opens new ports, updates those that remain, and closes those that the configuration no
+    /// longer has.
     ///
     /// # Errors
-    /// [`TunnelError`]; nothing is changed.
+    /// [`TunnelError`]; nothing has changed.
     pub(super) fn listen(
         self: &Arc<Self>,
         identities: &Identities,
@@ -165,9 +166,9 @@ impl Relays {
         lock(&self.ports).iter().map(of).collect()
     }
 
-    /// Carries a connection that was accepted at an entrance, to a peer that may use any TLS
-    /// version from `oldest` on. Callers pass the connections of one entrance in the order of
-    /// acceptance.
+    /// Carries a connection that was accepted at an entrance, to a peer that may use TLS
+    /// version `oldest` or a later one. Callers pass the connections of one entrance in the
+    /// order of acceptance.
     pub(super) fn carry(
         self: &Arc<Self>,
         entrance: &Entrance,
@@ -227,7 +228,7 @@ impl Relays {
         }
     }
 
-    /// Takes a place for a channel that is to wait in a queue.
+    /// Reserves a place for a channel that will wait in a queue.
     fn admit(&self, state: &mut State, queue: u64, peer: &str) -> Result<Counted, Failure> {
         let limits = &self.site.limits;
         let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);

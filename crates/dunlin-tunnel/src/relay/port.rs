@@ -18,7 +18,7 @@ use dunlin_lane::accept::{RelayArrival, accept_relayed};
 use dunlin_lane::handshake::relay::Relayed;
 use dunlin_lane::policy::ServerTls;
 
-/// An open port. Dropping it closes the listener; its channels stay.
+/// An open port. Dropping it closes the listener; its channels stay open.
 pub(super) struct Port {
     pub(super) address: SocketAddr,
     exit: Arc<Mutex<RelayExit>>,
@@ -65,7 +65,8 @@ impl Port {
         })
     }
 
-    /// Whether it listens at the address of `other`. With port 0 the route must be the same too.
+    /// Whether it listens at the address of `other`. With port 0, the route must also be the
+    /// same.
     pub(super) fn is_at(&self, other: &RelayExit) -> bool {
         let own = of(&self.exit);
         own.listen == other.listen && (other.listen.port() != 0 || own.route == other.route)

@@ -65,8 +65,8 @@ impl Channel {
     }
 
     /// Sends pending TLS messages, even while the hypervisor sends nothing. If the other thread is
-    /// sending, or the peer is not reading, a later call sends them: a thread that reads from the
-    /// peer must not wait until the peer reads.
+    /// sending, or the peer is not reading, a later call sends them: the thread that reads from
+    /// the peer must not wait for the peer to read.
     fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
         if !tls.session.is_pending() {
             return Ok(());

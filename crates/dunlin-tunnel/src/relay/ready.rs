@@ -24,10 +24,11 @@ use dunlin_lane::splice::Stop;
 const IDLE: Duration = Duration::from_secs(1);
 
 impl Channel {
-    /// A channel without threads. Sets the options of the sockets.
+    /// Creates a channel without threads, and sets the options of its sockets.
     ///
     /// # Errors
-    /// setsockopt(2) fails, or no file descriptors are left. Both connections are aborted.
+    /// setsockopt(2) failed, or the process has no free file descriptors. Both connections
+    /// are aborted.
     pub(super) fn new(
         site: &Arc<Site>,
         number: u32,
@@ -78,7 +79,8 @@ impl Channel {
         let (own, counted) = (Arc::clone(self), Arc::clone(counted));
         let thread = move || {
             let result = body(&own);
-            // Before the end is reported: the next connection may follow immediately.
+            // Free the place before the end is reported: the next connection may follow
+            // immediately.
             drop(counted);
             own.leave(result);
         };

@@ -68,7 +68,7 @@ impl Channel {
                 return Ok(());
             }
             let is_over = match conduit.take(&self.tls) {
-                // An end of file, or an empty record.
+                // This is an end of file or an empty record.
                 Ok(0) => self.take_record(&mut opening, true)?,
                 Ok(count) => {
                     opening.came(count).map_err(|error| self.of_tls(&error))?;
@@ -102,7 +102,7 @@ impl Channel {
     }
 
     /// Writes all bytes in the pipe to the hypervisor, however long that takes. Returns true if the
-    /// peer's end followed them.
+    /// peer's end followed those bytes.
     fn deliver_by_kernel(
         &self,
         conduit: &mut Conduit,

@@ -1,5 +1,5 @@
-//! The channels of all relays, and one thread that watches them: it finds resets while no thread
-//! reads or writes, and peers that have vanished.
+//! The channels of all relays, and one thread that watches them: it detects resets while no
+//! thread reads or writes, and vanished peers.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
@@ -29,7 +29,7 @@ impl Watch {
     /// Starts the watch of a tunnel.
     ///
     /// # Errors
-    /// No file descriptors or threads are left.
+    /// The process has no free file descriptors, or cannot start a thread.
     pub(super) fn start(site: &Site) -> io::Result<Arc<Self>> {
         let made = Arc::new(Self {
             sockets: WatchedSockets::new()?,
@@ -38,7 +38,7 @@ impl Watch {
         });
         let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
-        // Two checks in a row have to find a peer overdue.
+        // Two consecutive checks have to find that the peer is overdue.
         let vanished = site.limits.vanished - 2 * step;
         let body = move || own.run(step, vanished);
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
@@ -54,7 +54,7 @@ impl Watch {
         channels.push(Arc::downgrade(channel));
         drop(channels);
         let token = u64::from(channel.number) << 1;
-        // If this fails, a reset is found only by the next read or write.
+        // If this fails, only the next read or write detects a reset.
         if channel.plain.tells_resets() {
             let _ = self.sockets.add(&channel.plain, token, Readiness::Failure);
         }
@@ -83,8 +83,8 @@ impl Watch {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
-        // The channels with a peer that was silent at the last check. What is overdue at the first
-        // check may have been sent just before, after a long silence on both sides.
+        // The channels with a peer that was silent at the last check. Data that is overdue at the
+        // first check may have been sent just before it, after a long silence of both sides.
         let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {
             let timeout = any.then(|| look.saturating_duration_since(Instant::now()));

@@ -9,7 +9,7 @@ use toml::Spanned;
 
 use super::table::{Found, RouteTable, at, check_entrance, check_exit, lacks_peer, parse_listen};
 
-/// Whether a route is a relay. Reports a relay's keys in a route that is none.
+/// Whether a route is a relay. Reports keys of relays in a route that is not a relay.
 pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> bool {
     let before = found.all.len();
     let is_relay = found.or(&table.mode, false, |mode| match mode {
@@ -73,7 +73,7 @@ pub(super) fn check(
     (near, None)
 }
 
-/// The route's plain end: local connections leave here as TLS.
+/// The route's plain end: the tunnel accepts local connections and forwards them as TLS.
 fn entrance(
     name: &str,
     table: &RouteTable,
@@ -99,7 +99,7 @@ fn entrance(
     check_entrance(name, table, listen, to, Mode::Relay(oldest_tls), found)
 }
 
-/// The route's TLS end: TLS clients connect here.
+/// The route's TLS end: TLS clients connect to it.
 fn exit(
     name: &str,
     at: &Range<usize>,
