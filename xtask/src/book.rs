@@ -18,8 +18,8 @@ const SUMMARY: &str = "docs/SUMMARY.md";
 /// The decisions, which [`collect`] leaves out.
 const DECISIONS: &str = "docs/decisions";
 
-/// Checks the links, then builds the book into `target/book`. Fails on a broken link and on a warning
-/// of mdBook.
+/// Checks the links, then builds the book into `target/book`. Fails if there is a broken link or a
+/// warning from mdBook.
 pub(crate) fn command() -> Result<ExitCode> {
     let mut files = Vec::new();
     for folder in [".", DECISIONS] {
@@ -58,7 +58,8 @@ fn build() -> Result<()> {
     Ok(())
 }
 
-/// A page's text, with the files that mdBook includes in place of their lines.
+/// A page's text, in which each include directive of mdBook is replaced with the included
+/// file.
 fn included(file: &Path, text: &str) -> Result<String> {
     let mut whole = String::new();
     for line in text.lines() {
@@ -157,7 +158,8 @@ impl Page {
         page
     }
 
-    /// Adds a heading's id as mdBook and forges make it: a repeated heading gets a number.
+    /// Adds a heading's id in the form that mdBook and code hosting sites generate: a
+    /// repeated heading gets a number.
     fn add_anchor(&mut self, heading: &str) {
         let id: String = heading
             .chars()

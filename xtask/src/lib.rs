@@ -30,7 +30,8 @@ use self::tables::keep::KeepOptions;
 use self::tables::report::ReportOptions;
 use self::words::WordOptions;
 
-/// The exit code if Debian's packages cannot be fetched: no network, or the host is not Debian.
+/// The exit code if Debian's packages cannot be fetched: there is no network, or the host is
+/// not Debian.
 const NOT_FETCHED: u8 = 3;
 
 /// Development tasks of Dunlin.

@@ -1,4 +1,4 @@
-//! `cargo xtask`: development tasks that cargo has no command for.
+//! `cargo xtask`: development tasks for which cargo has no command.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

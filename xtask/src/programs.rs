@@ -20,7 +20,7 @@ use serde::Deserialize;
 const AT_A_TIME: usize = 2;
 /// Programs that assert or compare times and rates. Each runs alone.
 const ALONE: &[&str] = &["conformance", "control", "hosts", "namespaces"];
-/// A package with guests that keep rates: each of its programs runs alone.
+/// A package with guests that have to keep their rates: each of its programs runs alone.
 const GUESTS: &str = "crates/dunlin-microvm";
 /// Packages of the test infrastructure.
 const RIG: [&str; 2] = ["tests/rig", "xtask"];
@@ -115,7 +115,8 @@ struct Ran {
 /// The programs cannot be built or started, or the suite has none.
 pub fn command(options: &TestOptions) -> Result<ExitCode> {
     let mut programs = built()?;
-    // Otherwise a renamed program would run in parallel with others unnoticed.
+    // Check the names: otherwise a renamed program would run in parallel with others without an
+    // error.
     let is_there = |name: &&str| programs.iter().any(|program| program.name == **name);
     if let Some(gone) = ALONE.iter().find(|name| !is_there(name)) {
         bail!("{gone}, which is to run alone, is not a test program");
@@ -218,14 +219,14 @@ fn run(programs: Vec<Program>, at_a_time: usize) -> Result<Vec<Ran>> {
 }
 
 fn run_one(program: &Program) -> Result<Ran> {
-    // A file instead of a pipe: a process that a test leaves behind would keep a pipe open.
+    // Use a file instead of a pipe: a process that a test leaves behind would keep a pipe open.
     let scratch = Scratch::try_new()?;
     let output = scratch.join("output");
     let file = File::create(&output)?;
     let began = Instant::now();
     let mut command = Command::new(&program.file);
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|soak| soak == "1") {
-        // The soak prints the results of passed tests too, such as seeds and crash counts.
+        // The soak test also prints the output of passed tests, such as seeds and crash counts.
         command.arg("--show-output");
     }
     let status = command

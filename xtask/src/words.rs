@@ -1,5 +1,5 @@
-//! The word check: searches comments, string literals and identifiers of sources, and the whole text
-//! of other files, for the retired names and phrases in `tools/words`.
+//! The word check: searches comments, string literals and identifiers of sources, and the whole
+//! text of other files for the retired names and phrases in `tools/words`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,9 +10,9 @@ use clap::Args;
 
 /// The list, relative to the workspace.
 const LIST: &str = "tools/words";
-/// Files and folders that are not searched: the list, texts that this project did not write, builds,
-/// generated inputs, lists of interfaces (`api`, with the names of the sources), recorded
-/// sessions, and decisions, which keep the words of their time.
+/// Files and folders that are not searched: the list, texts that this project did not write,
+/// builds, generated inputs, lists of interfaces (`api`, with the names of the sources), recorded
+/// sessions, and decisions, which keep the words used when they were made.
 const SKIPPED: [&str; 11] = [
     "words",
     "LICENSE",
@@ -287,7 +287,7 @@ fn name_parts(name: &str) -> Vec<Word> {
     parts
 }
 
-/// A text with its Markdown quotations blanked, of the same length.
+/// Returns a text of the same length in which Markdown quotations are replaced with spaces.
 fn without_quotations(text: &str) -> String {
     text.split_inclusive('\n')
         .map(|line| match line.trim_start().starts_with('>') {
@@ -341,7 +341,7 @@ fn tokens(source: &str) -> Vec<(usize, Kind, &str)> {
     list
 }
 
-/// The length of a line comment and of those on the lines that follow it.
+/// The length of a line comment and of the line comments that directly follow it.
 fn comments(rest: &str) -> usize {
     let mut length = 0;
     for line in rest.split_inclusive('\n') {
@@ -367,7 +367,7 @@ fn string(rest: &str) -> usize {
     rest.len()
 }
 
-/// The length of a raw string literal, if one begins here.
+/// The length of a raw string literal, if one begins at this position.
 fn raw_string(rest: &str) -> Option<usize> {
     let body = rest.strip_prefix('b').unwrap_or(rest).strip_prefix('r')?;
     let hashes = body.bytes().take_while(|&byte| byte == b'#').count();

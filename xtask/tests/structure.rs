@@ -1,5 +1,5 @@
-//! Rules of ARCHITECTURE.md, "Crates", that the compiler does not check: which crate depends on which,
-//! imports without circles, small structs and enums, and where `unsafe` is allowed.
+//! Rules of ARCHITECTURE.md, "Crates", that the compiler does not check: which crate depends on
+//! which, imports without cycles, small structs and enums, and where `unsafe` is allowed.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -97,9 +97,9 @@ fn cargo(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The tests of a crate may use what the crate itself may use, and the crates for tests. Those may
-/// use any crate, but for `dunlin-test-base`, which unit tests use: it depends on no crate of the
-/// workspace, so no crate is built twice for a unit test.
+/// The tests of a crate may use the same crates as the crate itself, and the crates for tests. The
+/// crates for tests may use any crate, except `dunlin-test-base`: unit tests use it, so it depends
+/// on no crate of the workspace, and no crate is built twice for a unit test.
 #[test]
 fn crates_depend_downwards_only() {
     let metadata = cargo(&["metadata", "--no-deps", "--locked", "--format-version", "1"]);
@@ -238,7 +238,8 @@ impl Sources {
             rest = after;
         }
         let Some(name) = rest.first() else {
-            // A module as a whole: the paths through it count, and they are resolved further.
+            // This is a module as a whole: the paths through it count, and they are resolved
+            // further.
             if path.whole {
                 found.insert(at);
             }
@@ -275,7 +276,7 @@ impl Sources {
         }
     }
 
-    /// The files that the file `from` uses, each with the paths that name it there.
+    /// The files that the file `from` uses, each with the paths by which `from` names it.
     fn used_by(&self, from: &[String], reexports: bool) -> Uses {
         let file = &self.files[from];
         let mut uses = Uses::new();
@@ -317,7 +318,7 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
 #[derive(Clone)]
 struct Named {
     segments: Vec<String>,
-    /// How many modules in the file itself are around it.
+    /// The number of inline modules of the file around the current position.
     inline: usize,
     /// Whether everything in a module counts: `use module::*`.
     whole: bool,
@@ -552,16 +553,17 @@ fn is_one_module(circle: &[&[String]]) -> bool {
     circle.iter().all(|file| file == top || below(file))
 }
 
-/// Every path counts: an import, a path in code, a path in the arguments of a macro or an attribute. It
-/// counts for the file that defines the item, also if another file re-exports it. A module and its
-/// submodules are no exception: a module that uses an item of a submodule, which uses an item of the
-/// module, is a circle.
+/// Every path counts: an import, a path in code, a path in the arguments of a macro or an
+/// attribute. It counts for the file that defines the item, even if another file re-exports it. A
+/// module and its submodules are no exception: a module that uses an item of a submodule, which
+/// uses an item of the module, forms a cycle.
 ///
-/// Re-exports count in a second pass, where a circle is allowed if it consists of a module and modules
-/// directly below it. In the first pass that module uses none of them, so it only lists what they offer.
+/// Re-exports count in a second pass, where a cycle is allowed if it consists of a module and
+/// modules directly below it. The first pass has shown that the module uses none of their items, so
+/// it only re-exports them.
 ///
-/// Not seen: methods and associated items that a type of another file has, as syn resolves no types,
-/// and macros by `macro_rules!` that are used without a path.
+/// This test does not see methods and associated items of a type in another file, because syn does
+/// not resolve types, and `macro_rules!` macros that are used without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
     // An import by an absolute path counts.
@@ -650,7 +652,7 @@ fn no_struct_and_no_variant_has_more_than_24_fields() {
     }
 }
 
-/// Whether a keyword is among the tokens, in macros too.
+/// Whether a keyword is among the tokens, including those in macros.
 fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
     while !at.eof() {
         if let Some((ident, after)) = at.ident() {
@@ -670,8 +672,8 @@ fn contains_keyword(mut at: Cursor<'_>, keyword: &str) -> bool {
     false
 }
 
-/// In test programs, examples and build scripts too, which are separate crates and need no
-/// attribute.
+/// This includes test programs, examples and build scripts, which are separate crates and
+/// need no attribute.
 #[test]
 fn unsafe_is_where_it_is_allowed() {
     let mut unused: BTreeSet<_> = WITH_UNSAFE.into_iter().collect();

@@ -23,8 +23,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Prints the results, and writes the report if one is wanted. A closed standard output is not
-    /// an error.
+    /// Prints the results, and writes the report if one was requested. A closed standard output is
+    /// not an error.
     ///
     /// # Errors
     /// The report cannot be written.

@@ -20,7 +20,7 @@ svg text { fill: var(--ink); font-size: 12px }
 figure { margin: 1rem 0 }
 figcaption { font-weight: 600 }
 ";
-/// Colours that stay apart for people with colour blindness (Okabe and Ito).
+/// Colours that people with colour blindness can distinguish (Okabe and Ito).
 const COLOURS: [&str; 7] = [
     "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999933",
 ];

@@ -14,7 +14,7 @@ pub(crate) struct Row {
     pub(crate) details: Map<String, Value>,
 }
 
-/// One turn of a variant, to be added to the results.
+/// The measurements of one run of a variant, to be added to the results.
 #[derive(Debug)]
 #[must_use = "a line counts only after `add`"]
 pub struct Line<'a> {
@@ -36,7 +36,7 @@ pub struct Spread {
 }
 
 impl Results {
-    /// Starts a line for one turn of `variant` in `scenario`.
+    /// Starts a line for one run of `variant` in `scenario`.
     pub fn line(&mut self, scenario: &str, variant: &str) -> Line<'_> {
         let row = Row {
             conditions: Map::new(),
@@ -68,13 +68,13 @@ impl Line<'_> {
         self
     }
 
-    /// Adds what is reported for the last turn only, such as its iterations.
+    /// Adds a value that is reported only for the last run, such as its iterations.
     pub fn detail(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.row.details.insert(name.to_owned(), value.into());
         self
     }
 
-    /// Adds the line to those of other turns under the same conditions.
+    /// Adds the line to those of other runs under the same conditions.
     pub fn add(self) {
         let Self { results, row } = self;
         let same = |known: &&mut Row| known.conditions == row.conditions;

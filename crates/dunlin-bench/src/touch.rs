@@ -12,7 +12,8 @@ use crate::process::bytes_of;
 const RESERVE_BYTES: u64 = 1 << 30;
 const AVAILABLE: &str = "MemAvailable:";
 
-/// Writes to `bytes` of new memory in huge pages and frees it, or to what is available, if that is less.
+/// Writes to `bytes` bytes of new memory in huge pages, or to as much as is available if that is
+/// less, and frees it.
 ///
 /// A host that is itself a guest gets its memory when it first touches it, and may lose it again when
 /// it frees it. That cost would be charged to the variant that runs next. The kernel gives the blocks
@@ -23,7 +24,7 @@ const AVAILABLE: &str = "MemAvailable:";
 pub fn touch_physical_memory(bytes: u64) -> Result<()> {
     let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let available = bytes_of(&text, AVAILABLE).context("/proc/meminfo has no MemAvailable")?;
-    // In a container the limit is that of its control group, "max" if there is none.
+    // In a container the limit is that of its control group; "max" means that there is none.
     let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
     let limit = limit.trim().parse().unwrap_or(u64::MAX);
     let most = available.min(limit).saturating_sub(RESERVE_BYTES);

@@ -13,16 +13,17 @@ use crate::layout::{self, CODE, TABLES, block, block_start};
 
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/workload.bin"));
 
-/// Present, writable, for level 3, and already marked accessed.
+/// The flags of a page table entry: present, writable, accessible to privilege level 3, and
+/// already marked as accessed.
 const TABLE: u64 = 0b10_0111;
-/// Like [`TABLE`], for a page of 2 MiB, and already marked dirty.
+/// Like [`TABLE`], but for a page of 2 MiB that is already marked as dirty.
 const LARGE_PAGE: u64 = TABLE | 0b1100_0000;
 
 /// Memory mapped by one page directory.
 const DIRECTORY_BYTES: u64 = 1 << 30;
 
-/// Writes page tables, program and parameter blocks. Only the machine that starts the
-/// guest needs this: elsewhere they arrive with its memory.
+/// Writes page tables, program and parameter blocks. Only the machine that starts the guest
+/// needs this: at a destination they arrive with the guest's memory.
 pub(crate) fn write_memory(
     memory: &TrackedMemory,
     config: &Config,
@@ -61,7 +62,7 @@ pub(crate) fn write_memory(
     Ok(())
 }
 
-/// Puts a vCPU into long mode at level 3, at the program's first instruction.
+/// Puts a vCPU into long mode at privilege level 3, at the program's first instruction.
 pub(crate) fn set_registers(vcpu: &Vcpu, index: u8, seed: u64, has_avx: bool) -> io::Result<()> {
     // Intel SDM volume 3, sections 2.5 and 2.2.1.
     const CR0_PROTECTION: u64 = 1;

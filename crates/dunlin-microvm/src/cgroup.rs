@@ -14,8 +14,8 @@ pub(crate) struct MemoryLimit {
     pub file: PathBuf,
 }
 
-/// The lowest memory limit of this process, set by its group or one above it; `None`
-/// without a limit or without visible control groups.
+/// The lowest memory limit of this process, set by its own group or by an ancestor of that
+/// group; `None` without a limit or without visible control groups.
 ///
 /// # Errors
 /// /proc cannot be read.
@@ -50,9 +50,9 @@ pub(crate) fn swap_bytes() -> io::Result<u64> {
     Ok(kibibytes.unwrap_or(0) << 10)
 }
 
-/// For each hierarchy that can limit memory: its mount point, this process's group in
-/// it, and the name of the limit's file. From /proc/self/cgroup (cgroups(7)) and
-/// /proc/self/mountinfo (proc_pid_mountinfo(5)).
+/// Returns, for each hierarchy that can limit memory, its mount point, this process's group
+/// in it, and the name of the limit's file. The arguments are the content of
+/// /proc/self/cgroup (cgroups(7)) and /proc/self/mountinfo (proc_pid_mountinfo(5)).
 fn directories(groups: &str, mounts: &str) -> Vec<(PathBuf, PathBuf, &'static str)> {
     let mut found = Vec::new();
     for mount in mounts.lines() {

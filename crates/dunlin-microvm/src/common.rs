@@ -33,9 +33,9 @@ impl Common {
         }
     }
 
-    /// Notes a beat of a vCPU at `tsc` on the guest's clock. Waits until its next
-    /// visits are due and returns their number, or `None` if it must power off.
-    /// `visits` counts those of all vCPUs.
+    /// Records a beat of a vCPU at time `tsc` of the guest's clock. Waits until the next
+    /// visits of that vCPU are due and returns their number, or `None` if the guest must
+    /// power off. `visits` is the number of visits by all vCPUs so far.
     pub(crate) fn beat(
         &self,
         vcpu: u8,

@@ -6,7 +6,7 @@ use thiserror::Error;
 /// Guest-physical address of the workload's first page.
 pub const WORKLOAD_START: u64 = 0x40_0000;
 
-/// Maximum memory of a machine: what its page tables can map, without the hole.
+/// Maximum memory of a machine: as much as its page tables can map, excluding the hole.
 pub(crate) const MEMORY_LIMIT_BYTES: u64 = 63 << 30;
 /// Maximum number of vCPUs.
 pub(crate) const VCPU_LIMIT: u8 = 4;
@@ -30,13 +30,13 @@ pub struct Config {
     pub backing: Backing,
     /// Initial content of the workload's pages.
     pub fill: Fill,
-    /// How far `fill` reaches from the start; later pages are zero and unpopulated.
-    /// `None`: to the end.
+    /// The number of bytes from the start that `fill` applies to; later pages are zero and
+    /// unpopulated. `None` means all.
     pub fill_bytes: Option<u64>,
     /// The order in which the guest visits its pages.
     pub workload: Workload,
-    /// Bytes that the guest visits, counted from the start of the workload's pages.
-    /// `None`: all.
+    /// Bytes that the guest visits, counted from the start of the workload's pages. `None`
+    /// means all.
     pub working_set_bytes: Option<u64>,
     /// Page visits per second of the whole machine; 0 for no limit.
     pub dirty_rate: u64,
@@ -86,9 +86,9 @@ impl HostOptions {
     /// private ([`Backing::Private`]). Best effort: a kernel without them changes
     /// nothing.
     ///
-    /// Drawback: touching a page populates the 2 MiB around it, so a guest with
-    /// scattered content takes up to 512 times the memory of its pages. Alternative: no
-    /// huge pages, at twice the CPU time for populating and moving dense memory.
+    /// Drawback: touching a page populates the 2 MiB around it, so a guest with scattered
+    /// content takes up to 512 times as much memory as its pages need. Alternative: no huge
+    /// pages, at twice the CPU time for populating and moving dense memory.
     #[must_use]
     pub fn huge_pages(mut self, advised: bool) -> Self {
         self.huge_pages = advised;

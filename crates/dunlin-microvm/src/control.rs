@@ -12,7 +12,7 @@ use thiserror::Error;
 /// The state of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmState {
-    /// Built, or loading; it has never run here.
+    /// The machine is built or being loaded; it has never run on this host.
     Created,
     /// The guest runs.
     Running,
@@ -22,7 +22,7 @@ pub enum VmState {
     PoweredOff,
     /// The guest's own check failed.
     Stopped(Stop),
-    /// KVM or the VMM failed; the reason, for display.
+    /// KVM or the VMM failed. The text is the reason, for display.
     Failed(String),
     /// The guest runs, or is paused, on another host: this copy must never run again
     /// (I1).
@@ -221,7 +221,7 @@ impl Control {
         lock(&self.inner).state.clone()
     }
 
-    /// Runs a machine that is in the state `from`, which is created or paused.
+    /// Runs a machine that is in the state `from`, which must be created or paused.
     pub(crate) fn run(&self, from: VmState) -> Result<(), ControlError> {
         let mut inner = lock(&self.inner);
         match &inner.state {
@@ -247,7 +247,7 @@ impl Control {
             wake();
             inner = lock(&self.inner);
         }
-        // Another thread may have resumed the machine meanwhile; then stop waiting.
+        // Another thread may have resumed the machine in the meantime; if so, stop waiting.
         while inner.parked < self.vcpus && !inner.runs() {
             inner = self.wait(inner);
         }
@@ -257,8 +257,8 @@ impl Control {
         }
     }
 
-    /// Loads a source's state with `load` into a machine that was never started. If
-    /// that fails, the machine has failed.
+    /// Loads a source's state with `load` into a machine that was never started. If `load`
+    /// fails, the machine is in the failed state.
     pub(crate) fn load<T, E: std::error::Error + From<ControlError>>(
         &self,
         load: impl FnOnce() -> Result<T, E>,
@@ -327,7 +327,7 @@ impl Control {
         true
     }
 
-    /// Notes that a vCPU thread has unlocked its vCPU.
+    /// Records that a vCPU thread has unlocked its vCPU.
     pub(crate) fn park(&self) {
         lock(&self.inner).parked += 1;
         self.changed.notify_all();

@@ -17,7 +17,7 @@ pub(crate) struct Table(Vec<kvm_cpuid_entry2>);
 /// An entry has integers only, though the bindings do not derive `Eq` for it.
 impl Eq for Table {}
 
-/// A register with feature bits: a guest that has seen one needs it on every host.
+/// A register with feature bits: a guest that has seen a feature needs it on every host.
 struct Word {
     function: u32,
     index: u32,
@@ -51,7 +51,7 @@ const WORDS: [Word; 16] = [
     word(7, 1, EAX, 0),
     word(7, 1, EDX, 0),
     word(7, 2, EDX, 0),
-    // The components that XCR0 can hold, and the instructions to save them.
+    // The components that XCR0 can enable, and the instructions to save them.
     word(0xd, 0, EAX, 0),
     word(0xd, 0, EDX, 0),
     word(0xd, 1, EAX, 0),
@@ -114,7 +114,7 @@ impl Table {
         (!missing.is_empty()).then(|| missing.join(", "))
     }
 
-    /// Sets the table on one vCPU, with the vCPU's number where the table contains it.
+    /// Sets the table on one vCPU, with the vCPU's number in the fields that contain one.
     pub(crate) fn show(&self, vcpu: &VcpuFd, index: u8) -> io::Result<()> {
         let mut entries = self.0.clone();
         for entry in &mut entries {

@@ -78,8 +78,8 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// KVM's capabilities, queried once per process: it takes a machine that never
-    /// runs, and a few tens of milliseconds.
+    /// KVM's capabilities, queried once per process: the query needs a machine that never
+    /// runs, and takes a few tens of milliseconds.
     pub(crate) fn get(kvm: &Kvm) -> io::Result<&'static Self> {
         static HOST: OnceLock<Host> = OnceLock::new();
         if let Some(host) = HOST.get() {
@@ -188,7 +188,7 @@ impl VmDescription {
     /// Decodes the result of [`VmDescription::encode`].
     ///
     /// # Errors
-    /// Decode, Version or Config: the sender is at fault.
+    /// `Decode`, `Version` or `Config`: the sender is at fault.
     pub fn decode(bytes: &[u8]) -> Result<Self, DescribeError> {
         let mut reader = Reader::new(bytes);
         let guest = match reader.u16("version")? {
@@ -288,7 +288,7 @@ mod tests {
         for length in 0..bytes.len() {
             assert!(VmDescription::decode(&bytes[..length]).is_err());
         }
-        // With the length of a KVM guest's trailing fields.
+        // A description with as many bytes as the trailing fields of a KVM guest have.
         let long = [&bytes[..], &[0; 6]].concat();
         assert!(VmDescription::decode(&long).is_err());
     }

@@ -1,8 +1,9 @@
 //! The guest's last beat, its longest silence, and the downtime of a migration.
 //!
-//! The last beat is part of the machine's state. At the first beat at the destination
-//! the two are compared: by CLOCK_MONOTONIC if both are on the same host (equal boot
-//! ids), otherwise by the guest's own TSC, which continues during the migration.
+//! The last beat is part of the machine's state. At the first beat at the destination, this
+//! beat is compared with the last beat at the source: by CLOCK_MONOTONIC if both are on the
+//! same host (equal boot ids), otherwise by the guest's own TSC, which continues during the
+//! migration.
 
 use std::fs;
 use std::sync::{Condvar, LazyLock, Mutex, PoisonError};
@@ -112,7 +113,7 @@ struct Beats {
     /// CLOCK_MONOTONIC of each vCPU's last beat.
     each_ns: Vec<Option<u64>>,
     largest_gap: Duration,
-    /// The last beat at the source, until the first one here.
+    /// The last beat at the source, until the first beat on this host.
     source: Option<Beat>,
     downtime: Option<Duration>,
     tsc_khz: u32,
@@ -191,8 +192,8 @@ impl Heart {
         let beats = lock(&self.beats);
         let mut writer = Writer::default();
         writer.u64(beats.largest_gap.as_nanos() as u64);
-        // A machine that arrives and leaves again without a beat passes on the first
-        // source's beat.
+        // A machine that arrives and leaves again without a beat passes on the beat of the first
+        // source.
         match beats.last.or(beats.source) {
             None => writer.u8(0),
             Some(beat) => {
@@ -261,7 +262,7 @@ mod tests {
         let source = Heart::new(1, 2_000_000);
         source.beat(0, 1_000_000);
         let mut bytes = source.encode();
-        // The boot id follows the gap, the presence byte and two clocks.
+        // In the encoding, the boot id follows the gap, the presence byte and two clocks.
         bytes[8 + 1 + 16] ^= 1;
         let destination = Heart::new(1, 2_000_000);
         destination.load(&bytes).unwrap();

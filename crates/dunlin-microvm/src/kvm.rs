@@ -34,15 +34,14 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Creates a machine with `memory`. Each region is one slot, numbered by its
-    /// position. Logging is off.
+    /// Creates a machine with `memory`. Each region is one slot, numbered by its position.
+    /// Dirty logging is off at first.
     ///
     /// # Errors
     /// The kernel's error.
     pub(crate) fn new(kvm: &Kvm, memory: Arc<TrackedMemory>) -> io::Result<Self> {
-        // Intel CPUs without unrestricted guest need three pages for KVM and one for an
-        // identity map, outside guest memory: at the usual address, in the hole below 4
-        // GiB.
+        // Intel CPUs without unrestricted guest need three pages for KVM and one for an identity
+        // map, outside guest memory: use the usual address, in the hole below 4 GiB.
         const TSS: usize = 0xfffb_d000;
         const IDENTITY_MAP: u64 = 0xfffb_c000;
         let vm = kvm.create_vm()?;
@@ -86,8 +85,9 @@ impl Machine {
                 userspace_addr: region.as_ptr() as u64,
             };
             // SAFETY: address and length are those of a live mapping that this process owns; it
-            // lives as long as `memory`, which outlives the VM's descriptor here and every vCPU's
-            // in `Vcpu`. All access by the VMM goes through vm-memory's volatile slices.
+            // lives as long as `memory`, which outlives the VM's descriptor in this structure and
+            // each vCPU's descriptor in `Vcpu`. All access by the VMM goes through vm-memory's
+            // volatile slices.
             unsafe { self.vm.set_user_memory_region(description) }?;
         }
         Ok(())
@@ -156,8 +156,8 @@ impl Machine {
 /// A vCPU, which keeps its machine and therefore the guest's memory alive.
 ///
 /// It dereferences to its descriptor for everything that only reads or sets registers.
-/// There is deliberately no mutable access: a descriptor swapped into another `Vcpu`
-/// would outlive its memory.
+/// There is deliberately no mutable access: a descriptor moved to another `Vcpu` with
+/// `mem::swap` could outlive its memory.
 #[derive(Debug)]
 pub(crate) struct Vcpu {
     /// Declared before `machine`, so that it is closed first.
@@ -182,7 +182,7 @@ impl Vcpu {
     /// Runs the guest until it needs the VMM.
     ///
     /// # Errors
-    /// Interrupted after a kick ([`crate::kvm::kick`]); otherwise an error from KVM_RUN.
+    /// `Interrupted` after a kick ([`crate::kvm::kick`]); otherwise an error from KVM_RUN.
     pub(crate) fn run(&mut self) -> io::Result<VcpuExit<'_>> {
         Ok(self.fd.run()?)
     }
@@ -266,9 +266,9 @@ impl Vcpu {
     /// Sets the offset of the guest's TSC from the host's, modulo 2^64.
     ///
     /// # Errors
-    /// Unsupported if KVM accepts the offset but does not keep it (seen on a KVM
-    /// without hardware virtualisation, where guests read the host's counter); otherwise
-    /// an error from KVM_SET_DEVICE_ATTR.
+    /// `Unsupported` if KVM accepts the offset but does not keep it (seen on a KVM without
+    /// hardware virtualisation, where guests read the host's counter); otherwise an error
+    /// from KVM_SET_DEVICE_ATTR.
     pub(crate) fn set_tsc_offset(&self, offset: u64) -> io::Result<()> {
         let mut value = offset;
         let attribute = tsc_offset_attribute(&raw mut value);
@@ -435,7 +435,7 @@ mod tests {
     fn a_kick_before_the_run_is_not_lost() {
         let Some(machine) = machine() else { return };
         let mut vcpu = machine.create_vcpu(0).unwrap();
-        // An endless loop at the reset vector's base, in real mode.
+        // Writes an endless loop at the base of the reset vector, in real mode.
         vm_memory::Bytes::write_slice(
             &**machine.memory(),
             &[0xeb, 0xfe],

@@ -14,7 +14,8 @@ pub(crate) const TABLES: u64 = 0x1_0000;
 pub(crate) const CODE: u64 = 0x6_0000;
 /// The first parameter block; the others follow, one page each.
 pub(crate) const BLOCKS: u64 = 0x7_0000;
-/// Guest-physical address of 16 pages that the guest leaves to the VMM, as to a device.
+/// Guest-physical address of 16 pages that the guest leaves to the VMM, which writes them
+/// like a device.
 pub const DEVICE_START: u64 = 0x8_0000;
 
 /// Words of a parameter block, as byte offsets into it.
@@ -29,7 +30,8 @@ pub(crate) mod block {
     pub(crate) const VISITS: u64 = 0xc0;
     pub(crate) const LAST_TSC: u64 = 0xc8;
     pub(crate) const BEATS: u64 = 0xd0;
-    /// Code, frame, expected and found value, eight bytes each.
+    /// Where the guest reports a failed check: code, frame, expected value and actual
+    /// value, eight bytes each.
     pub(crate) const STOP: u64 = 0xd8;
 }
 
@@ -43,7 +45,7 @@ pub(crate) mod port {
 /// The answer to a beat that ends the guest.
 pub(crate) const POWER_OFF_ANSWER: u32 = u32::MAX;
 
-/// Distance between non-zero pages of a sparse fill: the pages of a huge page.
+/// Distance between non-zero pages of a sparse fill, in pages: one huge page.
 const SPARSE_PAGES: u64 = HUGE_PAGE_BYTES / PAGE_BYTES;
 
 /// Multiplier for a filled page's signature; odd, so that every frame has a different
@@ -83,9 +85,9 @@ pub(crate) fn signature(fill: Fill, seed: u64, frame: u64) -> Option<u64> {
     }
 }
 
-/// Pages visited once per pass: numbers `base..base + count`, in an order that starts
-/// at 0 and continues with (x * multiplier + increment) & mask, skipping values that
-/// are not below `count`.
+/// Pages that are visited once per pass: numbers `base..base + count`. Their order starts
+/// at 0 and continues with (x * multiplier + increment) & mask, skipping values that are
+/// not below `count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageSet {
     base: u64,
@@ -128,7 +130,7 @@ impl PageSet {
         self.base + cursor
     }
 
-    /// The position visited after `cursor`, which is not the last of its pass.
+    /// The position visited after `cursor`, which must not be the last one of its pass.
     pub(crate) fn next(&self, mut cursor: u64) -> u64 {
         loop {
             cursor = cursor

@@ -1,4 +1,4 @@
-//! A small virtual machine on KVM that really runs and really migrates.
+//! A small virtual machine on KVM that can be run and migrated.
 //!
 //! The guest (`guest/workload.S`) reads and checks every page before it writes to it,
 //! and keeps live values in its vector registers. If a migration loses anything, the

@@ -19,8 +19,8 @@ use crate::control::VmState;
 use crate::describe::VmDescription;
 use crate::vm::{CreateError, Vm};
 
-/// How long to wait for the guest's first beat at the destination, which gives the
-/// downtime. Beats come every millisecond.
+/// How long to wait for the guest's first beat at the destination, from which the downtime
+/// is computed. The guest sends a beat every millisecond.
 const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 
 /// A machine that can be migrated, or is being received.
@@ -180,8 +180,8 @@ impl MachineBuilder {
 
 impl Builder for MachineBuilder {
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // Drop a machine built for a failed attempt first: memory may not suffice for
-        // both.
+        // First drop a machine that was built for a failed attempt: there may not be enough memory
+        // for both.
         self.built = None;
         let refuse = |fault, error: &dyn std::error::Error| Refusal {
             fault,
@@ -207,8 +207,8 @@ impl Builder for MachineBuilder {
     }
 }
 
-/// The regions must match those of a machine of this description, because built memory
-/// cannot be laid out again.
+/// Checks that the regions match those of a machine with this description, because the
+/// layout of memory cannot change after it is built.
 fn check_layout(description: &VmDescription, offered: &Offered) -> Result<(), Refusal> {
     let theirs: Vec<u64> = offered.regions.iter().map(|region| region.length).collect();
     let ours: Vec<u64> = layout(description.config.memory_bytes)

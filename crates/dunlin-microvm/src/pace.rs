@@ -2,7 +2,7 @@
 //!
 //! A vCPU asks at each beat. The answer is a number of visits and a time to wait before
 //! them, never more than one beat's worth, so that the next beat follows within about a
-//! millisecond. Time lost to a pause or to a busy host is not made up.
+//! millisecond. The guest does not catch up on time lost to a pause or a busy host.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ pub(crate) const BEAT: Duration = Duration::from_millis(1);
 /// Maximum visits between two beats: a few hundred microseconds of an unpaced guest.
 const BATCH_LIMIT: u32 = 256;
 
-/// How late a visit may be without delaying the next. A value below a timer's usual
+/// How late a visit may be without delaying the next one. A value below a timer's usual
 /// lateness would lower the rate; a larger one would allow a burst after a stall.
 const LATENESS: Duration = Duration::from_millis(2);
 
@@ -32,7 +32,7 @@ pub(crate) enum Pace {
 pub(crate) struct Turn {
     /// Start of the turn at the earliest.
     pub(crate) due: Instant,
-    /// Number of visits. With 0 the guest only beats again.
+    /// Number of visits. With 0 visits the guest only sends the next beat.
     pub(crate) visits: u32,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Pacer {
     visit_due: Instant,
     /// When the last beat without visits was due.
     beat_due: Instant,
-    /// Planned and actual start of the last visits, if any.
+    /// Planned and actual start of the last batch of visits, if there is one.
     granted: Option<(Instant, Instant)>,
 }
 
@@ -58,7 +58,8 @@ impl Pacer {
         }
     }
 
-    /// Discards the plan and the running visits: the vCPU starts afresh after a pause.
+    /// Discards the plan and the current batch of visits, because the vCPU starts from
+    /// scratch after a pause.
     pub(crate) fn restart(&mut self, now: Instant) {
         self.visit_due = now;
         self.beat_due = now;
@@ -79,8 +80,8 @@ impl Pacer {
         match self.pace {
             Pace::Idle => self.beat_only(now),
             Pace::Unpaced => {
-                // The duty cycle: rest in proportion to the duration of the last batch.
-                // A late start does not count as work, and shortens the rest.
+                // A throttled vCPU has a duty cycle: it rests in proportion to the duration of the
+                // last batch. A late start does not count as work, and shortens the rest.
                 if let Some((planned, begun)) = self.granted.take() {
                     let planned = planned.max(begun.checked_sub(LATENESS).unwrap_or(begun));
                     self.visit_due = planned + (now - begun).div_f64(speed);
@@ -109,8 +110,8 @@ impl Pacer {
         }
     }
 
-    /// No visits, and a beat one millisecond after the last one, or immediately if that is
-    /// past.
+    /// Returns no visits, and a beat one millisecond after the last one, or immediately if
+    /// that time has passed.
     fn beat_only(&mut self, now: Instant) -> Turn {
         self.beat_due = (self.beat_due + BEAT).clamp(now, now + BEAT);
         Turn {
@@ -125,7 +126,8 @@ impl Pacer {
 mod tests {
     use super::*;
 
-    /// The visits of a vCPU that is never late, over `length`, and its longest wait.
+    /// Returns the number of visits of a vCPU that is never late, during `length`, and its
+    /// longest wait.
     fn run(
         pacer: &mut Pacer,
         start: Instant,

@@ -1,9 +1,9 @@
 //! A guest without a hypervisor: threads of this process that visit its memory like the
 //! program of the KVM guest (`guest/workload.S`, which defines a page's content).
 //!
-//! A thread replaces a vCPU. It beats and is paced, throttled and parked in the same
-//! way, and reads and checks every page before it writes to it. Its own state, the
-//! number of visits to each page, is migrated as the section `visitor`. If that and
+//! A thread replaces a vCPU. It beats and is paced, throttled and parked in the same way,
+//! and reads and checks every page before it writes to it. Its own state, the number of
+//! visits to each page, is migrated as the section `visitor`. If these numbers and the
 //! memory disagree, the thread finds a wrong page and the machine stops.
 
 use std::sync::Mutex;
@@ -37,7 +37,7 @@ pub(crate) struct Shared {
     visitors: Vec<Visitor>,
 }
 
-/// One thread, as seen by the rest of the machine.
+/// State of one thread that the rest of the machine can read.
 #[derive(Debug)]
 struct Visitor {
     visits: AtomicU64,
@@ -111,7 +111,8 @@ impl Shared {
         self.visitors.iter().map(beats).sum()
     }
 
-    /// Passes over every page: those of the slowest set of any thread.
+    /// The number of complete passes over all pages, which is that of the slowest set of
+    /// any thread.
     pub(crate) fn full_passes(&self) -> u64 {
         let sets = match self.config.workload {
             Workload::HotSet { .. } => 2,
@@ -208,7 +209,7 @@ pub(crate) fn thread(shared: &Shared, index: u8) {
 }
 
 impl Shared {
-    /// One beat and the visits that follow it; an error is the end of the guest.
+    /// One beat and the visits that follow it; an error ends the guest.
     fn turn(&self, index: u8, pacer: &mut Pacer) -> Result<(), VmState> {
         let visitor = &self.visitors[usize::from(index)];
         visitor.beats.fetch_add(1, Ordering::Relaxed);
@@ -306,8 +307,8 @@ impl Walk {
     }
 }
 
-/// The guest's clock: nanoseconds since 1970. Two hosts agree on it as far as their
-/// clocks do.
+/// The guest's clock: nanoseconds since 1970. It differs between two hosts by as much as
+/// their clocks do.
 fn clock_ns() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)

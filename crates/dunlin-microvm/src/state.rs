@@ -1,12 +1,12 @@
 //! The state of a paused machine, without its memory, as named sections.
 //!
-//! Most sections are the kernel's own structures, byte for byte. They are set in this
-//! order (`VCPU_SECTIONS`): the special registers before the MSRs, since EFER and the
-//! APIC base are in both; XCR0 before the XSAVE area; the local APIC and the TSC before
-//! the MSRs, since the TSC deadline is armed only in a mode that the APIC's registers
-//! select, and for a time that KVM computes from the current TSC
-//! (`start_sw_tscdeadline` of arch/x86/kvm/lapic.c); the TSC separately, since it
-//! continues during the migration; events and the run state last.
+//! Most sections are the kernel's own structures, byte for byte. They are set in this order
+//! (`VCPU_SECTIONS`): the special registers before the MSRs, since EFER and the APIC base
+//! are in both; XCR0 before the XSAVE area; the local APIC and the TSC before the MSRs,
+//! since the TSC deadline is armed only in a mode that the APIC's registers select, and for
+//! a deadline that KVM computes from the current TSC (`start_sw_tscdeadline` of
+//! arch/x86/kvm/lapic.c); the TSC separately, since it continues during the migration;
+//! events and the run state last.
 //!
 //! Unsupported sections are skipped unless they are required. The length of a section
 //! is checked before its content is used (I7).
@@ -101,7 +101,7 @@ pub(crate) struct Own {
     pub(crate) power_off_at: u64,
 }
 
-/// The parts of a machine with state to migrate. The machine is paused, or was never
+/// The parts of a machine with state to migrate. The machine must be paused, or never
 /// started.
 pub(crate) struct Parts<'a> {
     pub(crate) vcpus: &'a [&'a Vcpu],
@@ -152,7 +152,7 @@ impl Parts<'_> {
         Ok(sections)
     }
 
-    /// Loads all sections. After an error, part of them is loaded.
+    /// Loads all sections. After an error, some of them may be loaded.
     pub(crate) fn load(&self, sections: &[Section]) -> Result<Own, LoadError> {
         check_names(sections, |name| self.instances(name))?;
         let own = decoded(VMM, 0, Own::decode(find(sections, VMM, 0)?))?;

@@ -54,7 +54,7 @@ pub struct Stats {
     pub last_beat_ns: Option<u64>,
     /// The longest time between two beats of one vCPU, including pauses and migrations.
     pub largest_gap: Duration,
-    /// After a migration: from the last beat at the source to the first one here.
+    /// After a migration: from the last beat at the source to the first beat on this host.
     pub downtime: Option<Duration>,
 }
 
@@ -97,7 +97,7 @@ impl Vm {
     }
 
     /// Builds a machine that is paused before its first instruction. Its memory has the
-    /// initial content except for what [`Vm::fill`] adds.
+    /// initial content, except for the pages that [`Vm::fill`] writes.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -267,7 +267,7 @@ impl Vm {
     /// [`Vm::start`]; without it the guest finds its pages wrong.
     ///
     /// # Errors
-    /// Started, if the machine is not new.
+    /// `Started` if the machine is not new.
     pub fn fill(&self) -> Result<(), ControlError> {
         self.state().must_be_created()?;
         fill::fill(self.memory(), self.config())
@@ -278,7 +278,7 @@ impl Vm {
     /// Starts a machine built by [`Vm::new`].
     ///
     /// # Errors
-    /// Started or Ended; Empty, if the machine was built from a description.
+    /// `Started` or `Ended`; `Empty` if the machine was built from a description.
     pub fn start(&self) -> Result<(), ControlError> {
         if !self.bootable {
             return Err(ControlError::Empty);
@@ -291,16 +291,17 @@ impl Vm {
     /// effect on a machine that is not running.
     ///
     /// # Errors
-    /// Ended, if the machine has ended, possibly during the call. It is stopped in any case.
+    /// `Ended` if the machine has ended, possibly during the call. It is stopped in any
+    /// case.
     pub fn pause(&self) -> Result<(), ControlError> {
         self.common().control.pause(|| self.kick_all())
     }
 
-    /// Resumes a paused machine, whether it was paused here or loaded. Has no effect on
-    /// a running one.
+    /// Resumes a paused machine, whether it was paused on this host or loaded. Has no
+    /// effect on a running one.
     ///
     /// # Errors
-    /// NotStarted or Ended.
+    /// `NotStarted` or `Ended`.
     pub fn resume(&self) -> Result<(), ControlError> {
         self.common().control.run(VmState::Paused)
     }
@@ -316,7 +317,7 @@ impl Vm {
     /// Throttles the guest to (100 - `percent`) % of its page visits.
     ///
     /// # Errors
-    /// Throttle, if `percent` is above 99.
+    /// `Throttle` if `percent` is above 99.
     pub fn throttle(&self, percent: u8) -> Result<(), ControlError> {
         if percent > 99 {
             return Err(ControlError::Throttle(percent));
@@ -350,8 +351,8 @@ impl Vm {
             .wait_until_ended(Instant::now() + limit)
     }
 
-    /// After a migration: waits for the guest's first beat here, for at most `limit`,
-    /// and returns how long the guest was silent.
+    /// After a migration: waits for the guest's first beat on this host, for at most
+    /// `limit`, and returns how long the guest was silent.
     pub fn wait_for_downtime(&self, limit: Duration) -> Option<Duration> {
         self.common().heart.wait_for_downtime(limit)
     }
@@ -372,7 +373,8 @@ impl Vm {
         }
     }
 
-    /// Passes over every page: those of the slowest set of any vCPU.
+    /// The number of complete passes over all pages, which is that of the slowest set of
+    /// any vCPU.
     pub fn full_passes(&self) -> u64 {
         const PASS: u64 = 0x20;
         const COUNT: u64 = 0x08;
@@ -418,7 +420,7 @@ impl Vm {
     /// significant bit first.
     ///
     /// # Errors
-    /// Off, or the kernel's error. If KVM's log of one region fails, the log of that
+    /// `Off`, or the kernel's error. If KVM's log of one region fails, the log of that
     /// region is lost, but not the others.
     pub fn fetch_dirty_log(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
         self.dirty.fetch()
@@ -435,7 +437,7 @@ impl Vm {
     /// Saves the state of a paused machine, without its memory.
     ///
     /// # Errors
-    /// NotPaused, or an error of KVM.
+    /// `NotPaused`, or an error from KVM.
     pub fn save(&self) -> Result<Vec<Section>, SaveError> {
         match self.state() {
             VmState::Created | VmState::Paused => {}

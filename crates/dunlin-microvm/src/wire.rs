@@ -57,7 +57,7 @@ impl Writer {
         self
     }
 
-    /// A two-byte length and the text; truncates a text that is too long.
+    /// Appends a two-byte length and the text; truncates a text that is too long.
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {

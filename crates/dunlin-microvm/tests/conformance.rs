@@ -1,4 +1,4 @@
-//! The library's conformance kit on the whole VMM, with each kind of guest.
+//! Runs the library's conformance tests on the whole VMM, with each kind of guest.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -68,7 +68,7 @@ fn conforms(guest: GuestKind, unsteady: &[&str]) {
 #[test]
 fn i3_i5_the_machine_keeps_what_the_traits_promise_with_a_kvm_guest() {
     let Some(_kvm) = kvm() else { return };
-    // KVM puts the moment at which it was loaded into the timer chip's state.
+    // KVM puts the time of loading into the state of the timer chip.
     conforms(GuestKind::Kvm, &["clock", "pit", "vcpu.tsc"]);
 }
 

@@ -1,4 +1,5 @@
-//! The conformance test of dirty logs, on those of a machine with each kind of guest.
+//! Runs the conformance test of dirty logs on the logs of a machine, with each kind of
+//! guest.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -19,17 +20,17 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 const BYTES: u64 = 32 << 20;
 
-/// One test at a time: huge pages are reserved for all.
+/// Lets one test run at a time, because all tests share the reserved huge pages.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Private memory on huge pages and on small ones, and a memfd.
+/// Private memory on huge pages, and private memory on small pages.
 const PRIVATE: [(Backing, bool); 2] = [(Backing::Private, true), (Backing::Private, false)];
 const MEMFD: (Backing, bool) = (Backing::Memfd, false);
 
-/// Two vCPUs that write to all of memory, also to pages that were never touched.
+/// Two vCPUs that write to all of memory, including pages that were never touched.
 fn writing(guest: GuestKind, (backing, huge_pages): (Backing, bool)) -> Arc<Movable> {
     let config = Config {
         guest,
@@ -92,7 +93,8 @@ fn i5_the_log_of_a_process_guest_conforms() {
     all_conform(GuestKind::Process);
 }
 
-/// The second region, above the hole below 4 GiB, of a machine that has touched little.
+/// Tests the log of the second region, which starts at 4 GiB, for a machine that has
+/// touched little memory.
 fn logs_what_lies_above_the_hole(guest: GuestKind) {
     const ABOVE: u64 = 4 << 30;
     const PAGES: u64 = 4096;

@@ -95,7 +95,7 @@ fn a_guest_runs_on_huge_pages() {
 #[test]
 fn a_missing_huge_page_reservation_is_reported_with_advice() {
     let Some(_turn) = kvm() else { return };
-    // The maximum of a machine; no host reserves that many for tests.
+    // The maximum memory of a machine; no host reserves that many huge pages for tests.
     let error = Vm::new(Config {
         backing: Backing::Huge,
         memory_bytes: 32 << 30,
@@ -253,7 +253,7 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
         vcpus: 2,
         ..small()
     });
-    // First some visits during which the change of the rate takes effect.
+    // Skip some visits, during which the change of the rate takes effect.
     rate_of(&vm, 200);
     let full = rate_of(&vm, 2000);
     vm.throttle(75).unwrap();
@@ -268,7 +268,7 @@ fn the_guest_keeps_its_pace_throttled_or_not() {
     // The guest does not catch up after a pause.
     vm.throttle(0).unwrap();
     vm.pause().unwrap();
-    // The wait is the assertion: it is worth 400 visits.
+    // If the guest caught up after this wait, it would make 400 visits more.
     std::thread::sleep(Duration::from_millis(100));
     let before = vm.stats().pages_checked;
     let start = Instant::now();
@@ -290,7 +290,7 @@ fn an_unpaced_guest_is_throttled_by_its_duty_cycle() {
     vm.throttle(80).unwrap();
     let fifth = rate_now(&vm) / full;
     println!("throttled by 80 %: {:.0} % of full speed", fifth * 100.0);
-    // Other load of the host affects both figures; pace.rs tests the exact ratio.
+    // Other load on the host affects both figures; pace.rs tests the exact ratio.
     assert!((0.02..0.6).contains(&fifth), "{fifth}");
 }
 

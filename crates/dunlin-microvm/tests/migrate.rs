@@ -1,4 +1,5 @@
-//! A machine moves to another one in the same process, and its dirty log is correct.
+//! A machine is migrated to another machine in the same process, and its dirty log is
+//! correct.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
@@ -157,7 +158,7 @@ fn the_log_holds_exactly_what_was_written() {
     vm.start_dirty_log().unwrap();
     assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
 
-    // By the VMM: the last byte of one page and the first of the next.
+    // Write as the VMM: the last byte of one page and the first byte of the next.
     vmm_write(&vm, 4095, &[1, 2]);
     let maps = vm.fetch_dirty_log().unwrap();
     let page = DEVICE_START / 4096;
@@ -168,7 +169,7 @@ fn the_log_holds_exactly_what_was_written() {
     vmm_read(&vm, 4095, &mut bytes);
     assert_eq!(bytes, [1, 2]);
 
-    // By the guest: some pages of the workload, and its parameter block.
+    // Let the guest write: some pages of the workload, and its parameter block.
     vm.start().unwrap();
     wait_for(&vm, "visits", |vm| vm.stats().pages_checked > 0);
     vm.pause().unwrap();
@@ -176,7 +177,8 @@ fn the_log_holds_exactly_what_was_written() {
     let maps = vm.fetch_dirty_log().unwrap();
     let first = 1024;
     assert!((first..first + written).all(|page| is_dirty(&maps, page)));
-    // KVM may log a page that it merely mapped for writing: the program, or the next page.
+    // KVM may also log a page that it has only mapped for writing, such as the program or the next
+    // page.
     let pages = dirty_pages(&maps);
     assert!(
         (written + 1..written + 16).contains(&pages),

@@ -26,8 +26,8 @@ fn rounds() -> u16 {
     }
 }
 
-/// Waits until the guest has made a pass over all its pages that began after this call, or has beaten
-/// if it has no pages.
+/// Waits until the guest has made a pass over all its pages that began after this call, or until it
+/// has sent a beat, if it has no pages.
 fn goes_on(vm: &Vm) {
     if vm.config().workload == Workload::Idle {
         let beats = vm.stats().beats;
@@ -125,7 +125,8 @@ fn i3_every_workload_backing_and_fill_moves() {
                 backing,
                 ..Config::default()
             };
-            // Once over each number of lanes; in `make soak` as often as the guest above in `make test`.
+            // Migrates once with each number of lanes; in `make soak`, as many times as the guest
+            // above in `make test`.
             let rounds = if rounds() > 25 { 25 } else { 8 };
             moves_again_and_again(&tls, config, rounds, number.into());
             number += 1;
@@ -145,7 +146,8 @@ fn i3_what_the_vmm_writes_during_pre_copy_arrives() {
     let written = AtomicU64::new(0);
     let write = |event: &Event| {
         if matches!(event, Event::Iterated(_)) {
-            // One page for each iteration, which no vCPU writes to, and one for all iterations.
+            // Writes one page for each iteration, to which no vCPU writes, and one page in all
+            // iterations.
             let number = written.fetch_add(1, Ordering::SeqCst) + 1;
             let bytes = number.to_le_bytes();
             vmm_write(vm.vm(), 4096 * number.min(14), &bytes);
@@ -225,7 +227,7 @@ fn a_guest_that_powers_off_in_the_middle_ends_the_migration() {
         ..Config::default()
     });
     goes_on(vm.vm());
-    // Memory for a second of migration, so that the guest ends in the middle.
+    // The memory takes a second to migrate, so that the guest ends in the middle.
     let options = verified(2).to_builder().rate(128 * MIB).build().unwrap();
     let asked = AtomicU64::new(0);
     let moved = attempt(
@@ -259,7 +261,7 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         vcpus: 2,
         ..Config::default()
     });
-    // One that has not beaten yet has read no TSC.
+    // A vCPU that has not sent a beat yet has not read its TSC.
     wait_for(vm.vm(), "a beat of each vCPU", |vm| {
         vm.guest_tscs().iter().all(|tsc| *tsc > 0)
     });
@@ -271,8 +273,8 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         let (guest, source) = (report.downtime.guest.unwrap(), report.downtime.total);
         println!("downtime as the guest saw it {guest:?}, from pause to running {source:?}");
         assert_eq!(received.guest_downtime, Some(guest));
-        // The guest is silent from its last beat before the pause to its first after the resume;
-        // it beats each millisecond.
+        // The guest sends a beat every millisecond, and is silent from its last beat before the
+        // pause to its first beat after the resume.
         let slack = Duration::from_millis(20);
         assert!(guest <= source + slack, "{guest:?} {source:?}");
         assert!(guest + slack >= source, "{guest:?} {source:?}");
@@ -282,8 +284,8 @@ fn downtime_as_the_guest_saw_it_agrees_with_the_sources() {
         assert!(there.vm().stats().largest_gap >= guest);
         vm = there;
     }
-    // The guest would have stopped if its TSC had gone back; it has not run ahead of the wall
-    // clock either.
+    // The guest would have stopped if its TSC had gone back; check that it has not run ahead of the
+    // wall clock either.
     let khz = f64::from(vm.vm().description().tsc_khz);
     let guest_ms = (vm.vm().guest_tscs()[0] - before[0]) as f64 / khz;
     let wall_ms = wall.elapsed().as_secs_f64() * 1000.0;

@@ -20,7 +20,8 @@ use support::moves::{Tls, attempt, movable, relocate, verified};
 use support::wait_for;
 use vm_memory::{Bytes, GuestAddress};
 
-/// The page that is damaged, and the word in it: its content, or its pass.
+/// The page that is damaged. The damaged word in it is part of the content, or the number
+/// of the pass.
 const PAGE: u64 = WORKLOAD_START + 99 * 4096;
 const CONTENT: u64 = 1000;
 const PASS: u64 = 0;
@@ -28,7 +29,7 @@ const PASS: u64 = 0;
 /// When the destination damages the byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
-    /// Once memory has been compared, if it is.
+    /// The damage is done after memory has been compared, or would have been.
     Loading,
     /// Before it is hashed.
     Hashing,

@@ -18,7 +18,8 @@ use support::{
 };
 use vm_memory::{Bytes, GuestAddress};
 
-/// One test at a time: guests that compete for the CPUs say nothing about pace.
+/// Lets one test run at a time: the pace of guests that compete for the CPUs cannot be
+/// tested.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -45,7 +46,7 @@ fn end_of(vm: &Vm) -> VmState {
 fn i3_it_moves_by_the_engine_whatever_it_does_and_whatever_it_is_made_of() {
     let _turn = turn();
     let tls = Tls::new();
-    // For a machine at the source and one at the destination.
+    // Enough huge pages for a machine at the source and a machine at the destination.
     let huge = HugePages::reserve(2 * 6);
     for (workload, backing) in [
         (Workload::Sequential, Backing::Private),
@@ -155,8 +156,8 @@ fn i3_it_finds_that_its_state_is_of_another_time_than_its_memory() {
     assert!(stop.found > stop.expected);
 }
 
-/// Asserts that `visits` further visits take at least 6/7 of the time that `rate` visits per second need.
-/// A busy machine makes them take longer; `pace` has tests of the exact rate.
+/// Asserts that `visits` further visits take at least 6/7 of the time that `rate` visits per second
+/// need. On a busy machine they take longer; the tests of `pace` check the exact rate.
 fn is_no_faster(vm: &Vm, visits: u64, rate: f64) {
     let made = rate_of(vm, visits);
     assert!(made <= rate * 7.0 / 6.0, "{made} visits per second");
@@ -279,7 +280,7 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
             )
         }
     };
-    // Cursor and visits left follow the counters and the share.
+    // The cursor and the number of remaining visits follow the counters and the share.
     for (word, value, field) in [
         (2, 100, "share"),
         (3, u64::MAX, "cursor"),

@@ -24,7 +24,7 @@ fn source() -> (Vm, Vec<Section>) {
         fill: Fill::Zero,
         ..Config::default()
     });
-    // Of both vCPUs: one that has not begun has nothing to lose.
+    // Wait for both vCPUs: one that has not begun has no state to lose.
     wait_for(&vm, "a pass", |vm| vm.full_passes() > 0);
     assert!(matches!(
         vm.save(),
@@ -35,7 +35,7 @@ fn source() -> (Vm, Vec<Section>) {
     (vm, sections)
 }
 
-/// The machine in which a section's bytes were changed, let run.
+/// Loads a machine with changed bytes in one section, and lets it run.
 fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     let (source, mut sections) = source();
     let section = sections
@@ -47,8 +47,8 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     copy_pages(&source, &destination, None);
     destination.load(&sections).unwrap();
     destination.resume().unwrap();
-    // An error ends the wait immediately. Without one the wait is the assertion: every vCPU runs and checks
-    // its registers in this time.
+    // An error ends the wait immediately. If there is none, every vCPU has run and checked its
+    // registers during this time.
     destination.wait_while_running(Duration::from_millis(300))
 }
 
@@ -194,14 +194,14 @@ fn set_msrs(sections: &mut [Section], msrs: &BTreeMap<u32, u64>) {
     }
 }
 
-/// What a fresh machine that has loaded these sections saves.
+/// Returns the sections that a new machine saves after it has loaded these sections.
 fn reloaded(source: &Vm, sections: &[Section]) -> Vec<Section> {
     let destination = Vm::from_description(source.description()).unwrap();
     destination.load(sections).unwrap();
     destination.save().unwrap()
 }
 
-/// A vCPU like a machine's, and what KVM lists for it.
+/// Creates a vCPU like that of a machine, and returns the MSRs that KVM lists for it.
 fn bare_vcpu() -> (VcpuFd, Vec<u32>, bool) {
     let kvm = Kvm::new().unwrap();
     let machine = kvm.create_vm().unwrap();
@@ -218,8 +218,8 @@ fn bare_vcpu() -> (VcpuFd, Vec<u32>, bool) {
 #[test]
 fn i3_a_deadline_that_the_guest_has_armed_is_armed_at_the_destination() {
     let Some(_turn) = kvm() else { return };
-    // Of the local APIC (Intel SDM volume 3, section 12.5): its timer's vector and mode, and the
-    // register that enables the APIC.
+    // Registers of the local APIC (Intel SDM volume 3, section 12.5): the vector and mode of its
+    // timer, and the register that enables the APIC.
     const TIMER: usize = 0x320;
     const SPURIOUS: usize = 0xf0;
     const DEADLINE_MODE: u32 = 2 << 17;
@@ -266,8 +266,8 @@ fn i3_the_tsc_is_loaded_before_the_deadline_that_counts_by_it() {
     }
 }
 
-/// MSRs that a guest may have set although the test guest has not, with a value that is not the one
-/// after a reset. Those with `true` every KVM has.
+/// MSRs that a guest may have set although the test guest has not, with a value that differs from
+/// that after a reset. `true` marks MSRs that every KVM has.
 const GUESTS_MSRS: [(&str, u32, u64, bool); 18] = [
     ("IA32_SYSENTER_CS", 0x174, 0x10, true),
     ("IA32_SYSENTER_ESP", 0x175, 0xffff_8880_0000_1000, true),
@@ -297,7 +297,7 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     let (source, mut sections) = source();
     let mut msrs = msrs_of(&mut sections);
 
-    // Nothing that KVM lists and can read is left out, but for the TSC, which has its own section.
+    // No MSR that KVM lists and can read is left out, except the TSC, which has its own section.
     let readable = |index: u32| {
         let entry = kvm_msr_entry {
             index,
@@ -359,8 +359,9 @@ fn i3_registers_that_the_test_guest_does_not_use_come_back() {
     }
 }
 
-/// Fields that the test guest leaves as they are after a reset, or does not miss, with another value:
-/// section, offset, bytes. By the structures of the kernel's `asm/kvm.h`.
+/// Fields that the test guest leaves as they are after a reset, or that it does not check, with
+/// another value: section, offset, bytes. The offsets follow from the structures in the kernel's
+/// `asm/kvm.h`.
 const FIELDS: [(&str, usize, &[u8]); 20] = [
     // R15, and an RFLAGS with a direction.
     ("vcpu.registers", 120, &[0x15; 8]),
@@ -373,18 +374,19 @@ const FIELDS: [(&str, usize, &[u8]); 20] = [
     ("vcpu.debug-registers", 0, &[0, 0x10, 0, 0x10]),
     ("vcpu.debug-registers", 24, &[0, 0x30, 0, 0x10]),
     ("vcpu.debug-registers", 40, &[0x81, 0x04]),
-    // An exception with a code that is being delivered, and NMIs: one waits, others are masked.
+    // An exception with an error code that is being delivered, and NMIs: one is pending, others are
+    // masked.
     ("vcpu.events", 0, &[1, 14, 1]),
     ("vcpu.events", 4, &[2]),
     ("vcpu.events", 13, &[1, 1]),
-    // Of the local APIC: an interrupt in service and one that is requested (each with vector 0x31),
+    // In the local APIC: an interrupt in service and one that is requested (each with vector 0x31),
     // LINT1 as NMI.
     ("vcpu.lapic", 0x112, &[2]),
     ("vcpu.lapic", 0x212, &[2]),
     ("vcpu.lapic", 0x360, &[0, 0x04, 0, 0]),
     // Halted.
     ("vcpu.run-state", 0, &[3]),
-    // Of either 8259: what is masked, and the first vector.
+    // In each 8259: the interrupt mask, and the first vector.
     ("pic.master", 10, &[0xfb]),
     ("pic.master", 13, &[0x30]),
     ("pic.slave", 10, &[0xfe]),
@@ -442,7 +444,7 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
     let Some(_turn) = kvm() else { return };
     const HOUR_NS: u64 = 3_600_000_000_000;
     const AWAY: Duration = Duration::from_millis(300);
-    // Behind two clocks of the host and its boot id.
+    // The offset of the guest's clock, after two clocks of the host and its boot id.
     const NANOSECONDS: usize = 16 + 36;
     let (source, mut sections) = source();
     let clock = |sections: &[Section]| {
@@ -450,12 +452,12 @@ fn i3_the_clock_that_kvm_shows_goes_on_while_the_machine_moves() {
         let bytes = &section.unwrap().bytes;
         (word(bytes, 0), word(bytes, NANOSECONDS))
     };
-    // As if the guest had run for an hour.
+    // Change the state as if the guest had run for an hour.
     let (left_ns, guest_ns) = clock(&sections);
     let section = sections.iter_mut().find(|section| section.name == "clock");
     let bytes = &mut section.unwrap().bytes[NANOSECONDS..NANOSECONDS + 8];
     bytes.copy_from_slice(&(guest_ns + HOUR_NS).to_le_bytes());
-    // The wait is the assertion: the clock includes it.
+    // The restored clock must include the time of this wait.
     std::thread::sleep(AWAY);
     let (came_ns, there_ns) = clock(&reloaded(&source, &sections));
     let host = Duration::from_nanos(came_ns - left_ns);
@@ -501,7 +503,7 @@ fn a_description_reads_back_and_fits_its_own_host() {
     nearly.tsc_khz += nearly.tsc_khz / 10_000;
     check_description(&nearly).unwrap();
 
-    // Every CPUID word at the end of the table set: more than any host has.
+    // Set all bits of the CPUID words at the end of the table: more features than any host has.
     let mut greedy = bytes.clone();
     let table = greedy.len() - 28 * 10;
     for entry in greedy[table..].chunks_mut(28) {

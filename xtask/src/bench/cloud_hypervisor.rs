@@ -1,7 +1,7 @@
 //! Cloud Hypervisor as a peer of `cargo xtask bench whole`: the binary that `CLOUD_HYPERVISOR` names.
 //!
-//! It is driven as its `ch-remote` does, over HTTP on a unix socket. Its events and its guest's serial
-//! line arrive on standard error and standard output.
+//! It is controlled over HTTP on a unix socket, as its own `ch-remote` does it. Its events and its
+//! guest's serial line arrive on standard error and standard output.
 
 use std::env;
 use std::ffi::OsString;
@@ -25,7 +25,8 @@ use super::whole::{self, Moved};
 
 /// The limit for every wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// How often the API socket of a new process, and the end of the source's, are looked for.
+/// The interval between checks for the API socket of a new process, and for the end of the
+/// source's process.
 const PERIOD: Duration = Duration::from_millis(5);
 
 /// The program, if `CLOUD_HYPERVISOR` names one.
@@ -146,7 +147,7 @@ fn request(api: &Path, action: &str, body: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Whether a process has ended; its times can be read until it is waited for.
+/// Whether a process has ended; its CPU times can be read until it is reaped.
 fn has_ended(id: u32) -> Result<bool> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat"))?;
     Ok(stat
@@ -154,7 +155,8 @@ fn has_ended(id: u32) -> Result<bool> {
         .is_some_and(|(_, fields)| fields.trim_start().starts_with('Z')))
 }
 
-/// Starts a guest and moves it once. `content` is a file for the memory of a guest without pages.
+/// Starts a guest and moves it once. `content` is a file with the memory of a guest that writes
+/// no pages.
 pub(super) fn migrate(
     workload: &Workload,
     content: Option<&Path>,
@@ -184,8 +186,8 @@ pub(super) fn migrate(
             .map(|&id| process::cpu_s(id))
             .sum::<Result<f64>>()
     };
-    // The port is free until Cloud Hypervisor listens there, unless another program takes it meanwhile:
-    // then it reports it and the benchmark ends.
+    // The port is free until Cloud Hypervisor listens there, unless another program takes it in the
+    // meantime; in that case Cloud Hypervisor reports that and the benchmark ends.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let with_tls = |mut body: Value| {
         if let Some(folder) = tls {
@@ -202,7 +204,8 @@ pub(super) fn migrate(
         let received = scope.spawn(move || request(api, "vm.receive-migration", &body));
         destination.wait_event("migration-receive-ready")?;
         let begin = Instant::now();
-        // Its seccomp filter ends the process when it looks up a name with some versions of glibc.
+        // With some versions of glibc, Cloud Hypervisor's seccomp filter kills the process when it
+        // looks up a name.
         let url = format!("tcp:127.0.0.1:{port}");
         let body = with_tls(json!({ "destination_url": url, "connections": connections }));
         request(&source.api, "vm.send-migration", &body)?;
@@ -212,7 +215,7 @@ pub(super) fn migrate(
             matches!(received.join(), Ok(Ok(()))),
             "the destination reports a failure"
         );
-        // The source's process ends, and its times stay until it is waited for.
+        // The source's process ends, and its CPU times remain available until it is reaped.
         let deadline = Instant::now() + TIMEOUT;
         while !has_ended(source.child.id())? {
             ensure!(

@@ -37,13 +37,14 @@ pub(super) enum Variant {
 }
 
 impl Variant {
-    /// Whether it carries bytes from one host to another, encrypted and authenticated.
+    /// Whether the variant carries bytes from one host to another, encrypted and
+    /// authenticated.
     pub(super) fn is_tunnel(self) -> bool {
         !matches!(self, Self::Bare | Self::Floor | Self::Pipeline)
     }
 
-    /// Whether several streams share a connection between the ends, so that one which is not read
-    /// can hold up the others.
+    /// Whether several streams share a connection between the ends, so that a stream that is not
+    /// read can delay the others.
     pub(super) fn shares_connections(self) -> bool {
         matches!(self, Self::OpenSsh | Self::Stripe(_))
     }

@@ -1,6 +1,6 @@
-//! A tunnel end that does the least: it moves bytes between two hypervisors through user space.
-//! Without encryption it is the upper bound for every such program. With [`super::records`] on the
-//! side of the other end, it is the floor of every tunnel.
+//! A minimal tunnel end: it moves bytes between two hypervisors through user space. Without
+//! encryption it is the upper bound for every such program. With [`super::records`] on the side of
+//! the other tunnel end, it is the floor of every tunnel.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +18,7 @@ use super::records::{self, PIECE_BYTES};
 /// Addresses of the forwarder.
 #[derive(Args, Debug)]
 pub struct ForwardOptions {
-    /// The side on which the bytes are in sealed records; without it, neither.
+    /// The side on which the bytes are in sealed records; `None` for neither side.
     #[arg(long)]
     sealed: Option<Side>,
     /// LISTEN and TARGET of each route, each of them unix:PATH or tcp:ADDRESS:PORT.
@@ -83,7 +83,8 @@ impl Listener {
     }
 }
 
-/// Prints a line when it listens on every address, then serves without returning.
+/// Prints a line when the process listens on every address, then serves connections without
+/// returning.
 pub(super) fn run(options: &ForwardOptions) -> Result<()> {
     let mut routes = Vec::new();
     for route in options.routes.chunks_exact(2) {
@@ -92,7 +93,8 @@ pub(super) fn run(options: &ForwardOptions) -> Result<()> {
         routes.push((bound?, target));
     }
     if options.sealed.is_some() {
-        // The choice takes time, which the first connection must not.
+        // Choose the provider now: the choice takes time that must not count for the first
+        // connection.
         records::provider();
     }
     println!("{LISTENING}");

@@ -11,7 +11,7 @@ use super::pair::Pair;
 
 /// The number of bytes of one write and one read.
 const PART_BYTES: usize = 256 << 10;
-/// A stalled channel counts as full when it has accepted nothing for this long.
+/// The time without an accepted byte after which a stalled channel counts as full.
 const FULL: Duration = Duration::from_millis(300);
 
 /// The result of a turn.

@@ -15,7 +15,7 @@ pub(super) struct Moved {
     pub(super) total_s: f64,
     /// As QEMU's source reports it.
     pub(super) downtime_ms: f64,
-    /// From the stop of the source to the start of the destination.
+    /// The time from the stop of the source's guest to its start at the destination.
     pub(super) guest_downtime_ms: f64,
 }
 
@@ -66,7 +66,7 @@ fn watch(source: &mut Machine, destination: &mut Machine, migration: &Migration)
     })
 }
 
-/// The time of an event by this host's clock.
+/// The time of an event according to this host's clock.
 fn at(event: &Value) -> Result<Duration> {
     let stamp = &event["timestamp"];
     let part = |name: &str| stamp[name].as_u64().context("an event without a time");

@@ -18,7 +18,7 @@ use super::program;
 /// The line that an end prints when it accepts connections.
 pub(super) const LISTENING: &str = "listening";
 
-/// What `sshd` logs on its standard error at that time.
+/// The text that `sshd` logs on standard error when it accepts connections.
 const SSHD_LISTENING: &str = "Server listening on ";
 
 /// The cipher of OpenSSH's connection.
@@ -195,7 +195,7 @@ impl Pair {
             fs::write(&file, text)?;
             let mut command = Command::new(&site.dunlin);
             command.args(["tunnel", "run", "--config"]).arg(&file);
-            // Does not collide with other tunnels on this host.
+            // This avoids a collision with other tunnels on this host.
             command.arg("--control").arg(site.path("control"));
             command.stderr(Stdio::null());
             let process = Process::start(command, Report::Stdout, "listening on ")?;
@@ -204,8 +204,8 @@ impl Pair {
         Ok(())
     }
 
-    /// Runs this program's forwarder at both ends, with the arguments of the far one and the near
-    /// one.
+    /// Runs this program's forwarder at both ends, with the arguments for the far end and the
+    /// near end.
     fn forwards(&mut self, site: &Site, arguments: [&[&str]; 2]) -> Result<()> {
         for (places, arguments) in self.places(site)?.into_iter().zip(arguments) {
             let mut command = Command::new(std::env::current_exe()?);

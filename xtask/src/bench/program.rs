@@ -59,7 +59,8 @@ pub(super) struct OpenSsh {
 /// Returns the installed OpenSSH, or, if it has no server, Debian's package. Scripts that run the
 /// package's programs are then in `folder`.
 pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
-    // The server is not in the path of every user, and starts only by its whole path.
+    // The server is not in the path of every user, and starts only if it is called by its full
+    // path.
     let sshd = PathBuf::from("/usr/sbin/sshd");
     if sshd.is_file() {
         return Ok(OpenSsh {
@@ -97,7 +98,7 @@ pub(super) fn openssh(folder: &Path) -> Result<OpenSsh> {
 }
 
 /// A script that runs a program with the loader and the libraries of its root, as
-/// [`debian::program`] does, for programs that other programs start by a path.
+/// [`debian::program`] does, for programs that other programs start by their path.
 fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
     let quoted = |path: &Path| {
         let path = path.display().to_string();
@@ -111,10 +112,11 @@ fn script(loader: &Path, libraries: &Path, program: &Path) -> String {
     )
 }
 
-/// The user without rights that every Linux has.
+/// The unprivileged user that exists on every Linux system.
 const UNPRIVILEGED: &str = "65534";
 
-/// Returns a command that runs OpenSSH's server, and the user that can log in there: the server's own.
+/// Returns a command that runs OpenSSH's server, and the user that can log in: the one as which the
+/// server runs.
 ///
 /// As root the server would need a user and a folder that only an installed package has. In a user
 /// namespace it runs as another user instead, but still owns root's files.
@@ -157,7 +159,7 @@ pub(super) fn build_go_proxy(output: &Path) -> Result<()> {
         .args(["build", "-o"])
         .arg(output)
         .arg(source)
-        // No other toolchain, workspace or flags than the machine's own.
+        // Use only the machine's own toolchain, and no workspace or flags.
         .env("GOTOOLCHAIN", "local")
         .env("GOWORK", "off")
         .env("GOFLAGS", "")

@@ -1,8 +1,9 @@
 //! The encryption of the tunnel's floor: each byte is sealed once and opened once, in place.
 //!
-//! Bytes are read straight into the records of a buffer, sealed there and written from there; the
-//! other end opens records in its buffer and writes their content from there. There is no
-//! handshake, and the key is the same for all connections: it protects nothing.
+//! Bytes are read straight into the records of a buffer, and sealed in and written from that
+//! buffer. The other end opens records in its own buffer and writes their content from that
+//! buffer. There is no handshake, and the key is the same for all connections: it protects
+//! nothing.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 
@@ -15,7 +16,7 @@ use dunlin_lane::record::{
 
 use super::ends::Stream;
 
-/// Bytes that a forwarder moves in one piece, with records and without.
+/// Bytes that a forwarder moves in one piece, with or without records.
 pub(super) const PIECE_BYTES: usize = 512 << 10;
 /// Records that one read fills.
 const RECORDS: usize = PIECE_BYTES / CONTENT_BYTES;
@@ -28,7 +29,7 @@ pub(super) fn provider() -> Provider {
     fastest::auto().provider
 }
 
-/// Reads bytes until their end, and writes them in records, each as full as the read made it.
+/// Reads bytes until their end, and writes them in records, each as full as the read allows.
 pub(super) fn seal(mut from: &Stream, mut to: &Stream) -> Result<()> {
     let mut half = SealHalf::new(provider(), SUITE, &KEY, IV, 0)?;
     let mut records = vec![0; RECORDS * RECORD_BYTES];
@@ -48,7 +49,8 @@ pub(super) fn seal(mut from: &Stream, mut to: &Stream) -> Result<()> {
     }
 }
 
-/// The length of full records, and of a last one that may be shorter, with this much content.
+/// The total length of records with this much content: full records, and a last one that may
+/// be shorter.
 fn sealed_bytes(content: usize) -> usize {
     content + content.div_ceil(CONTENT_BYTES) * OVERHEAD_BYTES
 }
@@ -112,7 +114,7 @@ mod tests {
 
     #[test]
     fn records_carry_every_byte_and_the_end() {
-        // Not a multiple of a record, and longer than a buffer.
+        // The length is not a multiple of a record, and longer than a buffer.
         let sent: Vec<u8> = (0..PIECE_BYTES * 3 + 1000).map(|at| at as u8).collect();
         let (sender, near) = pair();
         let (middle, other_middle) = pair();

@@ -27,7 +27,7 @@ pub struct TunnelOptions {
     /// Turns of each variant.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: usize,
-    /// MiB that all streams of a turn carry in total.
+    /// The data that all streams of a turn carry in total, in MiB.
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     size: u64,
     /// Round trips of a turn.
@@ -59,7 +59,8 @@ const STREAMS: [usize; 2] = [1, 4];
 const TRIPS: [usize; 2] = [1, 4096];
 /// Streams of a stalled turn, in addition to the one that is not read.
 const BESIDE: usize = 4;
-/// QEMU's multifd channels, in addition to its main one; `None` sends all memory over that one.
+/// QEMU's multifd channels, in addition to its main one; `None` sends all memory over the main
+/// one.
 const CHANNELS: [Option<u8>; 2] = [None, Some(4)];
 
 /// 512 MiB, of which the guest writes to 40 MiB about twice a second.
@@ -75,7 +76,8 @@ const WORKLOAD: Workload = Workload {
 /// What is measured at a time.
 #[derive(Clone, Copy)]
 enum Turn<'a> {
-    /// All variants one after the other, so that their ratios are of one round.
+    /// Runs all variants one after the other, so that their ratios come from the same
+    /// round.
     Bulk {
         ends: Ends,
         streams: usize,
@@ -257,7 +259,8 @@ fn ping_pong(
     Ok(())
 }
 
-/// Measures streams without and with another channel that its far side does not read.
+/// Measures streams, first alone and then next to a channel that the far side does not
+/// read.
 fn stalled(options: &TunnelOptions, site: &Site, pair: &Pair, results: &mut Results) -> Result<()> {
     let bytes = options.size << 20;
     let free = load::bulk(site, pair, Ends::Unix, BESIDE, bytes)?;

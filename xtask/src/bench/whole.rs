@@ -1,9 +1,9 @@
 //! `cargo xtask bench whole`: whole migrations of Dunlin and of other VMMs, in turn.
 //!
-//! One turn is a migration between two new processes. Dunlin's own turns, and the floor, are those of
-//! `dunlin bench whole`, which this program runs for one round and one number of lanes at a
-//! time. QEMU and Cloud Hypervisor move a guest with the same memory, content and rate of writes. A turn
-//! that fails is left out of the results; all others are in them.
+//! One turn is a migration between two new processes. Dunlin's own turns, and the floor, are those
+//! of `dunlin bench whole`, which this program runs for one round and one number of lanes at a
+//! time. QEMU and Cloud Hypervisor move a guest with the same memory, content and rate of writes. A
+//! turn that fails is left out of the results; all others are included.
 
 use std::fmt;
 use std::fs::File;
@@ -40,9 +40,10 @@ pub struct WholeOptions {
     output: Output,
 }
 
-/// Memory written to and freed before each migration, in sizes of the guest, as in `dunlin bench whole`.
+/// The amount of memory written to and freed before each migration, as a multiple of the guest's
+/// memory, as in `dunlin bench whole`.
 const TOUCHED: u64 = 2;
-/// Memory of a guest that halts which stays zero.
+/// The part of the memory that stays zero, for a guest that halts.
 const LEFT_OUT_MIB: u32 = 32;
 /// Numbers of Dunlin's lanes, and of the floor's.
 const LANES: [u8; 2] = [2, 4];
@@ -64,7 +65,7 @@ const FIGURES: [&str; 7] = [
     "floor_ratio",
 ];
 
-/// What the guest does meanwhile, as in `dunlin bench whole`.
+/// The guest's activity during the migration, as in `dunlin bench whole`.
 #[derive(Clone, Copy)]
 enum Activity {
     /// It halts. Its memory has the content of a file.
@@ -180,7 +181,8 @@ pub(super) fn run(options: &WholeOptions) -> Result<()> {
     for activity in [Activity::Idle, Activity::Writing] {
         turns.extend(peers.iter().map(|&peer| Turn::Peer { activity, peer }));
     }
-    // The guest that writes ends there with a triple fault; the cause has not been found.
+    // With Cloud Hypervisor the guest that writes ends with a triple fault; the cause has not been
+    // found.
     turns.retain(|turn| {
         !matches!(
             turn,
@@ -276,12 +278,13 @@ pub(super) struct Moved {
     pub(super) total_s: f64,
     pub(super) cpu_s: f64,
     pub(super) downtime_ms: f64,
-    /// `None` if the hypervisor does not report them.
+    /// The number of iterations; `None` if the hypervisor does not report it.
     pub(super) iterations: Option<f64>,
     pub(super) destination_peak_mib: f64,
 }
 
-/// Right before the destination takes its memory: the host may take freed memory back within seconds.
+/// Called right before the destination allocates its memory, because the host may reclaim freed
+/// memory within seconds.
 pub(super) fn touch(workload: &Workload) -> Result<()> {
     touch_physical_memory(TOUCHED * (u64::from(workload.memory_mib) << 20))
 }
@@ -334,8 +337,8 @@ impl Rig {
         }
     }
 
-    /// Starts a guest and moves it once. Bandwidth is not limited, and the limit on the downtime is
-    /// QEMU's own, 300 ms.
+    /// Starts a guest and moves it once. Bandwidth is not limited, and the downtime limit is QEMU's
+    /// default, 300 ms.
     fn migrate_qemu(
         &self,
         workload: Workload,
@@ -357,8 +360,8 @@ impl Rig {
                 .map(|&id| process::cpu_s(id))
                 .sum::<Result<f64>>()
         };
-        // The port is free until QEMU listens there, unless another program takes it meanwhile: then
-        // QEMU reports it and the benchmark ends.
+        // The port is free until QEMU listens there, unless another program takes it in the
+        // meantime; in that case QEMU reports that and the benchmark ends.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let mut migration = Migration::tcp(address);
         migration.multifd = Some(channels);

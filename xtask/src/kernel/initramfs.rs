@@ -91,11 +91,11 @@ pub fn write(kernel: &Kernel, programs: &[Program], target: &Path) -> Result<()>
     Ok(())
 }
 
-/// Adds the command of an earlier commit as `dunlin-previous`. It is linked with the host's C library,
-/// and the guest's packages may bring another version. The archive therefore holds the host's
-/// libraries, and a script runs the command through their loader (ld.so(8)). `stripped` receives a copy
-/// without debug information, which is two thirds of the file; it must exist until the archive is
-/// written.
+/// Adds the command of an earlier commit as `dunlin-previous`. It is linked with the host's C
+/// library, and the guest's packages may contain another version. The archive therefore contains
+/// the host's libraries, and a script runs the command through their loader (ld.so(8)). `stripped`
+/// receives a copy without debug information, which is two thirds of the file; it must exist until
+/// the archive is written.
 fn add_previous(archive: &mut Archive, previous: &Path, stripped: &Path) -> Result<()> {
     const FOLDER: &str = "rig/previous";
     let printed = |command: &mut Command| -> Result<String> {
@@ -162,8 +162,8 @@ fn is_for_programs(path: &Path) -> bool {
     !within("usr/share", &share) && !within("usr/lib/x86_64-linux-gnu", &libraries)
 }
 
-/// Excludes modules that the machine or the tests do not use, three quarters of all: an emulated
-/// CPU takes seconds to unpack them.
+/// Excludes modules that the machine or the tests do not use, which are three quarters of them:
+/// an emulated CPU would take seconds to unpack them.
 fn is_for_a_virtual_machine(path: &Path) -> bool {
     let within = |folder: &str, wanted: &[&str]| {
         path.strip_prefix(Path::new("kernel").join(folder))
@@ -199,8 +199,8 @@ fn is_for_a_virtual_machine(path: &Path) -> bool {
         && !within("fs", &file_systems)
 }
 
-/// Unpacks all of the kernel's modules, with the indexes that answer the kernel's module requests
-/// as on an installed system. Done once for each kernel.
+/// Unpacks all of the kernel's modules, with the indexes that modprobe needs to answer the
+/// kernel's module requests, as on an installed system. This is done once for each kernel.
 fn modules(kernel: &Kernel, busybox: &Path) -> Result<PathBuf> {
     let _turn = cache::lock("modules")?;
     let folder = cache::directory().join("modules");

@@ -1,5 +1,5 @@
-//! Kernel versions that have passed on this machine. They distinguish a fault of a new Debian
-//! kernel from a fault of Dunlin.
+//! Kernel versions that have passed on this machine. They help to distinguish a fault in a
+//! new Debian kernel from a fault in Dunlin.
 
 use std::fs;
 use std::io;
@@ -57,7 +57,7 @@ pub fn new_kernel(failed: &Kernel, previous: Option<&Kernel>) -> String {
 }
 
 /// Implements [`previous`]. `cached` is sorted, the newest last. The oldest kernel is compared only
-/// within its own series: a newer series may pass for other reasons.
+/// within its own series: a newer series may pass for unrelated reasons.
 fn choose<'a>(
     which: &Which,
     failed: &str,

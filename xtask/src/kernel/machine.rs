@@ -19,7 +19,7 @@ use super::verdict::{Record, Said};
 /// A boot takes 10 to 20 seconds on an idle machine. The limit allows for a parallel build.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 
-/// Added to a test's own limit, which the guest normally enforces.
+/// Time added to a test's own limit, which the guest itself normally enforces.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// With the instruction-counting clock, a second of the guest takes longer than a real second.
@@ -120,7 +120,7 @@ impl<'a> Machine<'a> {
                 scope.spawn(|| report.accept(|stream| read_report(stream, &token, &events)));
             let saved = scope.spawn(|| {
                 files.accept(|stream| {
-                    // An error means that the guest ended; keep what has arrived.
+                    // An error means that the guest ended; keep the files that have arrived.
                     let _ = io::copy(&mut &stream, &mut File::create(&files_at)?);
                     Ok(())
                 })
@@ -190,13 +190,14 @@ impl<'a> Machine<'a> {
             };
         }
         let (accelerator, clock): (_, &[&str]) = if self.counting {
-            // One instruction takes one nanosecond of guest time, independent of the host's load.
+            // One instruction takes one nanosecond of guest time, regardless of the host's load.
             ("tcg,thread=single", &["-icount", "shift=0,sleep=off"])
         } else {
             ("tcg,thread=multi", &[])
         };
         let mut arguments = vec![
-            // The kernel panics at an oops and resets; QEMU exits at the reset.
+            // With these options the kernel panics and resets after an oops; QEMU exits at the
+            // reset.
             "console=ttyS0 ignore_loglevel printk.devkmsg=on oops=panic panic=-1".to_owned(),
             // An emulated CPU on a busy host can stall for seconds. This is not a fault of the
             // kernel.
@@ -327,7 +328,7 @@ fn read_console(console: impl Read, mut log: File, events: &Sender<Event>) {
         .read_until(b'\n', &mut line)
         .is_ok_and(|read| read > 0)
     {
-        // The log is for the reader; the verdict uses the lines that are sent on.
+        // The log is for the reader; the verdict uses the lines that are passed on.
         let _ = log.write_all(&line);
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         if events.send(Event::Console(text)).is_err() {

@@ -69,8 +69,8 @@ pub struct KernelOptions {
 
 impl KernelOptions {
     /// Whether the run under the kernel `which` includes a test that is meant for `under`. Unless
-    /// kernels were named, the kernel of the previous Debian release runs only its own tests. Unless
-    /// tests were named, some run under only one of the other two.
+    /// kernels were named, the kernel of the previous Debian release runs only its own tests.
+    /// Unless tests were named, some tests run under only one of the other two kernels.
     fn has(&self, which: &Which, under: Under) -> bool {
         match (which, under) {
             _ if !self.kernels.is_empty() => true,
@@ -184,7 +184,7 @@ pub fn command(options: &KernelOptions) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // In parallel: a boot uses little more than one core.
+    // Run the boots in parallel: each uses little more than one core.
     let rig = &rig;
     let tallies = thread::scope(|scope| {
         let runs: Vec<_> = runs

@@ -55,7 +55,7 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// The older kernel of the previous Debian release, also in the soak.
+    /// The older kernel of the previous Debian release, even in the soak test.
     Former,
 }
 
@@ -126,7 +126,8 @@ pub fn build_dunlin() -> Result<PathBuf> {
     build_one("dunlin-cli", "--bin", "dunlin")
 }
 
-/// Builds a test program of a library crate for the guest: from the crate that has it in `tests`.
+/// Builds a test program of a library crate for the guest. The crate is the one that has this
+/// program in `tests`.
 ///
 /// # Errors
 /// No crate contains it, or it does not build.
@@ -152,9 +153,9 @@ fn build_one(package: &str, kind: &str, name: &str) -> Result<PathBuf> {
     built.into_iter().next().context("one was asked for")
 }
 
-/// Builds programs with a static C library, which do not depend on the guest's libraries, and returns
-/// their paths. The flags apply to this workspace only; dependencies are built as usual and therefore
-/// shared with an ordinary build.
+/// Builds programs with a static C library, so that they do not depend on the guest's libraries,
+/// and returns their paths. The flags apply to this workspace only; dependencies are built as usual
+/// and therefore shared with an ordinary build.
 fn build_some(package: &str, kind: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Message {

@@ -1,4 +1,5 @@
-//! `cargo xtask keep`: keeps the output of a benchmark, as the next figures of the pages.
+//! `cargo xtask keep`: stores the output of a benchmark as the figures that the pages show
+//! next.
 
 use std::fs;
 use std::io::{self, Read};
@@ -9,18 +10,18 @@ use clap::Args;
 
 use super::kept::{self, Header, Run};
 
-/// Which results to keep, and what their lines do not contain.
+/// Which results to keep, and the facts about the run that their lines do not contain.
 #[derive(Args, Debug)]
 pub struct KeepOptions {
     /// Name of the file in docs/benchmarking/results, without its extension.
     name: String,
-    /// The command with the output on standard input, run with `--json`.
+    /// The command that produced the output on standard input, run with `--json`.
     #[arg(long)]
     command: String,
     /// Size of the guest, limits, and other load on the host.
     #[arg(long)]
     conditions: String,
-    /// The host, in the words of the pages [default: from /proc/cpuinfo].
+    /// The host, as the pages name it [default: from /proc/cpuinfo].
     #[arg(long)]
     machine: Option<String>,
 }

@@ -24,7 +24,7 @@ pub(super) struct Run {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) commit: Option<String>,
     pub(super) machine: String,
-    /// Size of the guest, other load, and all else that is not in the lines.
+    /// Size of the guest, other load, and everything else that is not in the lines.
     pub(super) conditions: String,
     pub(super) command: String,
     /// A remark for readers of the file; not in the pages.

@@ -1,4 +1,4 @@
-//! The tables: which page has which, from which kept results, and how their cells are written.
+//! The tables: the page of each, the kept results that it shows, and how its cells are written.
 //!
 //! A table has a row for each line of the results, so a new run with more variants makes more rows.
 
@@ -367,7 +367,7 @@ fn bulk(kept: &[Kept]) -> Result<Cells> {
     if has_floor {
         table[0].push("against the floor".to_owned());
     }
-    // The order of the pages: local sockets before TCP.
+    // The order in the pages: local sockets before TCP.
     rows.sort_by_cached_key(|row| {
         (
             row.text("ends").ok() == Some("tcp"),

@@ -32,7 +32,7 @@ const BEGIN: &str = "<!-- table ";
 /// What to do with the tables.
 #[derive(Args, Debug)]
 pub struct TablesOptions {
-    /// Changes no page, and fails if a page is not what the kept results give.
+    /// Changes no page, and fails if a page differs from the kept results.
     #[arg(long)]
     check: bool,
 }
@@ -69,7 +69,7 @@ fn pages() -> Vec<&'static str> {
     pages
 }
 
-/// The page's text with the tables that the kept results give, and the differences by table.
+/// The page's text with the tables for the kept results, and the differences by table.
 fn updated(root: &Path, page: &str, text: &str) -> Result<(String, Vec<String>)> {
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     let mut differences = Vec::new();
@@ -110,7 +110,7 @@ fn end(table: &Table) -> String {
     format!("<!-- end of table {} -->", table.name)
 }
 
-/// The lines of a table with the comments around it.
+/// The lines of a table, including the comments around it.
 fn block(root: &Path, table: &Table) -> Result<Vec<String>> {
     let kept = table.results.iter().map(|name| Kept::read(root, name));
     let kept = kept.collect::<Result<Vec<_>>>()?;

@@ -47,8 +47,8 @@ fn page(path: &str, text: &str) -> Result<String> {
     })
 }
 
-/// Adds a line to the results. A median and its range become three turns with the same median and
-/// the same range.
+/// Adds a line to the results. A median and its range become three measurements with the same
+/// median and range.
 fn add(row: &Row, results: &mut Results) -> Result<()> {
     let mut figures = Vec::new();
     for (name, value) in &row.fields {
@@ -74,7 +74,7 @@ fn add(row: &Row, results: &mut Results) -> Result<()> {
                 (2, Some((_, max))) => max,
                 _ => continue,
             };
-            // This program ends soon, and names are few.
+            // Leak the name: this program ends soon, and there are few names.
             line = line.figure(name.to_string().leak(), value);
         }
         line.add();

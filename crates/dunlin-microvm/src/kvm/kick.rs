@@ -1,9 +1,9 @@
 //! Makes a vCPU thread leave KVM_RUN from another thread, without a lost wake-up.
 //!
-//! The vCPU thread blocks the signal, except while KVM runs the guest
-//! (KVM_SET_SIGNAL_MASK, section 4.30 of the kernel's KVM API). A kick that arrives
-//! early therefore stays pending and makes the next KVM_RUN return EINTR immediately. It
-//! installs no signal handler, so the embedding program's global state is untouched.
+//! The vCPU thread blocks the signal, except while KVM runs the guest (KVM_SET_SIGNAL_MASK,
+//! section 4.30 of the kernel's KVM API). A kick that arrives early therefore stays pending
+//! and makes the next KVM_RUN return EINTR immediately. It installs no signal handler, so
+//! it does not change the global state of the embedding program.
 
 use std::io;
 use std::marker::PhantomData;
@@ -26,8 +26,8 @@ pub(crate) struct Kick(Mutex<Target>);
 struct Target {
     /// Thread id, while a thread is attached.
     thread: Option<libc::pid_t>,
-    /// A signal was sent and not yet taken. At most one is queued, so the limit on
-    /// queued signals cannot lose one.
+    /// A signal was sent but not yet taken. At most one is queued, so the limit on queued
+    /// signals cannot lose one.
     sent: bool,
 }
 
@@ -49,8 +49,8 @@ impl Kick {
         })
     }
 
-    /// Makes the attached thread leave KVM_RUN, now or as soon as it enters. Has no
-    /// effect if no thread is attached.
+    /// Makes the attached thread leave KVM_RUN, now or as soon as the thread enters it. Has
+    /// no effect if no thread is attached.
     pub(crate) fn kick(&self) {
         let mut target = lock(&self.0);
         let Some(thread) = target.thread else { return };
@@ -58,7 +58,7 @@ impl Kick {
             return;
         }
         // SAFETY: tgkill touches no memory. The thread is alive and has the signal blocked: it
-        // clears `thread` under this lock before it unblocks it.
+        // clears `thread` under this lock before it unblocks the signal.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
         assert_eq!(sent, 0, "the attached thread is alive and one signal fits");
         target.sent = true;
@@ -147,8 +147,8 @@ fn set_guest_mask(vcpu: &Vcpu, old: &libc::sigset_t) -> io::Result<()> {
         }
     }
     let mask = GuestMask { length: 8, set };
-    // SAFETY: the descriptor is a vCPU's, and the kernel reads `length` bytes behind the head, which
-    // are the set.
+    // SAFETY: the descriptor is that of a vCPU, and the kernel reads `length` bytes after the head,
+    // which are the set.
     let code = unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_SET_SIGNAL_MASK, &raw const mask) };
     if code < 0 {
         return Err(io::Error::last_os_error());

@@ -91,9 +91,9 @@ const fn of_bytes(bytes: usize, get: u32, set: u32) -> Interface {
     }
 }
 
-/// Passes a buffer that starts with `given` to an ioctl that transfers at most `bytes`,
-/// and returns the buffer's content afterwards. It is aligned for the strictest of
-/// KVM's structures.
+/// Passes a buffer that starts with `given` to an ioctl that transfers at most `bytes`
+/// bytes, and returns the buffer's content afterwards. The buffer has the alignment of
+/// KVM's most strictly aligned structure.
 pub(super) fn exchange(
     fd: RawFd,
     ioctl: libc::c_ulong,
@@ -106,10 +106,10 @@ pub(super) fn exchange(
         whole[..chunk.len()].copy_from_slice(chunk);
         *word = u64::from_ne_bytes(whole);
     }
-    // SAFETY: the descriptor is a live KVM descriptor of the kind the number is for. The kernel
-    // moves no more than the structure's size, which all callers give as `bytes` and which lies
-    // inside the buffer (for XSAVE the size that KVM_CAP_XSAVE2 gave for this VM); every bit pattern
-    // is valid in the words it writes.
+    // SAFETY: the descriptor is a live KVM descriptor of the kind that this ioctl applies to. The
+    // kernel moves no more than the structure's size, which all callers give as `bytes` and which
+    // lies inside the buffer (for XSAVE the size that KVM_CAP_XSAVE2 gave for this VM); every bit
+    // pattern is valid in the words it writes.
     let code = unsafe { libc::ioctl(fd, ioctl, words.as_mut_ptr()) };
     if code < 0 {
         return Err(io::Error::last_os_error());

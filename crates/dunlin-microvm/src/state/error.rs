@@ -80,7 +80,7 @@ pub enum LoadError {
         /// The MSR's value at the source.
         value: u64,
     },
-    /// This KVM cannot offset the guest's TSC, which would go backwards.
+    /// This KVM cannot offset the guest's TSC, so the TSC would go backwards.
     #[error(
         "this KVM cannot offset the TSC; the TSC of vCPU {instance} would go back by {by} ticks"
     )]

@@ -8,7 +8,7 @@ use kvm_bindings::{MsrList, Msrs, kvm_msr_entry};
 use super::error::{LoadError, MSRS, decoded, kvm_refused};
 use crate::wire::{DecodeError, Reader, Writer, bad_value};
 
-/// It continues during the migration and has its own section.
+/// The time-stamp counter continues during the migration and has its own section.
 pub(super) const MSR_IA32_TSC: u32 = 0x10;
 
 /// Size of an MSR's index and value.
@@ -32,7 +32,7 @@ pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
     Ok(writer.finish())
 }
 
-/// Decodes the result of [`read_msrs`], without the TSC.
+/// Decodes the result of [`read_msrs`], except the TSC.
 fn decode(bytes: &[u8]) -> Result<Vec<(u32, u64)>, DecodeError> {
     let mut reader = Reader::new(bytes);
     let count = bytes.len() / MSR_BYTES;

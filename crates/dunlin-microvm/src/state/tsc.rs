@@ -44,9 +44,9 @@ pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
 
 /// Sets the guest's TSC to its saved value plus the time since then.
 ///
-/// All vCPUs get the offset of the first one plus their distance from it at the source,
-/// so their distances stay the same however long the calls take. `first` holds the
-/// first vCPU's offsets at the source and here.
+/// Each vCPU gets the offset of the first vCPU plus the difference that the two had at the
+/// source, so these differences stay the same regardless of how long the calls take.
+/// `first` holds the first vCPU's offsets at the source and on this host.
 pub(super) fn write_tsc(
     vcpu: &Vcpu,
     instance: u32,
@@ -69,8 +69,8 @@ pub(super) fn write_tsc(
             Err(error) => return Err(refused(error)),
         }
     }
-    // The TSC cannot be offset. That does no harm if it continues by itself, as between
-    // two machines on one host.
+    // The TSC cannot be offset. That does no harm if the TSC continues by itself, as between two
+    // machines on one host.
     match source.guest_tsc.checked_sub(now) {
         None | Some(0) => Ok(()),
         Some(by) => Err(LoadError::TscWouldGoBack { instance, by }),

@@ -29,7 +29,7 @@ pub fn vmm_read(vm: &Vm, offset: u64, bytes: &mut [u8]) {
     vm.memory().read_slice(bytes, address).unwrap();
 }
 
-/// Waits until `done`, at most ten seconds, while the machine runs.
+/// Waits until `done` returns true, for at most ten seconds, while the machine runs.
 pub fn wait_for(vm: &Vm, what: &str, done: impl Fn(&Vm) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !done(vm) {
@@ -49,8 +49,8 @@ pub fn rate_of(vm: &Vm, visits: u64) -> f64 {
     made as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Visits per second over a moment. The wait is the measurement: without a dirty rate the number of
-/// visits in a window depends on the host.
+/// Visits per second, measured over a short time. Without a dirty rate the number of visits in that
+/// time depends on the host.
 pub fn rate_now(vm: &Vm) -> f64 {
     let (start, before) = (Instant::now(), vm.stats().pages_checked);
     std::thread::sleep(Duration::from_millis(400));

@@ -1,5 +1,5 @@
-//! What the tests share that move a machine by the engine: certificates, huge pages, and a move
-//! between two threads of the process over loopback.
+//! Shared by the tests that migrate a machine with the engine: certificates, huge pages, and a
+//! migration between two threads of the process over loopback.
 
 use std::fs;
 use std::net::TcpListener;
@@ -25,7 +25,7 @@ use super::running;
 const SOURCE: &str = "source.test";
 const DESTINATION: &str = "destination.test";
 
-/// Both sides' security, from an authority of the moment.
+/// The TLS settings of both sides, with certificates from a temporary authority.
 pub struct Tls {
     pub client: ClientTls,
     pub server: ServerTls,
@@ -86,7 +86,8 @@ pub struct Moved {
     pub events: Vec<Event>,
 }
 
-/// Moves `vm` to what `builder` builds; `on_event` is called on the source's threads.
+/// Migrates `vm` to the machine that `builder` builds; `on_event` is called on the source's
+/// threads.
 pub fn attempt(
     vm: &Arc<Movable>,
     tls: &Tls,
@@ -115,7 +116,7 @@ pub fn attempt(
             .observer(&observe)
             .run();
         if result.is_err() {
-            // One that never got as far as the destination would leave it waiting.
+            // If the migration has not reached the destination, the destination would wait forever.
             give_up.cancel();
         }
         let destination = receiving.join().unwrap();
@@ -128,7 +129,7 @@ pub fn attempt(
     })
 }
 
-/// Moves `vm`, which must go well, and returns it as it is at the destination.
+/// Migrates `vm`, which must succeed, and returns the machine at the destination.
 pub fn relocate(
     vm: &Arc<Movable>,
     tls: &Tls,
