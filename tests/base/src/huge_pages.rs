@@ -42,13 +42,13 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        // Fails only if the host's administrator has changed the setting meanwhile.
+        // Fails only if the host's administrator has changed the setting in the meantime.
         let _ = fs::write(RESERVED, self.before.to_string());
     }
 }
 
-/// Returns the host's policy of transparent huge pages, `madvise` or `always`. Returns `None` if it
-/// is `never` or the kernel lacks them; panics in CI.
+/// Returns the host's policy for transparent huge pages, `madvise` or `always`. Returns `None` if
+/// it is `never` or the kernel lacks them; panics in CI.
 #[must_use]
 pub fn transparent() -> Option<String> {
     let file = "/sys/kernel/mm/transparent_hugepage/enabled";

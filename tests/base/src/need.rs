@@ -1,5 +1,5 @@
-//! Requirements of tests: in CI a missing one fails the test, elsewhere the test reports it and
-//! skips.
+//! Requirements of tests: if one is missing, the test fails in CI; elsewhere it reports that
+//! and is skipped.
 
 use std::fmt::Display;
 use std::process::{Command, Stdio};

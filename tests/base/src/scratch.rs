@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::maker::Maker;
 
-/// The file in a directory that names the child process to be killed with it.
+/// The file in a directory that names the child process to be killed when the directory is
+/// removed.
 const PROCESS: &str = "process";
 /// On most machines a tmpfs.
 const MEMORY: &str = "/dev/shm";
@@ -79,8 +80,8 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// Records the child process `id`. If this process is killed, the next one kills the child when
-    /// it removes the directory.
+    /// Records the child process `id`. If this process is killed, the next process that uses this
+    /// module kills the child when it removes the directory.
     ///
     /// # Errors
     /// The directory is not writable.
@@ -144,7 +145,7 @@ mod tests {
             let mut command = Command::new("sleep");
             command.arg("600").stdout(Stdio::null()).spawn().unwrap()
         };
-        // A process that has ended made `left`, in which `child` is recorded.
+        // `left` was created by a process that has ended; `child` is recorded in it.
         let (mut child, mut dead, mut living) = (sleeper(), sleeper(), sleeper());
         let name = |id| Maker::process(id).unwrap().prefix() + "-0";
         let left = Scratch(parent.join(name(dead.id())));

@@ -1,4 +1,4 @@
-//! Sockets of tests: no operation waits without a limit.
+//! Sockets for tests: every operation has a time limit.
 
 use std::io::{self, ErrorKind, Read};
 use std::net::{TcpListener, TcpStream};
@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than any operation of a test that passes.
+/// Longer than any operation in a test that passes.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A connected stream socket.
@@ -41,7 +41,7 @@ pub trait Listener {
     /// The type of its connections.
     type Stream: Stream;
 
-    /// Accepts a connection without waiting for one.
+    /// Accepts a pending connection without waiting.
     ///
     /// # Errors
     /// An error from accept(2).
@@ -92,8 +92,8 @@ pub fn accepted<L: Listener>(listener: &L) -> L::Stream {
     }
 }
 
-/// Like [`Read::read`], but retries after EINTR: a process that is stopped and continued gets it
-/// from sockets with a timeout.
+/// Like [`Read::read`], but retries after EINTR: a process that is stopped and continued gets
+/// EINTR from sockets with a timeout.
 pub trait ReadOnce {
     /// Reads once.
     ///

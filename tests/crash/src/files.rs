@@ -46,7 +46,7 @@ impl Files {
     }
 
     /// Takes a lock that only one side may hold at a time. The kernel releases it when the process
-    /// dies. If another process holds the lock, notes that and returns `None`.
+    /// dies. If another process holds the lock, records that as a violation and returns `None`.
     ///
     /// # Errors
     /// The file cannot be opened or locked.
@@ -65,7 +65,7 @@ impl Files {
         }
     }
 
-    /// Notes something that must never happen.
+    /// Records a violation: something that must never happen.
     ///
     /// # Errors
     /// The note cannot be written.

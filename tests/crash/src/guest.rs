@@ -1,11 +1,11 @@
 //! A guest that detects whether it runs twice, has lost a write or went back in
 //! time.
 //!
-//! It counts. Step `n` fills one of its hot pages with `n`, then writes `n` into
-//! its first word; the other pages never change. A witness file, which every process
-//! of a run maps, has the highest count reached on either side: a guest that starts
-//! must have the same count, and each of its pages must match it. While it runs it
-//! holds a lock that only one process can hold, and another one for its disk.
+//! The guest counts. Step `n` fills one of its hot pages with `n`, then writes `n` into its
+//! first word; the other pages never change. A witness file, which every process of a run
+//! maps, has the highest count reached on either side: a guest that starts must have the
+//! same count, and each of its pages must match it. While it runs it holds a lock that only
+//! one process can hold, and another such lock for its disk.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -27,7 +27,7 @@ pub type Memory = GuestMemoryMmap<()>;
 const PAGE_BYTES: u64 = 4096;
 /// The number of pages of guest memory.
 const PAGES: u64 = 256;
-/// Page 0 holds the count; the other pages below this number are written in turn.
+/// The number of hot pages. Page 0 holds the count; the others are written in turn.
 const HOT_PAGES: u64 = 16;
 /// The time between two steps of the guest.
 const STEP: Duration = Duration::from_micros(300);
@@ -58,7 +58,7 @@ struct Writer {
 }
 
 impl Guest {
-    /// A paused guest with the memory in the file; a new file reads as zeros.
+    /// Creates a paused guest with its memory in the file; a new file reads as zeros.
     ///
     /// # Errors
     /// A file cannot be created or mapped.
@@ -92,7 +92,8 @@ impl Guest {
     /// Runs the guest, unless it runs already.
     ///
     /// # Errors
-    /// A file cannot be opened or the thread cannot be started. Violations are noted.
+    /// A file cannot be opened or the thread cannot be started. Violations are recorded in
+    /// the notes.
     pub fn resume(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.writer.is_some() {

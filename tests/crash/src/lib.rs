@@ -7,10 +7,10 @@
 //!                        │ asks, maps                (has its VM in itself)
 //!                    party vm  (or the source has its VM in itself)
 //! ```
-//! `party` is one program with a role for each of them. It prints each
-//! step before it takes it, and waits there if it was started with that step as its
-//! hold: the test acts on these lines and never on the clock. The VM itself shows
-//! which side runs it ([`guest`]), and detects if it runs twice or goes back in time.
+//! `party` is one program that can take the role of each process. It prints each step
+//! before it takes it, and waits there if it was started with that step as its hold: the
+//! test acts on these lines and never on the clock. The VM itself shows which side runs it
+//! ([`guest`]), and detects if it runs twice or goes back in time.
 #![forbid(unsafe_code)]
 
 pub mod files;

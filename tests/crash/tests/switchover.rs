@@ -16,9 +16,10 @@ use std::time::Instant;
 use dunlin_crash_tests::step;
 use support::{Case, Credentials, Ending, Signal, Victim, run};
 
-/// The number of runs at a time: a run mostly waits for limits to expire.
+/// The number of concurrent runs: a run mostly waits for limits to expire.
 const AT_A_TIME: usize = 6;
-/// How often a run is tried: on a busy machine, a limit of the peer can expire before the step.
+/// The number of times that a run is tried: on a busy machine, a limit of the peer can expire
+/// before the step.
 const TRIES: usize = 3;
 
 const VICTIMS: [Victim; 3] = [Victim::Source, Victim::Destination, Victim::Both];
@@ -157,8 +158,8 @@ fn i1_i2_any_process_killed_at_any_step_the_vm_runs_once_or_died_with_its_proces
 #[test]
 fn i1_i2_a_source_that_is_started_again_at_once_is_answered_by_who_waits_for_it() {
     let mut cases = cases(&[Victim::Source], Signal::Kill, true);
-    // Before *committing* is written, the restarted source finds no session in doubt, and the
-    // destination waits in vain.
+    // Before *committing* is written, the restarted source finds no session in doubt, and no source
+    // contacts the destination.
     cases.retain(|case| case.step != "committing-unwritten");
     play("SIGKILL of the source, restarted immediately", &cases);
 }

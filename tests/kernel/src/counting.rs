@@ -2,10 +2,10 @@
 //!
 //! Under `cargo xtask kernel --icount` the machine's clock advances with instructions. A loop of
 //! known length calibrates the number of instructions per nanosecond in the same boot, before each
-//! of five runs of the work. The count is the median of the five; its error is the spread of the
-//! middle three, of the work and of the loop combined. It counts the whole machine, including the
-//! kernel's work for the test and its unrelated background work; the outermost two runs are dropped
-//! for the latter reason.
+//! of five runs of the work. The result is the median of the five runs; its error combines the
+//! spread of the middle three runs of the work and of the loop. The count covers the whole machine,
+//! including the kernel's work for the test and its unrelated background work; the outermost two
+//! runs are dropped for the latter reason.
 //!
 //! The kernel's tracing (ftrace) counts system calls, with and without `--icount`.
 
@@ -28,8 +28,8 @@ const SHORT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/short"));
 const LONG: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/long"));
 const DIFFERENCE: f64 = 2.0 * 25_000_000.0;
 
-/// Lets the kernel finish its start; its instructions would be counted too. With the instruction
-/// clock this takes no real time: the clock of an idle machine jumps.
+/// How long to let the kernel finish its start: its instructions would be counted too. With the
+/// instruction clock this takes no real time: the clock of an idle machine jumps.
 const SETTLING: Duration = Duration::from_secs(5);
 
 /// The number of runs of the work and of the loops.
@@ -41,8 +41,8 @@ pub struct Count {
     what: String,
     /// `None` without `--icount`.
     pub instructions: Option<Instructions>,
-    /// Indexed by number on x86-64; those of this process, and of threads and processes that the
-    /// work starts.
+    /// System calls by number on x86-64: those of this process, and of threads and processes
+    /// that the work starts.
     pub system_calls: BTreeMap<u32, u64>,
 }
 
@@ -57,7 +57,7 @@ pub struct Instructions {
 
 impl Guest {
     /// Counts the cost of `work`, and prints it. Runs the work once for system calls, because
-    /// tracing costs instructions, and five times for instructions.
+    /// tracing itself executes instructions, and five times for instructions.
     ///
     /// # Panics
     /// Tracing is unavailable, or its buffer is too small for the system calls.

@@ -1,4 +1,5 @@
-//! A stunnel configured as xapi's, and `dunlin handoff connect` called as xapi calls its helper.
+//! A stunnel configured like xapi's, and `dunlin handoff connect` called in the way that xapi
+//! calls its helper.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -46,8 +47,8 @@ pub struct Stunnel {
     _process: Background,
 }
 
-/// Creates `NAME.pem` and `NAME.key` as xapi creates a pool's certificates: RSA, self-signed, and
-/// without a name to verify.
+/// Creates `NAME.pem` and `NAME.key` in the way that xapi creates a pool's certificates: RSA,
+/// self-signed, and without a name to verify.
 ///
 /// # Panics
 /// OpenSSL fails.
@@ -269,7 +270,7 @@ impl Accept {
         Self::command_of("dunlin", guest, more)
     }
 
-    /// The same command with another version of the program.
+    /// The command of [`Accept::start`] with another version of the program.
     #[must_use]
     pub fn command_of(dunlin: &str, guest: &Guest, more: &[&str]) -> Command {
         let to = format!("unix:{}", guest.folder().join("consumer").display());
@@ -282,7 +283,7 @@ impl Accept {
         command
     }
 
-    /// The number of its descriptors and threads.
+    /// The numbers of the process's descriptors and threads.
     ///
     /// # Panics
     /// The process has ended.
@@ -294,7 +295,7 @@ impl Accept {
         })
     }
 
-    /// Waits until the number of descriptors and threads is back to `before`.
+    /// Waits until the numbers of descriptors and threads are back to `before`.
     ///
     /// # Panics
     /// The number stays higher.

@@ -62,11 +62,11 @@ pub struct Needs {
     pub previous: bool,
     /// Test programs of the library that are in the path; see [`Guest::library_tests`].
     pub library_tests: &'static [&'static str],
-    /// The time limit, after which the test is killed and counts as hung. The soak allows ten times
-    /// as long.
+    /// The time limit, after which the test is killed and counts as hung. The soak test allows ten
+    /// times as much.
     pub limit_seconds: u64,
-    /// The kernels under which a run of the whole suite includes it. The soak uses both for every
-    /// test that names one of them.
+    /// The kernels under which a run of the whole suite includes the test. The soak test uses
+    /// both kernels for every test that names one of them.
     pub under: Under,
 }
 
@@ -80,7 +80,8 @@ pub enum Under {
     Newest,
     /// The oldest.
     Oldest,
-    /// Bookworm's, older than the oldest supported one: for errors reported there.
+    /// The kernel of bookworm, which is older than the oldest supported one: for errors
+    /// that are reported only there.
     Former,
 }
 
@@ -153,7 +154,7 @@ impl Guest {
     /// test without `DUNLIN_PREVIOUS`.
     ///
     /// # Panics
-    /// The soak runs without `DUNLIN_PREVIOUS`.
+    /// The soak test runs without `DUNLIN_PREVIOUS`.
     #[must_use]
     pub fn versions(&self) -> [[&'static str; 2]; 2] {
         if !Path::new("/usr/bin").join(PREVIOUS).exists() {
@@ -210,7 +211,7 @@ impl Guest {
         let _ = self.output(program, arguments);
     }
 
-    /// Unloads a module until the returned guard is dropped, also during a panic. The guard reloads
+    /// Unloads a module until the returned guard is dropped, even during a panic. The guard reloads
     /// only a module that was loaded before.
     ///
     /// # Panics
@@ -238,15 +239,15 @@ impl Guest {
         }
     }
 
-    /// Disables the kernel's own loading of modules until the returned guard is dropped. `modprobe`
-    /// still works.
+    /// Stops the kernel from loading modules by itself until the returned guard is dropped.
+    /// `modprobe` still works.
     #[must_use]
     pub fn without_loader(&self) -> Setting {
         self.set("/proc/sys/kernel/modprobe", "/nowhere")
     }
 
     /// Writes a setting of the kernel, a file of `/proc/sys` or `/sys`. The returned guard restores
-    /// the old value when dropped, also during a panic.
+    /// the old value when dropped, even during a panic.
     ///
     /// # Panics
     /// The file cannot be read or written.

@@ -1,4 +1,5 @@
-//! A kernel that refuses a key, as in a sandbox or if one direction lacks the cipher.
+//! Simulates a kernel that refuses a key, as in a sandbox or if the cipher is missing for
+//! one direction.
 
 use std::collections::BTreeMap;
 use std::os::fd::RawFd;
@@ -19,7 +20,7 @@ pub fn forbid(direction: Direction) {
     refuse(direction, None);
 }
 
-/// Like [`forbid`], only for the descriptor with this number.
+/// Like [`forbid`], but only for the descriptor with this number.
 ///
 /// # Panics
 /// The kernel has no seccomp.

@@ -1,5 +1,5 @@
-//! Hosts with lanes over IPsec between them: each host's dialer, and the traffic counters of its
-//! SAs.
+//! Two hosts with lanes over IPsec between them: the dialer of each host, and the traffic
+//! counters of its SAs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -93,7 +93,8 @@ pub fn refused(guest: &Guest, host: &str) -> Vec<(String, u64)> {
     text.lines().filter_map(count).collect()
 }
 
-/// Destroys a connection of a host, as if its peer had vanished and the host had given it up.
+/// Destroys a connection of a host, as if the peer had vanished and the host had given the
+/// connection up.
 ///
 /// # Panics
 /// No connection matches the filter.

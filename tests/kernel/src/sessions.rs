@@ -32,8 +32,8 @@ pub const NAME: &str = "host-b.example";
 pub const BYTES: usize = 256 << 10;
 /// Much longer than any step takes in this machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Sends bytes over all connections simultaneously, near to far. If they do not arrive, prints the IPsec
-/// state of both hosts.
+/// Sends bytes over all connections simultaneously, from the near end to the far end. If they do
+/// not arrive, prints the IPsec state of both hosts.
 pub fn carry(guest: &Guest, connections: &[(TcpStream, TcpStream)]) {
     let carried: Vec<io::Result<()>> = thread::scope(|scope| {
         let one = |(near, far): &(TcpStream, TcpStream)| -> io::Result<()> {
@@ -128,7 +128,7 @@ pub fn empty(guest: &Guest, host: &str) -> bool {
     !table("state").contains("proto esp") && !table("policy").contains("priority")
 }
 
-/// Waits for a condition. Only a defect reaches the limit.
+/// Waits for a condition. The time limit is reached only if there is a defect.
 pub fn until(what: &str, mut come: impl FnMut() -> bool) {
     let limit = Instant::now() + LIMIT;
     while !come() {
@@ -143,7 +143,7 @@ pub fn inside<T: Send>(host: &str, task: impl FnOnce() -> T + Send) -> T {
     run_inside(&namespace, task).expect("the file is a namespace")
 }
 
-/// The arguments with which `ip` runs a command on a host.
+/// The arguments that make `ip` run a command on a host.
 pub fn netns<'a>(host: &'a str, command: &[&'a str]) -> Vec<&'a str> {
     [&["netns", "exec", host], command].concat()
 }
@@ -271,7 +271,7 @@ pub fn up_of(dunlin: &str, server: &str, more: &[&str]) -> Command {
 }
 
 /// The flag that limits how long a peer may take to answer. The previous version's `dunlin`
-/// has another name for it.
+/// has another name for this flag.
 fn timeout_flag(dunlin: &str) -> &'static str {
     if dunlin == PREVIOUS {
         "--patience"
@@ -297,7 +297,8 @@ pub fn connect(guest: &Guest) {
     };
     guest.command("modprobe", &["-a", "esp4_offload", "esp6_offload"]);
     for (host, _) in HOSTS {
-        // Left by an earlier test in the same machine. The mount that it pointed to is gone.
+        // An earlier test in the same machine may have left this file. The mount that it pointed to
+        // is gone.
         let _ = std::fs::remove_file(Path::new("/run/netns").join(host));
         ip(&format!("netns add {host}"));
     }
@@ -312,7 +313,7 @@ pub fn connect(guest: &Guest) {
         ));
         ip(&format!("-n {host} link set link-{host} up"));
     }
-    // So would a link that the kernel reports as up later.
+    // A link that the kernel reports as up later would have the same effect.
     for (host, _) in HOSTS {
         until("the link is up", || {
             let link = format!("link-{host}");

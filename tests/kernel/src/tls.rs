@@ -38,8 +38,8 @@ pub const RECORD: usize = 1 << 14;
 pub const HEADER: usize = 5;
 const TAG: usize = 16;
 
-/// The time limit for an event that is certain to occur. Times are meaningless here; the limit only
-/// stops a test that would hang.
+/// The time limit for an event that is certain to occur. Times are meaningless in this machine; the
+/// limit only stops a test that would hang.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The keys of one direction.
@@ -171,7 +171,7 @@ pub fn readable(socket: &TcpStream) -> bool {
     poll(&[interest], Some(Duration::ZERO)).expect("the socket can be polled")[0]
 }
 
-/// Waits until the socket's queue holds this many bytes, counted as on the wire.
+/// Waits until the socket's queue holds this many bytes, counted as they are on the wire.
 ///
 /// # Panics
 /// The bytes do not arrive within the limit.
@@ -189,7 +189,8 @@ pub fn stat(guest: &Guest, name: &str) -> u64 {
     guest.counter("/proc/net/tls_stat", name)
 }
 
-/// Whether this kernel accepts a new key for a socket that has one. It then has counters for it.
+/// Whether this kernel accepts a new key for a socket that has one. If so, the kernel has
+/// counters for it.
 ///
 /// # Panics
 /// The kernel has no TLS.

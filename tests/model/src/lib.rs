@@ -1,6 +1,6 @@
-//! A model of the switchover that uses the machines of
-//! `dunlin_proto::switchover`: two processes with their journals and copies of
-//! the VM, and the control lanes between them.
+//! A model of the switchover that uses the state machines of `dunlin_proto::switchover`:
+//! two processes with their journals and copies of the VM, and the control lanes between
+//! them.
 //!
 //! ```text
 //!   World ─┬─ Source       process (machine, actions left) · journal · copy of the VM
@@ -33,8 +33,8 @@ pub struct Budget {
     pub source_crashes: u8,
     /// Deaths of the destination's process.
     pub destination_crashes: u8,
-    /// Failed records, pauses, loads, acquisitions and resumptions, and a
-    /// destination's journal lost with its disk.
+    /// Failed records, pauses, loads, acquisitions and resumptions, and the loss of a
+    /// destination's journal with its disk.
     pub faults: u8,
     /// Cancellations by an operator.
     pub cancellations: u8,

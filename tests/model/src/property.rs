@@ -31,7 +31,7 @@ pub fn always() -> Vec<Property<Switchover>> {
             let history = &world.history;
             let here = matches!(world.source.copy, Copy::Live | Copy::Paused);
             let there = world.destination.copy == Copy::Live;
-            // The only exception: the process in which the VM lived has died.
+            // The only exception is that the process that had the VM has died.
             here || there || history.killed_here || history.killed_there
         }),
         Property::always(
@@ -67,7 +67,7 @@ pub fn always() -> Vec<Property<Switchover>> {
     ]
 }
 
-/// Whether the source is in doubt, or will be after a restart.
+/// Whether the source is in doubt, or will be in doubt after a restart.
 fn in_doubt(world: &World) -> bool {
     match world.source.process {
         Some(_) => world.idle_source() == Some(Source::InDoubt),
@@ -120,8 +120,8 @@ fn resolved(world: &World) -> bool {
     }
 }
 
-/// Whether the process continues, inquires or has notified the operator; or is
-/// dead with a record that makes its successor do so.
+/// Whether the process continues, inquires or has notified the operator; or is dead, with a
+/// record that makes its successor do one of these.
 fn next_step_is_certain(world: &World) -> bool {
     match &world.source.process {
         Some(process) => !process.left.is_empty() || process.state != Source::Kept,

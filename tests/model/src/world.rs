@@ -30,7 +30,7 @@ pub enum Copy {
     Absent,
     /// Complete and paused.
     Paused,
-    /// The VM lives here: it runs, or its owner has paused it.
+    /// The VM is on this side: it runs, or its owner has paused it.
     Live,
     /// Destroyed, or dropped.
     Gone,
@@ -45,7 +45,7 @@ pub struct SourceSide {
     pub journal: SourceRecord,
     /// The newest epoch, which is on disk too.
     pub epoch: u8,
-    /// The VM, which may live in the process or elsewhere.
+    /// The VM, which may be in the process or elsewhere.
     pub copy: Copy,
     /// Whether disks and devices are held here.
     pub devices: bool,
@@ -54,7 +54,7 @@ pub struct SourceSide {
 /// The destination's side.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSide {
-    /// The receiving process, which holds the VM, if alive.
+    /// The receiving process, which holds the VM; `None` if it is dead.
     pub process: Option<Process<Destination, DestinationAction>>,
     /// The record on disk.
     pub journal: Option<DestinationRecord>,
@@ -129,7 +129,7 @@ pub struct History {
     pub ran_there: bool,
     /// The source's process died with the VM in it.
     pub killed_here: bool,
-    /// The destination's process died with the VM living in it.
+    /// The destination's process died with the VM in it.
     pub killed_there: bool,
     /// The operator decided that the VM continues at the source.
     pub run_here: bool,
@@ -145,9 +145,9 @@ pub struct History {
     pub reported_unrecorded: bool,
     /// A wrong report was sent.
     pub reported_wrong: bool,
-    /// The source destroyed its copy before the VM had lived elsewhere.
+    /// The source destroyed its copy before the VM had run elsewhere.
     pub destroyed_early: bool,
-    /// A machine received an event that it could not take.
+    /// A state machine received an event that it does not accept.
     pub impossible: bool,
     /// The source was in doubt.
     pub doubted: bool,

@@ -56,7 +56,7 @@ fn i1_i2_each_planted_mistake_is_found() {
     let mut missed = Vec::new();
     for (mistake, property) in MISTAKES {
         let _planted = plant(Some(mistake));
-        // One thread: more threads might miss the shortest path.
+        // Use one thread: with more threads the path found might not be the shortest.
         let checker = model()
             .checker()
             .threads(1)

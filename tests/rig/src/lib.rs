@@ -1,11 +1,11 @@
-//! Test infrastructure beyond what a machine offers by itself.
+//! Test infrastructure that a machine does not provide by itself.
 //!
 //! - [`debian`]: kernels, QEMU and other programs from Debian, cached; the machine's own packages
 //!   stay unchanged.
 //! - [`hosts`]: several hosts on one machine, and links between them that can be slow, long, cut or
 //!   lossy.
 //! - [`guest`]: two guests that write to their memory and check it.
-//! - [`machine`]: a guest in QEMU: start, control, migration, comparison with another.
+//! - [`machine`]: a guest in QEMU: start, control, migration, comparison with another guest.
 //! - [`linux`]: kernel interfaces that only tests use.
 //! - [`need`]: skips or fails a test if the machine lacks something.
 #![deny(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Requirements of tests: in CI a missing one fails the test, elsewhere the test reports it and
-//! skips.
+//! Requirements of tests: if one is missing, the test fails in CI; elsewhere it reports that
+//! and is skipped.
 
 use std::fs::File;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -42,7 +42,7 @@ pub fn qemu() -> Option<Qemu> {
     fetched(debian::qemu())
 }
 
-/// The bare guest in that QEMU, on KVM if available.
+/// The bare guest in QEMU from Debian, on KVM if available.
 #[must_use]
 pub fn bare_guest(workload: Workload) -> Option<Setup> {
     let qemu = qemu()?;

@@ -68,7 +68,7 @@ fn round_trips(mut near: TcpStream, mut far: TcpStream, count: usize) -> Vec<Dur
     })
 }
 
-/// Sends bytes and checks their order. Returns the duration.
+/// Sends bytes and checks that they arrive in order. Returns the duration.
 fn transfer(mut from: TcpStream, mut to: TcpStream, bytes: usize) -> Duration {
     let content: Vec<u8> = (0..bytes).map(|index| (index % 251) as u8).collect();
     let start = Instant::now();
@@ -127,7 +127,7 @@ fn a_delay_is_seen_as_a_round_trip_and_carries_large_packets() {
         let times = round_trips(stream, accepted, 9);
         println!("round trips of a line of 2 x 20 ms: {times:?}");
         assert!(times[0] >= 2 * delay, "{times:?}");
-        // Only the fastest, because the machine may be busy.
+        // Check only the fastest round trip, because the machine may be busy.
         assert!(
             times[0] < 2 * delay + Duration::from_millis(40),
             "{times:?}"
@@ -154,7 +154,8 @@ fn a_limit_holds_and_is_lifted() {
     let (stream, accepted) = connect(&near, &far, address);
     let fast = transfer(stream, accepted, 8 << 20);
     println!("8 MiB at 10 MB/s: {slow:?}; without a limit: {fast:?}");
-    // 0.84 s, minus what the socket buffers and the first burst hold.
+    // The transfer takes 0.84 s, minus the time for the bytes in the socket buffers and in the
+    // first burst.
     assert!(slow > Duration::from_millis(600), "{slow:?}");
     assert!(fast < slow / 2, "{fast:?}");
 }
@@ -286,7 +287,7 @@ fn hosts_of_a_killed_process_are_swept_and_no_others() {
     hosts::sweep();
     assert!(!namespace_file(namespace).exists());
     assert!(namespace_file(own.namespace()).exists());
-    // Only the system's first process reaps an orphan; this may take a while.
+    // Only the system's first process reaps an orphan, which may take a while.
     let gone = || fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z "));
     let deadline = Instant::now() + Duration::from_secs(10);
     while gone() && Instant::now() < deadline {

@@ -1,5 +1,5 @@
-//! QEMU migrates both guests between two hosts without Dunlin, and every page arrives: the
-//! reference for tests with a program in between.
+//! QEMU migrates both guests between two hosts without Dunlin, and every page arrives. This
+//! is the reference for tests with a program in between.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -137,7 +137,7 @@ fn a_cancelled_migration_leaves_the_guest_and_the_next_one_arrives() {
     let Some(setup) = bare() else { return };
     let _turn = need::turn();
     let pair = Pair::new(&LinkOptions {
-        // Ten seconds for the pages that the guest fills.
+        // At this rate, the pages that the guest fills take ten seconds.
         rate_bits: Some(100_000_000),
         delay: Some(Duration::from_millis(10)),
         ..LinkOptions::default()
@@ -211,7 +211,7 @@ fn change_a_byte(listener: &TcpListener, host: &Host, to: SocketAddr) {
     let mut back = (to.try_clone().unwrap(), from.try_clone().unwrap());
     thread::scope(|scope| {
         scope.spawn(move || {
-            // The return path, which may be reset at the end.
+            // Copy the return path, which may be reset at the end.
             let _ = std::io::copy(&mut back.0, &mut back.1);
         });
         let mut buffer = vec![0; 1 << 16];
@@ -252,8 +252,8 @@ fn a_plain_migration_moves_linux() {
     move_and_check(&pair, &setup, &pair.migration(Family::V6));
 }
 
-/// Every kind of content, multifd and both kernels, over a link with a delay that drops all packets
-/// for a while.
+/// Migrates with every kind of content, with multifd and with both kernels, over a link that has a
+/// delay and drops all packets for a while.
 #[test]
 fn in_the_soak_everything_moves_over_a_long_line() {
     if std::env::var_os("DUNLIN_SOAK").is_none_or(|soak| soak != "1") {

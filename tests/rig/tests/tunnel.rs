@@ -1,4 +1,4 @@
-//! An unmodified QEMU migrates a running guest through a tunnel, and every page arrives, also when
+//! An unmodified QEMU migrates a running guest through a tunnel, and every page arrives, even if
 //! lanes are lost during the migration.
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
@@ -121,7 +121,7 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
 /// first bytes of a connection.
 #[test]
 fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
-    // Slow enough for the throughput that a delayed lane allows.
+    // The guest writes slowly enough for the throughput of a delayed lane.
     let workload = Workload {
         pages: 10_000,
         hot: 100,
@@ -208,8 +208,8 @@ fn a_cancelled_migration_and_a_lost_peer_leave_the_guest_running() {
     assert_eq!(source.first_difference(&mut destination).unwrap(), None);
 }
 
-/// The destination uses TLS itself, the source does not: a relay on the source's side adds it, on
-/// one connection each.
+/// The destination uses TLS itself, but the source does not. A relay on the source's side adds
+/// TLS to each connection.
 #[test]
 fn a_relay_speaks_with_qemus_own_tls() {
     let Some(setup) = guest() else { return };

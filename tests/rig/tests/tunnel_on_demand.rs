@@ -25,7 +25,7 @@ const WORKLOAD: Workload = Workload {
 /// With QEMU's own TLS, QEMU treats the first accepted connection as the main one, so the listener
 /// preserves the order. Afterwards the listener leaves nothing behind, and it has counted every
 /// connection as ended normally. QEMU's destination closes the memory connections once it has all
-/// pages, without waiting for the close_notify of the source's TLS, which then has no reader.
+/// pages, without waiting for the close_notify of the source's TLS, which is then never read.
 #[test]
 fn a_listener_for_one_migration_carries_it_in_order_and_goes() {
     let Some(setup) = need::bare_guest(WORKLOAD) else {

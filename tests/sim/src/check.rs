@@ -15,9 +15,9 @@ use crate::world::World;
 /// A violation of an invariant.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// I1 to I5; *liveness*; *accused* if an honest peer was accused; *machine*
-    /// if a state could not take an event; *panic*; *sim* for an error of the
-    /// simulator itself.
+    /// I1 to I5; *liveness*; *accused* if an honest peer was accused; *machine* if a state
+    /// machine did not accept an event; *panic*; *sim* for an error of the simulator
+    /// itself.
     pub invariant: &'static str,
     /// What happened.
     pub text: String,
@@ -53,8 +53,8 @@ pub(crate) struct Marks {
     pub(crate) ran: Option<u32>,
     /// Whether the source had to inquire before it released the VM.
     pub(crate) doubted: bool,
-    /// For each page: the iteration in which it was last put into a chunk, counted within the
-    /// attempt, and how often the dirty log had been read by then.
+    /// For each page: the iteration in which the page was last put into a chunk, counted
+    /// within the attempt, and how often the dirty log had been read by then.
     pub(crate) cuts: Vec<(u32, u32)>,
 }
 
@@ -125,9 +125,9 @@ impl World<'_> {
 
     /// A lane has received a chunk.
     ///
-    /// A page may be cut twice in an iteration if a lost lane's pages are
-    /// resent, but not with a reading of the dirty log in between: no mark
-    /// would order its two versions, and its dirty bit is cleared.
+    /// A page may be assigned to chunks twice in an iteration if a lost lane's pages are
+    /// resent, but the dirty log must not be read in between: no mark would order the two
+    /// versions of the page, and its dirty bit would be cleared.
     pub(crate) fn check_cut(&mut self, iteration: u32, readings: u32, pages: &[u32]) {
         for &page in pages {
             let cut = (iteration, readings);
@@ -145,13 +145,12 @@ impl World<'_> {
 
     /// A lane's thread is about to write a page.
     ///
-    /// If the dirty log was read between the cuts of two chunks with the same
-    /// page, the later chunk must be written later: that reading cleared the
-    /// page's bit, and nothing else would send the newer version. Without a
-    /// reading in between, any order is allowed, even with the older version
-    /// last: whatever was written in between is still in the log. So lanes may
-    /// be slow to read, and a lost lane's pages may be resent in an iteration
-    /// that has sent some of them already.
+    /// If the dirty log was read between the cuts of two chunks with the same page, the
+    /// later chunk must be written later: that reading cleared the page's bit, and nothing
+    /// else would send the newer version. Without a reading in between, any order is
+    /// allowed, even with the older version last: pages written in between are still in the
+    /// log. So lanes may be slow to read, and a lost lane's pages may be resent in an
+    /// iteration that has sent some of them already.
     pub(crate) fn check_write(&mut self, lane: u16, page: u32, readings: u32) {
         let Some(session) = &self.destination.session else {
             return;
@@ -262,7 +261,7 @@ impl World<'_> {
         let lives = session.is_some_and(|session| {
             session.attempt == number && session.copy.as_ref().is_some_and(|copy| copy.lives)
         });
-        // If it has died since, the report had been true.
+        // If the VM has died since then, the report was true when it was sent.
         let died = self.destination.died == Some(number);
         if machine == Source::Released && !lives && !died && !self.given_up() {
             let text = "the copy at the source is destroyed, and no other copy lives".into();
@@ -270,7 +269,7 @@ impl World<'_> {
         }
     }
 
-    /// The source is about to let the destination forget.
+    /// The source is about to tell the destination to forget the session.
     pub(crate) fn check_release(&mut self) {
         let record = self.source.journal.durable.map(|(_, record)| record);
         if record != Some(SourceRecord::Released) {

@@ -1,4 +1,4 @@
-//! The destination's host: a process that receives sessions and answers for the
+//! The destination's host: a process that receives sessions and answers inquiries about the
 //! recorded ones.
 
 mod control;
@@ -40,9 +40,9 @@ pub(crate) struct DestinationHost {
     /// Whether disks and devices may be held.
     pub(crate) holds: bool,
     pub(crate) cancelled: bool,
-    /// A connection with a reader that is stalled until then.
+    /// A connection with a stalled reader, and until when it is stalled.
     pub(crate) stalled_reader: Option<(usize, u64)>,
-    /// The attempt in which the VM died here with its process, after it had run.
+    /// The attempt in which the VM ran at the destination and then died with its process.
     pub(crate) died: Option<u32>,
 }
 
@@ -70,10 +70,10 @@ impl Default for DestinationHost {
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) pages: Vec<u32>,
-    /// For each page: readings of the dirty log before its chunk was cut.
+    /// For each page: the number of readings of the dirty log before its chunk was cut.
     pub(crate) writers: Vec<u32>,
     pub(crate) running: bool,
-    /// Whether the VM lives here: *running* was recorded.
+    /// Whether the destination has the VM: *running* was recorded.
     pub(crate) lives: bool,
 }
 
@@ -90,7 +90,7 @@ pub(crate) struct Session {
     lanes: BTreeMap<u16, Lane>,
     /// Threads that have ended and must be joined.
     ended: VecDeque<u16>,
-    /// Lanes with *fenced* sent, or about to be sent.
+    /// Lanes for which *fenced* was sent or is about to be sent.
     pub(crate) fenced: BTreeSet<u16>,
     /// Every lane that has opened.
     pub(crate) opened: BTreeSet<u16>,

@@ -6,7 +6,7 @@ use crate::tally::FaultKind;
 use crate::world::{Event, World};
 
 impl World<'_> {
-    /// Executes the fault with this index, if it can have an effect.
+    /// Injects the fault with this index, if it can have an effect.
     pub(crate) fn strike(&mut self, index: usize) {
         if self.quiet {
             return;
@@ -20,7 +20,7 @@ impl World<'_> {
         }
     }
 
-    /// Returns whether it had an effect; delayed faults count later.
+    /// Returns whether the fault had an effect; a delayed fault is counted later.
     fn strikes(&mut self, fault: Fault) -> bool {
         let until_ns = self.now_ns + fault.for_ns;
         match fault.kind {

@@ -1,4 +1,4 @@
-//! A guest's memory: the version of each page, and the log of those written.
+//! A guest's memory: the version of each page, and the log of written pages.
 
 use crate::random::Random;
 

@@ -1,4 +1,4 @@
-//! The network: connections that guarantee order and nothing else.
+//! The network: connections that guarantee only the order of packets.
 
 use std::collections::VecDeque;
 
@@ -34,7 +34,7 @@ pub(crate) enum Packet {
     },
     /// The destination accepts it.
     Select,
-    /// Describes the VM: from here on the connection belongs to an attempt.
+    /// Describes the VM: from now on the connection belongs to an attempt.
     Describe,
     Message(Message),
     /// Opens a data lane.
@@ -46,7 +46,7 @@ pub(crate) enum Packet {
     Chunk {
         number: u64,
         iteration: u32,
-        /// How often the dirty log had been read when it was cut.
+        /// The number of times that the dirty log had been read when the chunk was cut.
         readings: u32,
         pages: Vec<(u32, u32)>,
     },
@@ -80,14 +80,14 @@ pub(crate) struct Connection {
     /// Packets in flight to each end.
     to: [Pipe; 2],
     cut: bool,
-    /// Factor of its delay over the smallest delay.
+    /// The connection's delay as a multiple of the smallest delay.
     slowness: u64,
     random: Random,
 }
 
 /// A time that is never reached.
 const NEVER: u64 = u64::MAX;
-/// After this, a dead connection is noticed at the ends that send nothing.
+/// After this time, an end that sends nothing detects that the connection is dead.
 const LIVENESS_NS: u64 = 1500 * MS;
 /// Frames that fit into a lane's buffers.
 const WINDOW: usize = 6;
@@ -166,8 +166,8 @@ impl World<'_> {
         self.at(at_ns, Event::Arrive { connection: id, to });
     }
 
-    /// Closes one end. What it has sent may still arrive; after a torn
-    /// connection the last of it may not.
+    /// Closes one end. Packets that it has sent may still arrive; if the connection is
+    /// torn, the last of them may not.
     pub(crate) fn close(&mut self, id: usize, side: Side, torn: bool) {
         let connection = &mut self.connections[id];
         if !std::mem::take(&mut connection.open[side as usize]) || connection.cut {
@@ -180,7 +180,7 @@ impl World<'_> {
         self.put(id, to, Packet::Closed, 0);
     }
 
-    /// One end vanishes without a message; the other notices after a while.
+    /// One end vanishes without a message; the other end detects that after a while.
     pub(crate) fn vanish(&mut self, id: usize, side: Side) {
         let connection = &mut self.connections[id];
         if std::mem::take(&mut connection.open[side as usize]) {
@@ -227,7 +227,7 @@ impl World<'_> {
                 *at_ns = NEVER;
             }
         }
-        // On a data lane, a dead peer is detected later than a stall.
+        // On a data lane, the detection of a dead peer takes longer than that of a stall.
         let periods = match self.connections[id].kind {
             Kind::Control => 1,
             Kind::Lane(_) => 3,
@@ -240,7 +240,7 @@ impl World<'_> {
         self.connections[id].slowness *= 10;
     }
 
-    /// Notifies each remaining end that the other is dead.
+    /// Tells each remaining end that the other end is dead.
     pub(crate) fn found_dead(&mut self, id: usize) {
         self.connections[id].cut = true;
         for to in [Side::Source, Side::Destination] {

@@ -29,7 +29,7 @@ pub struct Plan {
     pub record_limit: Option<u64>,
     /// Whether the rate cap sometimes delays lanes.
     pub paced: bool,
-    /// Whether the guest outlives the process that migrates it.
+    /// Whether the guest survives the death of the process that migrates it.
     pub elsewhere: bool,
     /// Whether its owner has paused the guest.
     pub paused: bool,
@@ -223,7 +223,7 @@ const RARE: [FaultKind; 12] = [
     FaultKind::DestinationCancelled,
 ];
 
-/// Faults that have an effect only together, or at one moment.
+/// Faults that have an effect only in combination, or only at a certain moment.
 fn theme(random: &mut Random) -> Vec<Fault> {
     use FaultKind as Kind;
     let mut faults = Vec::new();
@@ -245,7 +245,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, Kind::InquiryMisrouted, Moment::Begun, 0, (0, 0));
             }
         }
-        // The destination processes *commit* slowly and receives an inquiry meanwhile.
+        // The destination processes *commit* slowly and receives an inquiry in the meantime.
         12 | 13 => {
             let kind = random.pick(&[
                 Kind::DestinationStalled,
@@ -264,7 +264,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
                 add(random, Kind::ControlCut, moment, 10 * MS, (0, 0));
             }
         }
-        // The source dies while the guest is paused, or before.
+        // The source dies while the guest is paused, or before that.
         4 | 18 | 20 | 21 => {
             let early = [Moment::Begun, Moment::Copying, Moment::Converged];
             let moment = if random.chance(85) {
@@ -282,7 +282,7 @@ fn theme(random: &mut Random) -> Vec<Fault> {
             200 * MS,
             (50, 500),
         ),
-        // The control lane is lost during pre-copy, and lanes with it.
+        // The control lane and some data lanes are lost during pre-copy.
         6 | 7 | 14 => {
             let kind = random.pick(&[Kind::ControlCut, Kind::ControlCut, Kind::ControlSwallowed]);
             add(random, kind, Moment::Copying, 150 * MS, (0, 0));

@@ -1,7 +1,7 @@
 //! Pseudo-random numbers from one seed.
 
-/// SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-/// Generators", 2014): one addition and a mix, and any seed is a good one.
+/// SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+/// 2014): one addition and one mixing function; any seed is suitable.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -14,8 +14,8 @@ fn mix(mut z: u64) -> u64 {
 }
 
 impl Random {
-    /// An independent generator for each `stream`, so an additional draw in one
-    /// place does not change the others: shrinking depends on it.
+    /// Creates an independent generator for each `stream`, so that an additional draw from
+    /// one stream does not change the others. Shrinking depends on that.
     #[must_use]
     pub fn new(seed: u64, stream: u64) -> Self {
         Self(mix(seed ^ mix(stream.wrapping_add(GOLDEN))))

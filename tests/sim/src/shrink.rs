@@ -6,8 +6,8 @@ use crate::run;
 
 /// Limit on the runs of one shrinking.
 const TRIES: usize = 2000;
-/// Other random streams that are tried with one fault less, because removing a
-/// fault changes all later random events.
+/// The number of other random streams that are tried with one fault less: removing a fault
+/// changes all later random events.
 const COURSES: u64 = 16;
 
 /// The smallest plan found that violates the same invariant as the given one:

@@ -37,7 +37,7 @@ const READY_LIMIT_NS: u64 = 20_000 * MS;
 /// The source's host.
 #[derive(Debug)]
 pub(crate) struct SourceHost {
-    /// The copy here; `None` once it is destroyed or dead.
+    /// The source's copy; `None` once it is destroyed or dead.
     pub(crate) guest: Option<Guest>,
     pub(crate) killed: bool,
     pub(crate) journal: Journal<(u32, SourceRecord)>,
@@ -45,7 +45,7 @@ pub(crate) struct SourceHost {
     /// The next attempt's number.
     pub(crate) next: u32,
     lives: u32,
-    /// The guest's memory at the pause, with the attempt.
+    /// The attempt in which the guest was paused, and its memory at that time.
     pub(crate) paused: Option<(u32, Vec<u32>)>,
     /// The epoch of the newest control lane.
     epoch: u32,
@@ -61,7 +61,7 @@ pub(crate) struct Attempt {
     pub(crate) number: u32,
     pub(crate) machine: Source,
     todo: VecDeque<SourceAction>,
-    /// The call that blocks the main thread, and until when.
+    /// Until when the main thread is blocked in a call, and in which.
     doing: Option<(u64, Doing)>,
     main_ns: Option<u64>,
     inbox: VecDeque<(usize, Packet)>,
@@ -88,11 +88,11 @@ pub(crate) struct Attempt {
 struct Passes {
     precopy: Precopy,
     began_ns: u64,
-    /// When the newest one started, once memory moves.
+    /// When the newest pass started; `None` before memory is sent.
     pass_ns: Option<u64>,
     acked_pages: u64,
     throttle: u8,
-    /// The next one is decided but has not started.
+    /// Whether the next pass has been decided but has not started.
     begins: bool,
 }
 
@@ -325,7 +325,7 @@ impl World<'_> {
         self.source_feeds(SourceEvent::Cancelled);
     }
 
-    /// Whether lanes matter: from *accept* until *commit* or the end.
+    /// Whether lanes are in use: from *accept* until *commit* or the end.
     fn copies(&self) -> bool {
         self.source.attempt.as_ref().is_some_and(|attempt| {
             attempt.passes.pass_ns.is_some()
@@ -393,7 +393,7 @@ impl World<'_> {
             if end == End::GivenUp {
                 self.ends.push(end);
             }
-            // The end of the run checks whether the VM lives there.
+            // The check at the end of the run tests whether the VM is at the destination.
             self.marks.doubted = end == End::MovedAfterDoubt;
             self.settle();
             return;

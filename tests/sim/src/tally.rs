@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// One row for each kind: with its name in the tally.
+/// Defines an enum with one row for each kind, with its name in the tally.
 macro_rules! kinds {
     ($(#[$doc:meta])* $name:ident { $( $(#[$row:meta])* $variant:ident = $text:literal; )* }) => {
         $(#[$doc])*
@@ -81,13 +81,13 @@ kinds! {
     End {
         /// The VM lives at the destination.
         Moved = "moved";
-        /// The VM lives at the destination, after an inquiry.
+        /// The VM is at the destination, after an inquiry.
         MovedAfterDoubt = "moved after doubt";
-        /// An operator cancelled; the VM lives at the source.
+        /// An operator cancelled; the VM is at the source.
         Cancelled = "cancelled";
-        /// Something failed; the VM lives at the source.
+        /// Something failed; the VM is at the source.
         Failed = "failed";
-        /// The guest outran the link; the VM lives at the source.
+        /// The guest wrote faster than the link; the VM is at the source.
         OutOfTime = "out of time";
         /// The source's process died before *commit*, and a new process took over.
         TakenOver = "taken over";

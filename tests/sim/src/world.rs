@@ -1,4 +1,4 @@
-//! The world: time, what happens next, and how a run ends.
+//! The state of a run: the time, the scheduled events, and how the run ends.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -232,7 +232,7 @@ impl<'a> World<'a> {
         self.passages.insert(passage);
     }
 
-    /// The VM's fate is clear at the source.
+    /// The source has determined the outcome for the VM.
     pub(crate) fn settle(&mut self) {
         let over_ns = self.now_ns + GRACE_NS;
         self.over_ns.get_or_insert(over_ns);

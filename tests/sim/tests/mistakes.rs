@@ -1,5 +1,5 @@
-//! Each planted mistake is found. The switch is process-wide, so these tests
-//! have their own process.
+//! Each planted mistake is found. A mistake is planted for the whole process, so these
+//! tests have their own process.
 
 #![allow(clippy::unwrap_used)]
 

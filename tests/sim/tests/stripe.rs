@@ -1,4 +1,4 @@
-//! The tunnel: many seeds, and the replay of one.
+//! Simulates the tunnel with many seeds, and replays one of them.
 
 #![allow(clippy::unwrap_used)]
 

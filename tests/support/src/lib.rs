@@ -2,8 +2,9 @@
 //!
 //! - [`lane`]: identities, peers and connected pairs; [`identity`]: authorities that issue every
 //!   kind of certificate.
-//! - [`engine`]: VMs in memory that migrate; [`hooks`]: a VM with every feature and calls that can fail;
-//!   [`hostile`]: peers that lie; [`recorded`]: sessions of previous versions.
+//! - [`engine`]: VMs in ordinary memory that can be migrated; [`hooks`]: a VM with every feature
+//!   and calls that can fail; [`hostile`]: peers that lie; [`recorded`]: sessions of previous
+//!   versions.
 //! - [`tunnel`]: two tunnels on loopback.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::new_without_default, clippy::unwrap_used)]

@@ -1,4 +1,4 @@
-//! One run: its processes, what is done to them, and what is true at its end.
+//! One run: its processes, the actions on them, and the conditions that hold at its end.
 #![allow(unreachable_pub, clippy::unwrap_used)]
 
 mod credentials;

@@ -93,7 +93,7 @@ impl Party {
         Err(self.story(what, line))
     }
 
-    /// Whether the process has reported its end. The lines stay pending.
+    /// Whether the process has reported its end. Lines that have arrived stay pending.
     fn has_ended(&mut self) -> bool {
         self.pending.extend(self.lines.try_iter());
         self.pending.iter().any(|line| line.starts_with("ended"))
@@ -154,7 +154,7 @@ impl Party {
     }
 
     fn signal(&self, name: &str) {
-        // The shell's builtin: a minimal Debian has no program `kill`.
+        // Use the shell's builtin, because a minimal Debian has no program `kill`.
         let line = format!("kill -s {name} {}", self.child.id());
         let killed = Command::new("sh").args(["-c", &line]).status();
         assert!(killed.unwrap().success(), "cannot send SIG{name}");

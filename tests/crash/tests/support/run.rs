@@ -13,8 +13,8 @@ use dunlin_test_base::Scratch;
 use super::Credentials;
 use super::party::Party;
 
-/// Longer than both sides' silence limits: if both are stopped, no process can report
-/// that they have expired.
+/// A time longer than both sides' silence limits: if both sides are stopped, no process can
+/// report that the limits have expired.
 const BOTH_STOPPED: Duration = Duration::from_millis(1100);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +37,11 @@ pub struct Case {
     pub step: &'static str,
     pub victim: Victim,
     pub signal: Signal,
-    /// Whether the source's VM is in another process than the one that migrates it.
+    /// Whether the source's VM is in a process other than the one that migrates it.
     pub elsewhere: bool,
     /// Whether a killed source is restarted while the destination still waits for it.
     pub at_once: bool,
-    /// Distinguishes the addresses of the runs of one test process.
+    /// A number that distinguishes the addresses of the runs in one test process.
     pub number: usize,
 }
 
@@ -52,12 +52,12 @@ pub enum Ending {
     Source,
     /// It runs at the destination.
     Destination,
-    /// It died with the source's process, and no journal contradicts that.
+    /// The VM died with the source's process, and no journal contradicts that.
     DiedAtSource,
-    /// It died with the destination's process, after the source had released it.
+    /// The VM died with the destination's process, after the source had released it.
     DiedAtDestination,
-    /// It died with the destination's process, the source was informed, and an operator has
-    /// resumed the source's copy.
+    /// The VM died with the destination's process, the source was informed, and an operator
+    /// has resumed the source's copy.
     TakenBack,
     /// Like `TakenBack`, but the copy died with the source's process.
     DiedAtBoth,
@@ -114,7 +114,7 @@ pub fn run(case: &Case, credentials: &Credentials) -> Result<Ending, String> {
     };
     let hold = |here: bool| if here { case.step } else { "" };
     let to_hold = hold(!case.at_source());
-    // If the source must inquire while the destination waits: longer than any other limit.
+    // If the source must inquire while the destination waits, use a limit longer than any other.
     let control_limit_ms = if case.at_once { "60000" } else { "300" };
     let arguments = [
         "destination",
@@ -258,7 +258,7 @@ fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<
             cast.source.said, cast.destination.said
         ))
     };
-    // The guest notes if it runs twice at a time, has lost a write or went back in time.
+    // The guest records if it runs twice at the same time, has lost a write or went back in time.
     if !notes.is_empty() {
         return wrong("the guest noted something");
     }
@@ -306,7 +306,7 @@ fn judge(case: &Case, cast: &mut Cast, files: &Files, location: &str) -> Result<
     }
 }
 
-/// As the operator, runs the paused copy at the source.
+/// Acts as the operator: runs the paused copy at the source.
 fn take_back(case: &Case, cast: &mut Cast, files: &Files) -> Result<(), String> {
     cast.source.ask("resolve", "resolved")?;
     let state = if case.elsewhere {

@@ -1,4 +1,4 @@
-//! The `dunlin` command runs: it creates an authority and a certificate, which OpenSSL accepts.
+//! The `dunlin` command runs in the guest: OpenSSL accepts the certificate that it creates.
 
 use std::process::ExitCode;
 

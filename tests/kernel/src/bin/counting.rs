@@ -1,4 +1,4 @@
-//! Counts are correct: instructions of a loop of known length, and system calls.
+//! Tests that counts are correct: instructions of a loop of known length, and system calls.
 
 use std::fs;
 use std::io::Read;

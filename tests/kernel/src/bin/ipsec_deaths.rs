@@ -1,5 +1,5 @@
-//! Processes of keying sessions that die or hang between any two changes of the kernel's tables, on
-//! either host, also during rekeying; and the processes that replace them.
+//! Processes of keying sessions that die or hang between any two changes to the kernel's tables, on
+//! either host, even during rekeying; and the processes that replace them.
 
 use std::env;
 use std::fs;
@@ -38,20 +38,20 @@ const NEEDS: Needs = Needs {
 
 /// Makes this program act as one of the two processes of a session.
 const PARTY: &str = "--party";
-/// The action of a process before the given change of its tables.
+/// The process dies before the given change to its tables.
 const DIES: &str = "dies";
 const STOPS: &str = "stops";
 /// The process dies as soon as the session is up.
 const DIES_UP: &str = "dies-up";
 /// The process tries to connect before each change until the session is up.
 const TRIES: &str = "tries";
-/// Another program adds an SA with the SPI of its first SA just before it does.
+/// Just before the process adds its first SA, another program adds an SA with the same SPI.
 const COLLIDES: &str = "collides";
 /// The process renews its keys and ends the session immediately.
 const LEAVES: &str = "leaves";
 /// The process is slow with its first change after the session is up.
 const LAGS: &str = "lags";
-/// The file by which the test reports that the other process has left.
+/// The test creates this file when the other process has left.
 const LEFT: &str = "left";
 /// The process runs a complete session, with new keys in both directions.
 const LIVES: &str = "lives";
@@ -79,7 +79,7 @@ fn main() -> ExitCode {
         for host in ["a", "b"] {
             foreign(guest, host, "add");
         }
-        // Listeners on the ports: a connection fails only if the ports are blocked.
+        // With listeners on the ports, a connection fails only if the ports are blocked.
         let listeners = [("a", PORT_A), ("b", PORT_B)]
             .map(|(host, at)| inside(host, || TcpListener::bind(at)).expect("the port is free"));
         println!("i6_p13_the_client_dies");
@@ -107,7 +107,7 @@ fn main() -> ExitCode {
 }
 
 /// One of the two dies before each of its changes: while installing, rekeying and removing. Each
-/// time both then remove what is theirs.
+/// time, both hosts then remove their own policies and SAs.
 fn i6_p13_a_process_that_dies_leaves_nothing_in_the_clear(guest: &Guest, dies: &str) {
     let every = if guest.is_soak() { 1 } else { 6 };
     let (mut deaths, mut replaced) = (0, false);
@@ -198,7 +198,7 @@ fn blocked_while_installed(guest: &Guest, host: &str, to: &str, step: usize) {
     assert!(tried.is_err(), "{host}, before change {step}: {policies}");
 }
 
-/// The clean-up removes everything of the session and nothing else.
+/// The clean-up removes everything that belongs to the session, and nothing else.
 fn only_foreign(guest: &Guest, host: &str, step: usize) {
     clean(guest, host);
     let left = guest.output("ip", &["-n", host, "xfrm", "state"]);
@@ -253,7 +253,8 @@ fn p13_an_spi_in_use_stays_with_its_owner(guest: &Guest) {
     }
 }
 
-/// Its messages no longer reach the peer. The end was requested nevertheless, so the ports are free.
+/// This side's messages no longer reach the peer. The peer had requested the end nevertheless, so
+/// the ports become free.
 fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     let _ = fs::remove_file(LEFT);
     let mut lagging = begin("b", LAGS, 0, LIMIT);
@@ -267,8 +268,8 @@ fn a_peers_end_is_handled_after_a_send_error(guest: &Guest) {
     }
 }
 
-/// One process is stopped before one of its changes while the session starts. The other times out,
-/// and leaves no SA, nor an open port that was protected.
+/// One process is stopped before one of its changes while the session starts. The other process
+/// times out. It leaves no SA, and no previously protected port is open.
 fn i6_a_peer_that_hangs_times_out(guest: &Guest) {
     // The server answers *terms* after its changes 0 to 3, and the client waits until the server's
     // last policy is replaced by change 7.
@@ -323,7 +324,7 @@ fn begin(host: &str, action: &str, step: usize, timeout: Duration) -> Child {
     party
 }
 
-/// The body of this program as one of the two processes.
+/// The body of this program when it acts as one of the two processes.
 fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
     let (own, host) = if role == "asks" {
         ("host-a", "a")
@@ -401,7 +402,7 @@ fn party(role: &str, action: &str, step: usize, timeout: Duration) -> ExitCode {
             }
             Event::Over { why, .. } => {
                 server.stop();
-                // If all goes well, the other side asks for the end.
+                // If there is no failure, the other side requests the end.
                 return match why {
                     Some(why) if !why.contains(FaultCode::Cancelled.name()) => ExitCode::FAILURE,
                     _ => ExitCode::SUCCESS,
@@ -432,8 +433,8 @@ fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook 
             println!("stops before {change:?}");
             let own = std::process::id().to_string();
             let _ = Command::new("kill").args(["-STOP", &own]).status();
-            // The signal may reach another thread first: this thread must not continue meanwhile,
-            // and is killed here.
+            // The signal may reach another thread first. This thread must not continue until then,
+            // and is killed in this loop.
             loop {
                 thread::park();
             }
@@ -449,7 +450,8 @@ fn hook(action: &str, step: usize, host: &str, is_up: &Arc<AtomicBool>) -> Hook 
             until("the other process has left", || Path::new(LEFT).exists());
         }
         if action == TRIES && !is_up.load(Ordering::SeqCst) {
-            // The other host may block its ports already; the capture shows what leaves this one.
+            // The other host may block its ports already; the capture shows the packets that leave
+            // this host.
             let _ = TcpStream::connect_timeout(&to, Duration::from_millis(30));
         }
     })
@@ -471,7 +473,7 @@ fn take(one: &Association) {
     assert!(added.expect("ip starts").success());
 }
 
-/// The file by which the process of a host reports that its session is up.
+/// The file that a host's process creates when its session is up.
 fn meeting(host: &str) -> String {
     format!("up-{host}")
 }
@@ -487,7 +489,7 @@ fn met(host: &str) {
     }
 }
 
-/// Waits until both directions have new keys, or the session is over.
+/// Waits until both directions have new keys, or the session has ended.
 fn renewed(session: &Session) {
     let is_new = |status: &Status| {
         let mut all = status.associations.iter();

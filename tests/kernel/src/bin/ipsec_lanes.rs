@@ -1,5 +1,5 @@
-//! Lanes over IPsec: each uses the SA of its CPU or of its connection, is moved back when it
-//! strays, and is rejected from any other port.
+//! Lanes over IPsec: each uses the SA of its CPU or of its connection, is moved back to that
+//! SA when it uses another one, and is rejected if it comes from any other port.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -151,7 +151,7 @@ fn an_sa_for_another_cpu_is_added_while_lanes_send(guest: &Guest, tls: &Tls) {
     near.end(guest);
 }
 
-/// Another thread sends on the lane from another CPU just when its route is looked up.
+/// Another thread sends on the lane from another CPU exactly when its route is looked up.
 fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[1, 3]);
     let (lane, other) = (near.lane(), near.lane());
@@ -181,7 +181,7 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
         went(Sender::Cpu(1)) < went(Sender::Cpu(3)),
         "{begun:?} {by:?}"
     );
-    // The thread of the lane now refreshes the route; if that fails, it is repeated.
+    // The thread of the lane now refreshes the route; if that fails, it tries again.
     loop {
         let before = near.carried();
         lane.send();
@@ -223,7 +223,7 @@ fn i6_a_lane_from_another_port_or_peer_is_rejected(guest: &Guest, tls: &Tls) {
     let near = Near::new(tls, Mode::Cpu, &[0]);
     let lane = near.lane();
     until("the lane is checked", || near.far.results() == [true]);
-    // Like an attacker who saw the first message of a lane.
+    // Act like an attacker who has seen the first message of a lane.
     let mut plain = inside("a", || TcpStream::connect(AT)).expect("b listens");
     plain.write_all(&lane_open()).expect("the data is read");
     until("the lane is checked", || near.far.results().len() == 2);
@@ -282,7 +282,7 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: 
     }
     // Data on a lost lane cannot leave, and its owner gets an error.
     lanes[..BLOCKS - 1].iter().for_each(Lane::fails);
-    // Nor can it be closed in order: the kernels drop it, as if its owners had died.
+    // The lane cannot be closed cleanly either: the kernels drop it, as if its owners had died.
     near.far.hang_up();
     for lane in &lanes {
         set_reset_on_close(&lane.stream).expect("a socket");
@@ -352,13 +352,13 @@ impl Near {
 
     /// Ends everything; nothing may be left on either host.
     fn end(self, guest: &Guest) {
-        // These are its own clones; the reading threads have theirs.
+        // These clones of the lanes belong to the host; the reading threads have their own.
         self.far.lanes.lock().expect("no thread panicked").clear();
         let dialer = self.dialer;
         inside("a", || drop(dialer));
         drop(self.sealed);
         drop(self.far);
-        // What a lost session left is freed when its connections have ended.
+        // The ports of a lost session are freed when its connections have ended.
         for host in ["a", "b"] {
             until("the remains are removed", || {
                 drop(ipsec_lanes(host, Mode::Connection, &[]));
@@ -529,7 +529,7 @@ impl Far {
         }
     }
 
-    /// Drops its lanes as if it had died.
+    /// Drops the lanes as if their process had died.
     fn hang_up(&self) {
         for lane in self.lanes.lock().expect("no thread panicked").drain(..) {
             set_reset_on_close(&lane).expect("a socket");

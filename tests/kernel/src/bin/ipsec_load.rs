@@ -1,7 +1,7 @@
 //! Sessions with an SA for each CPU, under load: every connection uses the SA of its own CPU.
 //!
 //! This also holds after lost SYNs and a cut, and on hosts with different numbers of CPUs. All SAs
-//! seal the same amount, and a peer with one SA gets everything with it.
+//! seal the same amount, and a peer with a single SA gets everything through that SA.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -83,7 +83,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// Also after a lost SYN and after a cut, with the repair of decision 13.
+/// This also holds after a lost SYN and after an interruption of the link, with the repair
+/// that decision 13 describes.
 fn each_connection_uses_the_sa_of_its_cpu(guest: &Guest, case: Case) {
     let lists = case.cpus.map(|count| format!("0-{}", count - 1));
     let serve = Process::serve_with(&["--cpus", &lists[1]]);
@@ -158,7 +159,7 @@ impl Scene<'_> {
     }
 
     /// Makes both ends of every connection look up their SAs, each on its own CPU. Repeats this if
-    /// an acknowledgement looks up first, which the counters show.
+    /// an acknowledgement triggers the lookup first; the counters show that.
     fn repair(&self) {
         for (number, lane) in self.lanes.iter().enumerate() {
             self.repair_one(lane, self.cpus(number));
@@ -199,13 +200,13 @@ impl Scene<'_> {
         grown.filter(|one| one.bytes > 100 * one.packets).collect()
     }
 
-    /// All connections send simultaneously, each a different number of bytes, in one direction and then back.
-    /// Every CPU's SA carries exactly its connections' bytes, including retransmissions, and the
-    /// fallback carries none.
+    /// All connections send simultaneously, each a different number of bytes, in one direction and
+    /// then back. Every CPU's SA carries exactly the bytes of that CPU's connections, including
+    /// retransmissions, and the fallback SA carries none.
     fn check(&self, when: &str) {
         for (host, side) in [("a", 0), ("b", 1)] {
-            // On a busy machine a timer may make a connection stray, or send during the reading of
-            // the counters.
+            // On a busy machine a timer may make a connection stray, or send while the counters are
+            // read.
             let exact = (0..4).any(|time| {
                 if time > 0 {
                     self.repair();
@@ -255,8 +256,8 @@ impl Scene<'_> {
         });
     }
 
-    /// With the same number of bytes on each connection, each CPU's SA seals the same number of
-    /// frames within a tenth.
+    /// With the same number of bytes on each connection, the numbers of frames that the CPUs'
+    /// SAs seal differ by at most a tenth.
     fn sealed_evenly(&self) {
         let tap = Tap::begin();
         self.send_all("a", |_| 4 * BYTES);
@@ -278,8 +279,8 @@ impl Scene<'_> {
         );
     }
 
-    /// Opens one more connection and drops its first SYNs. The test detects the SA to which it has
-    /// strayed, and repairs it.
+    /// Opens one more connection and drops its first SYNs. The test detects which wrong SA the
+    /// connection uses, and moves it to the right one.
     fn lose_syn(&self, listener: &TcpListener, at: &str) -> Lane {
         let cpu = self.case.cpus[0] - 1;
         let far = self.cpus(0)[1];
@@ -291,7 +292,7 @@ impl Scene<'_> {
                     connect_to(at)
                 })
             });
-            // The kernel retransmits it after one second, and again after two more.
+            // The kernel retransmits the SYN after one second, and again two seconds later.
             until("the SYN is sent again", || {
                 let sent = retransmissions(self.guest, "a", SYN_SENT, at);
                 sent.iter().any(|times| *times > 0)
@@ -320,7 +321,8 @@ impl Scene<'_> {
     /// Drops all packets while all connections send, then lets them pass.
     fn cut(&self, at: &str) {
         for (host, _) in dunlin_kernel_tests::sessions::HOSTS {
-            // The number of timeouts after which TCP looks up its route again; fewer are faster.
+            // The number of timeouts after which TCP looks up its route again; a lower number makes
+            // the test faster.
             let setting = format!("net.ipv4.tcp_retries1={RETRIES}");
             let sysctl = ["sysctl", "-q", "-w", &setting];
             self.guest.command("ip", &netns(host, &sysctl));
@@ -368,7 +370,7 @@ fn retransmissions(guest: &Guest, host: &str, state: u8, at: &str) -> Vec<u32> {
         .collect()
 }
 
-/// Drops all packets that host a or b sends, until it is dropped.
+/// While this value exists, all packets that host a or b sends are dropped.
 struct Cut<'a>(&'a Guest);
 
 impl<'a> Cut<'a> {
@@ -428,7 +430,8 @@ fn outbound(guest: &Guest, host: &str) -> Vec<Outbound> {
     all
 }
 
-/// Four senders on four CPUs, and a peer that accepts one SA: it carries everything.
+/// Four senders on four CPUs, and a peer that accepts only one SA: that SA carries
+/// everything.
 fn p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest: &Guest) {
     let serve = Process::serve_with(&["--sas", "1"]);
     let session = Process::up("cpu");
@@ -447,7 +450,7 @@ fn p14_a_peer_with_one_sa_gets_everything_by_the_fallback(guest: &Guest) {
     };
     assert_eq!(one.cpu, None);
     assert!(one.bytes - before[0].bytes >= 4 * BYTES as u64, "{after:?}");
-    // The opposite direction has one for each CPU of the host, and the fallback.
+    // The opposite direction has an SA for each CPU of the host, and the fallback.
     assert_eq!(outbound(guest, "b").len(), 5);
     drop(lanes);
     drop(listener);

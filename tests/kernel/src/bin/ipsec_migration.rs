@@ -1,5 +1,5 @@
-//! Migrations over lanes that IPsec protects: a lane is killed and keys are renewed in the middle,
-//! pages are compared, and nothing is in the clear.
+//! Migrations over lanes that IPsec protects: a lane is killed and keys are renewed during the
+//! migration, pages are compared, and nothing is in the clear.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -125,7 +125,8 @@ fn i3_sas_carry_the_bytes_of_their_lanes(guest: &Guest, tls: &Tls, cpus: &[u32],
     nothing_left(guest);
 }
 
-/// Checks the output of `dunlin ipsec status` on both hosts, which contacts no process for it.
+/// Checks the output of `dunlin ipsec status` on both hosts, which contacts no process to
+/// produce it.
 fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
     let status = |host: &str, more: &[&str]| {
         let state = format!("state-{host}");
@@ -184,7 +185,7 @@ fn i3_i4_a_guest_migrates_while_a_lane_dies_and_keys_are_renewed(guest: &Guest, 
     }
 }
 
-/// A peer that has the session's secret but connects from another port: its packets would not be
+/// A peer has the session's secret but connects from another port, so its packets would not be
 /// sealed.
 fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     let (receiving, far) = receive(tls);
@@ -239,7 +240,8 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     assert!(receiving.finish(true).0.is_err());
 }
 
-/// The destination does not answer the offer of a keying session, or falls silent after its answer.
+/// The destination does not answer the offer of a keying session, or stops responding after its
+/// answer.
 fn i2_a_cancelled_migration_does_not_wait_for_a_session(guest: &Guest, tls: &Tls, answers: bool) {
     let listener = inside("b", || TcpListener::bind(AT)).expect("the port is free");
     let (near, _) = ipsec_lanes("a", Mode::Cpu, &[0]);
@@ -307,11 +309,11 @@ struct How<'a> {
     mode: Mode,
     cpus: &'a [u32],
     /// Whether one of four lanes is killed during the migration, and keys are renewed before and
-    /// after.
+    /// after that.
     strikes: bool,
 }
 
-/// The host of a jailed VMM: it opens all connections of the VMM.
+/// Acts as the jailer of a VMM: opens all connections of the VMM.
 #[derive(Default)]
 struct Counting {
     connected: AtomicU32,
@@ -388,8 +390,8 @@ fn moves(
                     .observer(&observe)
                     .cancel(&none)
                     .run();
-                // The control lane and the session's control connection; each lane from its own
-                // port.
+                // There are the control lane and the session's control connection, and each lane
+                // has its own port.
                 if let Ok(report) = &result {
                     assert!(counting.connected.load(SeqCst) >= 2);
                     let lanes = u32::try_from(report.lanes.len()).expect("there are few");

@@ -25,7 +25,7 @@ const NEEDS: Needs = Needs {
 
 /// QEMU's connections for memory, in addition to the main one.
 const CHANNELS: usize = 4;
-/// What the guest does during the migration. Every byte of a non-zero page is sent.
+/// The guest's writes during the migration. Every byte of a non-zero page is sent.
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
     pages: 6_000,
@@ -34,7 +34,7 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x5a,
 };
-/// So slow that keys are renewed during the migration.
+/// A rate so low that keys are renewed during the migration.
 const SLOW: u64 = 1 << 20;
 
 fn main() -> ExitCode {
@@ -93,7 +93,7 @@ fn migration(bandwidth: u64) -> Migration {
     migration
 }
 
-/// Cancelled during the migration: its SAs are removed with its connections, and the guest
+/// A migration is cancelled: its SAs are removed with its connections, and the guest
 /// continues to run.
 fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     let mut destination = destination(setup);
@@ -109,8 +109,8 @@ fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
     source.next_beat().expect("the guest continues");
 }
 
-/// Migrates, with new keys in the middle. Reads the counters of each SA before the last pages are
-/// sent, because SAs are removed with their connections.
+/// Migrates, and renews the keys during the migration. Reads the counters of each SA before the
+/// last pages are sent, because SAs are removed with their connections.
 fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: &mut Machine) {
     let wait = json!({"capabilities": [{"capability": "pause-before-switchover", "state": true}]});
     let qmp = |machine: &mut Machine, command: &str, arguments: Value| {

@@ -94,7 +94,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
             session.command("rekey");
             guest.command("dunlin", &status("b", &["--rekey"]));
             load.continues();
-            // The server's inbound SAs are those with which the other host seals.
+            // The other host seals with the SAs that are inbound on the server.
             until("new keys", || {
                 let all = associations(guest, "b");
                 all.iter().all(|one| one["epoch"] == epoch)
@@ -105,7 +105,7 @@ fn i6_nothing_is_in_the_clear_and_no_connection_breaks(guest: &Guest, mode: &str
         session.command("end");
         until("no data arrives", || {
             let before = load.read.load(Ordering::SeqCst);
-            // The wait is the assertion: nothing arrives while ten changes are made.
+            // Nothing may arrive during this wait, in which ten changes are made.
             thread::sleep(Duration::from_millis(500));
             load.read.load(Ordering::SeqCst) == before
         });
@@ -234,7 +234,8 @@ impl Slow {
         writeln!(self.commands, "{what}").expect("the reader does not panic");
     }
 
-    /// Reads up to this line; every other line is a change of the kernel's tables.
+    /// Reads up to this line; each of the other lines reports a change to the kernel's
+    /// tables.
     fn await_line(&mut self, words: &str) {
         loop {
             let mut line = String::new();

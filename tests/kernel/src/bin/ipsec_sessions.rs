@@ -1,5 +1,5 @@
 //! Whole sessions of `dunlin ipsec` between two hosts: an SA for each connection and for each CPU,
-//! new keys, and what others do to them.
+//! new keys, and interference by other programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -58,7 +58,8 @@ fn main() -> ExitCode {
         let serve = p13_a_restarted_server_removes_what_the_killed_one_left(guest, serve);
         serve.end(guest);
         capture.end(guest);
-        // All other packets are ESP. (A host does not answer packets of a peer with blocked ports.)
+        // All other packets are ESP. (A host with blocked ports does not answer packets of its
+        // peer.)
         let seen = |filter| captured(guest, "sessions.pcap", filter);
         assert_eq!(
             seen("tcp and not port 7302 and not port 7303"),
@@ -112,7 +113,8 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     let before = seen.len();
     seen.extend(keys(guest, "a"));
     assert!(seen.len() >= before + 10, "every SPI is new: {seen:?}");
-    // With one key for two SAs, which both count from 0, GCM would lose its secrecy.
+    // Two SAs with the same key would repeat nonces, because both count from 0; GCM would then
+    // reveal the data.
     let different: BTreeSet<&String> = seen.values().collect();
     assert_eq!(different.len(), seen.len(), "a key serves twice: {seen:?}");
     carry(guest, &connections);
@@ -121,7 +123,7 @@ fn i6_each_of_four_connections_has_an_sa_and_new_keys(guest: &Guest) {
     for one in &used {
         assert!(one["bytes"].as_u64() >= Some(BYTES as u64), "{used:?}");
     }
-    // One connection ends: its SA is removed, the others stay.
+    // If a connection ends, its SA is removed and the others stay.
     let mut connections = connections;
     connections.pop();
     until("the SA is removed with its connection", || {
@@ -238,7 +240,7 @@ fn refused(why: &str) {
     says(up_with(SERVER, &more), why);
 }
 
-/// A removed policy ends the session with an error, and its ports stay blocked.
+/// If a policy is removed, the session ends with an error, and its ports stay blocked.
 fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "policy", "flush"]);
@@ -249,7 +251,7 @@ fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     until("the peer's session is over", || has_none(guest, "b"));
     Process::up("connection").end(guest);
     nothing_left(guest);
-    // Removed SAs do the same, and nothing is sent.
+    // If SAs are removed, the session also ends with an error, and nothing is sent.
     let mut session = Process::up("connection");
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
     assert!(!session.0.wait().expect("the process ends").success());
@@ -260,7 +262,7 @@ fn removed_policies_and_sas_end_the_session(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// The setting of a device, or of all devices, would let the ports' packets bypass IPsec.
+/// A setting of one device, or of all devices, would let the ports' packets bypass IPsec.
 fn a_device_that_bypasses_ipsec_is_refused(guest: &Guest) {
     let set = |of: &str, name: &str, value: u8| {
         let file = format!("/proc/sys/net/ipv4/conf/{of}/{name}");
@@ -341,7 +343,7 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
         [of("a"), of("b")]
     };
     let before = policies();
-    // With other records a host does not see the other session.
+    // With another directory of records a host does not see the other session.
     for (state_a, state_b, is_peers) in
         [("state-a", "other-b", false), ("other-a", "state-b", true)]
     {
@@ -439,7 +441,7 @@ fn says(mut command: Command, why: &str) {
     assert!(said.contains(why), "{said}");
 }
 
-/// The number of packets that a policy has kept host a from sending.
+/// The number of packets that a policy has prevented host a from sending.
 fn blocked(guest: &Guest) -> u64 {
     let counters = guest.output("ip", &netns("a", &["cat", "/proc/net/xfrm_stat"]));
     let mut lines = counters.lines();
@@ -486,7 +488,7 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
         policies.contains("action block"),
         "the ports are still in use: {policies}"
     );
-    // As if the owner had died: the kernel discards the unsent data.
+    // Act as if the owner had died: the kernel discards the unsent data.
     for end in [&near, &far] {
         set_reset_on_close(end).expect("a socket");
     }
@@ -497,7 +499,8 @@ fn i6_ports_in_use_stay_blocked_until_their_connections_end(guest: &Guest) {
     });
 }
 
-/// The next server removes them before it accepts a peer; the peer's session has ended by itself.
+/// The next server removes the killed server's SAs before it accepts a peer. The peer's session
+/// has ended by itself.
 fn p13_a_restarted_server_removes_what_the_killed_one_left(
     guest: &Guest,
     serve: Process,

@@ -1,5 +1,6 @@
 //! QEMU through a tunnel with lanes over IPsec: a lane is killed and keys are renewed during the
-//! migration, pages are compared, nothing is in the clear; and bytes pass in both directions.
+//! migration, pages are compared, and nothing is in the clear. Bytes also pass in both
+//! directions.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -31,7 +32,7 @@ const WORKLOAD: Workload = Workload {
     content: Content::Random,
     seed: 0x7a,
 };
-/// So slow that a lane can be killed and keys be renewed during the migration.
+/// A rate so low that a lane can be killed and keys can be renewed during the migration.
 const SLOW: u64 = 2 << 20;
 const LANES: usize = 4;
 /// The bytes that are sent and returned.
@@ -147,7 +148,7 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
     assert!(said.contains("is lost"), "{said}");
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));
-    // Without its SAs nothing leaves; the sessions of both directions end, and others start.
+    // Without the SAs nothing leaves; the sessions in both directions end, and new ones start.
     let before = lanes(guest);
     guest.command("ip", &["-n", "a", "xfrm", "state", "flush"]);
     until("lanes of another session are open", || {

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
 }
 
 /// `dunlin bench lanes --security ipsec`: with one SA, one for each CPU, one for each lane. The
-/// figures are meaningless here.
+/// figures are meaningless in this machine.
 fn lanes_are_measured_between_two_hosts(guest: &Guest) {
     let bench = "dunlin bench lanes --security ipsec --size 64M --rounds 1 --lanes 2 --json";
     let at = |host: &str, more: &str| {
@@ -96,7 +96,8 @@ fn lanes_are_measured_between_two_hosts(guest: &Guest) {
             "{variant}"
         );
     }
-    // Before the process is killed: what it has not removed by then stays until the next one.
+    // Check this before the process is killed: anything that it has not removed by then stays until
+    // the next process removes it.
     nothing_left(guest);
     drop(listening);
 }

@@ -1,4 +1,4 @@
-//! A connection that its peer ends with the handshake takes no keys: the hand-off fails.
+//! If a peer ends its connection with the handshake, the kernel accepts no keys for it.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -55,7 +55,7 @@ fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
     let line = accept.says("is refused");
     assert!(line.contains("for own is refused"), "{line}");
     assert!(line.contains(GONE), "{line}");
-    // The consumer of its sockets was connected to and received nothing.
+    // The command has connected to the consumer of its sockets and sent nothing.
     let mut line = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut line).expect("the stream ends");

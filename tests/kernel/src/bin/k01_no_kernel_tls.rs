@@ -1,4 +1,4 @@
-//! Only a connected socket takes keys; without CAP_NET_ADMIN an unloaded module is invisible.
+//! Only a connected socket accepts keys; without CAP_NET_ADMIN the kernel loads no module.
 
 use std::env;
 use std::io::{Read, Write};
@@ -46,7 +46,8 @@ fn attach_needs_a_connected_socket() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     assert_eq!(attach(&listener).map_err(errno), Err(Errno::ENOTCONN));
 
-    // Nor after the peer's end of stream, although the socket could still send.
+    // The kernel accepts no keys after the peer's end of stream either, although the socket could
+    // still send.
     let (near, far) = connected();
     far.shutdown(Shutdown::Write).expect("the socket is open");
     assert_eq!(receive(&near, &mut [0; 8]), Ok((23, 0)));
@@ -76,7 +77,8 @@ fn keys_need_an_attached_socket() {
     }
 }
 
-/// As in a container: the module exists, but no process inside may load it.
+/// The situation is that of a container: the module exists, but no process inside may load
+/// it.
 fn an_unloaded_module_disables_kernel_tls(guest: &Guest) {
     let _unloaded = guest.without_module("tls");
     unprivileged("Err(ENOENT)");
@@ -152,7 +154,7 @@ fn accept_forwards_and_passes_no_socket(guest: &Guest, stunnel: &Stunnel) {
     assert_eq!(&received, b"hello\n");
 }
 
-/// Runs this test as an unprivileged user and expects `expected` from the attempt.
+/// Runs this test as an unprivileged user and expects the attempt to print `expected`.
 fn unprivileged(expected: &str) {
     let status = Command::new(env::current_exe().expect("proc is mounted"))
         .env(UNPRIVILEGED, expected)

@@ -1,4 +1,4 @@
-//! A socket with keys for one direction only handles the other in the clear: install both or none.
+//! A socket with a key for one direction sends or reads the other in the clear: install both.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,7 +18,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// As if one direction were refused, by a sandbox or by a kernel that lacks its cipher.
+/// Returns a socket for which the key of one direction was refused, as by a sandbox or by a
+/// kernel that lacks the cipher.
 fn without(direction: Direction, socket: TcpStream) -> TcpStream {
     // A seccomp filter stays with its thread.
     thread::spawn(move || {

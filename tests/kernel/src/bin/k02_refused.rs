@@ -1,4 +1,4 @@
-//! If the kernel refuses one direction's keys, lanes stay in user space and the hand-off fails.
+//! If the kernel refuses the key of one direction, lanes stay in user space and the hand-off fails.
 
 use std::io::Read;
 use std::net::TcpStream;
@@ -32,7 +32,8 @@ fn main() -> ExitCode {
         certificate(guest, "pool");
         certificate(guest, "other");
         let stunnel = stunnel(guest, 4443, "");
-        // Each with its own suite, because the result of a probe is cached for each suite.
+        // Each direction is tested with its own suite, because the result of a probe is cached for
+        // each suite.
         for (direction, suite) in [
             (Direction::Sending, CipherSuite::Aes256Gcm),
             (Direction::Receiving, CipherSuite::Aes128Gcm),

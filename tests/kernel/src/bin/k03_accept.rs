@@ -174,7 +174,7 @@ fn data_that_arrived_before_the_keys_is_read(
     let early = pattern(EARLY, 7);
     let mut input = client.0.stdin.take().expect("the stream is piped");
     input.write_all(&early).expect("the data is accepted");
-    // The rest may not fit into the socket; it waits at the client.
+    // The rest may not fit into the socket; if so, it waits at the client.
     wait_for_socket(port, |_, waiting| waiting > EARLY as u64 / 2);
     assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel has no key yet");
     empty_queue(queue, consumer);
@@ -187,7 +187,7 @@ fn data_that_arrived_before_the_keys_is_read(
     exchange(&mut client.0, &mut socket);
 }
 
-/// The kernel takes no keys for a connection that its peer has ended while the consumer was late.
+/// The kernel accepts no keys for a connection that its peer ended while the consumer was late.
 fn a_client_that_ends_before_the_keys_is_refused(
     guest: &Guest,
     accept: &Accept,
@@ -200,7 +200,8 @@ fn a_client_that_ends_before_the_keys_is_refused(
     input
         .write_all(b"last words")
         .expect("the data is accepted");
-    // The client reads its input when its handshake is over, and receives nothing more after that.
+    // The client reads its input when its handshake has ended, and receives nothing more after
+    // that.
     let until = Instant::now() + Duration::from_secs(60);
     while unread_bytes(&input).expect("the descriptor is a pipe") > 0 {
         assert!(Instant::now() < until, "the handshake does not end");
@@ -220,7 +221,7 @@ fn a_client_that_ends_before_the_keys_is_refused(
     assert_eq!(stat(guest, "TlsRxSw"), before, "the kernel had no key");
 }
 
-/// A ClientHello in records of two bytes and segments of three.
+/// Sends a ClientHello in records of two bytes and segments of three bytes.
 fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     let between = TcpListener::bind("127.0.0.1:0").expect("the loopback is up");
     let near = between.local_addr().expect("the listener is bound").port();
@@ -248,8 +249,8 @@ fn a_fragmented_client_hello_is_accepted(port: u16, consumer: &UnixListener) {
     receives(&mut client, &take(consumer).0);
 }
 
-/// 130 clients that send nothing or part of a ClientHello, and one with a consumer that does not
-/// accept.
+/// There are 130 clients that send nothing or part of a ClientHello, and one client with a
+/// consumer that does not accept.
 fn slow_clients_and_slow_consumers_delay_no_other(
     accept: &Accept,
     slow: &Path,
@@ -275,7 +276,7 @@ fn slow_clients_and_slow_consumers_delay_no_other(
 }
 
 /// The client's certificate is required if `--peer` names it. Without a server for other names,
-/// clients that request one get an alert.
+/// clients that request such a name get an alert.
 fn the_clients_identity_is_sent_with_its_socket(guest: &Guest, consumer: &UnixListener) {
     guest.command("dunlin", &["pki", "init", "ca"]);
     for (name, folder) in [("own.test", "own"), ("a.test", "a"), ("b.test", "b")] {

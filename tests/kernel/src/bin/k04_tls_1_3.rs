@@ -1,4 +1,4 @@
-//! A TLS 1.3 server's tickets are consumed before its socket is passed; a later key update ends it.
+//! Tickets of a TLS 1.3 server are consumed before the hand-off; a key update ends the connection.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -34,7 +34,7 @@ fn session_tickets_are_consumed(guest: &Guest) {
     let stunnel = stunnel(guest, 4443, "sslVersion = TLSv1.3");
     for _ in 0..3 {
         let (near, far) = connected(&stunnel, &flags);
-        // The peer sends first, which places the read after the tickets.
+        // The peer sends first, so the read happens after the tickets.
         exchange(&far, &near, &pattern(100_000, 1), &pattern(200_000, 2));
     }
 }
@@ -59,7 +59,7 @@ fn a_key_update_ends_the_connection() {
     let mut before = [0; 7];
     socket.read_exact(&mut before).expect("the data arrives");
     assert_eq!(&before, b"before\n");
-    // The command of s_server that updates its sending key.
+    // This command makes s_server update its sending key.
     stdin.write_all(b"k\n").expect("the data is written");
     stdin.write_all(b"after\n").expect("the data is written");
     let error = socket

@@ -1,4 +1,4 @@
-//! A KeyUpdate stops the receiver until it has the new key; Linux before 6.14 accepts none.
+//! A KeyUpdate stops the receiver until it has the new key; Linux before 6.14 accepts no new key.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! An end without close_notify reads as a plain end; a close_notify fails a plain read.
+//! A plain read returns end of file after an end without close_notify, and fails at a close_notify.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Therefore the protocol inside must mark its own end.
+/// Therefore the application protocol must mark its own end.
 fn a_cut_connection_reads_as_an_end(guest: &Guest) {
     for of_record in [0, 4, 20] {
         let (mut kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));

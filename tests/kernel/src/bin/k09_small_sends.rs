@@ -1,4 +1,4 @@
-//! Each send is a record unless MSG_MORE is set; a close loses data that MSG_MORE held back.
+//! Each send is a record unless MSG_MORE is set; a close discards data that MSG_MORE held back.
 
 use std::io::{IoSlice, Read, Write};
 use std::net::Shutdown;

@@ -1,4 +1,4 @@
-//! One receive takes many records, independent of their sizes; a control record ends it.
+//! One receive call returns many records of any size; a control record ends the call.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

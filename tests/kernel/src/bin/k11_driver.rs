@@ -1,4 +1,4 @@
-//! A socket uses the gcm(aes) of highest priority: a generic one without the CPU's own module.
+//! A socket uses the gcm(aes) of highest priority; it is generic if the CPU's module is not loaded.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -22,11 +22,11 @@ const PARTS: [&str; 4] = ["gcm", "ctr", "ghash-generic", "aes-generic"];
 
 fn main() -> ExitCode {
     run(&Needs::NOTHING, |guest| {
-        // On an installed system a CPU feature alias loads it.
+        // On an installed system, the module is loaded by its alias for the CPU feature.
         guest.command("modprobe", &[MODULE]);
         let accelerated = chosen();
         assert_eq!(accelerated.module, MODULE, "{accelerated:?}");
-        // Their name alone decides nothing: these users are generic.
+        // The name alone is not sufficient: drivers based on these modules are generic.
         assert!(
             accelerated.driver.starts_with("generic-gcm-aesni"),
             "{accelerated:?}"
@@ -85,8 +85,8 @@ impl Driver {
         self.driver.contains('(')
     }
 
-    /// The kernel's own library, which needs no module. It is slower: `tls_table` counts four times
-    /// as many instructions.
+    /// Whether this is the implementation of the kernel's own library, which needs no module. It is
+    /// slower: `tls_table` counts four times as many instructions.
     fn is_library(&self) -> bool {
         self.driver.ends_with("-lib") && !self.is_template()
     }

@@ -1,4 +1,4 @@
-//! A kernel-TLS socket can be used without blocking, written by several threads, and ended.
+//! A kernel-TLS socket can be used in non-blocking mode, written to by several threads, and ended.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;

@@ -1,4 +1,4 @@
-//! Partial sends report exactly what arrives; sends of two writers stay contiguous.
+//! Partial sends report exactly the bytes that arrive; each send of two writers stays contiguous.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -135,7 +135,8 @@ fn two_writers() {
     for bytes in [3000, RECORD, 3 * RECORD + 100] {
         const SENDS: usize = 60;
         let (kernel, mut peer) = kernel_and_peer(Keys::new(1), Keys::new(2));
-        // Smaller than the largest send: a writer waits within it.
+        // Make the buffer smaller than the largest send, so that a writer waits in the middle of a
+        // send.
         set_buffers(&kernel, Some(RECORD as u32), None).expect("the option can be set");
         let (received, sizes) = thread::scope(|scope| {
             let receiver = scope.spawn(|| peer.receive_all());

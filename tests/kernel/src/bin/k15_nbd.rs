@@ -1,4 +1,4 @@
-//! An NBD session behind stunnel works over a passed socket, as xapi's other streams require.
+//! An NBD session through stunnel works over a passed socket, as xapi's other streams require.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

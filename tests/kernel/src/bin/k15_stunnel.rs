@@ -1,4 +1,4 @@
-//! `dunlin handoff connect` passes a socket with kernel TLS to a stunnel configured as xapi's.
+//! `dunlin handoff connect` passes a kernel-TLS socket to a stunnel configured like xapi's.
 
 use std::io::Read;
 use std::path::Path;

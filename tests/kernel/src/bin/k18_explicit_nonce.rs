@@ -1,4 +1,4 @@
-//! In TLS 1.2 the kernel counts explicit nonces up from the iv, whatever the sequence number.
+//! In TLS 1.2 the kernel counts explicit nonces up from the IV, regardless of the sequence number.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
 }
 
 /// A process that has sealed its Finished under this key with a nonce of its choice must therefore
-/// pass an iv from which the kernel does not count up to that nonce.
+/// pass an IV from which the kernel will not count up to that nonce.
 fn counts_from_the_iv(first: u64) {
     let (mut kernel, mut far) = connected();
     let seals = Keys {

@@ -1,4 +1,4 @@
-//! A TLS 1.2 socket repeats no nonce after the hand-off, not even that of the Finished.
+//! After the hand-off a TLS 1.2 socket repeats no nonce, not even that of the Finished message.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read, Write};

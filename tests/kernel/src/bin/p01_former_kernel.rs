@@ -1,5 +1,5 @@
 //! A kernel without per-CPU SAs (Linux 6.13) and directions of SAs (6.10): a session with an SA for
-//! each CPU is refused, one with an SA for each connection works.
+//! each CPU is refused, and a session with an SA for each connection works.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -96,7 +96,8 @@ fn an_sa_for_each_cpu_is_refused_with_the_reason(guest: &Guest) {
     nothing_left(guest);
 }
 
-/// Like a hypervisor with several connections: each has its SA, also after rekeying.
+/// A client acts like a hypervisor with several connections: each has its own SA, even
+/// after rekeying.
 fn i6_an_sa_for_each_connection_works(guest: &Guest) {
     let session = Process::up("connection");
     let listener = inside("b", || TcpListener::bind(AT)).expect("b listens");

@@ -1,5 +1,5 @@
 //! A kernel without per-CPU SAs ignores the CPU number silently: reading the SA back detects this,
-//! the version does not.
+//! but the kernel's version does not.
 
 use std::net::IpAddr;
 use std::process::ExitCode;
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
         assert!(a.xfrm.keeps_directions().expect("the kernel answers"));
         println!("per-CPU SAs: {has_per_cpu}");
         a.xfrm.esp().expect("the kernel has ESP");
-        // What these probes reserved and added is removed.
+        // The SAs that these probes reserved and added have been removed.
         assert_eq!(a.xfrm.states().expect("the kernel answers"), []);
         // An SA of another program with the probe's identity stays.
         let mut other = Sa::new(LEAST_SPI).state(a, b, Direction::In);

@@ -42,7 +42,7 @@ fn cpus(Hosts { a, b, .. }: &Hosts) {
     );
 }
 
-/// Only inbound SAs have a window; the text of the kernel's error is kept.
+/// Only inbound SAs may have a replay window; the text of the kernel's error is kept.
 fn windows(Hosts { a, b, .. }: &Hosts) {
     let outbound = State {
         replay_window: 64,
@@ -113,7 +113,7 @@ fn taken(Hosts { a, b, .. }: &Hosts, family: Family) {
 }
 
 /// The kernel keeps one policy for a selector and direction, regardless of its priority; a
-/// replacement is atomic, and only exactly this policy is removed.
+/// replacement is atomic, and a removal affects exactly this policy.
 fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
     let (_, protect) = policies(&selector, a, b, REQID)[0];

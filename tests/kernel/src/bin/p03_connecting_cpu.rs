@@ -1,5 +1,5 @@
-//! A connection uses the SA of the CPU that connected it, wherever its thread moves; lost packets
-//! make it stray, and a new traffic class set on its own CPU moves it back.
+//! A connection uses the SA of the CPU that connected it, wherever its thread moves. After lost
+//! packets it may use another SA, and a new traffic class set on its own CPU moves it back.
 
 use std::process::ExitCode;
 use std::thread;
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Four connections from each CPU: all use the CPU's SA, also after the thread has moved.
+/// Four connections from each CPU: all use the CPU's SA, even after the thread has moved.
 fn stays(scene: &Scene) {
     // A closed connection would still send packets during the next check.
     let mut lanes = Vec::new();
@@ -52,8 +52,8 @@ fn stays(scene: &Scene) {
     }
 }
 
-/// A new traffic class moves the connection to another CPU's SA, and another one back: each time at
-/// once, while no packet is in flight.
+/// A new traffic class moves the connection to another CPU's SA, and another new class moves it
+/// back; each time immediately, while no packet is in flight.
 fn strays_and_comes_back(scene: &Scene) {
     let lane = scene.lane(1);
     for round in 0..8 {
@@ -72,7 +72,7 @@ fn move_to(_: &Scene, lane: &Lane, cpu: u32) {
     lane.send(cpu, 1);
 }
 
-/// Any address that is added or removed makes all connections of the host look up their route
+/// Whenever an address is added or removed, all connections of the host look up their route
 /// again, at the next send and on the CPU of that send.
 fn a_changed_route(guest: &Guest, scene: &Scene) {
     let a = &scene.hosts.a;
@@ -91,7 +91,7 @@ fn a_changed_route(guest: &Guest, scene: &Scene) {
     }
 }
 
-/// SYNs are lost because the receiver lacks the SA of CPU 2; then it gets the SA.
+/// SYNs are lost because the receiver lacks the SA of CPU 2. Then the receiver gets the SA.
 fn a_lost_syn(scene: &Scene) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let sa = scene.there.own[2];
@@ -104,13 +104,14 @@ fn a_lost_syn(scene: &Scene) {
         let by = scene.there(|| {
             thread::scope(|scope| {
                 let connecting = scope.spawn(|| scene.lane(2));
-                // The first SYN is lost, or the connection has already strayed and is established.
+                // Either the first SYN is lost, or the connection already uses another SA and is
+                // established.
                 let until = Instant::now() + LIMIT;
                 while b.statistics().get("XfrmInNoStates") == before {
                     assert!(Instant::now() < until, "nothing is lost");
                     thread::sleep(Duration::from_millis(10));
                 }
-                // Long enough for SYNs to be retransmitted until one uses another SA.
+                // Wait long enough for SYNs to be retransmitted until one of them uses another SA.
                 let begun = Instant::now();
                 while !connecting.is_finished() && begun.elapsed() < Duration::from_secs(8) {
                     thread::sleep(Duration::from_millis(10));
@@ -140,8 +141,8 @@ fn a_lost_syn(scene: &Scene) {
 /// All packets are dropped for three seconds or more, while a lane of each CPU sends.
 fn a_cut(guest: &Guest, scene: &Scene) {
     let Scene { hosts, there, .. } = scene;
-    // The number of timeouts after which the route is looked up again; the default is three, fewer
-    // are sooner.
+    // The number of timeouts after which the route is looked up again; the default is three, and a
+    // lower number makes it happen sooner.
     guest.command(
         "ip",
         &[

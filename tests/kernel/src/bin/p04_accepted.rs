@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whichever CPU it was, the lane uses the SA of the chosen CPU afterwards.
+/// Whichever CPU received the handshake, the lane uses the SA of the chosen CPU afterwards.
 fn moved(scene: &Scene) -> Vec<Lane> {
     let mut lanes = Vec::new();
     for cpu in 0..CPUS {
@@ -51,7 +51,8 @@ fn moved(scene: &Scene) -> Vec<Lane> {
 }
 
 /// The other end sends continuously from CPU 3, and acknowledgements leave from the CPU that
-/// receives its packets. One of them may be the first to look up the SA: then the move is repeated.
+/// receives its packets. One of them may be the first to look up the SA: in that case the move is
+/// repeated.
 fn moved_under_load(scene: &Scene) {
     const ROUNDS: u32 = 12;
     let lane = scene.lane(3);
@@ -94,7 +95,7 @@ fn moved_under_load(scene: &Scene) {
                     break;
                 }
             }
-            // The lane stays there: a connection with an SA does not look it up again.
+            // The lane stays there: a connection that has an SA does not look it up again.
             assert_eq!(used_by(scene, &lane, cpu), [Some(cpu)]);
             tries += tried;
             most = most.max(tried);

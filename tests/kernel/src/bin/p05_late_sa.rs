@@ -1,5 +1,5 @@
-//! Fallback traffic stays there when its CPU's SA appears. The fallback must be added first, or it
-//! replaces the others when the table grows.
+//! A connection that uses the fallback SA keeps it when an SA for its CPU is added. The fallback
+//! must be added first; otherwise it takes precedence over the other SAs when the table grows.
 
 use std::process::ExitCode;
 use std::thread;
@@ -50,7 +50,8 @@ fn late(guest: &Guest) {
     read_all(&lane.far, &mut [0; 2]);
     lane.send(1, 1);
     assert_eq!(users(&there, a, b, || lane.send(1, BYTES)), [Some(1)]);
-    // A new connection uses its own SA immediately; one from another CPU uses the fallback.
+    // A new connection uses its own SA immediately; a connection from another CPU uses the
+    // fallback.
     let second = Lane::connect(a, 1, &listener);
     assert_eq!(users(&there, a, b, || second.send(1, BYTES)), [Some(1)]);
     let third = Lane::connect(a, 2, &listener);
@@ -124,7 +125,8 @@ fn grown(guest: &Guest, fallback_first: bool) {
     }
 }
 
-/// The number of a host's SAs, and of the hash buckets over which they spread.
+/// Returns the number of a host's SAs, and the number of hash buckets over which they
+/// spread.
 fn counted(guest: &Guest, host: &Host) -> (u32, u32) {
     let said = guest.output("ip", &["-n", &host.name, "-s", "xfrm", "state", "count"]);
     let number = |name: &str| -> u32 {

@@ -1,5 +1,5 @@
-//! No packet of a stream leaves in the clear, whatever is added or removed meanwhile: packets use
-//! another SA or wait.
+//! No packet of a stream leaves in the clear, regardless of what is added or removed in the
+//! meantime: packets use another SA or wait.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -54,7 +54,7 @@ impl Stream<'_> {
         let until = Instant::now() + LIMIT;
         loop {
             let before = self.received.load(Ordering::Relaxed);
-            // The wait is the assertion: nothing arrives. The writer sends every millisecond.
+            // Nothing may arrive during this wait, although the writer sends every millisecond.
             thread::sleep(Duration::from_millis(300));
             if self.received.load(Ordering::Relaxed) == before {
                 break;
@@ -140,7 +140,7 @@ fn changed_under(
     family: Family,
 ) {
     let selector = lanes_from(a, b, family, Protocol::TCP);
-    // The SA in use is removed at the sender: the other one takes over.
+    // Remove the SA in use at the sender: the other one takes over.
     assert!(a.xfrm.remove_state(&own.id(b)).expect("the kernel answers"));
     let before = a.carried(&fallback.id(b)).packets;
     stream.continues("its SA was removed");
@@ -152,11 +152,11 @@ fn changed_under(
             .expect("the kernel answers")
     );
     stream.stops("the last SA was removed");
-    // A new SA with another key: the stream continues.
+    // Add an SA with another key: the stream continues.
     let next = Sa::new(0x1800).of(family);
     next.add(a, b);
     stream.continues("a new SA was added");
-    // Removed at the receiver: the sender continues to seal, and nothing is accepted.
+    // Remove the SA at the receiver: the sender continues to seal, but nothing is accepted.
     assert!(
         b.xfrm
             .remove_state(&next.id(b))
@@ -173,8 +173,8 @@ fn changed_under(
     );
     stream.continues("both hosts have another SA");
 
-    // A policy for other ports, and a wider one with lower precedence: each makes the kernel look
-    // up all connections again.
+    // Add a policy for other ports, and a wider policy with lower precedence: after each, the
+    // kernel looks up the SAs of all connections again.
     let beside = Policy {
         selector: dunlin_ipsec::xfrm::Selector {
             destination_ports: PortBlock::only(9),

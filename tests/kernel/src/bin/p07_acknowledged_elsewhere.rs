@@ -1,4 +1,4 @@
-//! Data that acknowledgements on another CPU release still uses the connection's own SA.
+//! Data that is sent when another CPU receives acknowledgements still uses the connection's SA.
 
 use std::process::ExitCode;
 use std::thread;
@@ -27,8 +27,8 @@ fn main() -> ExitCode {
         let mut lanes = Vec::new();
         for (from, to) in [(0, 3), (2, 1), (1, 0)] {
             let lane = scene.lane(from);
-            // The writer waits for buffer space most of the time, and acknowledgements release the
-            // rest.
+            // The writer waits for buffer space most of the time, and each acknowledgement lets
+            // more data be sent.
             set_buffers(&lane.near, Some(16 << 10), None).expect("the socket is connected");
             let by = scene.there(|| {
                 thread::scope(|scope| {

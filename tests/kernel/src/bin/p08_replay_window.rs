@@ -1,5 +1,6 @@
-//! A packet that others overtake is accepted once, while it is within the replay window; behind the
-//! window the receiver assigns it to the next 2^32 sequence numbers, and it fails authentication.
+//! A packet that arrives after later packets is accepted once if it is within the replay window.
+//! Before the window the receiver assigns it to the next 2^32 sequence numbers, and it fails
+//! authentication.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;
@@ -129,7 +130,7 @@ fn overtaken(guest: &Guest, family: Family, replay_window: u32, accepted: bool) 
     let mut wrong = next.bytes;
     let head = wrong.len() - 1;
     wrong[head] ^= 1;
-    // Its sequence number claims a packet that has not arrived.
+    // Change its sequence number to that of a packet that has not arrived.
     let sequence = 14 + if family == Family::V4 { 20 } else { 40 } + 4;
     wrong[sequence + 3] += 1;
     wire.send(&wrong).expect("the packet is sent");

@@ -1,5 +1,5 @@
 //! A policy that requests an SA for each CPU drops packets while it waits, with or without a
-//! fallback; so no policy of Dunlin requests one.
+//! fallback; so Dunlin installs no such policy.
 
 use std::io;
 use std::net::TcpStream;
@@ -47,11 +47,12 @@ fn main() -> ExitCode {
             a.on_cpu(cpu, || TcpStream::connect_timeout(&listener.address, wait))
         };
 
-        // CPU 0 has an SA, and none is requested.
+        // CPU 0 has an SA, so none is requested.
         let lane = Lane::connect(a, 0, &listener);
         assert_eq!(users(&there, a, b, || lane.send(0, 50_000)), [Some(0)]);
 
-        // From here on no CPU has one: otherwise a retransmission on another CPU would get through.
+        // From now on no CPU has an SA: otherwise a retransmission on another CPU would get
+        // through.
         assert!(
             a.xfrm
                 .remove_state(&there.own[0].id(b))

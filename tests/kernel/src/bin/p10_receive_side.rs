@@ -1,5 +1,5 @@
-//! Receive packet steering (RPS) spreads SAs over CPUs, plain ESP by the SPI and ESP in UDP by its
-//! ports; a single IPv4 SA stays on one CPU.
+//! Receive packet steering (RPS) spreads SAs over CPUs, by the SPI for plain ESP and by the ports
+//! for ESP in UDP; a single IPv4 SA stays on one CPU.
 
 use std::collections::BTreeSet;
 use std::net::UdpSocket;
@@ -24,8 +24,8 @@ const NEEDS: Needs = Needs {
 const BYTES: usize = 50_000;
 /// The CPU that receives packets from the link.
 const QUEUE: u32 = 1;
-/// The kernel's hash of the ports differs at each boot: with this many lanes, fewer than three of
-/// four CPUs are used once in a billion runs.
+/// The kernel's hash of the ports differs at each boot: with this many lanes, the probability
+/// that fewer than three of four CPUs are used is one in a billion.
 const MOST: u16 = 32;
 
 fn main() -> ExitCode {

@@ -1,5 +1,5 @@
-//! Without esp4_offload, loaded before the SA is added, each segment passes the SA separately; and
-//! the overhead of ESP makes segments shorter.
+//! Unless esp4_offload is loaded before the SA is added, each segment passes the SA separately.
+//! The overhead of ESP makes segments shorter.
 
 use std::net::UdpSocket;
 use std::process::ExitCode;
@@ -70,12 +70,13 @@ fn before_and_after(guest: &Guest) {
     assert!(a.xfrm.remove_state(&old.id(b)).expect("the kernel answers"));
     let (with, _third) = bytes_of_a_packet(&new);
     println!("bytes of a packet: without {without}, late {late}, with {with}");
-    // An average that includes acknowledgements and retransmitted segments.
+    // The average includes acknowledgements and retransmitted segments.
     assert!(with > 2 * LONGEST_PACKET, "{with}");
     drop((first, second));
 }
 
-/// Compares the data in a segment without ESP, with ESP, and with ESP in UDP.
+/// Compares the number of data bytes per segment without ESP, with ESP, and with ESP in
+/// UDP.
 fn shorter(guest: &Guest, family: Family) {
     let data = |protected: bool, within_udp: bool| {
         let hosts = Hosts::new(guest);
@@ -110,8 +111,8 @@ fn shorter(guest: &Guest, family: Family) {
         "{family:?}: {plain} bytes of data without ESP, {esp} with it, {within_udp} within UDP"
     );
     assert!(plain > esp && esp > within_udp);
-    // SPI, sequence number, IV and tag, and two to seven bytes of padding and trailer; then the UDP
-    // header.
+    // The overhead: SPI, sequence number, IV and tag, two to seven bytes of padding and trailer,
+    // and for ESP in UDP the UDP header.
     assert!(
         (8 + 8 + 16 + 2..8 + 8 + 16 + 8).contains(&(plain - esp)),
         "{plain} {esp}"

@@ -1,4 +1,4 @@
-//! A possible CPU may have an SA, also while it is offline; and each network namespace has its own
+//! A possible CPU may have an SA, even while it is offline; and each network namespace has its own
 //! SAs.
 
 use std::fs;
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
         assert_eq!(scene.there(|| lane.send(LAST, 50_000)), [Some(LAST)]);
         let off = guest.set(&format!("/sys/devices/system/cpu/cpu{LAST}/online"), "0");
         pin_to(LAST as usize).expect_err("the CPU is offline");
-        // A connection made on it continues to work from any other CPU.
+        // A connection that was made on this CPU continues to work from any other CPU.
         assert_eq!(scene.there(|| lane.send(1, 50_000)), [Some(LAST)]);
         let possible = fs::read_to_string("/sys/devices/system/cpu/possible");
         assert_eq!(

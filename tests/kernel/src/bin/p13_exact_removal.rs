@@ -1,5 +1,5 @@
-//! Only own entries are removed, not an SA and a policy of another program. A policy that is
-//! left behind blocks the port until it is removed.
+//! Dunlin removes only its own entries, and not an SA or a policy of another program. A
+//! policy that is left behind blocks the port until it is removed.
 
 use std::net::TcpStream;
 use std::process::ExitCode;
@@ -32,7 +32,8 @@ fn tables(guest: &Guest, host: &Host) -> [String; 2] {
     ["state", "policy"].map(|what| guest.output("ip", &["-n", &host.name, "xfrm", what]))
 }
 
-/// Entries of another program with the same reqid, addresses and neighbouring ports.
+/// Another program has entries with the same reqid and addresses, and with neighbouring
+/// ports.
 fn beside_another(guest: &Guest, family: Family) {
     let hosts = Hosts::new(guest);
     let (a, b) = (&hosts.a, &hosts.b);

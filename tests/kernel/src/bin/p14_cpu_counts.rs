@@ -35,7 +35,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// A lane on each CPU of the side that has more; each direction uses the SA of the sender's CPU.
+/// Opens a lane on each CPU of the side that has more CPUs; each direction uses the SA of the
+/// sender's CPU.
 fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);
     let lanes: Vec<Lane> = (0..CPUS).map(|number| scene.lane(number % there)).collect();
@@ -62,7 +63,7 @@ fn one_each(scene: &Scene, [there, back]: [u32; 2]) -> Vec<Lane> {
     lanes
 }
 
-/// While the others send, an SA for another CPU is added, at the receiver first: no packet is lost,
+/// While the lanes send, an SA for another CPU is added, first at the receiver: no packet is lost,
 /// and a new lane uses it immediately.
 fn one_more(scene: &Scene, lanes: &[Lane], cpus: u32) {
     let (a, b) = (&scene.hosts.a, &scene.hosts.b);

@@ -1,4 +1,4 @@
-//! PAGEMAP_SCAN tracks a writer: it reports the pages written since the last scan and misses none.
+//! PAGEMAP_SCAN tracks a writer: it reports all pages written since the last scan.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,7 +65,7 @@ fn reports_what_was_written(
     }
 }
 
-/// A copy that rereads the reported pages equals the memory at the end.
+/// A copy that is updated from the reported pages equals the memory at the end.
 fn loses_nothing_to_a_writer(
     memory: &TrackedMemory,
     watch: &WriteWatch,

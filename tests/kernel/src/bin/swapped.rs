@@ -1,4 +1,4 @@
-//! Swapped-out pages count as populated, keep their dirty state and migrate; private and memfd.
+//! Swapped-out pages (private or memfd) count as populated, keep their dirty state and migrate.
 
 use std::fs::{self, File};
 use std::ops::Range;
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     };
     run(&needs, |guest| {
         let _swap = Swap::on(guest);
-        // A huge page would be swapped out as a whole.
+        // Disable huge pages: a huge page would be swapped out as a whole.
         let _small = guest.set("/sys/kernel/mm/transparent_hugepage/enabled", "never");
         for backing in [Backing::Private, Backing::Memfd] {
             println!("{backing:?}");
@@ -114,7 +114,7 @@ fn i4_a_page_that_is_written_and_swapped_out_is_in_the_log(backing: Backing) {
     taken("swapped in to be read", &[]);
 }
 
-/// An idle guest: its memory stays swapped out until the engine reads it.
+/// Migrates an idle guest. Its memory stays swapped out until the engine reads it.
 fn i3_a_guest_that_is_swapped_out_moves(backing: Backing) {
     let source = guest(backing);
     page_out_all(source.vm());
@@ -187,7 +187,7 @@ fn swap_out(memory: &TrackedMemory, pages: &[usize]) {
 fn are_out(memory: &TrackedMemory, pages: &[usize]) -> bool {
     let region = memory.iter().next().expect("the memory has a region");
     if region.file_offset().is_some() {
-        // An entry does not show where the page of a file is.
+        // The page table entry of a file's page does not show whether the page is swapped out.
         return swapped_kib(memory) as usize >= (pages.len() * PAGE) >> 10;
     }
     // Bit 62: swapped (Documentation/admin-guide/mm/pagemap.rst).

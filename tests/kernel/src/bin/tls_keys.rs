@@ -27,7 +27,8 @@ fn moves_16_mib(guest: &Guest) {
         for number in 0..BYTES / CHUNK {
             source.write_all(&chunk(number)).expect("the data is sent");
         }
-        // Once in the other direction: a key for only one direction would show plaintext here.
+        // Send once in the other direction: with a key for only one direction, this would be
+        // plaintext.
         let mut answer = [0; 5];
         source.read_exact(&mut answer).expect("the peer answers");
         assert_eq!(&answer, b"there");

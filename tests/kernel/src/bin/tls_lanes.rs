@@ -61,14 +61,15 @@ fn main() -> ExitCode {
         an_alert_reaches_the_sender();
         k05_a_key_update_ends_a_lane_with_an_error_of_its_own();
         i7_a_changed_byte_is_not_delivered();
-        // This test comes last, because its result is cached.
+        // This test comes last, because the result of its probe is cached.
         k02_a_key_refused_after_a_good_probe_ends_only_that_connection();
     })
 }
 
 fn k11_auto_chooses_a_fast_kernel_and_names_its_driver(guest: &Guest) {
     // The cipher with the processor's instructions is a module, which an installed system loads
-    // when it starts and this one has not. Some kernels use a slower implementation instead.
+    // when it starts, but this machine has not loaded. Some kernels use a slower implementation
+    // instead.
     let suite = CipherSuite::Aes128Gcm;
     let slow = choose(Offload::Auto, suite).expect("auto always chooses");
     let driver = abilities(suite).ok().and_then(|abilities| abilities.driver);
@@ -106,7 +107,7 @@ fn i3_guest_memory_arrives_through_every_pairing(guest: &Guest) {
     }
 }
 
-/// Sends frames with pages and with odd sizes, then an orderly end.
+/// Sends frames with pages and with odd sizes, then a clean end.
 fn carry(near: Secured, far: Secured) {
     let mut memory = content(PAGES * PAGE_BYTES);
     let expected = memory.clone();
@@ -205,7 +206,8 @@ fn i6_no_guest_memory_leaves_in_the_clear() {
             let is_there = kept.windows(part.len()).any(|window| window == part);
             assert!(!is_there, "page {page} was seen");
         }
-        // The close is not an alert in the clear either: each record has the type of data.
+        // The close is not sent as an alert in the clear either: every record has the content type
+        // of application data.
         let mut rest = &kept[..];
         let mut last = 0;
         while let Some((header, body)) = rest.split_first_chunk::<5>() {
@@ -331,7 +333,8 @@ fn i7_a_changed_byte_is_not_delivered() {
     );
 }
 
-/// As if a limit were reached in between: the kernel accepted the probe's keys.
+/// The kernel accepted the probe's keys, but refuses later ones, as if a limit had been
+/// reached in between.
 fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
     let suite = CipherSuite::Aes256Gcm;
     let (client, server) = settings(suite, Offload::Auto, Offload::Process);
@@ -350,7 +353,7 @@ fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
         assert!(error.to_string().contains("the key for sending"), "{error}");
         let mut receiver = DataReceiver::tls(far.expect("the identities match"), STALL_LIMIT)
             .expect("the socket accepts its options");
-        // Not even an alert, which would be sent in the clear.
+        // The connection gets no alert either, because that would be sent in the clear.
         let error = receiver
             .next(&mut [0; 4], None)
             .expect_err("the connection was cut");

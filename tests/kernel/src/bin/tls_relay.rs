@@ -1,4 +1,4 @@
-//! A relay splices bytes without copying them: all relay tests again, with kernel TLS.
+//! A relay splices bytes without copying them: runs all relay tests again, with kernel TLS.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! The cost of sending a file, sealed in user space or kernel: system calls and instructions.
+//! The cost of sending a file, sealed by the process or the kernel: system calls and instructions.
 
 use std::fs::{self, File};
 use std::io::{IoSlice, Read, Seek, Write};
@@ -20,7 +20,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 const MIB: usize = 1 << 20;
-/// The amount that is sent per measurement, in MiB.
+/// The amount of data sent per measurement, in MiB.
 const MIBS: usize = 4;
 const BYTES: usize = MIBS * MIB;
 
@@ -103,7 +103,8 @@ fn main() -> ExitCode {
         {
             let _unloaded = guest.without_module(MODULE);
             let _unasked = guest.without_loader();
-            // Without it, some kernels have a cipher from their library or from generic modules.
+            // Without that module, some kernels have a cipher from their library or from generic
+            // modules.
             let crypto = fs::read_to_string("/proc/crypto").expect("proc is mounted");
             let gcm = |line: &str| {
                 line.split_once(": ")

@@ -21,7 +21,7 @@ const CPU_ACQUIRE: u8 = 4;
 /// Adds an outbound policy with `CPU_ACQUIRE` in the calling thread's namespace.
 ///
 /// # Errors
-/// Errors of socket(2) and of the kernel.
+/// Errors from socket(2) and from the kernel.
 ///
 /// # Panics
 /// The policy does not protect outgoing packets.
@@ -109,7 +109,7 @@ impl Acquires {
     /// Opens a socket in the calling thread's namespace.
     ///
     /// # Errors
-    /// Errors of socket(2), bind(2) and setsockopt(2).
+    /// Errors from socket(2), bind(2) and setsockopt(2).
     pub fn open() -> io::Result<Self> {
         let mut socket = Socket::new(NETLINK_XFRM)?;
         socket.bind(&SocketAddr::new(0, 0))?;
@@ -122,7 +122,7 @@ impl Acquires {
     /// CPUs.
     ///
     /// # Errors
-    /// Errors of recv(2).
+    /// Errors from recv(2).
     pub fn asked(&self) -> io::Result<Vec<Option<u32>>> {
         let mut all = Vec::new();
         let mut room = vec![0; 4096];

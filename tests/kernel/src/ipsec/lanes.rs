@@ -73,7 +73,8 @@ impl Lane {
         let far = listener.accept();
         for end in [&near, &far] {
             end.set_nodelay(true).expect("the socket is connected");
-            // Otherwise it would exist for minutes if its SA or link is removed first.
+            // Otherwise the connection would exist for minutes if its SA or its link is removed
+            // first.
             set_reset_on_close(end).expect("the socket is connected");
         }
         Self { near, far }
@@ -97,10 +98,10 @@ impl Lane {
 }
 
 /// Ends a lane's threads if the test fails; otherwise they would wait for each other until the
-/// test's limit.
+/// test's time limit.
 #[derive(Debug)]
 pub struct Ending<'a> {
-    /// The flag that they check between two steps.
+    /// The flag that the threads check between two steps.
     pub done: &'a AtomicBool,
     /// The lane on which they wait.
     pub lane: &'a Lane,
@@ -136,7 +137,7 @@ fn send(from: &TcpStream, to: &TcpStream, cpu: u32, bytes: usize) {
     }
 }
 
-/// Fills the buffer, also when interrupted.
+/// Fills the buffer, even if reads are interrupted.
 ///
 /// # Panics
 /// The connection ends or stalls.
@@ -180,8 +181,8 @@ pub fn used(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<(Op
         .collect()
 }
 
-/// Returns the CPUs of [`used`], without SAs that carried a single packet: another lane may
-/// retransmit at any moment.
+/// Returns the CPUs of [`used`], without CPUs with an SA that carried only a single packet:
+/// another lane may retransmit at any moment.
 pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Option<u32>> {
     let used = used(way, from, to, task);
     if used.len() != 1 {
@@ -193,10 +194,10 @@ pub fn users(way: &SaSet, from: &Host, to: &Host, task: impl FnOnce()) -> Vec<Op
         .collect()
 }
 
-/// Makes the connection look up its SA again at the next send, which then happens on `cpu`: the
-/// traffic class is changed, `first` is sent, and the class is changed back, with the same effect.
-/// With Nagle's algorithm the second send would wait for an acknowledgement and happen on the CPU
-/// that receives it.
+/// Makes the connection look up its SA again at the next send, and makes that send on `cpu`:
+/// changes the traffic class, sends `first`, and changes the class back, which triggers another
+/// lookup. With Nagle's algorithm the second send would wait for an acknowledgement, and would
+/// happen on the CPU that receives it.
 ///
 /// # Panics
 /// The socket is not connected.
@@ -215,7 +216,7 @@ pub fn look_again(stream: &TcpStream, cpu: u32, first: &[u8]) {
 pub struct Scene {
     /// The hosts.
     pub hosts: Hosts,
-    /// The SAs from the first to the second.
+    /// The SAs from the first host to the second.
     pub there: SaSet,
     /// The SAs in the opposite direction.
     pub back: SaSet,
@@ -259,7 +260,7 @@ impl Scene {
         users(&self.there, &self.hosts.a, &self.hosts.b, task)
     }
 
-    /// Returns the SAs of the opposite direction that did.
+    /// Returns the SAs of the opposite direction that carried packets while `task` ran.
     pub fn back(&self, task: impl FnOnce()) -> Vec<Option<u32>> {
         users(&self.back, &self.hosts.b, &self.hosts.a, task)
     }

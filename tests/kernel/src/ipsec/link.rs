@@ -1,6 +1,6 @@
 //! A link with a single receiving CPU, like a network card with one queue. The packets carry no
-//! state of the sender's kernel: over a veth pair they would keep the hash of their connection,
-//! which a packet from a wire does not have.
+//! state from the sender's kernel. Over a veth pair they would keep the hash of their
+//! connection; a packet from a real wire has none.
 
 use std::os::fd::AsFd;
 use std::thread::{self, JoinHandle};

@@ -35,7 +35,7 @@ use self::link::Link;
 use self::statistics::Statistics;
 use crate::Guest;
 
-/// The number of CPUs of a guest in tests that depend on it.
+/// The number of CPUs of a guest in tests that depend on that number.
 pub const CPUS: u32 = 4;
 /// The request id of policies and SAs in a test.
 pub const REQID: u32 = 4242;
@@ -110,8 +110,8 @@ impl Hosts {
         Self::up(guest, [a, b], None)
     }
 
-    /// Creates the hosts with a link with a single receiving CPU, like a network card with one
-    /// queue.
+    /// Creates the hosts, connected by a link with a single receiving CPU, like a network card
+    /// with one queue.
     ///
     /// # Panics
     /// Same as [`Hosts::new`].
@@ -326,7 +326,7 @@ impl Sa {
             source: from.address(self.family),
             reqid: self.reqid,
             direction,
-            // The receiver's CPUs differ and do not matter.
+            // The receiver's CPUs may differ; they do not matter.
             cpu: if outbound { self.cpu } else { None },
             key: KeyAndSalt::new(&key),
             replay_window: if outbound { 0 } else { self.replay_window },
@@ -377,7 +377,8 @@ pub struct SaSet {
 }
 
 impl SaSet {
-    /// SAs with SPIs starting at `first`, the fallback's, for `cpus` CPUs starting at 0.
+    /// SAs with SPIs that start at `first`, which is that of the fallback, for `cpus` CPUs
+    /// starting at 0.
     #[must_use]
     pub fn new(first: u32, cpus: u32, family: Family) -> Self {
         Self {
@@ -412,8 +413,8 @@ impl SaSet {
     }
 }
 
-/// Returns whether the kernel has per-CPU SAs. The version does not tell, because older series have
-/// backports.
+/// Returns whether the kernel has per-CPU SAs. The kernel's version does not show it, because older
+/// series have backports.
 ///
 /// # Panics
 /// The kernel has no IPsec.
@@ -423,7 +424,7 @@ pub fn has_per_cpu() -> bool {
     xfrm.has_per_cpu_sas().expect("the kernel answers")
 }
 
-/// Skips the test if the kernel has none.
+/// Skips the test if the kernel has no per-CPU SAs.
 ///
 /// # Panics
 /// Same as [`has_per_cpu`].

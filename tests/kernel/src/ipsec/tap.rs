@@ -1,4 +1,5 @@
-//! Counts the frames that leave two hosts under load: a capture of all frames would not fit.
+//! Counts the frames that leave two hosts under load, because a capture of all frames would
+//! be too large.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;

@@ -31,7 +31,7 @@ pub enum Seen {
 }
 
 impl Seen {
-    /// Returns whether it belongs to a lane and is not sealed.
+    /// Returns whether the frame belongs to a lane and is not sealed.
     #[must_use]
     pub fn is_leak(self) -> bool {
         match self {

@@ -94,7 +94,7 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
         }
         DestinationAction::SendReady => answer(world, FromDestination::Ready),
         DestinationAction::Acquire => {
-            // Some of them may be held even after a failure.
+            // Some devices may be held even after a failure.
             world.destination.devices = true;
             event(
                 world,

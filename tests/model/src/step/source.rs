@@ -63,7 +63,8 @@ pub(super) fn possible(world: &World, steps: &mut Vec<Step>) {
     }
 }
 
-/// Dead, or in a state from which the guest cannot run.
+/// Whether the destination's process is dead, or in a state from which the guest cannot
+/// run.
 fn operator_sees_it_will_not_run(world: &World) -> bool {
     use dunlin_proto::switchover::Destination;
     match &world.destination.process {
@@ -126,8 +127,8 @@ pub(super) fn act(world: &mut World, outcome: Outcome) {
             world.history.doubted = true;
             if world.source.epoch < world.budget.epochs {
                 world.source.epoch += 1;
-                // Messages in flight on the old lane may still arrive there,
-                // and messages already read may still be processed here.
+                // Messages in flight on the old lane may still arrive at the destination, and
+                // messages already read may still be processed at the source.
                 world.lanes.iter_mut().for_each(|lane| lane.heard = false);
                 world.lanes.push(Lane {
                     heard: true,

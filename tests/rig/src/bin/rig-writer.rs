@@ -166,7 +166,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Finishes the pass, which makes the number of visits of all hot pages equal, and checks all
+    /// Finishes the pass, so that all hot pages have the same number of visits, and checks all
     /// pages.
     fn check_all(&mut self) -> Result<(), Wrong> {
         while self.left != self.hot {

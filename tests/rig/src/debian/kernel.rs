@@ -10,7 +10,7 @@ use super::root::build;
 use super::{DebianError, at};
 use crate::cache;
 
-/// The suite with the newest kernels; its release has the oldest supported one.
+/// The suite with the newest kernels; the release itself has the oldest supported kernel.
 const SUITE: &str = "trixie-backports";
 
 /// The oldest supported series: trixie's own.
@@ -20,7 +20,7 @@ const OLDEST: &str = "6.12";
 const FORMER_SUITE: &str = "bookworm";
 const FORMER: &str = "6.1";
 
-/// How long the package lists count as current.
+/// How long the package lists are treated as current.
 const LISTS_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The suffix of every kernel's name.
@@ -33,7 +33,7 @@ pub enum Which {
     Newest,
     /// The newest of trixie's own series, 6.12.
     Oldest,
-    /// The newest of bookworm's own series, 6.1: for tests of missing features.
+    /// The newest kernel of bookworm's own series, 6.1, for tests of missing features.
     Former,
     /// A version as printed by `uname -r`, or a prefix of one.
     Version(String),

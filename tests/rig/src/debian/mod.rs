@@ -9,8 +9,8 @@
 //!
 //! The private apt reads the mirror, its keys and the network settings from the machine's own
 //! configuration. Its package status is empty, so a root contains every library down to the C
-//! library and depends on nothing of the machine: [`program`] runs a root's programs with the
-//! root's own loader, for any Debian release.
+//! library and uses no files of the machine: [`program`] runs a root's programs with the root's
+//! own loader, for any Debian release.
 //!
 //! Cached files are used without a network. Concurrent processes that need the same files fetch
 //! them once.

@@ -49,8 +49,9 @@ pub fn packages(suite: &str, names: &[&str]) -> Result<PathBuf, DebianError> {
     Ok(root)
 }
 
-/// Unpacks to `root` the archives that `download` puts into a given folder. An existing root is
-/// complete: it is built in a temporary folder and renamed. The caller holds the lock.
+/// Unpacks the archives that `download` puts into a given folder to `root`. If `root` exists,
+/// it is complete, because it is built in a temporary folder and then renamed. The caller holds
+/// the lock.
 pub(super) fn build(
     root: &Path,
     download: impl FnOnce(&Path) -> Result<(), DebianError>,
@@ -60,7 +61,7 @@ pub(super) fn build(
     let archives = aside.join("archives");
     download(&archives)?;
     let tree = aside.join("root");
-    // As on every Debian since bookworm; older packages contain both spellings.
+    // These links exist on every Debian since bookworm; older packages contain paths of both forms.
     for part in ["bin", "sbin", "lib", "lib64"] {
         let folder = tree.join("usr").join(part);
         fs::create_dir_all(&folder).map_err(at(&folder))?;
@@ -89,7 +90,8 @@ fn remove(folder: &Path) -> Result<(), DebianError> {
     }
 }
 
-/// Replaces `dpkg-deb --extract`, which before trixie replaces a link to a folder by a folder.
+/// Replaces `dpkg-deb --extract`, which, before trixie, replaces a link to a folder with a
+/// folder.
 fn unpack(archive: &Path, tree: &Path) -> Result<(), DebianError> {
     let mut source = Command::new("dpkg-deb")
         .arg("--fsys-tarfile")

@@ -41,7 +41,7 @@ pub(super) fn boot(workload: &Workload, folder: &Path) -> Boot {
     let path = folder.join("bare.elf");
     let options = [
         "-machine",
-        // The timer chip calibrates the clock; the guest uses no other device of these.
+        // The timer chip calibrates the clock; the guest uses none of the other devices.
         "microvm,pit=on,pic=on,rtc=off",
         "-bios",
         "qboot.rom",

@@ -47,16 +47,16 @@ pub enum Content {
     Text,
 }
 
-/// A guest's memory and what it does with it.
+/// A guest's memory, and how the guest uses it.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload {
     /// The size of the guest's memory in MiB; at most 2048.
     pub memory_mib: u32,
-    /// The number of pages that it fills and checks. At most the memory minus 4 MiB for the bare
-    /// guest, minus 128 MiB for Linux. The bare guest without pages reports that it is ready and
-    /// halts; nothing answers on its serial line.
+    /// The number of pages that the guest fills and checks. At most the memory minus 4 MiB for
+    /// the bare guest, minus 128 MiB for Linux. The bare guest without pages reports that it is
+    /// ready and halts; nothing answers on its serial line.
     pub pages: u64,
-    /// The number of these pages that it writes to.
+    /// The number of these pages to which the guest writes.
     pub hot: u64,
     /// Visits per second; `None` for as many as possible.
     pub rate: Option<u64>,
@@ -139,7 +139,7 @@ pub enum Line {
     Ready {
         /// The number of pages.
         pages: u64,
-        /// The number of pages that it writes to.
+        /// The number of pages to which the guest writes.
         hot: u64,
         /// Ticks of the guest's clock in a second.
         ticks: u64,

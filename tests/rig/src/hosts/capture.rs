@@ -151,7 +151,7 @@ fn write(
         }
         to.write_all(&buffer[..count])?;
         seen.extend_from_slice(&buffer[..count]);
-        // Only now, because searching takes longer than copying.
+        // Search only now, because searching takes longer than copying.
         if ending.load(Ordering::Acquire) && seen.windows(END.len()).any(|bytes| bytes == END) {
             let _ = ended.try_send(());
         }

@@ -1,6 +1,6 @@
 //! A link's delay: packets from one host arrive at the other later.
 //!
-//! One thread holds a TUN device at each end of the link and forwards whole packets. TCP runs only
+//! One thread has a TUN device at each end of the link and forwards whole packets. TCP runs only
 //! on the two hosts, and sees the round-trip time of a long link.
 
 use std::collections::VecDeque;
@@ -29,7 +29,8 @@ pub(super) struct Delay {
 }
 
 impl Delay {
-    /// Starts to forward packets in both directions. Each is late by `delay` and up to 2 ms more.
+    /// Starts to forward packets in both directions. Each packet is delayed by `delay` plus up to
+    /// 2 ms.
     pub(super) fn start(near: Tun, far: Tun, delay: Duration) -> io::Result<Self> {
         let (waker, wakeup) = waker()?;
         let ended = Arc::new(AtomicBool::new(false));
@@ -122,7 +123,7 @@ impl OneWay {
         BURST
     }
 
-    /// Delivers packets that are due. A host with its interface down loses them.
+    /// Delivers packets that are due. If a host's interface is down, the packets are lost.
     fn deliver(&mut self, now: Instant, to: &Tun) {
         while self.due().is_some_and(|due| due <= now) {
             let (_, packet) = self.packets.pop_front().expect("one is due");

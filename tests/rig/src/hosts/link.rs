@@ -17,7 +17,7 @@ pub struct LinkOptions {
     /// Bits per second in each direction; `None` for no limit.
     pub rate_bits: Option<u64>,
     /// The delay of a packet in each direction, half of the round trip. A link with a delay uses
-    /// CPU time of a thread while there is traffic.
+    /// a thread, which consumes CPU time while there is traffic.
     pub delay: Option<Duration>,
     /// The MTU in bytes; `None` for 1500.
     pub mtu_bytes: Option<u32>,

@@ -160,10 +160,10 @@ fn remove(namespace: &str) {
         // Another sweeping process has removed it.
         return;
     };
-    // Delete the name before listing processes, so no further process can enter. It may be gone
-    // already.
+    // Delete the name before listing processes, so that no further process can enter. The name may
+    // be gone already.
     let _ = ip(&["netns", "delete", namespace]);
-    // A killed process may be listed once more, and a process that is starting may be listed late.
+    // A killed process may still be listed once, and a process that is starting may be listed late.
     for _ in 0..8 {
         let ids = inside(namespace, file.ino());
         if ids.is_empty() {
@@ -174,7 +174,8 @@ fn remove(namespace: &str) {
 }
 
 /// Returns the processes in a namespace, and those that [`Host::enter`] has started and that are
-/// about to enter it. Checks for the latter first, because they become the former.
+/// about to enter it. Checks first for those that are about to enter, because they may be inside
+/// afterwards.
 fn inside(namespace: &str, inode: u64) -> Vec<String> {
     let entering = format!("ip\0netns\0exec\0{namespace}\0");
     // This process is not inside, but one of its threads may be.

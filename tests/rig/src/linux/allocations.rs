@@ -13,7 +13,7 @@ static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 /// calls [`count_this_thread`].
 pub struct Counting;
 
-/// Counts the allocations of the calling thread from now on, or no longer.
+/// Starts or stops counting the allocations of the calling thread.
 pub fn count_this_thread(is_counted: bool) {
     IS_COUNTED.with(|flag| flag.set(is_counted));
 }
@@ -23,9 +23,9 @@ pub fn allocations() -> u64 {
     ALLOCATIONS.load(Ordering::SeqCst)
 }
 
-// SAFETY: every call goes unchanged to the system's allocator, which upholds the contract. Counting
-// uses an atomic and a thread-local that is initialised by a constant and needs no drop, so it
-// allocates nothing itself.
+// SAFETY: every call is passed unchanged to the system's allocator, which upholds the contract.
+// Counting uses an atomic and a thread-local that is initialised by a constant and needs no drop,
+// so it allocates nothing itself.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if IS_COUNTED.with(Cell::get) {

@@ -1,4 +1,4 @@
-//! Interrupts a thread's system call by a signal with an empty handler (signal(7)).
+//! Interrupts a thread's system call with a signal that has an empty handler (signal(7)).
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -31,7 +31,7 @@ impl Thread {
         Ok(Self(gettid().as_raw_pid()))
     }
 
-    /// Interrupts the thread's system call, if it is in one.
+    /// Interrupts the thread's system call, if the thread is in one.
     ///
     /// # Errors
     /// An error from tgkill(2): the thread has ended.

@@ -21,7 +21,8 @@ pub struct Packets {
 /// A frame with its Ethernet header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Whether this host sent it; the frame is as it left, after encryption and segmentation.
+    /// Whether this host sent the frame. The frame then has the form in which it left, after
+    /// encryption and segmentation.
     pub outgoing: bool,
     /// The complete frame.
     pub bytes: Vec<u8>,

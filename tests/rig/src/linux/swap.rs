@@ -12,7 +12,7 @@ use vm_memory::VolatileSlice;
 pub fn page_out(memory: &VolatileSlice<'_>) -> io::Result<()> {
     let start = memory.ptr_guard_mut().as_ptr();
     // SAFETY: the range is mapped. MADV_PAGEOUT moves pages between memory and swap, or writes them
-    // to their file, and changes no contents that the mapping shows.
+    // to their file, and does not change the content of the mapping.
     let result = unsafe { libc::madvise(start.cast(), memory.len(), libc::MADV_PAGEOUT) };
     if result < 0 {
         return Err(io::Error::last_os_error());

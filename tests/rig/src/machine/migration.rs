@@ -95,7 +95,7 @@ pub struct Migrated {
 }
 
 /// Migrates, and returns with the guest paused at the destination. The source keeps its copy,
-/// paused too, for a comparison.
+/// which is also paused, for a comparison.
 ///
 /// # Errors
 /// The migration did not complete; the source continues to run unless [`MachineError::Migration`]

@@ -150,7 +150,8 @@ impl Machine {
         Self::spawn(setup, host, &[])
     }
 
-    /// Starts a QEMU that waits for a migration. The guest stays paused after it.
+    /// Starts a QEMU that waits for a migration. The guest stays paused after the
+    /// migration.
     ///
     /// # Errors
     /// QEMU does not start; see [`MachineError`].
@@ -234,7 +235,7 @@ impl Machine {
         &mut self.qmp
     }
 
-    /// The ID of its process, for instance for a kill.
+    /// The ID of QEMU's process, for instance to kill it.
     #[must_use]
     pub fn process(&self) -> u32 {
         self.child.id()

@@ -77,7 +77,7 @@ impl Qmp {
     /// Executes a command and returns its result. Keeps events that arrive before the reply.
     ///
     /// # Errors
-    /// QEMU refuses it, or has exited.
+    /// QEMU refuses the command, or has exited.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let mut line = json!({"execute": command, "arguments": arguments}).to_string();
         line.push('\n');
@@ -107,7 +107,7 @@ impl Qmp {
     /// `fd:NAME`.
     ///
     /// # Errors
-    /// QEMU refuses it, or has exited.
+    /// QEMU refuses the command, or has exited.
     pub fn give(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<(), QmpError> {
         let mut line = json!({"execute": "getfd", "arguments": {"fdname": name}}).to_string();
         line.push('\n');
@@ -154,7 +154,7 @@ impl Qmp {
             match self.stream.read_until(b'\n', &mut self.partial) {
                 Ok(0) => return Err(failed(io::Error::from(ErrorKind::UnexpectedEof))),
                 Ok(_) if self.partial.ends_with(b"\n") => break,
-                // The end of the stream in the middle of a line; the next read returns it too.
+                // The stream ended in the middle of a line; the next read reports the end again.
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Err(error) => return Err(failed(error)),

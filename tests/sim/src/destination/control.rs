@@ -44,7 +44,7 @@ impl World<'_> {
             .as_ref()
             .map(|s| (s.attempt, s.epoch));
         if known.is_some_and(|known| (attempt, epoch) <= known) {
-            // It was delayed until another control lane had replaced it.
+            // This lane was delayed until another control lane had replaced it.
             self.close(connection, Side::Destination, true);
             return;
         }
@@ -111,7 +111,7 @@ impl World<'_> {
                 self.destination.session = Some(session);
                 return;
             }
-            // The source has given it up and starts another.
+            // The source has given this attempt up and starts another.
             Some(Destination::Receiving | Destination::Loading | Destination::Prepared) => {
                 self.destination_feeds(DestinationEvent::ControlLost);
             }
@@ -154,7 +154,7 @@ impl World<'_> {
             return;
         }
         if session.restarted && message != Message::Release {
-            // Its lanes and its copy died with the previous process.
+            // The session's lanes and its copy of the VM died with the previous process.
             let refusal = Message::Refuse {
                 fault: FaultCode::UnknownSession,
                 text: String::new(),
@@ -186,8 +186,8 @@ impl World<'_> {
     fn asked(&mut self, connection: usize, attempt: u32) {
         let misrouted = FaultKind::InquiryMisrouted;
         if attempt > 1 && self.armed.remove(&misrouted) {
-            // It arrived at the process of the previous attempt, which has only
-            // that record.
+            // The connection arrived at the process of the previous attempt, which has only the
+            // record of that attempt.
             self.struck.insert(misrouted);
             let answer = Message::Answer {
                 attempt: attempt - 1,
@@ -221,8 +221,8 @@ impl World<'_> {
         }
     }
 
-    /// Closes every control lane except the newest and joins their readers.
-    /// Returns the packets that these had read, if wanted.
+    /// Closes every control lane except the newest and joins their readers. Returns the
+    /// packets that the readers had read, if `wanted`.
     pub(super) fn close_old(&mut self, wanted: bool) -> std::collections::VecDeque<Packet> {
         let mut read = std::collections::VecDeque::new();
         let controls = &mut self.session().controls;

@@ -95,7 +95,7 @@ impl World<'_> {
         };
         if session.reports_ns.is_some_and(|at_ns| now_ns >= at_ns) {
             session.reports_ns = None;
-            // Without a control lane they wait for the next one.
+            // Without a control lane, reports wait for the next one.
             if session.lost_until_ns.is_none() && session.receiving.has_reports() {
                 let (sets, reached) = session.receiving.take_reports();
                 self.destination_says(Message::Ack { sets, reached });

@@ -39,7 +39,7 @@ impl Lane {
 }
 
 impl World<'_> {
-    /// Whether a thread reads from this connection; it is woken then.
+    /// Returns whether a thread reads from this connection; if so, wakes the thread.
     pub(crate) fn destination_lane_has_news(&mut self, connection: usize, number: u16) -> bool {
         let lane = self
             .destination

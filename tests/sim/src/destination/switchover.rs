@@ -92,7 +92,7 @@ impl World<'_> {
                     On::RecordFailed
                 }
             }
-            // One of the three fails if the plan says so.
+            // One of the three operations fails if the plan says so.
             Doing::Loads if self.vmm_fails(0) => On::Failed,
             Doing::Acquires if self.vmm_fails(1) => On::Failed,
             Doing::Resumes if self.vmm_fails(2) => {
@@ -151,7 +151,7 @@ impl World<'_> {
         }
     }
 
-    /// Closes the lanes, joins their threads and drops the copy here.
+    /// Closes the lanes, joins their threads and drops the destination's copy.
     fn discard(&mut self) {
         let session = self.session();
         session.copy = None;

@@ -17,7 +17,7 @@ const RESUME_LIMIT_NS: u64 = 2000 * MS;
 /// State of the control lane.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Link {
-    /// Connects next at `at_ns`; gives up at `until_ns`.
+    /// The next attempt to connect is at `at_ns`; the source gives up at `until_ns`.
     Connecting {
         at_ns: u64,
         until_ns: u64,

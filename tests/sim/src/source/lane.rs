@@ -14,7 +14,7 @@ use crate::world::{Event, World};
 pub(crate) struct Lane {
     pub(crate) connection: Option<usize>,
     does: Does,
-    /// Whether the connection was found dead, or was cut.
+    /// Whether the connection was cut, or detected as dead.
     broken: bool,
     /// Whether a step of it is due.
     awake: bool,
@@ -96,7 +96,7 @@ impl World<'_> {
         }
     }
 
-    /// The lane's thread learns that its connection is dead.
+    /// The lane's thread detects that its connection is dead.
     pub(crate) fn source_lane_broke(&mut self, connection: usize, number: u16) {
         if let Some(attempt) = &mut self.source.attempt
             && let Some(lane) = attempt.lanes.get_mut(&number)
@@ -107,7 +107,7 @@ impl World<'_> {
         }
     }
 
-    /// There is room in the lane's buffers again.
+    /// The lane's buffers have room again.
     pub(crate) fn source_lane_has_room(&mut self, connection: usize, number: u16) {
         if let Some(attempt) = &mut self.source.attempt
             && let Some(lane) = attempt.lanes.get_mut(&number)

@@ -13,7 +13,7 @@ use crate::world::World;
 
 /// Minimum duration of an iteration.
 const SHORTEST_PASS_NS: u64 = 15 * MS;
-/// After this time without a fault, no wait may depend on a fault.
+/// After this time without a fault, no thread may still be waiting because of a fault.
 const UNDISTURBED_NS: u64 = 10_000 * MS;
 /// Fixed costs of the switchover.
 const FIXED_NS: u64 = 20 * MS;
@@ -43,7 +43,7 @@ impl World<'_> {
             .then_some(attempt.passes.pass_ns)
             .flatten()
             .map(|began_ns| {
-                // While pages are pending, a lane's thread wakes it.
+                // While pages are pending, a lane's thread wakes the main thread.
                 let shortest_ns = began_ns + SHORTEST_PASS_NS;
                 if attempt.sending.schedule().pending_pages() == 0 {
                     shortest_ns
@@ -223,7 +223,7 @@ impl World<'_> {
         }
     }
 
-    /// Whether messages of a lost control lane are repeated on the next.
+    /// Whether messages of a lost control lane are repeated on the next control lane.
     pub(crate) fn repeats(&mut self) -> bool {
         let kind = crate::tally::FaultKind::MessagesRepeated;
         let repeats = self.armed.contains(&kind);

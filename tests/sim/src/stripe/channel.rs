@@ -1,4 +1,4 @@
-//! The sockets at both ends of a channel, and the programs that hold them.
+//! The sockets at both ends of a channel, and the programs that own them.
 
 use super::plan::Talk;
 
@@ -42,7 +42,7 @@ pub(super) struct Socket {
     /// Whether the tunnel may read it.
     pub(super) open: bool,
     pub(super) over: Option<Over>,
-    /// Whether an event that receives, or sends, more is scheduled.
+    /// Whether an event to receive more, or to send more, is scheduled.
     pub(super) takes: bool,
     pub(super) says: bool,
 }
@@ -93,17 +93,18 @@ impl Socket {
 /// A channel as seen from outside the tunnel.
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
-    /// Its number on the wire, once it has one.
+    /// The channel's number on the wire, once it has one.
     pub(super) number: Option<u32>,
     /// By side.
     pub(super) sockets: [Socket; 2],
-    /// The bytes sent on earlier channels of the listener when it was accepted.
+    /// The numbers of bytes sent on earlier channels of the listener when this channel was
+    /// accepted.
     pub(super) before: Vec<(usize, u64)>,
 }
 
 impl Channel {
-    /// Whether it has ended completely. One that was reset early may never have
-    /// had a far side.
+    /// Whether the channel has ended completely. A channel that was reset early may never
+    /// have had a far side.
     pub(super) fn is_over(&self) -> bool {
         let [one, other] = &self.sockets;
         let (over, far_over) = (one.over.is_some(), other.over.is_some());

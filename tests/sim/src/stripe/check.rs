@@ -7,7 +7,7 @@ use crate::check::Violation;
 use dunlin_proto::limits::LEAST_WINDOW_BYTES;
 
 impl World<'_> {
-    /// At every step: what is inside the tunnel is within its bounds (I8).
+    /// Checks at every step that the bytes inside the tunnel are within their bounds (I8).
     pub(super) fn look(&mut self) {
         for from in 0..2 {
             let mut sum = 0;
@@ -34,8 +34,8 @@ impl World<'_> {
         }
     }
 
-    /// A channel's far side is about to be connected: all bytes sent before on
-    /// earlier channels must have arrived, or as many as the consumer accepts.
+    /// A channel's far side is about to be connected: all bytes sent before that on earlier
+    /// channels must have arrived, or as many of them as the consumer accepts.
     pub(super) fn check_order(&mut self, index: usize) {
         let near = self.plan.channels[index].opener;
         for (earlier, said) in self.channels[index].before.clone() {
@@ -68,7 +68,7 @@ impl World<'_> {
         }
     }
 
-    /// A consumer sees the end: it must have everything.
+    /// A consumer sees the end: it must have received everything.
     pub(super) fn check_end(&mut self, index: usize, side: usize) {
         let channel = &self.channels[index];
         let (near, far) = (&channel.sockets[1 - side], &channel.sockets[side]);
@@ -94,7 +94,7 @@ impl World<'_> {
         }
     }
 
-    /// A reset was reported long ago, and no lane was lost since.
+    /// A reset was reported long ago, and no lane has been lost since then.
     pub(super) fn must_be_over(&mut self, index: usize, side: usize, epoch: u32) {
         let undisturbed =
             epoch == self.control.epoch && self.control.arrives_by(self.plan).is_some();

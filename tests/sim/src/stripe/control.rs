@@ -89,8 +89,8 @@ impl World<'_> {
         }
     }
 
-    /// The connection breaks; some messages in flight still arrive, before or
-    /// after a side notices the break.
+    /// The connection breaks; some messages in flight still arrive, before or after a side
+    /// detects the break.
     pub(super) fn cut_control(&mut self) {
         if !self.control.established {
             return;
@@ -126,8 +126,8 @@ impl World<'_> {
         self.say(|| format!("control lane {epoch} is up"));
         self.control.epoch = epoch;
         self.control.established = true;
-        // Both readers of the old lane are joined. What they had read is
-        // processed, sometimes partly later.
+        // Both readers of the old lane are joined. The messages that they had read are processed,
+        // some of them sometimes later.
         let late = self.random.chance(30);
         for side in 0..2 {
             if !late {
@@ -138,7 +138,7 @@ impl World<'_> {
         }
     }
 
-    /// A side has given up: the other notices by the end of all connections.
+    /// A side has given up: the other side detects that by the end of all connections.
     pub(super) fn give_up(&mut self, side: usize) {
         self.control.over[side] = true;
         self.control.established = false;

@@ -1,5 +1,5 @@
-//! The programs that hold the sockets at a channel's ends, and how the tunnel
-//! reads and writes them.
+//! The programs that own the sockets at a channel's ends, and how the tunnel reads and
+//! writes these sockets.
 
 use dunlin_proto::stripe::{Delivery, Outcome};
 

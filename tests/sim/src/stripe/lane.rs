@@ -93,8 +93,7 @@ impl World<'_> {
         self.at(at_ns, Event::Arrives(lane));
     }
 
-    /// Gives one waiting thread of this side work; returns whether there was
-    /// any.
+    /// Gives work to one waiting thread of this side; returns whether there was any work.
     pub(super) fn work(&mut self, side: usize) -> bool {
         let waits = |lane: &Lane| lane.from == side && lane.waits && !lane.sender_over;
         let waiting = (0..self.lanes.len()).filter(|&lane| waits(&self.lanes[lane]));
@@ -271,13 +270,13 @@ impl World<'_> {
         self.after(0, Event::Arrives(lane));
     }
 
-    /// The connection breaks: some packets in flight arrive, and each side
-    /// notices on its own.
+    /// The connection breaks: some packets in flight arrive, and each side detects that
+    /// independently.
     pub(super) fn cut(&mut self, lane: usize) {
         let keep = self.random.below(self.lanes[lane].packets.len() as u64 + 1);
         self.lanes[lane].packets.truncate(keep as usize);
         if self.random.chance(40) {
-            // The receiver's thread is ended wherever it is.
+            // The receiver's thread is ended, whatever it is doing.
             self.receiver_closes(lane);
         } else {
             self.send_packet(lane, Packet::Over);
@@ -357,7 +356,7 @@ impl World<'_> {
         }
     }
 
-    /// Every lane of both sides is cut: a trunk is over.
+    /// Every lane of both sides is cut: a trunk has ended.
     pub(super) fn cut_all(&mut self) {
         for lane in 0..self.lanes.len() {
             if self.lanes[lane].is_alive() {

@@ -45,7 +45,7 @@ pub enum Ending {
         /// Time after the accept.
         after_ns: u64,
     },
-    /// No program accepts the connection at the far side.
+    /// No program accepts the connection on the far side.
     Refused,
 }
 
@@ -62,7 +62,7 @@ pub struct Talk {
     pub bite: u64,
     /// Between two reads.
     pub bite_ns: u64,
-    /// Whether it receives nothing until all other channels have ended.
+    /// Whether this side receives nothing until all other channels have ended.
     pub stalls: bool,
 }
 
@@ -77,7 +77,7 @@ pub struct Channel {
     pub at_ns: u64,
     /// Its largest window.
     pub window_bytes: u64,
-    /// The data of the connecting side and of the other.
+    /// The data of the connecting side and of the accepting side.
     pub talks: [Talk; 2],
     /// How it ends.
     pub ending: Ending,

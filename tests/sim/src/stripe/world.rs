@@ -76,7 +76,7 @@ pub(super) enum Event {
     Wrote(u64),
     /// A receiving thread is ended wherever it is.
     ThreadEnds(usize),
-    /// The sender of a connection notices that it is over.
+    /// The sender of a connection detects that the connection has ended.
     SenderNotices(usize),
     Message(usize),
     ControlNotices(usize, u32),
@@ -429,7 +429,7 @@ impl<'a> World<'a> {
         let until_ns = self.now_ns + strike.for_ns;
         let timeout_ns = Timeouts::default().alone_ns;
         match strike.kind {
-            // At the most delicate moment: while a thread buffers a piece.
+            // Cut a lane at the most critical moment: while a thread buffers a piece.
             StrikeKind::LaneCut if self.random.chance(40) => self.cut_at_next_keep = true,
             StrikeKind::LaneCut => self.on_lane(|world, lane| world.cut(lane)),
             StrikeKind::LaneSwallowed => self.on_lane(|world, lane| world.swallow(lane)),

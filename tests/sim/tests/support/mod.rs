@@ -1,4 +1,4 @@
-//! Runs of many seeds, and of one twice.
+//! Runs many seeds, and runs one of them twice.
 
 use std::fmt::Debug;
 use std::sync::Mutex;
@@ -58,8 +58,8 @@ pub(crate) fn play<T: Default + Send>(
     }
 }
 
-/// With DUNLIN_SEED, prints that run; without, checks that a seed determines the whole run, which has
-/// more than `least` lines.
+/// With DUNLIN_SEED, prints that run. Otherwise checks that a seed determines the whole run, which
+/// has more than `least` lines.
 pub(crate) fn check_replay<P: Debug, R: Debug>(
     least: usize,
     plan: impl Fn(u64) -> P,

@@ -1,5 +1,5 @@
-//! Two hosts around *commit*: journals, a relay that swallows, cuts and redirects connections at events
-//! of the engine, and inquiries that a test sends itself.
+//! Two hosts for tests of failures around *commit*: journals, a relay that swallows, cuts and
+//! redirects connections at events of the engine, and inquiries that the test itself sends.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -77,7 +77,7 @@ impl Disk for FailingDisk {
     }
 }
 
-/// A disk that fails to write the peer of a session, and writes everything else.
+/// A disk that fails to write the peer of a session, but writes everything else.
 pub struct PeerlessDisk;
 
 impl Disk for PeerlessDisk {
@@ -97,9 +97,9 @@ pub struct Relay {
 
 #[derive(Default)]
 pub struct Shared {
-    /// Bytes of the first connection are read and dropped, by direction.
+    /// For each direction: whether bytes of the first connection are read and dropped.
     swallow: [AtomicBool; 2],
-    /// The end of the first connection is not forwarded to the destination.
+    /// Whether the end of the first connection is not forwarded to the destination.
     mute: AtomicBool,
     refuse: AtomicBool,
     /// The address to which further connections are forwarded, if it has been changed.
@@ -200,7 +200,7 @@ pub type At<E> = Box<dyn Fn(&E) + Send + Sync>;
 /// Returns the journal for each arriving VM in turn.
 pub type Journals = Box<dyn Fn() -> Journal + Send>;
 
-/// A host that receives VMs until one has arrived, and answers inquiries meanwhile.
+/// A host that receives VMs until one has arrived, and answers inquiries during that time.
 pub struct Destination {
     pub address: SocketAddr,
     cancel: Cancel,

@@ -34,7 +34,7 @@ use vm_memory::{
 
 use crate::lane::{Authority, DESTINATION, SOURCE, load, names};
 
-/// Guest memory of the tests, with a bitmap of the pages written through it.
+/// Guest memory for the tests, with a bitmap of the pages written through it.
 pub type Memory = GuestMemoryMmap<AtomicBitmap>;
 
 /// Called at each step of the VM.
@@ -68,7 +68,8 @@ pub struct TestVm {
     pub state: Mutex<RunState>,
     /// The step that fails, if a test plants a fault.
     pub fail: Mutex<Option<&'static str>>,
-    /// How a source searches this VM's memory, if a test plants a wrong search.
+    /// The function with which a source searches this VM's memory, if a test plants a wrong
+    /// search.
     pub scan: Mutex<Option<Scan>>,
     /// Called with the name of each step before the step is executed.
     pub hook: Mutex<Option<Hook>>,
@@ -505,7 +506,7 @@ impl Receiving {
     }
 }
 
-/// The TLS configurations of both sides, with certificates of one authority.
+/// The TLS configurations of both sides, with certificates from one authority.
 pub fn tls() -> (ClientTls, ServerTls) {
     let authority = Authority::new();
     (client_of(&authority, SOURCE), server_of(&authority))
@@ -519,7 +520,7 @@ pub fn client_of(authority: &Authority, name: &str) -> ClientTls {
         .unwrap()
 }
 
-/// A client and a server with certificates of `authority`, which also trust `other`.
+/// A client and a server with certificates from `authority`, which also trust `other`.
 pub fn trusting(authority: &Authority, other: &Authority) -> (ClientTls, ServerTls) {
     let crypto = Crypto::with(Provider::built_in()[0]);
     let host = |name| load(&authority.host_trusting(&[name], &[other]));

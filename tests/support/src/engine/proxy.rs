@@ -18,10 +18,11 @@ use dunlin_linux::socket::set_reset_on_close;
 use dunlin_proto::frame::FRAME_HEADER_BYTES;
 use dunlin_proto::negotiate::{LaneOpen, VERSIONS};
 
-/// How much longer a record's body is than its content: the inner content type and the tag.
+/// The difference between the lengths of a record's body and of its content: the inner
+/// content type and the tag.
 const RECORD_OVERHEAD: usize = 17;
 const RECORD_HEADER_BYTES: usize = 5;
-/// How many bytes of a held connection are kept.
+/// The maximum number of bytes that are kept of a held connection.
 const HELD_BYTES: usize = 32 << 20;
 /// Longer than anything that a test waits for.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -229,7 +230,7 @@ impl Proxy {
             .map_or_else(Progress::default, |link| link.progress)
     }
 
-    /// The connections that have neither ended nor a fault.
+    /// The connections that have not ended and have no fault.
     pub fn alive(&self) -> Vec<usize> {
         let state = self.shared.lock();
         let alive = |link: &Link| {
@@ -530,8 +531,8 @@ impl<'a> Relay<'a> {
     }
 }
 
-/// Under `Swallow` and `Hold`, a read error counts as the end of that direction. An error would end
-/// the relay, and the other side would notice.
+/// With `Swallow` and `Hold`, a read error is treated as the end of that direction. Otherwise the
+/// error would end the relay, and the other side would detect that.
 fn heard(struck: Option<Fault>, read: io::Result<Option<usize>>) -> io::Result<Option<usize>> {
     match (read, struck) {
         (Err(_), Some(Fault::Swallow | Fault::Hold)) => Ok(Some(0)),
@@ -548,7 +549,7 @@ fn read(from: &mut TcpStream, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     }
 }
 
-/// Writes up to `most` of the waiting bytes; returns the bytes written.
+/// Writes up to `most` of the waiting bytes; returns the number of bytes written.
 fn write(to: &mut TcpStream, waiting: &mut Vec<u8>, most: usize) -> io::Result<Vec<u8>> {
     let mut gone = 0;
     let most = most.min(waiting.len());

@@ -150,7 +150,7 @@ pub fn quick(lanes: u16, mebibytes_per_s: u64) -> source::Options {
         .unwrap()
 }
 
-/// How often each test that depends on chance is repeated.
+/// The number of repetitions of each test that depends on chance.
 pub fn rounds() -> usize {
     if std::env::var_os("DUNLIN_SOAK").is_some_and(|set| set == "1") {
         20
@@ -159,7 +159,7 @@ pub fn rounds() -> usize {
     }
 }
 
-/// Runs `each` for all cases, six at a time: a case mostly waits.
+/// Runs `each` for all cases, six at a time: a case spends most of its time waiting.
 pub fn side_by_side<T: Sync>(cases: &[T], each: impl Fn(&T) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {

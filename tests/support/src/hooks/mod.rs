@@ -213,8 +213,8 @@ impl Vm {
         self.guest.lock().unwrap()
     }
 
-    /// Writes a word to the low region and one to the huge region, each time to the next of a few
-    /// pages.
+    /// Writes a word to the low region and a word to the huge region. Each call uses the next of
+    /// a few pages.
     fn step(&self) {
         let (state, number) = &mut *self.guest();
         if *state == RunState::Running {

@@ -1,5 +1,6 @@
-//! A peer that speaks the protocol and lies. After each lie, the tests check that the session has ended
-//! and has left nothing behind, that the VM is on one side, and that an honest migration succeeds.
+//! A peer that speaks the protocol and lies. After each lie, the tests check that the session has
+//! ended and has left nothing behind, that the VM is on exactly one side, and that an honest
+//! migration succeeds.
 
 use std::fs;
 use std::net::{Shutdown, SocketAddr, TcpListener};
@@ -19,10 +20,10 @@ use dunlin_proto::frame::Frame;
 use crate::engine::peer::{Peer, SESSION, frame, lane_open, open_lane};
 use crate::engine::{Receiving, TestBuilder, TestVm, impatient, send, tls, verified};
 
-/// The most memory that a session may use in addition to the guest's (I8).
+/// The maximum memory that a session may use in addition to the guest's memory (I8).
 const PEAK_LIMIT_BYTES: u64 = 64 << 20;
-/// How long a session may last after a lie. A lie that ends by a silence limit takes longer; those
-/// lies are in `hostile_silence.rs`.
+/// How long a session may last after a lie. A session that ends only at a silence limit takes
+/// longer; those lies are in `hostile_silence.rs`.
 pub const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// Allows one lie at a time, because its costs are measured for the whole process.
@@ -226,8 +227,8 @@ impl Liar<'_> {
         }
     }
 
-    /// Ends the lane and sends *final* with the same count of chunks. Both are honest if the counts
-    /// are true.
+    /// Ends the lane and sends *final* with the same count of chunks. Neither is a lie if the
+    /// counts are correct.
     pub fn conclude(&mut self, chunks: u64, pages: u64) {
         self.end_lane(chunks);
         self.peer.send(&last(chunks, pages, 0));
@@ -274,7 +275,8 @@ pub fn lie_to_destination(row: &str, lie: impl FnOnce(&Victim<'_>)) -> Outcome {
         "{row}: the session did not end in time"
     );
     let result = result.map(|received| {
-        // If the source has not released the VM, inquiries are answered as long as the VM exists.
+        // If the source has not released the VM, the destination answers inquiries as long as the
+        // VM exists.
         if let Some(answering) = received.answering {
             answering.stop();
         }

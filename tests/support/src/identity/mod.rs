@@ -43,7 +43,8 @@ pub struct Issued {
 #[derive(Clone, Copy)]
 pub struct Wish<'a> {
     pub names: &'a [&'a str],
-    /// The validity begins at the beginning of the first year and ends at the beginning of the second.
+    /// The certificate is valid from the beginning of the first year to the beginning of the second
+    /// year.
     pub years: (i32, i32),
     pub for_clients: bool,
     pub for_servers: bool,
@@ -132,7 +133,8 @@ impl Ca {
         self.revoke_for(year, serials, next_year, None)
     }
 
-    /// Like [`Self::revoke_in`]. If `point` is given, the list is for that distribution point alone.
+    /// Like [`Self::revoke_in`]. If `point` is given, the list applies only to that distribution
+    /// point.
     pub fn revoke_for(
         &self,
         year: i32,

@@ -152,7 +152,8 @@ pub fn both_ends(
     })
 }
 
-/// Both ends of a lane after its handshake: the source's, then the destination's.
+/// Returns both ends of a lane after its handshake: first that of the source, then that of
+/// the destination.
 pub fn secured(crypto: &Crypto) -> (Secured, Secured) {
     let authority = Authority::new();
     let client = authority

@@ -1,5 +1,5 @@
-//! A relay between both sides of a session, with certificates that both trust, which records the
-//! traffic.
+//! A relay between both sides of a session that records the traffic. Its certificates are
+//! trusted by both sides.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};

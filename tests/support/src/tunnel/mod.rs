@@ -33,7 +33,7 @@ pub fn identities(identity: Identity) -> Identities {
     identities_with(identity, offload())
 }
 
-/// Where records are sealed unless a test sets it: `DUNLIN_OFFLOAD`.
+/// Where records are sealed unless a test specifies it, from `DUNLIN_OFFLOAD`.
 fn offload() -> Offload {
     match std::env::var("DUNLIN_OFFLOAD") {
         Ok(offload) => offload.parse().unwrap(),
@@ -93,9 +93,9 @@ pub struct Setup {
     pub limits: Limits,
     /// Whether a [`Relay`] connects the tunnels.
     pub relayed: bool,
-    /// Whether the test itself is the hypervisor at the far side.
+    /// Whether the test itself acts as the hypervisor on the far side.
     pub is_target: bool,
-    /// Where records are sealed and opened, near and far.
+    /// Where records are sealed and opened on the near side and on the far side.
     pub offload: [Offload; 2],
 }
 
@@ -203,7 +203,7 @@ impl Pair {
         self.scratch.join("entrance")
     }
 
-    /// Where the hypervisor of the far side listens.
+    /// The path at which the hypervisor of the far side listens.
     pub fn target(&self) -> PathBuf {
         self.scratch.join("target")
     }
@@ -217,7 +217,8 @@ impl Pair {
         accepted(self.listener.as_ref().unwrap())
     }
 
-    /// A host of the other authority, which both sides trust.
+    /// Returns the identity of a host of this name from the other authority, which both
+    /// sides trust.
     pub fn twin(&self, name: &str) -> Identity {
         load(&self.other.host_trusting(&[name], &[&self.authority]))
     }
@@ -263,7 +264,7 @@ impl Random {
     }
 }
 
-/// Sends `bytes` bytes of `seed` in parts of random size, and then the end.
+/// Sends `bytes` bytes that `seed` determines in parts of random size, and then the end.
 pub fn send(stream: &UnixStream, seed: u64, bytes: usize) -> JoinHandle<()> {
     let mut stream = stream.try_clone().unwrap();
     thread::spawn(move || {

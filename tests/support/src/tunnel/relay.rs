@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::TIMEOUT;
 
-/// How long a delayed connection holds what it has read.
+/// How long a delayed connection holds the bytes that it has read.
 const DELAY: Duration = Duration::from_millis(10);
 
 /// Forwards connections, unless a test has it delay, cut or swallow them.
@@ -100,8 +100,8 @@ impl Relay {
         }
     }
 
-    /// Holds what the far side sends, on every connection, from before `begin` until `then` has
-    /// returned. Calls `then` when there is something to hold.
+    /// Holds the bytes that the far side sends, on every connection, from before the call of
+    /// `begin` until `then` has returned. Calls `then` when some bytes are being held.
     pub fn hold(&self, begin: impl FnOnce(), then: impl FnOnce()) {
         self.held.store(true, Ordering::SeqCst);
         let before = self.answered.load(Ordering::SeqCst);
@@ -134,7 +134,7 @@ impl Relay {
             .store(true, Ordering::SeqCst);
     }
 
-    /// Delays everything on a later connection of this number by 10 ms.
+    /// Delays everything on the later connection with this number by 10 ms.
     pub fn delay(&self, link: usize) {
         self.delayed.store(link, Ordering::SeqCst);
     }

@@ -50,7 +50,7 @@ pub(crate) fn run(
         .options(options.clone())
         .observer(&observe)
         .run(&mut arrivals);
-    // It answers inquiries until it is dropped, so keep it as long as this process lives.
+    // The value answers inquiries until it is dropped, so keep it for the lifetime of this process.
     let _received = match received {
         Ok(received) => {
             stage.say("ended at-destination");

@@ -56,7 +56,7 @@ fn have_vm(files: &Files) -> Result<(), Failure> {
     stage.say("ready");
     for connection in listener.incoming() {
         let (mut connection, guest) = (connection?, Arc::clone(&guest));
-        // The requesting process may be stopped or killed meanwhile.
+        // The requesting process may be stopped or killed in the meantime.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = BufReader::new(&connection).read_line(&mut line);

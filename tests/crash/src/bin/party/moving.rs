@@ -19,7 +19,7 @@ use crate::stage::Stage;
 pub(crate) enum Home {
     /// In this process.
     Here(Guest),
-    /// In another process, which executes requests on its socket.
+    /// The VM is in another process, which executes requests on its socket.
     Elsewhere(Files),
 }
 
@@ -135,7 +135,7 @@ impl SourceVm for Leaving {
     }
 }
 
-/// The VM at the destination, which lives in this process.
+/// The VM at the destination, which is in this process.
 pub(crate) struct Arriving {
     guest: Guest,
     memory: Arc<MappedMemory<()>>,

@@ -1,4 +1,5 @@
-//! A process's reports on standard output and its orders on standard input.
+//! A process's reports, on standard output, and the orders that it receives, on standard
+//! input.
 
 use std::fs::File;
 use std::io::{self, BufRead, Write};
@@ -18,8 +19,8 @@ struct Shared {
 }
 
 impl Stage {
-    /// The process will be held at the step `hold`; an empty text means at none. When standard
-    /// input ends, the test is over and the process ends.
+    /// The process will be held at the step `hold`; an empty text means at no step. When
+    /// standard input ends, the test is over and the process ends.
     pub(crate) fn new(hold: &str) -> Self {
         let (sender, heard) = channel();
         std::thread::spawn(move || {
@@ -39,7 +40,7 @@ impl Stage {
     /// Prints a line.
     pub(crate) fn say(&self, line: &str) {
         let mut out = io::stdout().lock();
-        // Writing fails once the test has ended; then standard input ends too.
+        // Writing fails once the test has ended; in that case standard input ends too.
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
 
