@@ -18,7 +18,7 @@ pub fn cpu_s(id: u32) -> Result<f64> {
     let mut times = fields.split_whitespace().skip(11).map(str::parse::<f64>);
     match (times.next(), times.next()) {
         (Some(Ok(user)), Some(Ok(system))) => Ok((user + system) / TICKS_PER_S),
-        _ => bail!("{path} has no times"),
+        _ => bail!("{path} has no CPU times"),
     }
 }
 

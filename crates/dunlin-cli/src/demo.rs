@@ -49,8 +49,8 @@ impl Demo {
     pub(crate) fn run(&self) -> Result<i32> {
         if let SecurityName::Ipsec = self.security {
             bail!(
-                "the demo moves a guest within this host, and packets to the own host bypass IPsec \
-                 (at fault: configuration): use tls or plain"
+                "the demo moves a guest within this host, and packets from a host to itself \
+                 bypass IPsec (at fault: configuration): use tls or plain"
             );
         }
         let mut display = Display::new(self.json);
@@ -127,7 +127,7 @@ impl Demo {
         } else {
             display.say(&format!(
                 "The guest runs at the destination: it has checked {} pages, {} of them since it \
-                 arrived, and found every one right.",
+                 arrived, and found every one correct.",
                 later.pages_checked,
                 later.pages_checked - arrived.pages_checked
             ));

@@ -38,7 +38,7 @@ impl Display {
             Line::Throttled { percent: 0 } => self.say("guest no longer throttled"),
             Line::Throttled { percent } => {
                 self.say(&format!(
-                    "guest dirties memory faster than the link: throttled by {percent} %"
+                    "guest dirties memory faster than the link carries it: throttled by {percent} %"
                 ));
             }
             Line::Paused => self.say("guest paused"),

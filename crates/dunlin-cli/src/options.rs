@@ -83,7 +83,7 @@ impl ControlPath {
     /// A source may have sent the name, which must therefore not lead out of the directory (I7).
     pub(crate) fn socket(&self, name: &str) -> Result<PathBuf> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
-            bail!("invalid VM name {name:?}: a VM cannot have the name of a path or a hidden file");
+            bail!("invalid VM name {name:?}: it must be non-empty, without slash or leading dot");
         }
         Ok(self.socket_in("", name))
     }
@@ -278,8 +278,8 @@ pub(crate) fn ipsec_lanes(
 pub(crate) fn offload_advice() -> Option<String> {
     let command = esp_offload().how_to_load()?;
     Some(format!(
-        "without ESP segmentation offload TCP passes IPsec one packet per segment; run `{command}` \
-         before this process starts to make it faster"
+        "without ESP segmentation offload TCP passes one packet per segment to IPsec; run \
+         `{command}` before this process starts to make it faster"
     ))
 }
 

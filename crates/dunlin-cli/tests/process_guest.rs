@@ -120,7 +120,7 @@ fn the_demo_without_kvm_reports_it_and_shows_a_process_guest() {
     let said = done.out.lines().next().unwrap();
     assert!(said.contains("cannot open /dev/kvm"), "{said}");
     assert!(said.contains("threads"), "{said}");
-    assert!(done.out.contains("found every one right"), "{}", done.out);
+    assert!(done.out.contains("found every one correct"), "{}", done.out);
 
     let Some(command) = without_kvm(&format!("{flags} --json")) else {
         return;

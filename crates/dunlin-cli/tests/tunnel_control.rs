@@ -315,7 +315,7 @@ fn the_control_socket_is_private_and_is_removed_with_the_tunnel() {
         .arg(control(&scene.hosts));
     let second = finish(second).expect(1);
     assert!(
-        second.err.contains("belongs to a tunnel that runs"),
+        second.err.contains("belongs to a tunnel that is running"),
         "{second:?}"
     );
 

@@ -123,8 +123,8 @@ impl fmt::Display for Event {
             ),
             Self::Strayed { cpu, sent, carried } => write!(
                 formatter,
-                "lanes of CPU {cpu} strayed from its SA, which carried {carried} of {sent} bytes; \
-                 they are moved back to it"
+                "lanes of CPU {cpu} used another SA: its own SA carried only {carried} of {sent} \
+                 bytes; they are moved back to it"
             ),
             Self::Rejected { from, why } => write!(formatter, "rejected {from}: {why}"),
         }

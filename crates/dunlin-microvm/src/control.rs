@@ -97,8 +97,8 @@ impl fmt::Display for Stop {
             ),
             StopCode::WrongContent => write!(
                 formatter,
-                "code 2, vCPU {vcpu} found the words of the page at {address:#x} to make {found:#x} \
-                 instead of {expected:#x}"
+                "code 2, vCPU {vcpu} computed {found:#x} instead of {expected:#x} from the words \
+                 of the page at {address:#x}"
             ),
             StopCode::LostSse => write!(formatter, "code 3, vCPU {vcpu} lost an SSE register"),
             StopCode::LostAvx => write!(formatter, "code 4, vCPU {vcpu} lost an AVX register"),

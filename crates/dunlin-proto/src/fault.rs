@@ -125,7 +125,7 @@ macro_rules! faults {
 faults! {
     /// The two sides have no protocol version in common.
     VersionMismatch = 1, "version-mismatch", Configuration,
-        "Upgrade the older side: each release talks to the one before it.";
+        "Upgrade the older side: each release interoperates with the one before it.";
     /// One side requires a feature that the other lacks.
     FeatureMissing = 2, "feature-missing", Configuration,
         "Upgrade the side that lacks the feature, or do not require it.";

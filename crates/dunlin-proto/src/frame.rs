@@ -369,7 +369,7 @@ impl Range {
             return Err(over_limit("end of range", end, region.length, start + 8));
         }
         if u64::from(payload_bytes) != range.payload_bytes() {
-            let why = "it contradicts encoding and page count";
+            let why = "it contradicts the encoding and the page count";
             return Err(inconsistent("payload length", why, start + 16));
         }
         Ok((range, payload_bytes))

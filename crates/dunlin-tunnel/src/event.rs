@@ -113,7 +113,7 @@ impl fmt::Display for Event {
         match self {
             Self::TrunkUp { peer, at } => write!(formatter, "trunk to {peer} at {at}"),
             Self::TrunkFailed { to, failure } => {
-                write!(formatter, "cannot make a trunk to {to}: {failure}")
+                write!(formatter, "cannot establish a trunk to {to}: {failure}")
             }
             Self::TrunkEnded { peer, fault } => {
                 write!(formatter, "trunk to {peer} ended: {fault}")

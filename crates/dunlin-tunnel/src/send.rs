@@ -55,7 +55,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
     {
         let mut core = hub.lock();
         if core.control.is_over() {
-            return Err(lost(format!("lane {lane} not opened: its trunk is over")));
+            return Err(lost(format!("lane {lane} not opened: its trunk has ended")));
         }
         core.dials.insert(Dial::Lane(lane), cancel.clone());
     }

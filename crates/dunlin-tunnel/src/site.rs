@@ -139,7 +139,7 @@ impl Site {
     pub(super) fn client_tls(&self, peers: Peers) -> Result<ClientTls, Failure> {
         self.identities().client(peers).or_failure(
             FaultCode::Unauthorised,
-            "own identity cannot be used to connect",
+            "this side's identity cannot be used to connect",
         )
     }
 

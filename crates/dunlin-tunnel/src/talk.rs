@@ -286,7 +286,7 @@ fn dial_again(
     {
         let mut core = hub.lock();
         if let Some(fault) = core.control.fault() {
-            return Err(Failure::new(fault, "the trunk is over"));
+            return Err(Failure::new(fault, "the trunk has ended"));
         }
         core.dials.insert(Dial::Control, dialling.cancel.clone());
     }

@@ -123,7 +123,7 @@ impl Trunks {
                 return waiting.push(connection);
             }
             State::Dialling(_) => {
-                let text = format!("{WAITING} connections already wait for {}", entrance.to);
+                let text = format!("{WAITING} connections are waiting for {}", entrance.to);
                 Failure::new(FaultCode::Busy, text)
             }
             State::Up(hub) => match self.open(hub, &connection) {
@@ -275,11 +275,11 @@ impl Trunks {
             return refuse(FaultCode::WrongIdentity, text);
         }
         if hub.terms.security != received.selection.security {
-            let text = "the lanes of the trunk have another security";
+            let text = "the trunk uses another lane security";
             return refuse(FaultCode::SecurityNotAgreed, text);
         }
         if !hub.lock().control.is_before(offer.epoch) {
-            let text = "the trunk is over, or has a later control lane";
+            let text = "the trunk has ended, or has a later control lane";
             return refuse(FaultCode::UnknownSession, text);
         }
         Ok(Some(hub))
@@ -303,7 +303,7 @@ impl Trunks {
             return Err("lane without the proof of its trunk's secret");
         }
         if open.version != terms.version {
-            return Err("lane with another version than its control lane");
+            return Err("lane and control lane have different versions");
         }
         receive::start(&hub, open.lane, socket)
     }

@@ -112,7 +112,7 @@ fn round_trip() -> Result<Duration> {
         }
         match echo.join() {
             Ok(ended) => ended?,
-            Err(_) => anyhow::bail!("the echo's thread panicked"),
+            Err(_) => anyhow::bail!("the echo thread panicked"),
         }
         Ok(Duration::from_secs_f64(Spread::of(&times).median))
     })

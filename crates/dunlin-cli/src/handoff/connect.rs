@@ -119,7 +119,9 @@ impl Connect {
             .with_context(|| format!("--send-fd {number} is not an open descriptor"))?;
         match fdpass::is_unix_socket(&caller) {
             Ok(true) => Ok(caller),
-            _ => bail!("--send-fd {number} is not a unix socket, which passing a descriptor needs"),
+            _ => bail!(
+                "--send-fd {number} is not a unix socket, so no descriptor can be passed over it"
+            ),
         }
     }
 

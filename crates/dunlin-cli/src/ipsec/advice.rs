@@ -31,8 +31,8 @@ pub(crate) fn log_event(event: &Event) {
 pub(crate) fn event_text(event: &Event) -> String {
     match event {
         Event::Left { .. } => format!(
-            "{event}: the next session on them takes them over, or `dunlin ipsec clean` frees them \
-             when no connection uses them"
+            "{event}: the next session on these ports takes them over, or `dunlin ipsec clean` \
+             frees them when no connection uses them"
         ),
         Event::StaysBlocked { .. } => format!("{event}, or `dunlin ipsec clean`"),
         event => event.to_string(),

@@ -98,7 +98,7 @@ impl Plan {
         }
         if self.local == self.peer {
             bail!(
-                "both ends are {}: packets to the own host bypass IPsec",
+                "both ends are {}: packets from a host to itself bypass IPsec",
                 self.local
             );
         }

@@ -355,8 +355,8 @@ fn warn_of_addresses(peer: &str, addresses: &BTreeSet<IpAddr>) {
     if addresses.len() > 1 {
         let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
         warn([format!(
-            "{peer} has several addresses ({}), of which one will be protected: give --peer and \
-             the programs an address, and --name the name",
+            "{peer} has several addresses ({}), of which only one will be protected: give an \
+             address to --peer and to the programs, and the name to --name",
             all.join(", ")
         )]);
     }

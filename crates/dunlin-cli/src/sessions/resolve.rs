@@ -158,7 +158,10 @@ impl Resolve {
 
     fn send_to_owner(&self, entry: &Entry, record: &Record, decision: Decision) -> Result<i32> {
         if record.owner.is_empty() {
-            bail!("the VM's process has no control socket: answer its question where it runs");
+            bail!(
+                "the VM's process has no control socket: answer its question in the terminal where \
+                 it runs"
+            );
         }
         let request = Request::Resolve {
             session: entry.session,

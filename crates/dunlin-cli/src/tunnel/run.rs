@@ -205,7 +205,7 @@ fn log_event(event: &Event) {
 fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
     if config.starts_programs {
         return Some((
-            "a confined tunnel starts no programs, as routes with exec do",
+            "a confined tunnel cannot start programs, which routes with exec do",
             "run those routes in a separate tunnel",
         ));
     }

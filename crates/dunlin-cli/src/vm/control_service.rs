@@ -285,7 +285,7 @@ impl ControlService {
     pub(crate) fn status(&self) -> Result<StatusLine> {
         let state = lock(&self.state);
         match &state.holds {
-            Holds::Waiting => bail!("no VM is here yet"),
+            Holds::Waiting => bail!("this process has no VM yet"),
             Holds::Arriving(arriving) => Ok(arriving.status()),
             Holds::Vm(vm) => {
                 let mut line = status_of(vm.vm());
@@ -401,7 +401,7 @@ impl ControlService {
         session: [u8; 16],
     ) -> Result<(Arc<Movable>, source::Doubt)> {
         let Some(vm) = state.held().map(Arc::clone) else {
-            bail!("no VM is here yet");
+            bail!("this process has no VM yet");
         };
         let Some(doubt) = &mut state.doubt else {
             bail!("nothing is in doubt: the VM is {} here", vm.vm().state());
@@ -413,7 +413,7 @@ impl ControlService {
             Some(record) if record.record().session == session => Ok((vm, record)),
             None => bail!(
                 "the session has no record here, or its destination is being queried: is \
-                 --state-dir the one of the VM's process?"
+                 --state-dir that of the VM's process?"
             ),
             other => {
                 doubt.session = other;
@@ -469,7 +469,7 @@ impl ControlService {
                 {
                     Ok(())
                 }
-                Line::Failed(failed) => bail!("the migration ended on its own: {}", failed.text),
+                Line::Failed(failed) => bail!("the migration ended by itself: {}", failed.text),
                 _ => bail!("too late to cancel: the VM has moved"),
             };
         }
@@ -509,7 +509,7 @@ impl Now {
             ),
             (Holds::Vm(vm), None) => Ok(vm),
             (Holds::Arriving(_), _) => bail!("the VM is still arriving"),
-            (Holds::Waiting, _) => bail!("no VM is here yet"),
+            (Holds::Waiting, _) => bail!("this process has no VM yet"),
         }
     }
 

@@ -71,7 +71,7 @@ pub(super) fn at_destination(event: &DestinationEvent) {
         DestinationEvent::LaneLost { lane, why } => warn!(lane, why, "lane is lost"),
         DestinationEvent::ControlLost { why } => warn!(why, "control lane is lost"),
         DestinationEvent::ControlResumed => info!("control lane is replaced"),
-        DestinationEvent::Ready => info!("memory and state are here"),
+        DestinationEvent::Ready => info!("memory and state have arrived"),
         DestinationEvent::Committed => info!("source sent commit"),
         DestinationEvent::Running { .. } => info!("VM is here"),
         _ => {}

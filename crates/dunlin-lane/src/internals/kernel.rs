@@ -48,7 +48,8 @@ pub enum Refused {
     /// The kernel has no TLS.
     #[error(
         "this kernel has no TLS: load its module when the host starts (`modprobe tls`; a process \
-         in a container or without privileges cannot), or use a kernel built with CONFIG_TLS"
+         in a container or without privileges cannot load it), or use a kernel built \
+         with CONFIG_TLS"
     )]
     Absent,
     /// The kernel's TLS does not support this cipher.

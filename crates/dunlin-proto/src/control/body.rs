@@ -194,7 +194,7 @@ impl Layout for Position {
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
         writer.u32(match self {
             Self::Mark(REACHED_END) => {
-                let why = "the value is reserved for a lane's end";
+                let why = "this number is reserved for the end of a lane";
                 return Err(invalid("iteration", why));
             }
             Self::Mark(iteration) => *iteration,

@@ -282,7 +282,7 @@ where
         writer: &mut Writer<'_>,
     ) -> Result<(), EncodeError> {
         let row = self.rows.iter().find(|(_, one)| one == value);
-        let (number, _) = row.ok_or(invalid(what, "the value has no number"))?;
+        let (number, _) = row.ok_or(invalid(what, "the value has no number on the wire"))?;
         Plain.encode(what, number, writer)
     }
 

@@ -167,7 +167,7 @@ impl Channel {
 
     /// The peer has closed its connection, and data of this side is lost.
     fn closed_early(&self) -> Failure {
-        self.lost("closed by the peer before this side's end")
+        self.lost("closed by the peer before this side had sent its end")
     }
 
     pub(super) fn of_io(&self, error: &io::Error) -> Failure {

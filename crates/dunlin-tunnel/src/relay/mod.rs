@@ -249,7 +249,7 @@ impl Relays {
         })?;
         if queues.get(&queue).is_some_and(|all| all.len() >= WAITING) {
             return Err(busy(format!(
-                "{WAITING} connections already wait for {peer}"
+                "{WAITING} connections are waiting for {peer}"
             )));
         }
         Ok(counted)
@@ -395,7 +395,7 @@ fn reach(site: &Site, entrance: &Entrance, oldest: OldestTls) -> Result<Relayed,
         .relay_client(&identities.crypto, peers, oldest, host)
         .or_failure(
             FaultCode::Unauthorised,
-            "own identity cannot be used to connect",
+            "this side's identity cannot be used to connect",
         )?;
     let connected = site.connector.connect(to, deadline, cancel.wakeup());
     let covered = connected.and_then(|stream| cancel.covers(&stream).map(|()| stream));

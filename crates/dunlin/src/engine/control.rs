@@ -267,7 +267,7 @@ impl ControlLane {
         if envelope.session != self.session || envelope.epoch != self.epoch {
             return Err(Fault::new(
                 FaultCode::Malformed,
-                "control message of another session or epoch on this control lane",
+                "control message for another session or epoch",
             ));
         }
         let mut body = vec![0; header.body_bytes()];

@@ -165,7 +165,7 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let begun = near.carried();
     let until = Instant::now() + LIMIT;
     let mut sent = 0;
-    while !near.said.has("lanes of CPU 1 strayed") {
+    while !near.said.has("lanes of CPU 1 used another SA") {
         lane.send();
         lane.has_sent();
         sent += BYTES as u64;

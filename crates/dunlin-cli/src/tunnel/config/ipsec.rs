@@ -43,7 +43,7 @@ pub(super) fn check(table: &IpsecTable, found: &mut Found<'_>) -> Option<Ipsec> 
             match ports.parts(BLOCK_PORTS).next() {
                 Some(_) => Ok(ports),
                 None => Err(format!(
-                    "ports {ports} hold no block of {BLOCK_PORTS} that begins at a multiple of \
+                    "ports {ports} contain no block of {BLOCK_PORTS} that begins at a multiple of \
                      {BLOCK_PORTS}: extend the range, for example to {LANE_PORTS}"
                 )),
             }

@@ -123,7 +123,7 @@ fn every_mistake_is_reported_with_its_line_and_remedy() {
             "[route.disk]",
             "[ipsec]\nports = \"1-9\"\n[route.disk]",
             20,
-            "hold no block of 64",
+            "contain no block of 64",
         ),
         (
             "[route.disk]",

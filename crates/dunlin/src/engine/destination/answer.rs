@@ -226,7 +226,7 @@ fn answer_on(
                 (_, message) => Err(Fault::new(
                     FaultCode::UnknownSession,
                     format!(
-                        "unexpected {}: the session has ended here",
+                        "unexpected {}: the session has already ended on this side",
                         message.kind().name()
                     ),
                 )),

@@ -46,7 +46,7 @@ impl Arriving<'_> {
             Ok(selection) => selection,
             Err(refusal) => {
                 self.session.reject(format!(
-                    "another control lane of {}: {refusal}",
+                    "another control lane from {}: {refusal}",
                     peer_of(&stream)
                 ));
                 refuse(&stream, &refusal);

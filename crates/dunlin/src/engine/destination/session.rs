@@ -172,7 +172,7 @@ impl<'a> Session<'a> {
         let peer = peer_of(&stream);
         self.notify(DestinationEvent::Inquired { peer: peer.clone() });
         if let Err(refusal) = self.answers.begin(stream, &offer) {
-            self.reject(format!("inquiry of {peer}: {refusal}"));
+            self.reject(format!("inquiry from {peer}: {refusal}"));
         }
         None
     }
@@ -196,12 +196,12 @@ impl<'a> Session<'a> {
         self.reject(match arrival {
             Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
             Arrival::Control { stream, .. } => {
-                let reason = format!("control lane of {}: {why}", peer_of(&stream));
+                let reason = format!("control lane from {}: {why}", peer_of(&stream));
                 refuse(
                     &stream,
                     &Refusal {
                         fault: FaultCode::Busy,
-                        text: "another VM is arriving here".into(),
+                        text: "another VM is being received".into(),
                     },
                 );
                 reason

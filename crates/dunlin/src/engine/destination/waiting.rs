@@ -117,7 +117,7 @@ impl<'a> Describing<'a> {
             self.forget(journal);
             return Err(Fault::new(
                 FaultCode::DescriptionRefused,
-                "the VM built here has different memory regions than the source's",
+                "the memory regions of the VM that was built differ from the source's",
             ));
         }
         let memory = DestinationMemory::new(memory, regions);
@@ -251,7 +251,7 @@ fn negotiate(
         .encode(&mut bytes)
         .or_fault(FaultCode::Internal, "cannot encode the selection")?;
     if let Err(error) = stream.send(&bytes) {
-        session.reject(format!("control lane of {}: {error}", peer_of(&stream)));
+        session.reject(format!("control lane from {}: {error}", peer_of(&stream)));
         return Ok(None);
     }
     session.tls.keep(&stream);

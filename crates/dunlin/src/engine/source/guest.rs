@@ -35,7 +35,7 @@ impl LoggedGuest {
         self.logs = session.vm.dirty_logs();
         for log in &mut self.logs {
             log.start()
-                .or_fault(FaultCode::Kernel, "cannot start a dirty log")?;
+                .or_fault(FaultCode::Kernel, "cannot start dirty logging")?;
         }
         Ok(())
     }
@@ -49,7 +49,7 @@ impl LoggedGuest {
                 let mut state = lock(&session.work_queue.state);
                 named += state.lanes.schedule_mut().mark_dirty(index, words);
             })
-            .or_fault(FaultCode::Kernel, "cannot read a dirty log")?;
+            .or_fault(FaultCode::Kernel, "cannot read the dirty log")?;
         }
         Ok(named)
     }
@@ -72,7 +72,7 @@ impl LoggedGuest {
     pub(super) fn release(&mut self, session: &Session<'_>) {
         for mut log in self.logs.drain(..) {
             if let Err(error) = log.stop() {
-                session.warn(format!("cannot stop a dirty log: {error}"));
+                session.warn(format!("cannot stop dirty logging: {error}"));
             }
         }
         self.throttle(session, 0);
