@@ -76,7 +76,7 @@ pub(crate) fn wait_for(
     Ok(())
 }
 
-/// Reloads `what` at each SIGHUP. Returns the signal that ends the service, or returns when the
+/// Reloads `what` at each SIGHUP. Returns the signal that ends the service, or `None` if the
 /// service fails.
 pub(crate) fn serve(
     events: Receiver<ServiceEvent>,

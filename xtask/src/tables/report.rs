@@ -189,7 +189,7 @@ mod tests {
                 .filter_map(|row| row.figure(figure).unwrap())
                 .collect();
             assert_eq!((dots.len(), ranges.len()), (figures.len(), figures.len()));
-            // The scale of the plot, from the largest median.
+            // Derive the scale of the plot from the largest median.
             let most = figures.iter().max_by(|a, b| a.median.total_cmp(&b.median));
             let most = figures.iter().position(|one| Some(one) == most).unwrap();
             let start = 220.0;

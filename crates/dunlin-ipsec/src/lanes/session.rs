@@ -320,8 +320,8 @@ impl LaneSession {
         entries.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// If the session has ended, shuts down its lanes: their ports can no longer send.
-    /// Returns whether it has ended.
+    /// If the session has ended, shuts down its lanes, because packets from their ports are
+    /// blocked. Returns whether it has ended.
     pub(super) fn cut_if_over(&self) -> bool {
         if !self.session.is_over() {
             return false;

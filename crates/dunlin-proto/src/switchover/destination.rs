@@ -148,8 +148,8 @@ impl Destination {
         (Self::Accepting, &[Do::Record(DestinationRecord::Prepared)])
     }
 
-    /// Continues from the journal after the destination's process, and its VM, have died,
-    /// only to answer inquiries. `None` means that the session has no record.
+    /// Continues from the journal after the death of the destination's process and its VM.
+    /// The new process only answers inquiries. `None` means that the session has no record.
     ///
     /// The caller holds the record's lock, which proves that the process is dead.
     #[must_use]

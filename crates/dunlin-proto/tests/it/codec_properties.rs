@@ -356,8 +356,8 @@ fn heap_bytes(message: &Message) -> usize {
     }
 }
 
-/// The most bytes of memory that decoding may use for each byte of input: an endpoint of
-/// two bytes becomes a `String` of 24.
+/// The maximum number of bytes of memory that decoding may use for each byte of input: an
+/// endpoint of 2 bytes becomes a `String` of 24 bytes.
 const HEAP_PER_BYTE: usize = 12;
 
 proptest! {

@@ -70,7 +70,7 @@ pub enum DebianError {
     Cache(PathBuf, #[source] io::Error),
 }
 
-/// For `map_err`: wraps an error of the cache at a path.
+/// For `map_err`: wraps an I/O error that occurred at a path in the cache.
 fn at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> DebianError {
     let path = path.into();
     move |error| DebianError::Cache(path, error)

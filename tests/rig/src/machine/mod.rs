@@ -378,7 +378,7 @@ impl Drop for Machine {
     }
 }
 
-/// For `map_err`: wraps an error of a file.
+/// For `map_err`: wraps an I/O error that occurred at a path.
 fn at(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> MachineError {
     let path = path.as_ref().to_path_buf();
     move |error| MachineError::Local(path, error)

@@ -25,7 +25,8 @@ const MESSAGE_LIMIT_BYTES: usize = 4 + 8 + 1 + 255 + 2 + 0xffff + 2 + 0xfffe;
 /// with EIO.
 ///
 /// Records are peeked and opened as copies, with a key that is then dropped. They stay in the
-/// socket until they prove to be tickets, or to begin a ticket that continues.
+/// socket until they turn out to be tickets, or the beginning of a ticket that continues in the
+/// next record.
 pub(super) fn take(
     stream: &TcpStream,
     (first, secrets): (u64, &ConnectionTrafficSecrets),
