@@ -281,7 +281,7 @@ fn openssl_s_client_speaks_with_a_relay() {
                 other.wait_for("seen");
             }
         }
-        // The connection ends in order.
+        // The connection ends cleanly.
         drop(client.child.stdin.take());
         assert_eq!(stream.read_once(&mut [0]).unwrap(), 0);
         drop(stream);

@@ -155,7 +155,8 @@ pub enum IpsecError {
     },
     /// The session uses per-CPU SAs, which the kernel lacks.
     #[error(
-        "kernel lacks per-CPU SAs (needs Linux 6.13): use a newer kernel, or an SA for each connection"
+        "kernel lacks per-CPU SAs (needs Linux 6.13 or a backport): use a newer kernel, or an SA \
+         for each connection"
     )]
     NoPerCpu,
     /// The range for lanes is too short for one session.

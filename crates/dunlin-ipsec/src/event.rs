@@ -113,7 +113,7 @@ impl fmt::Display for Event {
             Self::NotCleaned { why } => {
                 write!(
                     formatter,
-                    "entries of a dead process were not removed: {why}"
+                    "SAs or policies of a dead process were not removed: {why}"
                 )
             }
             Self::NoOwnAssociation { cpu } => write!(

@@ -43,8 +43,8 @@ use std::fmt;
 /// How traffic is spread over SAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// One SA for each CPU that sends, chosen by the kernel (Linux 6.13,
-    /// `XFRMA_SA_PCPU`).
+    /// One SA for each CPU that sends, chosen by the kernel (`XFRMA_SA_PCPU`:
+    /// Linux 6.13, or a backport).
     Cpu,
     /// One SA for each connection, selected by its two ports: for threads that this process cannot
     /// pin, and for older kernels.

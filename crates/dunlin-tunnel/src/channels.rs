@@ -84,7 +84,7 @@ impl Channels {
         }
     }
 
-    /// Both directions have ended in order.
+    /// Both directions have ended cleanly.
     pub(super) fn closed(&mut self, channel: u32) {
         self.end(channel, |socket, id| {
             socket.ended_well();

@@ -161,7 +161,7 @@ impl Socket {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Both directions have ended in order.
+    /// Both directions have ended cleanly.
     pub(super) fn ended_well(&self) {
         self.count.ends(Ending::Well);
     }

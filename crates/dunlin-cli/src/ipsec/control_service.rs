@@ -209,7 +209,7 @@ impl AssociationLine {
 /// Selects processes.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Which {
-    /// Name of the process: the peer of `up`, or `serve` [default: all].
+    /// The process: the peer's name as given to `up`, or `serve` [default: all].
     name: Option<String>,
     #[command(flatten)]
     control: ControlPath,

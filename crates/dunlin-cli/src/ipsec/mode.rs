@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ModeName {
-    /// One SA per sending CPU (Linux 6.13).
+    /// One SA per sending CPU (Linux 6.13, or an older kernel with a backport).
     #[default]
     Cpu,
     /// One SA per connection.

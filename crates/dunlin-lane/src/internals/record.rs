@@ -94,7 +94,7 @@ pub enum OpenError {
     /// The kernel found bytes that do not form a record.
     #[error(
         "the received bytes are not a TLS record of the negotiated version, or the record is too \
-         long: the peer does not speak TLS here, or another program wrote into the connection"
+         long: the peer does not use TLS, or another program wrote to the connection"
     )]
     NoRecord,
     /// The length in the header is outside the range of RFC 8446.

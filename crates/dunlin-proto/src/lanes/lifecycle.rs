@@ -139,7 +139,7 @@ impl<L> Lane<L> {
         matches!(self.state, State::Up | State::Leaving | State::Ended)
     }
 
-    /// Whether it has sent its end and its connection is over.
+    /// Whether it has sent its end and its connection is closed.
     pub(crate) fn has_left(&self) -> bool {
         self.state == State::Ended && !self.connected
     }

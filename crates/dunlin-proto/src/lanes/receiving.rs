@@ -214,7 +214,7 @@ impl Receiving {
         self.asked.contains(&lane) || !self.lanes.contains_key(&lane)
     }
 
-    /// `lane` has ended in order; wake the lanes that wait at a mark.
+    /// `lane` has ended cleanly; wake the lanes that wait at a mark.
     ///
     /// # Errors
     /// The count in *end* is wrong.
@@ -246,7 +246,7 @@ impl Receiving {
 
     /// The thread of `lane` is joined and its connection closed. Send *fenced*
     /// with the content of [`Receiving::take_reports`], and wake the lanes that
-    /// wait at a mark. Returns false if the lane had ended in order and no
+    /// wait at a mark. Returns false if the lane had ended cleanly and no
     /// fence was requested: then there is nothing to send.
     pub fn gone(&mut self, lane: u16) -> bool {
         let asked = self.asked.remove(&lane);

@@ -26,7 +26,7 @@ struct Lane {
     since_ns: u64,
     /// Whether its end has arrived.
     ended: bool,
-    /// Whether its connection is over.
+    /// Whether its connection is closed.
     over: bool,
 }
 
@@ -111,7 +111,7 @@ impl ReceivingLanes {
         Ok(())
     }
 
-    /// The lane's connection is over.
+    /// The lane's connection is closed.
     pub(super) fn over(&mut self, number: u16) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.over = true;

@@ -34,7 +34,7 @@ pub enum Source {
     GivingUp,
     /// The copy here is destroyed.
     Released,
-    /// The migration is over; the VM stays at the source.
+    /// The migration has ended; the VM stays at the source.
     Kept,
 }
 

@@ -105,7 +105,7 @@ pub(super) fn share() {
         }
     }
     for lane in lanes {
-        assert!(lane.join().unwrap(), "a lane did not end in order");
+        assert!(lane.join().unwrap(), "a lane did not end cleanly");
     }
     let mut pages = [0; 3];
     for (iteration, count) in sent.iter() {
@@ -148,7 +148,7 @@ pub(super) fn acknowledged() {
     };
     assert!(work_queue.acknowledge(&message).unwrap());
     for lane in lanes {
-        assert!(lane.join().unwrap(), "a lane did not end in order");
+        assert!(lane.join().unwrap(), "a lane did not end cleanly");
     }
 }
 
