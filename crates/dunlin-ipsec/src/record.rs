@@ -165,8 +165,8 @@ enum Scope {
     Here,
     /// The tables of another namespace.
     Elsewhere,
-    /// There are no such tables: the record is from an earlier boot, or its header is
-    /// incomplete.
+    /// The record belongs to no tables of this boot: the record is from an earlier boot, or
+    /// its header is incomplete.
     Nowhere,
 }
 

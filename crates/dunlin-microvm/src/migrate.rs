@@ -84,7 +84,7 @@ impl SourceVm for Movable {
     fn pause(&self) -> Result<(), VmmError> {
         match self.vm.pause() {
             Ok(()) => Ok(()),
-            // It has ended; the engine asks for the reason with `run_state`.
+            // The guest has ended; the engine asks for the reason with `run_state`.
             Err(_) if self.vm.state().has_ended() => Ok(()),
             Err(error) => Err(error.into()),
         }

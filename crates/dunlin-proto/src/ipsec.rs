@@ -89,8 +89,8 @@ impl fmt::Display for Sender {
 /// An SA that a sender requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slot {
-    /// Its number in this direction: ascending, and never reused in a session, so that no two SAs
-    /// share a key.
+    /// The SA's number in this direction: ascending, and never reused in a session, so that no
+    /// two SAs share a key.
     pub index: u32,
     /// The packets that it seals.
     pub sender: Sender,

@@ -145,8 +145,8 @@ pub enum SlotError {
     /// It has never been written.
     #[error("the slot is empty")]
     Empty,
-    /// Its checksum is wrong: it was being written when the host or the disk
-    /// failed.
+    /// The record's checksum is wrong: the record was being written when the host or the
+    /// disk failed.
     #[error("checksum {found:#018x} does not match the content ({computed:#018x})")]
     Torn {
         /// The checksum in the slot.

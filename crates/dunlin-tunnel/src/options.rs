@@ -26,9 +26,9 @@ pub enum Mode {
     /// Connections are striped over plain TCP lanes that IPsec protects, with SAs that the two
     /// tunnels negotiate. Both tunnels need [`super::TunnelBuilder::sealed`].
     StripeOverIpsec,
-    /// Each connection has its own TLS connection, to a peer that may be any TLS server. The
-    /// value is the oldest TLS version that the peer may use. Lane count and window are
-    /// ignored.
+    /// Each client connection gets its own TLS connection, to a peer that may be any TLS
+    /// server. The value is the oldest TLS version that the peer may use. Lane count and
+    /// window are ignored.
     Relay(OldestTls),
 }
 

@@ -179,9 +179,9 @@ enum Fault {
     Forgets,
     /// It reports each page one fetch late.
     Lags,
-    /// It reports each page in every later fetch too.
+    /// The log reports each page in every later fetch too.
     Keeps,
-    /// It reports pages that were written before the start.
+    /// The log reports pages that were written before the start.
     StartsFull,
     /// It reports a page beyond the last.
     Outside,

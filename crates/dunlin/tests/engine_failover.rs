@@ -219,7 +219,7 @@ fn i4_bytes_held_back_past_the_fence_and_then_released_never_land() {
         let sending = scope.spawn(|| scene.send(&options).unwrap());
         scene.await_events(1, is_lost);
         scene.await_events(1, |event| matches!(event, Event::Iterated(_)));
-        // Its pages were sent again and have changed since.
+        // The lane's pages were sent again and have changed since.
         scene.proxy.release(1, None);
         scene.proxy.await_progress(1, |progress| progress.ended);
         sending.join().unwrap()

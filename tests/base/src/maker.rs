@@ -8,7 +8,8 @@ use std::process::Command;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Maker {
     id: u32,
-    /// In clock ticks since the machine started (proc_pid_stat(5), field 22).
+    /// The start time, in clock ticks since the machine started (proc_pid_stat(5), field
+    /// 22).
     started: u64,
 }
 

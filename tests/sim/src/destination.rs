@@ -70,7 +70,7 @@ impl Default for DestinationHost {
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) pages: Vec<u32>,
-    /// For each page: the number of readings of the dirty log before its chunk was cut.
+    /// For each page: how often the dirty log had been read when the page's chunk was cut.
     pub(crate) writers: Vec<u32>,
     pub(crate) running: bool,
     /// Whether the destination has the VM: *running* was recorded.

@@ -61,7 +61,7 @@ pub(crate) struct Attempt {
     pub(crate) number: u32,
     pub(crate) machine: Source,
     todo: VecDeque<SourceAction>,
-    /// Until when the main thread is blocked in a call, and in which.
+    /// The call in which the main thread is blocked, and the time until which it is.
     doing: Option<(u64, Doing)>,
     main_ns: Option<u64>,
     inbox: VecDeque<(usize, Packet)>,

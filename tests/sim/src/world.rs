@@ -74,7 +74,7 @@ pub(crate) struct World<'a> {
     pub(crate) connections: Vec<Connection>,
     pub(crate) delayed_until_ns: u64,
     pub(crate) no_lanes_until_ns: u64,
-    /// Until when each side's main thread is stopped.
+    /// The time until which each side's main thread is stopped.
     pub(crate) stalled_until_ns: [u64; 2],
     /// When the last fault had ended.
     pub(crate) disturbed_until_ns: u64,

@@ -68,9 +68,10 @@ const FIGURES: [&str; 7] = [
 /// The guest's activity during the migration, as in `dunlin bench whole`.
 #[derive(Clone, Copy)]
 enum Activity {
-    /// It halts. Its memory has the content of a file.
+    /// The guest halts, and its memory has the content of a file.
     Idle,
-    /// It writes 100 MiB/s to an eighth of its memory. It waits by spinning, so a CPU is never idle.
+    /// The guest writes 100 MiB/s to an eighth of its memory. It waits by spinning, so a CPU is
+    /// never idle.
     Writing,
 }
 

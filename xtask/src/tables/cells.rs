@@ -36,7 +36,7 @@ pub(super) enum Digits {
     Places(usize),
     /// One decimal place below 10, and none above.
     Short,
-    /// As many decimal places as in the file, but at least one.
+    /// All decimal places of the file, but at least one.
     All,
 }
 

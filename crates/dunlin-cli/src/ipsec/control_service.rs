@@ -39,7 +39,7 @@ pub(super) struct SessionLine {
     ports: Option<String>,
     mode: Option<String>,
     up: bool,
-    /// Its process; `None` if a record of another release does not name it.
+    /// The session's process; `None` if a record of another release does not name it.
     process: Option<u32>,
     /// Whether that process keeps the session. If not, the process died or gave the session up.
     kept: bool,

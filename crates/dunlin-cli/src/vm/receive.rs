@@ -36,7 +36,7 @@ pub(crate) struct Receive {
     #[arg(long)]
     allow_plain: bool,
     /// Longest time without progress from a source before its migration is aborted; keep-alives do
-    /// not count. No other VM can arrive meanwhile.
+    /// not count. No other VM can arrive during that time.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
     #[command(flatten)]

@@ -110,7 +110,7 @@ pub enum PeerRefused {
         /// The allowed peers.
         allowed: Vec<Peer>,
     },
-    /// Its key, or the key of a certificate in its chain, is denied on this host.
+    /// The peer's key, or the key of a certificate in its chain, is denied on this host.
     #[error(
         "the key {key} of {} is denied by {}: give the peer a certificate with another key{}",
         if *.issuer { "an issuer of the peer's certificate" } else { "the peer's certificate" },

@@ -70,7 +70,8 @@ impl Kick {
 pub(crate) struct Attached<'a> {
     kick: &'a Kick,
     old: libc::sigset_t,
-    /// Its drop restores this thread's signal mask, so it must stay on the thread.
+    /// Dropping this value restores the signal mask of its thread, so it must not move to
+    /// another one.
     this_thread_only: PhantomData<*const ()>,
 }
 

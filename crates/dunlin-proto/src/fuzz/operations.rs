@@ -94,7 +94,7 @@ pub fn fuzz_marks(bytes: &[u8]) {
                     passed = 0;
                 }
                 marks.open(lane);
-                // It does not block lanes that may already pass.
+                // The fence does not block lanes that may already pass.
                 reached.insert(lane, passed);
                 new.insert(lane);
             }

@@ -246,7 +246,7 @@ impl DestinationHistory {
         let well = !choices.byte().is_multiple_of(4);
         match (event, self.recording.take()) {
             (_, Some(record)) => {
-                // After a failure, either record may be on disk.
+                // After a failure, either the old or the new record may be on disk.
                 if well || choices.byte().is_multiple_of(2) {
                     self.recorded = Some(record);
                 }

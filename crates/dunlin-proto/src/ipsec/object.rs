@@ -169,7 +169,8 @@ pub struct Association {
     pub reqid: u32,
     /// The epoch of its key.
     pub epoch: u32,
-    /// Its number in its direction, and the packets it seals; the CPU is the sealing host's.
+    /// The SA's number in its direction, and the packets that it seals; the CPU is the
+    /// sealing host's.
     pub slot: Slot,
     /// Its UDP ports, if it has any.
     pub encapsulation: Option<Encapsulation>,

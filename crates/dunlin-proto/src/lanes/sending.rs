@@ -35,7 +35,7 @@ struct Progress {
     /// Copied from the schedule.
     course: LaneCourse,
     confirmed: Position,
-    /// Until when the rate cap delays the lane's last chunk.
+    /// The time until which the rate cap delays the lane's last chunk.
     paced_ns: u64,
     /// Given up because the iterations for which it was opened are over.
     unwanted: bool,

@@ -237,7 +237,7 @@ fn i5_pages_added_to_a_lost_lanes_chunk_are_pending_again() {
     assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
     assert!(schedule.extend(&mut plan, CHUNK_PAGES));
     assert_eq!(schedule.lose_lane(1), 2 * CHUNK_PAGES);
-    // Its thread may still be working on the chunk.
+    // The lane's thread may still be working on the chunk.
     assert!(!schedule.extend(&mut plan, CHUNK_PAGES));
     assert_eq!(schedule.kept(), (0, 0));
     assert_eq!(drain(&mut schedule, 2).0, 3 * CHUNK_PAGES);

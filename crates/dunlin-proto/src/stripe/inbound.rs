@@ -17,13 +17,13 @@ use crate::mistake::{Mistake, planted};
 /// What the caller does with a piece that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// It is next, and the caller has the turn to write to the channel's socket: write it, then
-    /// call `Trunk::wrote`.
+    /// The chunk is next in order, and the caller may write to the channel's socket: write the
+    /// chunk, then call `Trunk::wrote`.
     Deliver,
     /// Earlier bytes are missing, or another thread is writing: put it into its own buffer and
     /// call `Trunk::keep`.
     Keep,
-    /// It is a duplicate, or its channel no longer exists.
+    /// The chunk is a duplicate, or its channel no longer exists.
     Drop,
 }
 

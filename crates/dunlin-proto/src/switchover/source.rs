@@ -261,8 +261,8 @@ impl Source {
                 | Self::Released,
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
-            // It crossed our *inquire*: the destination had received everything
-            // only after this side had crashed.
+            // *Ready* crossed our *inquire*: the destination had received everything only after
+            // this side had crashed.
             (Self::InDoubt, On::Ready { .. }) => (self, &[]),
             // Messages that were in flight at the end, or that were sent earlier but on a slower
             // lane, change nothing.

@@ -95,7 +95,7 @@ mod tests {
     enum Fault {
         /// Its sockets do not block.
         NonBlocking,
-        /// It runs the body immediately, on the calling thread.
+        /// The host runs the body immediately, on the calling thread.
         SameThread,
         /// It waits far beyond the deadline.
         Late,

@@ -519,7 +519,8 @@ fn p13_a_restarted_server_removes_what_the_killed_one_left(
     assert!(policies.contains("action block"), "{policies}");
     assert!(!empty(guest, "b"));
     let again = Process::serve();
-    // Its SAs are removed; the blocking policies stay until the next session replaces them.
+    // The session's SAs are removed; the blocking policies stay until the next session replaces
+    // them.
     assert_eq!(sealed(guest, "b"), 0);
     let policies = guest.output("ip", &["-n", "b", "xfrm", "policy"]);
     assert!(policies.contains("action block"), "{policies}");

@@ -103,8 +103,8 @@ fn main() -> ExitCode {
         {
             let _unloaded = guest.without_module(MODULE);
             let _unasked = guest.without_loader();
-            // Without that module, some kernels have a cipher from their library or from generic
-            // modules.
+            // Even without that module, some kernels have a cipher, from their library or from
+            // generic modules.
             let crypto = fs::read_to_string("/proc/crypto").expect("proc is mounted");
             let gcm = |line: &str| {
                 line.split_once(": ")

@@ -46,7 +46,7 @@ pub struct Kernel {
     pub version: String,
     /// The bootable image.
     pub image: PathBuf,
-    /// Its modules (`*.ko.xz`, before trixie `*.ko`), without modules.dep.
+    /// The kernel's modules (`*.ko.xz`, before trixie `*.ko`), without modules.dep.
     pub modules: PathBuf,
     /// Its configuration.
     pub config: PathBuf,

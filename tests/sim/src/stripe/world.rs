@@ -104,7 +104,7 @@ pub(super) struct World<'a> {
     pub(super) now_ns: u64,
     pub(super) sides: [Trunk<Piece>; 2],
     pub(super) channels: Vec<Channel>,
-    /// From a number on the wire to the channel.
+    /// The channel of each number on the wire.
     pub(super) by_number: BTreeMap<u32, usize>,
     pub(super) lanes: Vec<Lane>,
     pub(super) control: Control,

@@ -541,7 +541,7 @@ fn i7_a_third_epoch_is_rejected_until_the_first_is_retired() {
 #[test]
 fn i7_an_spi_that_is_granted_twice_is_rejected() {
     let mut exchange = granting();
-    // Its own request for the fallback has been sent.
+    // This side has sent its own request for the fallback.
     let spis = vec![(0, 0x1000)];
     exchange.handle_message(Message::Granted { epoch: 1, spis });
     assert!(matches!(

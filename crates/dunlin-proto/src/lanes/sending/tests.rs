@@ -138,7 +138,7 @@ fn a_lane_delayed_by_the_rate_cap_is_not_stalled() {
 fn the_rate_cap_does_not_extend_the_deadline_of_earlier_chunks() {
     let mut sending = established(3 * CHUNK_PAGES, 1);
     begin(&mut sending, 3 * CHUNK_PAGES);
-    // It takes one chunk after another, and none arrives.
+    // The lane takes one chunk after another, and none arrives.
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     sending.paced(1, 40);
     assert_eq!(next(&mut sending, 1, 40), Work::Chunk);
@@ -289,7 +289,7 @@ fn a_lane_refused_after_it_failed_is_no_longer_wanted() {
     let mut sending = Sending::new(Schedule::new([(7, CHUNK_PAGES)]), TIMEOUTS);
     sending.want(2);
     actions(&mut sending, 0);
-    // Its connection fails while *lane open* is in flight.
+    // The lane's connection fails while *lane open* is in flight.
     sending.thread_ended(2, false, 1);
     assert_eq!(actions(&mut sending, 1), [Action::Fence(2)]);
     assert_eq!(sending.refused(2, 2), Ok(false));

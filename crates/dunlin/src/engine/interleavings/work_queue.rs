@@ -170,7 +170,7 @@ fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     [lane(work_queue, 1, &events, &chunks), blocked]
 }
 
-/// Each lane ends when it is cut, whatever it is waiting for.
+/// A lane that is cut ends, whatever it is waiting for.
 pub(super) fn cut() {
     let work_queue = work_queue(1, 2, None);
     admit(&work_queue, 1);

@@ -141,7 +141,7 @@ impl<'a> Committed<'a> {
                 }
                 On::answer(session.control.terms.offer.attempt, attempt, verdict)
             }
-            // It crossed the inquiry and no longer means anything.
+            // The message crossed the inquiry and no longer means anything.
             Message::Ready { .. } if session.state == Source::InDoubt => {
                 On::Ready { same_memory: true }
             }
