@@ -151,7 +151,7 @@ fn i2_a_killed_or_stopped_client_does_not_end_the_migration() {
     let destination = hosts.receive("b", "2", "");
     let client = under_way(&hosts, &source, &destination);
     client.kill();
-    // The VM's process reports it; status, watch and set still work.
+    // The VM's process reports the disconnected client; status, watch and set still work.
     let warning = source.wait_for("warning");
     let text = warning["text"].as_str().unwrap();
     assert!(text.contains("disconnected"), "{text}");

@@ -16,7 +16,7 @@ use crate::limits::MAX_CHUNK_GAPS;
 /// The numbers of the chunks that have arrived.
 #[derive(Clone, Debug, Default)]
 pub struct Received {
-    /// First number of an interval to the number after its last.
+    /// Maps the first number of each interval to the number after its last.
     intervals: BTreeMap<u64, u64>,
     count: u64,
 }

@@ -121,7 +121,7 @@ fn multifd_with_tls_of_its_own_keeps_its_order() {
 /// first bytes of a connection.
 #[test]
 fn a_delayed_lane_changes_no_order_under_qemus_own_tls() {
-    // The guest writes slowly enough for the throughput of a delayed lane.
+    // The guest writes so slowly that even a delayed lane can keep up.
     let workload = Workload {
         pages: 10_000,
         hot: 100,

@@ -61,7 +61,7 @@ pub(crate) struct Attempt {
     pub(crate) number: u32,
     pub(crate) machine: Source,
     todo: VecDeque<SourceAction>,
-    /// The call in which the main thread is blocked, and the time until which it is.
+    /// The time until which the main thread is blocked in a call, and that call.
     doing: Option<(u64, Doing)>,
     main_ns: Option<u64>,
     inbox: VecDeque<(usize, Packet)>,

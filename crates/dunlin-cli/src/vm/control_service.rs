@@ -319,7 +319,7 @@ impl ControlService {
         let mut state = lock(&self.state);
         let vm = Arc::clone(state.vm()?);
         if state.under_way().is_some() {
-            bail!("the VM is being migrated already");
+            bail!("the VM is already being migrated");
         }
         if state.ending.is_some() {
             bail!("the VM's process is ending");

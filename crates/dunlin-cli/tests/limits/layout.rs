@@ -165,7 +165,8 @@ fn another_layout_at_the_destination_is_reported_on_both_sides_and_the_vm_stays(
     );
 }
 
-/// Refuses with a text that would clear a screen and print a line that reports success.
+/// Refuses every VM with a text that would clear a screen and print a line that reports
+/// success.
 struct Shouting;
 
 const SHOUT: &str = "\u{1b}[2J\u{9b}31m\r\nmoved\u{202e}";

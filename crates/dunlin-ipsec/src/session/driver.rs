@@ -73,7 +73,7 @@ pub(super) struct Driver {
 
 /// The ports of the session. No transition leads back.
 pub(super) enum Ports {
-    /// The exchange has not begun: the ports are in the state from before the session.
+    /// The exchange has not begun: the ports are as they were before the session.
     Free,
     Blocked(Box<Blocked>),
 }

@@ -98,7 +98,7 @@ pub(super) fn is_same(installed: &Installed, one: &Association) -> bool {
 
 /// Whether some TCP packet matches both policies, regardless of priorities.
 pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
-    // The kernel writes "any" as zeros of either family.
+    // The kernel represents "any address" as zeros, of either address family.
     let network = |other: Network, own: Network| other.prefix == 0 || other.contains(own.address);
     let (theirs, ours) = (&other.selector, &own.selector);
     let family = theirs.source.prefix > 0 || theirs.destination.prefix > 0;

@@ -30,7 +30,7 @@ fn main() -> ExitCode {
         let stunnel = stunnel(guest, 4443, "");
         let trusted = ["--cert-bundle-file", "pool.pem"];
 
-        // An error before the probe of the kernel leaves no trace in its counters.
+        // An error that occurs before kernel TLS is probed leaves the kernel's counters unchanged.
         let refused = connect(stunnel.port, &["--cert-bundle-file", "other.pem"]);
         assert_eq!(refused.code, Some(1), "{refused:?}");
         assert!(refused.sockets.is_empty());

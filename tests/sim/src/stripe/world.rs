@@ -104,7 +104,7 @@ pub(super) struct World<'a> {
     pub(super) now_ns: u64,
     pub(super) sides: [Trunk<Piece>; 2],
     pub(super) channels: Vec<Channel>,
-    /// The channel of each number on the wire.
+    /// Maps each channel number on the wire to the channel's index.
     pub(super) by_number: BTreeMap<u32, usize>,
     pub(super) lanes: Vec<Lane>,
     pub(super) control: Control,

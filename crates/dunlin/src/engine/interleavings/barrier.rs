@@ -13,7 +13,7 @@ use super::connection::Connection;
 /// The last mark that each lane has reached.
 type Reached = Arc<Plain<[u32; 3]>>;
 
-/// A barrier with lanes 1 to 3, which tests can cut.
+/// A barrier with lanes 1 to 3, and the lanes' connections, which tests can cut.
 fn barrier() -> (Arc<IterationBarrier>, [Arc<Connection>; 3], Reached) {
     let barrier = IterationBarrier::new(3);
     let connections = [1, 2, 3].map(|lane| {
