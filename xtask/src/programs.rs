@@ -75,7 +75,7 @@ struct Profile {
 struct Program {
     name: String,
     file: PathBuf,
-    /// The directory of its package, in which cargo also runs it.
+    /// The directory of the program's package, in which cargo also runs the program.
     directory: PathBuf,
 }
 

@@ -211,7 +211,8 @@ fn quoted(text: &str, special: &[char]) -> String {
 
 impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        // Spans have level info: a log of errors contains their fields, too.
+        // Enable spans, which have level info, even if only errors are logged: error lines contain
+        // the spans' fields.
         Some(self.level.max(Level::INFO).into())
     }
 

@@ -214,7 +214,7 @@ impl Scene {
         Spoken::start(command, &self.output, &self.said.to_string())
     }
 
-    /// Runs a command to its end; returns its exit code.
+    /// Runs a command until it ends; returns its exit code.
     fn run(&mut self, command: Command) -> i32 {
         self.begin(command).code()
     }

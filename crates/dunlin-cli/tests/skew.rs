@@ -267,7 +267,7 @@ impl Doubt {
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
-        // Wait for longer than it takes to read the journal.
+        // Wait for longer than reading the journal takes.
         match recorded {
             Recorded::Running => proxy.hold(Duration::from_secs(30)),
             _ => proxy.hold_messages(Duration::from_secs(3)),

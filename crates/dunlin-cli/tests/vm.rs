@@ -250,7 +250,7 @@ fn i6_a_certificate_that_has_expired_is_refused_by_its_host_and_by_the_peer() {
     let until = hosts.issue_for("short", "b.test", Duration::from_secs(3));
     let destination = hosts.receive("short", "2", "");
 
-    // The process that loads it refuses it, on either side.
+    // The process that loads the identity refuses it, on either side.
     let mut receive = words("vm receive --listen 127.0.0.1:0 --identity");
     receive.arg(hosts.scratch.join("expired"));
     let done = finish(receive).expect(1);

@@ -22,7 +22,8 @@ const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from
 pub struct KtlsSocket {
     /// Blocking, without timeouts.
     pub stream: TcpStream,
-    /// The cipher driver, network device and counters that the kernel reports for it.
+    /// The cipher driver, network device and counters that the kernel reports for the
+    /// connection.
     pub chosen: Chosen,
 }
 

@@ -264,7 +264,7 @@ impl Vm {
     }
 
     /// Writes the initial content of the workload's pages, on all CPUs. Call it before
-    /// [`Vm::start`]; without it the guest finds its pages wrong.
+    /// [`Vm::start`]; otherwise the guest reports that its pages are wrong.
     ///
     /// # Errors
     /// `Started` if the machine is not new.

@@ -197,7 +197,8 @@ impl Guest {
         done.map_or_else(|error| format!("error {error}"), |()| "done".into())
     }
 
-    /// Compares all memory with the content that follows from the witness.
+    /// Compares all memory with the content that it must have according to the witness
+    /// file.
     fn check(&self) -> io::Result<()> {
         let count = read(&self.memory, COUNT)?;
         let witness = read(&self.witness, COUNT)?;

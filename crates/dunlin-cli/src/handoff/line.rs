@@ -30,7 +30,8 @@ pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
             "sending": engine(run.sending),
             "receiving": engine(run.receiving),
         })),
-        // The network device of its route, and its TLS offload features, named as in ethtool(8).
+        // The network device of the socket's route, and its TLS offload features, named as in
+        // ethtool(8).
         "device": chosen.device.as_ref().map(|device| known(json!({
             "name": device.name,
             "tls-hw-tx-offload": device.tls_sends,

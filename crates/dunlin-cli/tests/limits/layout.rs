@@ -89,7 +89,8 @@ fn send(hosts: &Hosts, vm: Arc<dyn SourceVm>, to: &str) -> MigrateError {
     Migration::builder(vm, to, &tls).run().err().unwrap()
 }
 
-/// Receives one VM with `builder`. Returns the address, and a thread that returns the error.
+/// Receives one VM with `builder`. Returns its address, and the thread, which returns the
+/// error.
 fn receiving<B: Builder + Send + 'static>(
     hosts: &Hosts,
     mut builder: B,

@@ -162,7 +162,7 @@ pub fn succeed(command: Command) -> String {
 struct Guard(Child);
 
 impl Guard {
-    /// Waits for its end; returns the exit code.
+    /// Waits until the command ends; returns the exit code.
     fn wait(&mut self) -> i32 {
         process::exit_code(&mut self.0).unwrap_or(-1)
     }

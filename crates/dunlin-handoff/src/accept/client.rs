@@ -51,7 +51,7 @@ enum Stage {
 /// What the accepting thread does with a client next.
 pub(super) enum Step {
     Wait,
-    /// Forward it to the backend; the socket contains this many bytes of its hello.
+    /// Forward the client to the backend; the socket contains this many bytes of its hello.
     Forward(usize),
     /// The handshake is complete.
     Secured,

@@ -27,7 +27,7 @@ pub(super) struct Look {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stray {
     pub(super) cpu: u32,
-    /// Bytes that they sent since the last sample.
+    /// Bytes that the lanes sent since the last sample.
     pub(super) sent: u64,
     /// Upper bound of the bytes that the SA carried.
     pub(super) carried: u64,

@@ -1,4 +1,4 @@
-//! QEMU's control socket (docs/interop/qmp-spec.rst): one JSON object a line.
+//! QEMU's control socket (docs/interop/qmp-spec.rst): one JSON object per line.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, ErrorKind, Write};

@@ -99,7 +99,7 @@ impl World<'_> {
         let undisturbed =
             epoch == self.control.epoch && self.control.arrives_by(self.plan).is_some();
         let socket = &self.channels[index].sockets[side];
-        // If it was never connected, there is nothing to reset.
+        // If the socket was never connected, there is nothing to reset.
         if undisturbed && socket.open && socket.over.is_none() {
             self.broken(
                 "abort",

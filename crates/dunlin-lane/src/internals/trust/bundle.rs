@@ -105,7 +105,7 @@ impl ServerCertVerifier for PolicyVerifier {
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        // SNI only selects the server's certificate; the name need not be in it.
+        // SNI only selects the server's certificate, which need not contain the name.
         _server_name: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,

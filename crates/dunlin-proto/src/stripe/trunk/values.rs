@@ -6,7 +6,7 @@ use crate::fault::FaultCode;
 use crate::limits::{DEFAULT_CHANNELS, DEFAULT_PEER_BYTES, MAX_LANES};
 use crate::stripe::Timeouts;
 
-/// Which side of the trunk this is. It determines the numbers of its channels.
+/// The side of a trunk. It determines the numbers of the channels that this side opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The side that dialled the trunk: its channels have even numbers.
