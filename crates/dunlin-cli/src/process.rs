@@ -18,7 +18,7 @@ use crate::text::clean_lines;
 use crate::vm::{Ended, follow};
 
 /// A process that owns a VM or waits for one. Dropping it kills the process; if the parent dies
-/// first, the child ends by itself and removes the scratch directory. A process that neither
+/// first, the child ends on its own and removes the scratch directory. A process that neither
 /// prints nor ends blocks the reader: the processes have their own deadlines.
 pub(crate) struct Process {
     child: Child,
@@ -78,7 +78,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The child may have ended on its own.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

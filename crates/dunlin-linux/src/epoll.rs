@@ -89,8 +89,8 @@ impl Epoll {
         self.add_for(socket, token, wanted | EventFlags::ET)
     }
 
-    /// Removes a socket of which other descriptors are open. The kernel removes a socket by itself
-    /// only when its last descriptor is closed.
+    /// Removes a socket of which other descriptors are open. The kernel removes a socket
+    /// automatically only when its last descriptor is closed.
     ///
     /// # Errors
     /// An error from epoll_ctl(2).

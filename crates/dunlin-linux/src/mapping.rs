@@ -191,9 +191,9 @@ const ALIGN_ATTEMPTS: usize = 4;
 /// page needs an aligned 2 MiB block in this process, and KVM's second-level tables need the same
 /// alignment in this process and in the guest.
 ///
-/// Since 6.7 Linux aligns private memory by itself. Older kernels, and all kernels for memfds, use
-/// the end of the highest gap that fits, without alignment. A placeholder then occupies the end of
-/// that gap down to a multiple of 2 MiB, and the next mapping ends there. (vm-memory neither
+/// Since 6.7 Linux aligns private memory automatically. Older kernels, and all kernels for memfds,
+/// use the end of the highest gap that fits, without alignment. A placeholder then occupies the end
+/// of that gap down to a multiple of 2 MiB, and the next mapping ends there. (vm-memory neither
 /// accepts an address nor adopts an existing mapping.)
 fn aligned(
     map: impl Fn() -> Result<MmapRegion<AtomicBitmap>, MmapRegionError>,
@@ -293,7 +293,7 @@ mod tests {
         assert!(matches!(error, MappingError::HugePages { .. }), "{error}");
     }
 
-    /// The kernel may align private memory by itself, but not memfds.
+    /// The kernel may align private memory automatically, but not memfds.
     #[test]
     fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {

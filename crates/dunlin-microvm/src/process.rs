@@ -166,7 +166,7 @@ impl Shared {
 }
 
 impl Visitor {
-    /// Rejects state that a thread could not have reached by itself (I7).
+    /// Rejects state that a thread could not have reached on its own (I7).
     fn load(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader::new(bytes);
         let (visits, beats) = (reader.u64("visits")?, reader.u64("beats")?);

@@ -222,7 +222,7 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
         let mut sent = vec![0; 5_000_000];
         dunlin_test_support::tunnel::Random::new(1).fill(&mut sent);
         assert!(came == sent);
-        // The other direction is open by itself.
+        // The other direction is open independently of this one.
         let inward = expect(&near, 2, 3_000_000);
         let mut back = vec![0; 3_000_000];
         dunlin_test_support::tunnel::Random::new(2).fill(&mut back);

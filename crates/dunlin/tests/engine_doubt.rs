@@ -97,7 +97,7 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
         assert!(runs(&builder.built.unwrap()));
         let received = ended.pop().unwrap().unwrap();
         // If the destination had not noticed the end, the session was still open and answered
-        // itself. Otherwise an answering thread of its own did.
+        // itself. Otherwise a separate answering thread did.
         assert_eq!(received.answering.is_some(), noticed);
         if let Some(answering) = received.answering {
             let until = Instant::now() + Duration::from_secs(5);

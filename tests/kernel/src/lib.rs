@@ -239,8 +239,8 @@ impl Guest {
         }
     }
 
-    /// Stops the kernel from loading modules by itself until the returned guard is dropped.
-    /// `modprobe` still works.
+    /// Stops the kernel from loading modules automatically until the returned guard is
+    /// dropped. `modprobe` still works.
     #[must_use]
     pub fn without_loader(&self) -> Setting {
         self.set("/proc/sys/kernel/modprobe", "/nowhere")

@@ -1,4 +1,4 @@
-//! Test infrastructure that a machine does not provide by itself.
+//! Test infrastructure that a machine does not provide as such.
 //!
 //! - [`debian`]: kernels, QEMU and other programs from Debian, cached; the machine's own packages
 //!   stay unchanged.

@@ -1,6 +1,6 @@
 //! Detects the kernel's segmentation offload for ESP (`esp4_offload`, `esp6_offload`). An SA checks
 //! for it only when it is added; without it a TCP connection passes one packet for each segment.
-//! The kernel loads the modules by itself only for a network card that seals ESP.
+//! The kernel loads the modules automatically only for a network card that seals ESP.
 
 use std::fs;
 use std::path::Path;

@@ -69,7 +69,7 @@ pub(super) fn write_tsc(
             Err(error) => return Err(refused(error)),
         }
     }
-    // The TSC cannot be offset. That does no harm if the TSC continues by itself, as between two
+    // The TSC cannot be offset. That does no harm if the TSC continues on its own, as between two
     // machines on one host.
     match source.guest_tsc.checked_sub(now) {
         None | Some(0) => Ok(()),

@@ -23,7 +23,7 @@ impl Opening {
     /// Reads the body that follows `prelude`.
     ///
     /// # Errors
-    /// [`DecodeError`], also if the body does not have the announced length.
+    /// [`DecodeError`], including when the body does not have the announced length.
     pub fn decode(prelude: &Prelude, body: &[u8]) -> Result<Self, DecodeError> {
         let mut body = Reader::over_body(body, prelude.body_bytes)?;
         let (versions, reader) = (prelude.versions, &mut body);

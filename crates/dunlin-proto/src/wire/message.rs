@@ -51,8 +51,8 @@ macro_rules! messages {
             /// unknown kind that may be skipped.
             ///
             /// # Errors
-            /// [`DecodeError`](crate::wire::DecodeError), also if the body does not have
-            /// the announced length.
+            /// [`DecodeError`](crate::wire::DecodeError), including when the body does not
+            /// have the announced length.
             pub fn decode(
                 header: &Header,
                 body: &[u8],

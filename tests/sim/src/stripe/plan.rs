@@ -29,7 +29,7 @@ pub struct Strike {
     pub kind: StrikeKind,
     /// When.
     pub at_ns: u64,
-    /// Duration, if it ends by itself.
+    /// Duration, if it ends on its own.
     pub for_ns: u64,
 }
 

@@ -71,7 +71,7 @@ pub fn fuzz_connection(bytes: &[u8]) {
     }
 }
 
-/// Sends arbitrary first bytes in two pieces, then closes. The connection must end by itself and
+/// Sends arbitrary first bytes in two pieces, then closes. The connection must end on its own and
 /// keep within its memory bound; the only possible arrival is a plain lane with exactly the opening
 /// message that was sent.
 fn connect(bytes: &[u8], purpose: Purpose<'_>) {

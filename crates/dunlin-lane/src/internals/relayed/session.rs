@@ -112,7 +112,7 @@ impl Session {
         Ok(opened)
     }
 
-    /// Whether rustls has a message of its own to send, such as a key update. The next
+    /// Whether rustls itself has a message to send, such as a key update. The next
     /// [`Session::seal`] returns it before the content.
     pub fn is_pending(&self) -> bool {
         self.is_pending.load(Ordering::SeqCst)

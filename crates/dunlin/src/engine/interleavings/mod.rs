@@ -3,10 +3,10 @@
 //!
 //! The code under test is the engine's own: [`super::source::work_queue`],
 //! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and `Tune`.
-//! Sockets and guest memory are replaced ([`migration`]). Half of the schedules are
-//! random. The other half give each thread a priority and change it a few times, which
-//! finds errors that need a thread to pause for long. A run ends with a panic at a
-//! deadlock, which includes a lost wake-up.
+//! Sockets and guest memory are replaced ([`migration`]). Half of the schedules are random.
+//! The other half give each thread a priority and change it a few times, which finds errors
+//! that need a thread to pause for a long time. A run ends with a panic at a deadlock,
+//! which includes a lost wake-up.
 //!
 //! Each run prints the number of schedules. A failure prints its seed: `DUNLIN_SEED=…`
 //! repeats it. `DUNLIN_SOAK=1` tries fifty times as many.

@@ -24,7 +24,7 @@ pub trait Disk: Send + Sync {
     /// Syncs: when it returns, the written bytes are on the disk.
     ///
     /// # Errors
-    /// An error from fdatasync(2). The bytes may be on the disk nevertheless.
+    /// An error from fdatasync(2). The bytes may still have reached the disk.
     fn sync(&self, file: &File) -> io::Result<()> {
         file.sync_data()
     }

@@ -146,9 +146,9 @@ impl SessionJournal {
     /// Takes over the session of a dead process.
     ///
     /// # Errors
-    /// [`JournalError::Missing`], also if nothing was ever recorded;
-    /// [`JournalError::Held`] while the process lives;
-    /// [`JournalError::Unreadable`]; [`JournalError::Io`].
+    /// [`JournalError::Missing`], including when nothing was ever recorded;
+    /// [`JournalError::Held`] while the process lives; [`JournalError::Unreadable`];
+    /// [`JournalError::Io`].
     pub fn take(journal: &Journal, session: SessionId, role: Role) -> Result<Self, JournalError> {
         let directory = match &journal.0 {
             Storage::Directory(directory) => directory,

@@ -52,8 +52,8 @@ impl Doubt {
     /// had paused it before the migration; if so, the VM is not resumed.
     ///
     /// # Errors
-    /// [`JournalError::Held`] while the process lives; [`JournalError::Missing`], also if
-    /// nothing was ever recorded; [`JournalError::Unreadable`]; [`JournalError::Io`].
+    /// [`JournalError::Held`] while the process lives; [`JournalError::Missing`], including
+    /// when nothing was ever recorded; [`JournalError::Unreadable`]; [`JournalError::Io`].
     pub fn taken_over(
         journal: &Journal,
         session: SessionId,

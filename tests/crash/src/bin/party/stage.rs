@@ -20,7 +20,7 @@ struct Shared {
 
 impl Stage {
     /// The process will be held at the step `hold`; an empty text means at no step. When
-    /// standard input ends, the test is over and the process ends.
+    /// standard input ends, the test has ended, and so does the process.
     pub(crate) fn new(hold: &str) -> Self {
         let (sender, heard) = channel();
         std::thread::spawn(move || {

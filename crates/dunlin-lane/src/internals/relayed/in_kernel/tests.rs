@@ -4,7 +4,7 @@ use super::super::fuzz::halves_without_kernel;
 use super::*;
 
 /// The record limit. The peer requests a new key when half of the records are used, and this
-/// side renews its key by itself when only the records of one call are left.
+/// side renews its key unprompted when only the records of one call are left.
 const LIMIT: u64 = 64;
 
 /// Returns two sides of a connection.
