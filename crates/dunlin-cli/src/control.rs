@@ -209,7 +209,7 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
 }
 
 /// Suffix of the error for an unexpected answer.
-const UNEXPECTED: &str = "sent an unexpected answer: is it another release?";
+const UNEXPECTED: &str = "sent an unexpected answer: does it run another release?";
 
 /// A request, and the lines of its answer.
 pub(crate) struct Client {

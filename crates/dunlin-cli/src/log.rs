@@ -122,7 +122,7 @@ fn write(line: &str) {
 /// that stalls must not keep a guest paused.
 const STALL_LIMIT: Duration = Duration::from_millis(10);
 
-/// The number of lines lost for that reason since the last written line.
+/// The number of lines lost since the last written line because standard error stalled.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
 /// Whether standard error accepts a line now: pipes and sockets are reported as writable only if

@@ -51,8 +51,8 @@ pub(crate) fn passed() -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// Sends the process's signals as events, and calls `ending` after the first signal to end. A
-/// second such signal exits immediately.
+/// Sends the process's signals as events, and calls `ending` after the first SIGINT or
+/// SIGTERM. A second one ends the process immediately.
 pub(crate) fn wait_for(
     sender: Sender<ServiceEvent>,
     ends: EndSignals,

@@ -150,7 +150,7 @@ fn i7_an_idle_forwarded_client_is_evicted_for_the_next() {
     busy.write_all(b"more").unwrap();
     server.read_exact(&mut [0; 4]).unwrap();
     let mut silent: Vec<_> = (0..3).map(|_| (connect(), serve())).collect();
-    // The next one is refused until the first is past its grace period.
+    // The next client is refused until the first is past its grace period.
     let next = loop {
         let next = connect();
         let from = format!("client {} ", next.local_addr().unwrap());

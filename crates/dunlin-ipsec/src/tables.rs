@@ -230,7 +230,8 @@ impl Tables {
     /// An object is missing; the error names it.
     pub(super) fn verify_installed(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
-        // The policy of a connection has precedence over these, and these apply without it.
+        // Only the policies of the session itself are checked: if a connection's own policy, which
+        // has precedence, is missing, they apply to its packets.
         for policy in record.policies().filter(|one| !one.is_for_connection()) {
             let installed = self.in_place_of(policy)?;
             if installed == Some(policy_of(policy)) {

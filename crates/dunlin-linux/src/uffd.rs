@@ -99,7 +99,7 @@ impl Request for WriteProtect {
 /// The backing of the watched memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Behind {
-    /// Nothing: a private mapping without a file. Untouched pages cost nothing.
+    /// No file: a private, anonymous mapping. Untouched pages cost nothing.
     Anonymous,
     /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with its own
     /// file. The kernel may unmap a page and keep it in the file, so every page must be

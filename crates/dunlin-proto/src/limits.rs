@@ -65,8 +65,8 @@ pub const MAX_STATE_BYTES: usize = 32 * 1024 * 1024;
 /// chunk of single scattered raw pages ends at 256 ranges.
 pub const MAX_RANGES_PER_CHUNK: usize = 448;
 
-/// Bytes of a chunk's header with its ranges: part of one TLS record. Its
-/// plaintext is at most 16 384 bytes (RFC 8446 section 5.1).
+/// Bytes of a chunk's header with its ranges. They are part of one TLS record, and a
+/// record's plaintext is at most 16 384 bytes (RFC 8446 section 5.1).
 pub const MAX_CHUNK_HEADER_BYTES: usize = 12 * 1024;
 
 /// Payload bytes of one chunk.
@@ -310,7 +310,7 @@ const _: () = assert!(MAX_ACK_SETS <= u16::MAX as usize);
 const _: () = assert!(MAX_NAME_BYTES <= u16::MAX as usize);
 const _: () = assert!(MAX_ENDPOINT_BYTES <= u16::MAX as usize);
 const _: () = assert!(MAX_TEXT_BYTES <= u16::MAX as usize);
-// The tunnel: the largest open, credits and acknowledgements fit a body.
+// The tunnel's largest messages (open, credits, acknowledgements, reset) each fit a body.
 const _: () = assert!(
     64 + 2 * MAX_NAME_BYTES + MAX_CHANNELS * 12 <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES
 );
@@ -319,7 +319,8 @@ const _: () = assert!(2 + MAX_LANES as usize * 10 <= MAX_TUNNEL_BODY_BYTES - EXT
 const _: () = assert!(16 + MAX_TEXT_BYTES <= MAX_TUNNEL_BODY_BYTES - EXTENSION_ROOM_BYTES);
 const _: () = assert!(MAX_CHANNELS <= u16::MAX as usize);
 const _: () = assert!(MAX_CREDITS <= u16::MAX as usize);
-// Every channel can have the smallest window and one the default window (I8).
+// The memory of a peer suffices for the smallest window of every channel and the default window of
+// one (I8).
 const _: () = assert!(
     DEFAULT_CHANNELS as u64 * LEAST_WINDOW_BYTES + DEFAULT_WINDOW_BYTES <= DEFAULT_PEER_BYTES
 );

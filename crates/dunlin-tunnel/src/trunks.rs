@@ -38,8 +38,9 @@ use dunlin_lane::security::{acceptor, dialer};
 /// Connections that may wait while their trunk is dialled: as many as one hypervisor with the
 /// maximum number of channels has.
 const WAITING: usize = 512;
-/// Trunks with one peer: one per set of allowed identities on the other side, in either direction,
-/// and trunks that have lost their peer but not detected that yet.
+/// The maximum number of trunks with one peer. A peer needs one for each set of allowed
+/// identities, in either direction. Trunks that have lost the peer but have not detected that yet
+/// count too.
 const OF_ONE_PEER: usize = 8;
 
 pub(super) struct Trunks {

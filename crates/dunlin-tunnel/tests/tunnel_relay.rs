@@ -600,7 +600,7 @@ fn a_reload_changes_the_peers_of_a_port_and_no_channel() {
     far.read_exact(&mut [0]).unwrap();
 }
 
-/// A client is checked against the configuration at the end of its handshake.
+/// A client is checked against the configuration that is current when its handshake ends.
 #[test]
 fn i6_a_reload_during_a_handshake_admits_no_peer_that_is_no_longer_allowed() {
     let authority = Authority::new();

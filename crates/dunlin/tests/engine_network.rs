@@ -143,7 +143,7 @@ fn i4_a_lane_that_is_cut_costs_what_it_had_under_way_and_no_more() {
         vm.start(64, Duration::from_micros(100));
         let to = proxy.address.to_string();
         let report = thread::scope(|scope| {
-            // Slow enough for every lane to get a chunk of the first pass.
+            // The rate is low enough that every lane gets a chunk of the first pass.
             let options = verified(lanes)
                 .to_builder()
                 .rate(Some(50 << 20))

@@ -313,7 +313,8 @@ pub fn connect(guest: &Guest) {
         ));
         ip(&format!("-n {host} link set link-{host} up"));
     }
-    // A link that the kernel reports as up later would have the same effect.
+    // A link that the kernel reports as up only later would also make connections look up their
+    // route again.
     for (host, _) in HOSTS {
         until("the link is up", || {
             let link = format!("link-{host}");

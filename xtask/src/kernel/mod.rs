@@ -238,7 +238,7 @@ pub struct Boot {
     pub outcomes: Vec<Outcome>,
     /// Names of the tests that did not start.
     pub rest: Vec<String>,
-    /// Contains the console log, and a folder for each test that left files.
+    /// The folder with the console log, and with a folder for each test that left files.
     pub folder: PathBuf,
 }
 

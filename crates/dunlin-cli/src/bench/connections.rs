@@ -74,7 +74,7 @@ impl Connections {
                     .with("dirty_rate", 0)
                     .figure("gib_per_s", gib_per_s)
                     .figure("cpu_s_per_gib", spent.cpu_s / gibibytes)
-                    // Near 1 all CPUs are busy, and more lanes do not help.
+                    // If this figure is near 1, all CPUs are busy, and more lanes do not help.
                     .figure("cpu_busy", spent.cpu_s / (spent.wall_s * cpus as f64))
                     .figure("one_lane_ratio", gib_per_s / one_lane)
                     .figure(

@@ -128,7 +128,7 @@ impl Resolve {
         let (vm, why) = match answered {
             Line::Answered { vm, text } => (&**vm, text),
             Line::Failed(failed) => bail!("{}", clean(&failed.text)),
-            _ => bail!("unexpected answer from the VM's process: is it another release?"),
+            _ => bail!("unexpected answer from the VM's process: does it run another release?"),
         };
         let name = clean(&record.vm_name);
         let settled = match (vm, entry.lives) {

@@ -46,7 +46,7 @@ fn running(hosts: &Hosts, command: std::process::Command, control: &str) -> Proc
     process
 }
 
-/// Migrates from a to b to the end.
+/// Migrates from a to b, and waits for the end.
 fn migrate(hosts: &Hosts, from: &Process, to: &Process, flags: &str) -> Done {
     finish(hosts.migrate(from, to, "a", &format!("--json --peer b.test {flags}")))
 }

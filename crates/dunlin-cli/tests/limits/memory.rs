@@ -112,7 +112,7 @@ fn i2_a_destination_that_the_kernel_kills_for_lack_of_memory_leaves_the_vm_at_th
     assert_eq!(destination.code(), -1, "the destination was not killed");
     hosts.assert_runs(&source);
     assert_at_source(&line, "control-lost", "peer");
-    // The error contains a hint at the cause, which the source cannot see.
+    // The error only hints at the cause, because the source cannot see it.
     assert_says(&text(&line), &["killed it for lack of memory"]);
     // The VM can still migrate.
     let destination = hosts.receive("b", "3", "");

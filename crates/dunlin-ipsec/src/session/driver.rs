@@ -294,7 +294,7 @@ impl Driver {
         let spi = || Ok::<_, IpsecError>(u32::from_le_bytes(random()?).max(LEAST_SPI));
         let grants = slots.iter().map(|slot| Ok(slot.granted(spi()?)));
         let mut grants = grants.collect::<Result<Vec<_>, IpsecError>>()?;
-        // Install all of them in one call, because each call waits for the disk.
+        // Install all SAs in one call, because each call waits for the disk.
         let coming = parameters.inbound(epoch, &grants);
         let coming = coming.iter().filter_map(Step::added).copied();
         let record = &mut self.blocked()?.record;

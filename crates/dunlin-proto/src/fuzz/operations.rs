@@ -11,7 +11,7 @@ use crate::marks::Marks;
 use crate::pace::{BURST_NS, Pace};
 use crate::precopy::{AtTimeLimit, Decision, Goals, Pass, Precopy, THROTTLE_LAST};
 
-/// A bitmap against a set of page numbers.
+/// Compares a bitmap with a set of page numbers.
 pub fn fuzz_bitmap(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let pages = choices.below(300);

@@ -102,7 +102,7 @@ impl Pool {
         self.used = (self.used + beyond(now)).saturating_sub(beyond(before));
     }
 
-    /// The largest grant for a channel that is granted `now`.
+    /// The most that may be granted to a channel that has a grant of `now` bytes.
     pub(super) fn most(&self, now: u64) -> u64 {
         LEAST_WINDOW_BYTES + beyond(now) + self.room.saturating_sub(self.used)
     }

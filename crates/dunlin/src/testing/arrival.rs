@@ -82,7 +82,8 @@ fn check_refusal(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<(), Violati
     Ok(())
 }
 
-/// Pauses the source, and builds the VM at the destination up to the point of no return.
+/// Pauses the source, and brings the VM at the destination as far as the point of no
+/// return.
 fn arrive(vmm: &mut dyn Vmm, source: &dyn SourceVm, effort: &Effort) -> Result<Built, Violation> {
     let moment = Moment::of(source, effort)?;
     source

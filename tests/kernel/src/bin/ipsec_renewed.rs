@@ -187,7 +187,7 @@ impl Load {
     }
 }
 
-/// Ends the load when the test ends, also by a panic.
+/// Ends the load when the test ends, even by a panic.
 struct Ending<'a>(&'a Load, &'a [(TcpStream, TcpStream)]);
 
 impl Drop for Ending<'_> {

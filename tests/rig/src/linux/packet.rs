@@ -42,8 +42,8 @@ impl Packets {
         }
         let all = (libc::ETH_P_ALL as u16).to_be();
         let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-        // SAFETY: socket(2) takes no pointers. With protocol 0 it receives nothing until it is
-        // bound.
+        // SAFETY: socket(2) takes no pointers. With protocol 0 the socket receives nothing until it
+        // is bound.
         let descriptor = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
         if descriptor < 0 {
             return Err(io::Error::last_os_error());

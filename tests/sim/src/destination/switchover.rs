@@ -92,7 +92,7 @@ impl World<'_> {
                     On::RecordFailed
                 }
             }
-            // One of the three operations fails if the plan says so.
+            // Each of the three operations fails if the plan contains that failure.
             Doing::Loads if self.vmm_fails(0) => On::Failed,
             Doing::Acquires if self.vmm_fails(1) => On::Failed,
             Doing::Resumes if self.vmm_fails(2) => {

@@ -72,7 +72,7 @@ pub fn fuzz_connection(bytes: &[u8]) {
 }
 
 /// Sends arbitrary first bytes in two pieces, then closes. The connection must end on its own and
-/// keep within its memory bound; the only possible arrival is a plain lane with exactly the opening
+/// stay within its memory bound; the only possible arrival is a plain lane with exactly the opening
 /// message that was sent.
 fn connect(bytes: &[u8], purpose: Purpose<'_>) {
     let (mut near, far) = crate::fuzz::pair();

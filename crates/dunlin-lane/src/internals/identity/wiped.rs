@@ -34,7 +34,7 @@ fn found(digits: &str) -> usize {
         let (mut at, end) = (number(start), number(end));
         while rest.starts_with("rw") && at + length as u64 <= end {
             let bytes = (end - at).min(part.len() as u64) as usize;
-            // Another thread may have unmapped it in the meantime.
+            // Another thread may have unmapped this memory in the meantime.
             if memory.read_exact_at(&mut part[..bytes], at).is_err() {
                 break;
             }

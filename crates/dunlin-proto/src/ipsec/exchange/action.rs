@@ -40,7 +40,7 @@ pub enum Action {
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether their senders have ended, instead of switching to another SA.
+        /// Whether the SAs' senders have ended, instead of switching to another SA.
         over: bool,
     },
     /// Remove these SAs soon: packets of the peer may still be in flight.

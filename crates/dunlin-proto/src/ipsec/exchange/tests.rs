@@ -344,7 +344,8 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
-/// The peer may therefore remove the SAs immediately, whichever side is faster.
+/// Nothing is sent with SAs that the peer may retire, so the peer may remove them
+/// immediately, whichever side is faster.
 #[test]
 fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
     for first in 0..4 {

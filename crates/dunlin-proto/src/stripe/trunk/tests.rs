@@ -265,7 +265,7 @@ fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
     }
     let granted = pair.sides[1].channels[&channel].inn.granted();
     assert!((12 << 20..=DEFAULT_WINDOW).contains(&granted), "{granted}");
-    // A lower rate: nothing over the minimum is granted again.
+    // At a lower rate, only the minimum is granted.
     for _ in 0..200 {
         pair.now_ns += 20 * MS;
         let data = pair.reads(0, 1, 100_000, true).unwrap();

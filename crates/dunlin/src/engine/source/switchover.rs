@@ -104,7 +104,7 @@ impl<'a> Switchover<'a> {
     /// Pauses the guest and sends everything that is left, up to *final*.
     fn pause_and_finish(&mut self) -> Result<Sent, Fault> {
         let session = &mut self.transfer.session;
-        // The owner may have paused or resumed it since it was described.
+        // The owner may have paused or resumed the VM since it was described.
         session.paused_by_owner = session.vm.run_state() == RunState::Paused;
         let paused = Instant::now();
         info_span!("pause")
