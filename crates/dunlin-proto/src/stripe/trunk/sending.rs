@@ -148,10 +148,4 @@ impl<T: Clone> Trunk<T> {
         let carried = self.lanes.carry(lane, data, token, now_ns);
         carried.then_some(data)
     }
-
-    /// Whether one more read keeps the unacknowledged bytes within their limit (I8).
-    pub(super) fn may_read(&self) -> bool {
-        let reading = (self.reading + 1) * u64::from(MAX_STRIPE_CHUNK_BYTES);
-        self.lanes.held_bytes() + reading <= self.config.bytes
-    }
 }
