@@ -204,7 +204,8 @@ impl<'a> Bench<'a> {
         }
         let there = SocketAddr::new(link.address(&destination, Family::V4), 7400);
         let size = format!("{}M", self.options.size);
-        touch_physical_memory(2 * u64::from(self.options.size) << 20)?;
+        // Twice the guest's memory.
+        touch_physical_memory(u64::from(self.options.size) << 21)?;
         let mut receive = self.vm(&destination, "destination", "receive");
         receive
             .args(["--listen", &there.to_string(), "--peer", "source.bench"])

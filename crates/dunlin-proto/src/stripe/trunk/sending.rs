@@ -2,7 +2,6 @@
 
 use super::{Trunk, Turn};
 use crate::lanes::KeyUsage;
-use crate::limits::MAX_STRIPE_CHUNK_BYTES;
 use crate::stripe::frame::Data;
 
 /// The next task of a lane's thread.
@@ -20,7 +19,7 @@ pub enum Work<T> {
     Read {
         /// The channel.
         channel: u32,
-        /// Bytes, at least one and at most [`MAX_STRIPE_CHUNK_BYTES`].
+        /// Bytes, at least one and at most [`crate::limits::MAX_STRIPE_CHUNK_BYTES`].
         most: u32,
     },
     /// Send the end, with this number of frames, and close the lane.
