@@ -84,12 +84,9 @@ fn copy(mut from: TcpStream, mut to: TcpStream, held_ms: &AtomicU64, waits: bool
     let mut buffer = [0; 65536];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
         let read = Instant::now();
-        while waits {
-            match held_ms.load(Ordering::SeqCst) {
-                CUT => break,
-                held if read.elapsed() >= Duration::from_millis(held) => break,
-                _ => std::thread::sleep(Duration::from_millis(1)),
-            }
+        let is_held = |held| held != CUT && read.elapsed() < Duration::from_millis(held);
+        while waits && is_held(held_ms.load(Ordering::SeqCst)) {
+            std::thread::sleep(Duration::from_millis(1));
         }
         if held_ms.load(Ordering::SeqCst) == CUT {
             break;
