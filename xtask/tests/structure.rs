@@ -14,7 +14,8 @@ use serde_json::Value;
 use syn::buffer::{Cursor, TokenBuffer};
 use syn::visit::{self, Visit};
 use syn::{
-    Attribute, Fields, Ident, ImplItemFn, Item, ItemMod, ItemUse, Macro, Meta, UseTree, Visibility,
+    Attribute, Expr, ExprMethodCall, Fields, Ident, ImplItem, ImplItemFn, Item, ItemImpl, ItemMod,
+    ItemUse, Macro, Meta, Type, UseTree, Visibility,
 };
 
 /// Each crate, and the crates of this workspace that it may depend on.
@@ -276,6 +277,30 @@ impl Sources {
         }
     }
 
+    /// The files that define a type of this name.
+    fn homes(&self, from: &[String], of: &Named) -> BTreeSet<Vec<String>> {
+        let mut homes = self.definitions(from, of);
+        if homes.is_empty() && of.segments.len() == 1 {
+            homes.insert(from.to_vec());
+        }
+        homes
+    }
+
+    /// The files that define each method and associated function, by the file and the name of its
+    /// type.
+    fn methods(&self) -> BTreeMap<(Vec<String>, String, String), BTreeSet<Vec<String>>> {
+        let mut methods = BTreeMap::<_, BTreeSet<_>>::new();
+        for (file, source) in &self.files {
+            for (of, method) in &source.methods {
+                for home in self.homes(file, of) {
+                    let key = (home, of.last(), method.clone());
+                    methods.entry(key).or_default().insert(file.clone());
+                }
+            }
+        }
+        methods
+    }
+
     /// The files that the file `from` uses, each with the paths by which `from` names it.
     fn used_by(&self, from: &[String], reexports: bool) -> Uses {
         let file = &self.files[from];
@@ -292,10 +317,24 @@ impl Sources {
     }
 
     fn uses(&self, reexports: bool) -> BTreeMap<Vec<String>, Uses> {
-        let files = self.files.keys();
-        files
-            .map(|file| (file.clone(), self.used_by(file, reexports)))
-            .collect()
+        let methods = self.methods();
+        let mut all = BTreeMap::new();
+        for (from, source) in &self.files {
+            let mut uses = self.used_by(from, reexports);
+            for (of, method) in &source.calls {
+                for home in self.homes(from, of) {
+                    let key = (home, of.last(), method.clone());
+                    for to in methods.get(&key).into_iter().flatten() {
+                        if to != from {
+                            let call = format!("{}::{method}", of.last());
+                            uses.entry(to.clone()).or_default().insert(call);
+                        }
+                    }
+                }
+            }
+            all.insert(from.clone(), uses);
+        }
+        all
     }
 }
 
@@ -324,6 +363,13 @@ struct Named {
     whole: bool,
 }
 
+impl Named {
+    /// The path's last name.
+    fn last(&self) -> String {
+        self.segments.last().cloned().unwrap_or_default()
+    }
+}
+
 /// What a file defines, imports and uses.
 #[derive(Default)]
 struct Source {
@@ -334,6 +380,12 @@ struct Source {
     /// Every path in its code, and every import that is not a re-export.
     used: Vec<Named>,
     reexported: Vec<Named>,
+    /// Methods and associated functions that it defines, each with its type.
+    methods: Vec<(Named, String)>,
+    /// Calls `self.method()`, `Self::function()` and `Type::function()`, each with the type.
+    calls: Vec<(Named, String)>,
+    /// The type of the `impl` block that is being read.
+    implemented: Option<Named>,
     inline: usize,
 }
 
@@ -478,9 +530,45 @@ impl<'ast> Visit<'ast> for Source {
         self.import(&import.tree, &mut Vec::new(), public);
     }
 
+    fn visit_item_impl(&mut self, block: &'ast ItemImpl) {
+        let outer = self.implemented.take();
+        if let Type::Path(path) = &*block.self_ty {
+            let of = self.named(names(&path.path), false);
+            if block.trait_.is_none() {
+                let functions = block.items.iter().filter_map(|item| match item {
+                    ImplItem::Fn(function) if !is_for_tests(&function.attrs) => Some(function),
+                    _ => None,
+                });
+                let names = functions.map(|function| (of.clone(), function.sig.ident.to_string()));
+                self.methods.extend(names);
+            }
+            self.implemented = Some(of);
+        }
+        visit::visit_item_impl(self, block);
+        self.implemented = outer;
+    }
+
+    fn visit_expr_method_call(&mut self, call: &'ast ExprMethodCall) {
+        if let Expr::Path(receiver) = &*call.receiver
+            && receiver.path.is_ident("self")
+            && let Some(of) = &self.implemented
+        {
+            self.calls.push((of.clone(), call.method.to_string()));
+        }
+        visit::visit_expr_method_call(self, call);
+    }
+
     fn visit_path(&mut self, path: &'ast syn::Path) {
-        let segments = path.segments.iter();
-        self.path(segments.map(|one| one.ident.to_string()).collect());
+        let mut segments = names(path);
+        self.path(segments.clone());
+        if let Some(function) = segments.pop() {
+            let of = match segments.as_slice() {
+                [one] if one == "Self" => self.implemented.clone(),
+                [] => None,
+                _ => Some(self.named(segments, false)),
+            };
+            self.calls.extend(of.map(|of| (of, function)));
+        }
         visit::visit_path(self, path);
     }
 
@@ -497,6 +585,11 @@ impl<'ast> Visit<'ast> for Source {
 
     // Visibilities name modules too: `pub(in crate::engine)`.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
+}
+
+fn names(path: &syn::Path) -> Vec<String> {
+    let segments = path.segments.iter();
+    segments.map(|one| one.ident.to_string()).collect()
 }
 
 /// The strongly connected components of two or more files, by Tarjan's algorithm.
@@ -562,14 +655,21 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 /// modules directly below it. The first pass has shown that the module uses none of their items, so
 /// it only re-exports them.
 ///
-/// This test does not see methods and associated items of a type in another file, because syn does
-/// not resolve types, and `macro_rules!` macros that are used without a path.
+/// A call of a method on `self` counts for the file that defines the method, which need not be that of
+/// the type.
+///
+/// Not seen: methods that are called on other values, as syn resolves no types, and macros by
+/// `macro_rules!` that are used without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
     // An import by an absolute path counts.
     let lane = Sources::of("dunlin-lane").uses(false);
     let file = |path: &str| path.split("::").map(str::to_owned).collect::<Vec<_>>();
     assert!(lane[&file("internals::handshake::relay")].contains_key(&file("internals::policy")));
+    // A method that another file adds to the type counts.
+    let proto = Sources::of("dunlin-proto").uses(false);
+    let (sending, trunk) = (file("stripe::trunk::sending"), file("stripe::trunk"));
+    assert!(proto[&sending][&trunk].contains("Trunk::is_over"));
     let mut report = Vec::new();
     for (package, _) in LAYERS {
         let sources = Sources::of(package);

@@ -267,12 +267,17 @@ impl Doubt {
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
-        // Wait for longer than reading the journal takes.
+        // The source waits for *ready* before it commits, so do not hold the answers longer yet.
+        let held = Duration::from_secs(3);
         match recorded {
-            Recorded::Running => proxy.hold(Duration::from_secs(30)),
-            _ => proxy.hold_messages(Duration::from_secs(3)),
+            Recorded::Running => proxy.hold(held),
+            _ => proxy.hold_messages(held),
         }
         client.wait_for("committing");
+        if let Recorded::Running = recorded {
+            // Longer than reading the journal takes.
+            proxy.hold(Duration::from_secs(30));
+        }
         let phase = match recorded {
             Recorded::Prepared => "prepared",
             Recorded::Aborted => "aborted",

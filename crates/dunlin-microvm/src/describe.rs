@@ -13,7 +13,7 @@ use thiserror::Error;
 
 use crate::config::{Config, ConfigError, Fill, GuestKind, NAME_LIMIT_BYTES, Workload};
 use crate::cpuid::Table;
-use crate::wire::{DecodeError, Reader, Writer, bad_value, optional_u64};
+use crate::wire::{DecodeError, Reader, Writer, bad_value, optional_u64, put_optional_u64};
 
 /// The first field of every description: the kind of guest and the layout of the rest.
 /// A reader stops at an unknown value.
@@ -149,14 +149,18 @@ impl VmDescription {
     /// table. A process guest has no TSC rate and no CPUID table.
     pub fn encode(&self) -> Vec<u8> {
         let config = &self.config;
-        let mut writer = Writer::default();
+        // `Config::validate` limits the name.
+        let name = config.name.as_bytes();
+        let mut bytes = Vec::new();
+        let mut writer = Writer::new(&mut bytes);
         writer
             .u16(match config.guest {
                 GuestKind::Kvm => KVM,
                 GuestKind::Process => PROCESS,
             })
-            .text(&config.name)
-            .raw(&config.uuid)
+            .u16(name.len() as u16)
+            .bytes(name)
+            .bytes(&config.uuid)
             .u64(config.memory_bytes)
             .u8(config.vcpus)
             .u8(match config.backing {
@@ -164,25 +168,22 @@ impl VmDescription {
                 Backing::Memfd => 1,
                 Backing::Huge => 2,
             })
-            .u8(config.fill as u8)
-            .optional_u64(config.fill_bytes);
+            .u8(config.fill as u8);
+        put_optional_u64(&mut writer, config.fill_bytes);
         let (workload, share) = match config.workload {
             Workload::Idle => (0, 0),
             Workload::Sequential => (1, 0),
             Workload::Random => (2, 0),
             Workload::HotSet { share_percent } => (3, share_percent),
         };
-        writer
-            .u8(workload)
-            .u8(share)
-            .optional_u64(config.working_set_bytes)
-            .u64(config.dirty_rate)
-            .u64(config.seed)
-            .optional_u64(config.power_off_after);
+        writer.u8(workload).u8(share);
+        put_optional_u64(&mut writer, config.working_set_bytes);
+        writer.u64(config.dirty_rate).u64(config.seed);
+        put_optional_u64(&mut writer, config.power_off_after);
         if config.guest == GuestKind::Kvm {
             self.cpuid.encode(writer.u32(self.tsc_khz));
         }
-        writer.finish()
+        bytes
     }
 
     /// Decodes the result of [`VmDescription::encode`].

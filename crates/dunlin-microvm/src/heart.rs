@@ -60,11 +60,11 @@ impl Moment {
         }
     }
 
-    pub(crate) fn encode(&self, writer: &mut Writer) {
+    pub(crate) fn encode(&self, writer: &mut Writer<'_>) {
         writer
             .u64(self.monotonic_ns)
             .u64(self.realtime_ns)
-            .raw(&self.boot_id);
+            .bytes(&self.boot_id);
     }
 
     pub(crate) fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
@@ -190,7 +190,8 @@ impl Heart {
 
     pub(crate) fn encode(&self) -> Vec<u8> {
         let beats = lock(&self.beats);
-        let mut writer = Writer::default();
+        let mut bytes = Vec::new();
+        let mut writer = Writer::new(&mut bytes);
         writer.u64(beats.largest_gap.as_nanos() as u64);
         // A machine that arrives and leaves again without a beat passes on the beat of the first
         // source.
@@ -201,7 +202,7 @@ impl Heart {
                 writer.u64(beat.guest_tsc)
             }
         };
-        writer.finish()
+        bytes
     }
 
     /// Loads a source's heart.

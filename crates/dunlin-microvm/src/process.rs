@@ -133,15 +133,16 @@ impl Shared {
         ];
         for (instance, visitor) in (0..).zip(&self.visitors) {
             let progress = *lock(&visitor.progress);
-            let mut bytes = Writer::default();
-            bytes
+            let mut bytes = Vec::new();
+            let mut writer = Writer::new(&mut bytes);
+            writer
                 .u64(visitor.visits.load(Ordering::Relaxed))
                 .u64(visitor.beats.load(Ordering::Relaxed))
                 .u64(progress.share_sum);
             for walk in progress.sets {
-                bytes.u64(walk.cursor).u64(walk.left).u64(walk.pass);
+                writer.u64(walk.cursor).u64(walk.left).u64(walk.pass);
             }
-            sections.push(state::section(VISITOR, instance, bytes.finish()));
+            sections.push(state::section(VISITOR, instance, bytes));
         }
         sections
     }

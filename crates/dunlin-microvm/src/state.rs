@@ -129,9 +129,9 @@ impl Parts<'_> {
         let clock = machine
             .read_state(MachineState::CLOCK)
             .map_err(kvm(CLOCK, 0))?;
-        let mut writer = Writer::default();
-        Moment::now().encode(&mut writer);
-        put(CLOCK, 0, writer.raw(&clock).finish());
+        let mut bytes = Vec::new();
+        Moment::now().encode(&mut Writer::new(&mut bytes));
+        put(CLOCK, 0, [bytes, clock].concat());
         for (name, state) in MACHINE_SECTIONS {
             put(name, 0, machine.read_state(state).map_err(kvm(name, 0))?);
         }
@@ -218,10 +218,9 @@ impl Parts<'_> {
 
 impl Own {
     pub(crate) fn encode(self) -> Vec<u8> {
-        Writer::default()
-            .u8(self.throttle_percent)
-            .u64(self.power_off_at)
-            .finish()
+        let mut bytes = vec![self.throttle_percent];
+        bytes.extend(self.power_off_at.to_le_bytes());
+        bytes
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {

@@ -1,8 +1,8 @@
 //! Encoding of descriptions and sections. Data from another host is decoded with
 //! [`Reader`], which checks every length before use (I7).
 
-pub(crate) use dunlin_proto::wire::Reader;
 pub use dunlin_proto::wire::{DecodeError, DecodeReason};
+pub(crate) use dunlin_proto::wire::{Reader, Writer};
 
 /// The error for an invalid value of the field just read.
 pub(crate) fn bad_value(reader: &Reader<'_>, what: &'static str, value: u64) -> DecodeError {
@@ -13,7 +13,7 @@ pub(crate) fn bad_value(reader: &Reader<'_>, what: &'static str, value: u64) -> 
     }
 }
 
-/// Reads the result of [`Writer::optional_u64`].
+/// Reads the result of [`put_optional_u64`].
 pub(crate) fn optional_u64(
     reader: &mut Reader<'_>,
     what: &'static str,
@@ -25,51 +25,9 @@ pub(crate) fn optional_u64(
     }
 }
 
-/// Consecutive little-endian fields.
-#[derive(Debug, Default)]
-pub(crate) struct Writer(Vec<u8>);
-
-impl Writer {
-    pub(crate) fn u8(&mut self, value: u8) -> &mut Self {
-        self.raw(&[value])
-    }
-
-    pub(crate) fn u16(&mut self, value: u16) -> &mut Self {
-        self.raw(&value.to_le_bytes())
-    }
-
-    pub(crate) fn u32(&mut self, value: u32) -> &mut Self {
-        self.raw(&value.to_le_bytes())
-    }
-
-    pub(crate) fn u64(&mut self, value: u64) -> &mut Self {
-        self.raw(&value.to_le_bytes())
-    }
-
-    /// A presence byte, and the value or zero.
-    pub(crate) fn optional_u64(&mut self, value: Option<u64>) -> &mut Self {
-        self.u8(value.is_some().into()).u64(value.unwrap_or(0))
-    }
-
-    /// Bytes of a length known to the reader.
-    pub(crate) fn raw(&mut self, bytes: &[u8]) -> &mut Self {
-        self.0.extend_from_slice(bytes);
-        self
-    }
-
-    /// Appends a two-byte length and the text; truncates a text that is too long.
-    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
-        let mut end = text.len().min(usize::from(u16::MAX));
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        let bytes = &text.as_bytes()[..end];
-        self.u16(bytes.len() as u16).raw(bytes)
-    }
-
-    pub(crate) fn finish(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.0)
-    }
+/// Appends a presence byte, and the value or zero.
+pub(crate) fn put_optional_u64(writer: &mut Writer<'_>, value: Option<u64>) {
+    writer.flag(value.is_some()).u64(value.unwrap_or(0));
 }
 
 #[cfg(test)]
@@ -79,7 +37,8 @@ mod tests {
 
     #[test]
     fn i7_a_truncated_field_is_named() {
-        let bytes = Writer::default().u32(5).text("name").finish();
+        let mut bytes = Vec::new();
+        Writer::new(&mut bytes).u32(5).u16(4).bytes(b"name");
         for length in 0..bytes.len() {
             let mut reader = Reader::new(&bytes[..length]);
             let result = reader

@@ -25,6 +25,9 @@ mod start;
 pub use error::{DecodeError, DecodeReason, EncodeError};
 pub(crate) use start::Start;
 
+/// The result of appending a field or a message.
+pub(crate) type Encoded = Result<(), EncodeError>;
+
 /// Converts a length without loss: on every target of Rust a `usize` has at most 64 bits.
 pub(crate) const fn wide(length: usize) -> u64 {
     length as u64
@@ -319,6 +322,11 @@ pub struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
+    /// Appends to `out`.
+    pub fn new(out: &'a mut Vec<u8>) -> Self {
+        Self { out }
+    }
+
     /// Lets `write` append to `out`; after an error `out` is unchanged.
     ///
     /// # Errors
@@ -328,7 +336,7 @@ impl<'a> Writer<'a> {
         write: impl FnOnce(&mut Writer<'_>) -> Result<T, EncodeError>,
     ) -> Result<T, EncodeError> {
         let before = out.len();
-        let result = write(&mut Writer { out });
+        let result = write(&mut Writer::new(out));
         if result.is_err() {
             out.truncate(before);
         }
@@ -341,33 +349,34 @@ impl<'a> Writer<'a> {
     }
 
     /// These bytes as they are.
-    pub fn bytes(&mut self, bytes: &[u8]) {
+    pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.out.extend_from_slice(bytes);
+        self
     }
 
     /// One byte.
-    pub fn u8(&mut self, value: u8) {
-        self.out.push(value);
+    pub fn u8(&mut self, value: u8) -> &mut Self {
+        self.bytes(&[value])
     }
 
     /// Two bytes, little-endian.
-    pub fn u16(&mut self, value: u16) {
-        self.bytes(&value.to_le_bytes());
+    pub fn u16(&mut self, value: u16) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
     }
 
     /// Four bytes, little-endian.
-    pub fn u32(&mut self, value: u32) {
-        self.bytes(&value.to_le_bytes());
+    pub fn u32(&mut self, value: u32) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
     }
 
     /// Eight bytes, little-endian.
-    pub fn u64(&mut self, value: u64) {
-        self.bytes(&value.to_le_bytes());
+    pub fn u64(&mut self, value: u64) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
     }
 
     /// One byte, 0 or 1.
-    pub fn flag(&mut self, value: bool) {
-        self.u8(u8::from(value));
+    pub fn flag(&mut self, value: bool) -> &mut Self {
+        self.u8(u8::from(value))
     }
 
     /// Appends a 32-bit length and opaque bytes.
@@ -381,8 +390,7 @@ impl<'a> Writer<'a> {
         limit: usize,
     ) -> Result<(), EncodeError> {
         let length = bounded(what, bytes.len(), limit)?;
-        self.u32(length);
-        self.bytes(bytes);
+        self.u32(length).bytes(bytes);
         Ok(())
     }
 
@@ -397,8 +405,7 @@ impl<'a> Writer<'a> {
         limit: usize,
     ) -> Result<(), EncodeError> {
         let length = bounded(what, text.len(), limit)?;
-        self.u16(length);
-        self.bytes(text.as_bytes());
+        self.u16(length).bytes(text.as_bytes());
         Ok(())
     }
 
@@ -422,8 +429,7 @@ impl<'a> Writer<'a> {
     /// # Errors
     /// [`EncodeError::OverLimit`] if the value's length does not fit.
     pub fn field(&mut self, tag: u16, required: bool, value: &[u8]) -> Result<(), EncodeError> {
-        self.u16(tag);
-        self.u16(if required { FIELD_REQUIRED } else { 0 });
+        self.u16(tag).u16(if required { FIELD_REQUIRED } else { 0 });
         self.blob(
             "extension field",
             value,

@@ -3,11 +3,13 @@
 //! - [`tunnel`]: throughput and latency of the tunnel, stunnel, OpenSSH and a proxy in Go, of their
 //!   floor, and of a direct connection.
 //! - [`whole`]: whole migrations, with Dunlin, QEMU and Cloud Hypervisor.
+//! - [`long_line`]: migrations over a line with a long round trip.
 
 mod cloud_hypervisor;
 mod ends;
 mod forward;
 mod load;
+pub mod long_line;
 mod migration;
 mod pair;
 mod program;
@@ -30,6 +32,9 @@ pub enum Bench {
     /// Compares whole migrations into new memory: Dunlin, its floor, and QEMU with and without TLS;
     /// also Cloud Hypervisor, if `CLOUD_HYPERVISOR` names its binary.
     Whole(whole::WholeOptions),
+    /// Measures migrations over a line with a long round trip, with two settings of the kernel's
+    /// socket buffers. Needs root.
+    LongLine(long_line::LongLineOptions),
     /// Runs one end of the floor or of the unencrypted pipeline; `bench tunnel` starts it.
     #[command(hide = true)]
     Forward(forward::ForwardOptions),
@@ -43,6 +48,7 @@ pub fn command(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Tunnel(options) => tunnel::run(options)?,
         Bench::Whole(options) => whole::run(options)?,
+        Bench::LongLine(options) => long_line::run(options)?,
         Bench::Forward(options) => forward::run(options)?,
     }
     Ok(ExitCode::SUCCESS)

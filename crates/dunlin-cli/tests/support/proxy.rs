@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A proxy in front of a destination. It can delay and drop the messages to the destination and
 /// its answers.
@@ -48,22 +48,22 @@ impl Proxy {
         }
     }
 
-    /// Delays each answer by `time` from now on.
+    /// Delays each answer by `time` after its arrival, also those that are delayed now.
     pub fn hold(&self, time: Duration) {
         self.answers_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops the delayed answers and all later ones.
+    /// Drops the delayed answers at once, and all later ones.
     pub fn cut(&self) {
         self.answers_held_ms.store(CUT, Ordering::SeqCst);
     }
 
-    /// Delays each message on the first control lane by `time` from now on.
+    /// Delays each message on the first control lane by `time` after its arrival.
     pub fn hold_messages(&self, time: Duration) {
         self.messages_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops the delayed messages and all later ones, on every connection.
+    /// Drops the delayed messages at once, and all later ones, on every connection.
     pub fn cut_messages(&self) {
         self.messages_held_ms.store(CUT, Ordering::SeqCst);
     }
@@ -83,10 +83,10 @@ fn millis(time: Duration) -> u64 {
 fn copy(mut from: TcpStream, mut to: TcpStream, held_ms: &AtomicU64, waits: bool) {
     let mut buffer = [0; 65536];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        match held_ms.load(Ordering::SeqCst) {
-            CUT => break,
-            millis if waits => std::thread::sleep(Duration::from_millis(millis)),
-            _ => {}
+        let read = Instant::now();
+        let is_held = |held| held != CUT && read.elapsed() < Duration::from_millis(held);
+        while waits && is_held(held_ms.load(Ordering::SeqCst)) {
+            std::thread::sleep(Duration::from_millis(1));
         }
         if held_ms.load(Ordering::SeqCst) == CUT {
             break;

@@ -16,7 +16,8 @@ const MSR_BYTES: usize = 12;
 
 /// Index and value of every MSR of `known` that can be read, except the TSC.
 pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
-    let mut writer = Writer::default();
+    let mut bytes = Vec::new();
+    let mut writer = Writer::new(&mut bytes);
     let mut left = known.as_slice();
     while !left.is_empty() {
         let mut entries = msrs_of(left.iter().map(|&index| (index, 0)))?;
@@ -29,7 +30,7 @@ pub(super) fn read_msrs(vcpu: &Vcpu, known: &MsrList) -> io::Result<Vec<u8>> {
         }
         left = left.get(read + 1..).unwrap_or_default();
     }
-    Ok(writer.finish())
+    Ok(bytes)
 }
 
 /// Decodes the result of [`read_msrs`], except the TSC.

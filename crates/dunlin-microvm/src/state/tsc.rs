@@ -33,13 +33,14 @@ impl Tsc {
 
 /// A vCPU's TSC and the moment it was read.
 pub(super) fn read_tsc(vcpu: &Vcpu, tsc_khz: u32) -> io::Result<Vec<u8>> {
-    let mut writer = Writer::default();
+    let mut bytes = Vec::new();
+    let mut writer = Writer::new(&mut bytes);
     Moment::now().encode(&mut writer);
-    Ok(writer
+    writer
         .u64(read_msr(vcpu, MSR_IA32_TSC)?)
         .u64(vcpu.tsc_offset()?.unwrap_or(0))
-        .u32(tsc_khz)
-        .finish())
+        .u32(tsc_khz);
+    Ok(bytes)
 }
 
 /// Sets the guest's TSC to its saved value plus the time since then.

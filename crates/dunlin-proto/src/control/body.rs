@@ -14,7 +14,8 @@ use crate::wire::codec::{
 };
 use crate::wire::message::messages;
 use crate::wire::{
-    DecodeError, EncodeError, Reader, Writer, bad_value, inconsistent, invalid, unsupported,
+    DecodeError, EncodeError, Encoded, Reader, Writer, bad_value, inconsistent, invalid,
+    unsupported,
 };
 
 /// The value that means a lane's end, in place of an iteration.
@@ -134,7 +135,7 @@ layout! { Final {
 } }
 
 impl Layout for ChunkSet {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         if self.count == 0 || self.first.checked_add(u64::from(self.count)).is_none() {
             let why = "empty, or beyond the last chunk number";
             return Err(invalid("set of chunks", why));
@@ -166,12 +167,7 @@ impl Layout for ChunkSet {
 struct PageLength;
 
 impl Codec<u32> for PageLength {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &u32,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &u32, writer: &mut Writer<'_>) -> Encoded {
         if u64::from(*value) != PAGE_BYTES {
             return Err(invalid(what, "version 1 supports only pages of 4096 bytes"));
         }
@@ -191,7 +187,7 @@ impl Codec<u32> for PageLength {
 }
 
 impl Layout for Position {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         writer.u32(match self {
             Self::Mark(REACHED_END) => {
                 let why = "this number is reserved for the end of a lane";
@@ -213,7 +209,7 @@ impl Layout for Position {
 
 /// The extension fields of a message that may carry a digest; always last.
 impl Layout for Option<Digest> {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         match self {
             Some(digest) => writer.field(TAG_DIGEST, true, digest),
             None => Ok(()),

@@ -18,8 +18,8 @@ use super::window::{Pool, RoundTrip};
 use crate::fault::FaultCode;
 use crate::lanes::Action as LaneAction;
 use crate::limits::{
-    LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_LANES, MAX_UNREAD_BYTES,
-    START_WINDOW_BYTES,
+    LEAST_WINDOW_BYTES, MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_LANES, MAX_STRIPE_CHUNK_BYTES,
+    MAX_UNREAD_BYTES, START_WINDOW_BYTES,
 };
 use crate::mistake::{Mistake, planted};
 
@@ -469,6 +469,62 @@ impl<T: Clone> Trunk<T> {
         self.look_at_barriers();
     }
 
+    /// A channel that was to be counted no longer exists: nothing of it is waited for.
+    fn uncount(&mut self, channel: u32) {
+        for later in &self.agenda.opens {
+            if let Some(one) = self.channels.get_mut(later)
+                && let Stage::Opening(asking) = &mut one.stage
+            {
+                asking.counting.remove(&channel);
+            }
+        }
+    }
+
+    /// Connects the channels that have nothing left to wait for.
+    fn look_at_barriers(&mut self) {
+        let mut from = 0;
+        while let Some(&number) = self.waiting.range(from..).next() {
+            from = number.saturating_add(1);
+            let Some(mut one) = self.channels.remove(&number) else {
+                continue;
+            };
+            if let Stage::Waiting {
+                route,
+                parameter,
+                barrier,
+            } = &mut one.stage
+            {
+                barrier.retain(|mark| !self.is_delivered(mark));
+                let free = barrier.iter().all(|mark| self.is_stuck(mark));
+                if free || planted(Mistake::BarrierIgnored) {
+                    self.actions.push_back(Action::Connect {
+                        channel: number,
+                        route: std::mem::take(route),
+                        parameter: std::mem::take(parameter),
+                    });
+                    one.stage = Stage::Connecting;
+                    self.waiting.remove(&number);
+                }
+            }
+            self.channels.insert(number, one);
+        }
+    }
+
+    /// Whether an earlier channel has delivered up to its mark. A channel that no longer exists
+    /// delays no other.
+    fn is_delivered(&self, mark: &Mark) -> bool {
+        let Some(earlier) = self.channels.get(&mark.channel) else {
+            return true;
+        };
+        matches!(earlier.stage, Stage::Open) && earlier.inn.delivered() >= mark.offset
+    }
+
+    /// Whether the socket of an earlier channel's consumer is full.
+    fn is_stuck(&self, mark: &Mark) -> bool {
+        let earlier = self.channels.get(&mark.channel);
+        earlier.is_some_and(|earlier| earlier.inn.is_stuck())
+    }
+
     /// Closes a channel that has ended in both directions, according to the messages so far.
     fn close_if_done(&mut self, channel: u32, now_ns: u64) {
         let Some(one) = self.channels.get(&channel) else {
@@ -532,6 +588,12 @@ impl<T: Clone> Trunk<T> {
         let limit = window.min(self.pool.most(0));
         self.pool.changed(0, limit);
         limit
+    }
+
+    /// Whether one more read keeps the unacknowledged bytes within their limit (I8).
+    fn may_read(&self) -> bool {
+        let reading = (self.reading + 1) * u64::from(MAX_STRIPE_CHUNK_BYTES);
+        self.lanes.held_bytes() + reading <= self.config.bytes
     }
 
     /// Queues a channel for reading, if it may be read.

@@ -4,9 +4,7 @@
 
 use std::ops::RangeInclusive;
 
-use super::{
-    DecodeError, EncodeError, Reader, Writer, bad_value, invalid, over, unsupported, within,
-};
+use super::{DecodeError, Encoded, Reader, Writer, bad_value, invalid, over, unsupported, within};
 use crate::fault::FaultCode;
 use crate::limits::MAX_LANES;
 use crate::negotiate::SessionSecret;
@@ -17,12 +15,7 @@ pub(crate) trait Codec<T> {
     ///
     /// # Errors
     /// The field has a value that a peer would reject.
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &T,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError>;
+    fn encode(&self, what: &'static str, value: &T, writer: &mut Writer<'_>) -> Encoded;
 
     /// Reads the field.
     ///
@@ -37,7 +30,7 @@ pub(crate) trait Layout: Sized {
     ///
     /// # Errors
     /// A field has a value that a peer would reject.
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError>;
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded;
 
     /// Reads the fields.
     ///
@@ -54,7 +47,7 @@ macro_rules! layout {
             fn encode_fields(
                 &self,
                 writer: &mut $crate::wire::Writer<'_>,
-            ) -> Result<(), $crate::wire::EncodeError> {
+            ) -> $crate::wire::Encoded {
                 $( $crate::wire::codec::Codec::encode(&$codec, $what, &self.$field, writer)?; )*
                 Ok(())
             }
@@ -75,12 +68,7 @@ pub(crate) use layout;
 pub(crate) struct Fields;
 
 impl<T: Layout> Codec<T> for Fields {
-    fn encode(
-        &self,
-        _: &'static str,
-        value: &T,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, _: &'static str, value: &T, writer: &mut Writer<'_>) -> Encoded {
         value.encode_fields(writer)
     }
 
@@ -100,7 +88,7 @@ macro_rules! plain {
                 _: &'static str,
                 value: &$type,
                 writer: &mut Writer<'_>,
-            ) -> Result<(), EncodeError> {
+            ) -> Encoded {
                 writer.$method(*value);
                 Ok(())
             }
@@ -124,12 +112,7 @@ plain! {
 }
 
 impl<const N: usize> Codec<[u8; N]> for Plain {
-    fn encode(
-        &self,
-        _: &'static str,
-        value: &[u8; N],
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, _: &'static str, value: &[u8; N], writer: &mut Writer<'_>) -> Encoded {
         writer.bytes(value);
         Ok(())
     }
@@ -142,7 +125,7 @@ impl<const N: usize> Codec<[u8; N]> for Plain {
 layout! { SessionSecret { 0: "session secret" as Plain } }
 
 impl Layout for FaultCode {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         writer.u16(self.to_wire());
         Ok(())
     }
@@ -165,12 +148,7 @@ impl<T: Copy + Into<u64>> Codec<T> for Within
 where
     Plain: Codec<T>,
 {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &T,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &T, writer: &mut Writer<'_>) -> Encoded {
         let number = (*value).into();
         if number < *self.0.start() {
             return Err(invalid(what, "below the minimum"));
@@ -197,12 +175,7 @@ where
 pub(crate) struct Text(pub(crate) usize);
 
 impl Codec<String> for Text {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &String,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &String, writer: &mut Writer<'_>) -> Encoded {
         writer.text(what, value, self.0)
     }
 
@@ -215,12 +188,7 @@ impl Codec<String> for Text {
 pub(crate) struct Blob(pub(crate) usize);
 
 impl Codec<Vec<u8>> for Blob {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &Vec<u8>,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &Vec<u8>, writer: &mut Writer<'_>) -> Encoded {
         writer.blob(what, value, self.0)
     }
 
@@ -241,12 +209,7 @@ pub(crate) struct List<C> {
 }
 
 impl<T, C: Codec<T>> Codec<Vec<T>> for List<C> {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &Vec<T>,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &Vec<T>, writer: &mut Writer<'_>) -> Encoded {
         writer.count(what, value.len(), self.most)?;
         value
             .iter()
@@ -275,12 +238,7 @@ impl<N: Copy + PartialEq + Into<u64>, T: Copy + PartialEq> Codec<T> for OneOf<N,
 where
     Plain: Codec<N>,
 {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &T,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &T, writer: &mut Writer<'_>) -> Encoded {
         let row = self.rows.iter().find(|(_, one)| one == value);
         let (number, _) = row.ok_or(invalid(what, "the value has no number on the wire"))?;
         Plain.encode(what, number, writer)

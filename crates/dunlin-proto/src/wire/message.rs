@@ -35,7 +35,7 @@ macro_rules! messages {
                 out: &mut Vec<u8>,
                 most: usize,
                 rest: impl FnOnce(&mut $crate::wire::Writer<'_>),
-            ) -> Result<(), $crate::wire::EncodeError> {
+            ) -> $crate::wire::Encoded {
                 $crate::wire::Start::write(out, self.kind().to_wire(), most, rest, |writer| {
                     match self {
                         $( Self::$variant $( { $( $field ),* } )? $( ($whole) )? => {

@@ -9,8 +9,7 @@
 //! The rest of the header and the body depend on the protocol.
 
 use super::{
-    DecodeError, DecodeReason, EncodeError, Reader, Writer, bounded, index, unsupported, wide,
-    within,
+    DecodeError, DecodeReason, Encoded, Reader, Writer, bounded, index, unsupported, wide, within,
 };
 
 /// Bit 0 of the flags.
@@ -56,8 +55,8 @@ impl Start {
         kind: u16,
         most: usize,
         rest: impl FnOnce(&mut Writer<'_>),
-        body: impl FnOnce(&mut Writer<'_>) -> Result<(), EncodeError>,
-    ) -> Result<(), EncodeError> {
+        body: impl FnOnce(&mut Writer<'_>) -> Encoded,
+    ) -> Encoded {
         Writer::append(out, |writer| {
             let length_at = writer.position();
             writer.u32(0);

@@ -100,7 +100,7 @@ impl Backlog {
     pub(in crate::engine) fn await_room(&self) {
         let mut queue = lock(&self.queue);
         while queue.messages >= QUEUED_MESSAGES && !queue.closed {
-            queue = wait(&self.taken, queue);
+            queue = wait(&self.taken, queue, None);
         }
         queue.messages += 1;
     }

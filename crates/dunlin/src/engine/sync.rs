@@ -23,21 +23,19 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until `changed` is notified.
-pub(crate) fn wait<'a, T>(changed: &Condvar, state: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-    changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Waits until `changed` is notified, for at most `time`.
-pub(crate) fn wait_for<'a, T>(
+/// Waits until `changed` is notified, for at most `limit` if given.
+pub(crate) fn wait<'a, T>(
     changed: &Condvar,
     state: MutexGuard<'a, T>,
-    time: Duration,
+    limit: Option<Duration>,
 ) -> MutexGuard<'a, T> {
-    changed
-        .wait_timeout(state, time)
-        .unwrap_or_else(PoisonError::into_inner)
-        .0
+    match limit {
+        Some(limit) => {
+            let waited = changed.wait_timeout(state, limit);
+            waited.unwrap_or_else(PoisonError::into_inner).0
+        }
+        None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+    }
 }
 
 /// The time since `instant`.

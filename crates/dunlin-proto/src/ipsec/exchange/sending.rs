@@ -14,20 +14,36 @@ pub(super) struct Sending {
     epoch: u32,
     live: Vec<Grant>,
     next_index: u32,
-    pending: Option<Pending>,
+    pending: Pending,
     requests: BTreeSet<Sender>,
     releases: BTreeSet<Sender>,
     rekey: bool,
     limit: usize,
 }
 
-/// SAs that are being requested or installed.
-#[derive(Debug)]
-struct Pending {
-    epoch: u32,
-    slots: Vec<Slot>,
-    /// Set when the peer has granted them.
-    grants: Option<Vec<Grant>>,
+/// The operation under way; there is at most one.
+#[derive(Debug, Default)]
+enum Pending {
+    #[default]
+    None,
+    /// The peer has not granted these SAs yet.
+    Requested { epoch: u32, slots: Vec<Slot> },
+    /// The caller installs these SAs.
+    Installing { epoch: u32, grants: Vec<Grant> },
+}
+
+impl Pending {
+    fn is_for(&self, sender: Sender) -> bool {
+        match self {
+            Self::None => false,
+            Self::Requested { slots, .. } => slots.iter().any(|slot| slot.sender == sender),
+            Self::Installing { grants, .. } => is_among(grants, sender),
+        }
+    }
+}
+
+fn is_among(grants: &[Grant], sender: Sender) -> bool {
+    grants.iter().any(|grant| grant.slot.sender == sender)
 }
 
 impl Sending {
@@ -55,10 +71,9 @@ impl Sending {
 
     /// Returns the first index that the peer has yet to grant; `None` if no request is pending.
     pub(super) fn awaits_grant(&self) -> Option<u32> {
-        let pending = self.pending.as_ref()?;
-        match pending.grants {
-            Some(_) => None,
-            None => pending.slots.first().map(|slot| slot.index),
+        match &self.pending {
+            Pending::Requested { slots, .. } => slots.first().map(|slot| slot.index),
+            Pending::None | Pending::Installing { .. } => None,
         }
     }
 
@@ -72,9 +87,8 @@ impl Sending {
 
     pub(super) fn release(&mut self, sender: Sender) {
         self.requests.remove(&sender);
-        let requested = self.pending.iter().flat_map(|one| &one.slots);
-        let mut known = requested.chain(self.live.iter().map(|grant| &grant.slot));
-        if sender != Sender::Fallback && known.any(|slot| slot.sender == sender) {
+        let is_known = self.pending.is_for(sender) || is_among(&self.live, sender);
+        if sender != Sender::Fallback && is_known {
             self.releases.insert(sender);
         }
     }
@@ -85,7 +99,7 @@ impl Sending {
 
     /// Starts the next operation, if none is pending.
     pub(super) fn proceed(&mut self, actions: &mut VecDeque<Action>) -> Result<(), Breach> {
-        if self.pending.is_some() {
+        if !matches!(self.pending, Pending::None) {
             return Ok(());
         }
         self.drop_released(actions);
@@ -119,30 +133,32 @@ impl Sending {
             epoch,
             slots: slots.clone(),
         }));
-        self.pending = Some(Pending {
-            epoch,
-            slots,
-            grants: None,
-        });
+        self.pending = Pending::Requested { epoch, slots };
         Ok(())
     }
 
     pub(super) fn granted(&mut self, epoch: u32, spis: &[(u32, u32)]) -> Result<Action, Breach> {
-        let Some(pending) = &mut self.pending else {
+        let Pending::Requested {
+            epoch: requested,
+            slots,
+        } = &self.pending
+        else {
             return Err(malformed("unrequested SAs granted"));
         };
-        let wanted = pending.slots.iter().map(|slot| slot.index);
-        let same = pending.epoch == epoch && wanted.eq(spis.iter().map(|(index, _)| *index));
-        if !same || pending.grants.is_some() {
+        let indices = slots.iter().map(|slot| slot.index);
+        if *requested != epoch || !indices.eq(spis.iter().map(|(index, _)| *index)) {
             return Err(malformed("granted SAs differ from the requested ones"));
         }
         let granted = spis.iter().map(|(_, spi)| *spi);
         if !distinct(granted.chain(self.live.iter().map(|grant| grant.spi))) {
             return Err(malformed("SPI granted twice"));
         }
-        let grants = pending.slots.iter().zip(spis);
+        let grants = slots.iter().zip(spis);
         let grants: Vec<Grant> = grants.map(|(slot, (_, spi))| slot.granted(*spi)).collect();
-        pending.grants = Some(grants.clone());
+        self.pending = Pending::Installing {
+            epoch,
+            grants: grants.clone(),
+        };
         let first = epoch != self.epoch;
         let known = self.live.iter().filter(|_| first);
         Ok(Action::InstallOutbound {
@@ -155,13 +171,9 @@ impl Sending {
 
     /// The granted SAs are installed.
     pub(super) fn installed(&mut self, actions: &mut VecDeque<Action>) {
-        let Some(Pending {
-            epoch,
-            grants: Some(grants),
-            ..
-        }) = self.pending.take()
-        else {
-            return;
+        let (epoch, grants) = match std::mem::take(&mut self.pending) {
+            Pending::Installing { epoch, grants } => (epoch, grants),
+            other => return self.pending = other,
         };
         if epoch == self.epoch {
             self.live.extend(grants);

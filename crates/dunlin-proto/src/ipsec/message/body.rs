@@ -9,7 +9,9 @@ use crate::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use crate::limits::{MAX_IPSEC_BODY_BYTES, MAX_SAS, MAX_SLOTS, MAX_TEXT_BYTES};
 use crate::wire::codec::{Codec, Fields, Layout, List, NOT_ZERO, OneOf, Plain, Text, Within};
 use crate::wire::message::messages;
-use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value, inconsistent, invalid};
+use crate::wire::{
+    DecodeError, EncodeError, Encoded, Reader, Writer, bad_value, inconsistent, invalid,
+};
 
 const NOT_ASCENDING: &str = "must be ascending and not empty";
 const MAPPED: &str = "IPv4-mapped address, must use the IPv4 form";
@@ -76,12 +78,7 @@ struct Ascending<T, C> {
 }
 
 impl<T, C: Codec<T>> Codec<Vec<T>> for Ascending<T, C> {
-    fn encode(
-        &self,
-        what: &'static str,
-        value: &Vec<T>,
-        writer: &mut Writer<'_>,
-    ) -> Result<(), EncodeError> {
+    fn encode(&self, what: &'static str, value: &Vec<T>, writer: &mut Writer<'_>) -> Encoded {
         if !self.is_in_order(value) {
             return Err(invalid("indices", NOT_ASCENDING));
         }
@@ -106,7 +103,7 @@ impl<T, C> Ascending<T, C> {
 
 /// The index and SPI of an SA.
 impl Layout for (u32, u32) {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         writer.u32(self.0);
         SPI.encode("SPI", &self.1, writer)
     }
@@ -117,7 +114,7 @@ impl Layout for (u32, u32) {
 }
 
 impl Layout for Terms {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         let terms = self;
         if terms.own.is_ipv4() != terms.other.is_ipv4() {
             return Err(invalid("address", "both must have the same family"));
@@ -206,7 +203,7 @@ fn decode_address(family: u8, reader: &mut Reader<'_>) -> Result<IpAddr, DecodeE
 }
 
 impl Layout for Slot {
-    fn encode_fields(&self, writer: &mut Writer<'_>) -> Result<(), EncodeError> {
+    fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         let slot = self;
         writer.u32(slot.index);
         let (kind, value) = match slot.sender {

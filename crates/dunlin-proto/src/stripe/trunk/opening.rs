@@ -18,7 +18,6 @@ use super::{
 };
 use crate::fault::FaultCode;
 use crate::limits::{MAX_CHANNEL_OFFSET, MAX_CHANNELS, MAX_NAME_BYTES, MAX_TEXT_BYTES};
-use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
 
@@ -109,18 +108,6 @@ impl<T: Clone> Trunk<T> {
         self.queue(channel);
     }
 
-    /// A channel no longer exists although its bytes were to be counted, so other channels
-    /// stop waiting for it.
-    pub(super) fn uncount(&mut self, channel: u32) {
-        for later in &self.agenda.opens {
-            if let Some(one) = self.channels.get_mut(later)
-                && let Stage::Opening(asking) = &mut one.stage
-            {
-                asking.counting.remove(&channel);
-            }
-        }
-    }
-
     /// The answer to [`Action::Connect`] if the target is connected. `window_bytes` is the largest
     /// window that the route allows. From now on the caller reports when the socket is readable.
     /// Returns false if the channel has ended in the meantime: the caller closes the connection.
@@ -209,51 +196,6 @@ impl<T: Clone> Trunk<T> {
         self.waiting.insert(number);
         self.look_at_barriers();
         Ok(())
-    }
-
-    /// Connects the channels that have nothing left to wait for.
-    pub(super) fn look_at_barriers(&mut self) {
-        let mut from = 0;
-        while let Some(&number) = self.waiting.range(from..).next() {
-            from = number.saturating_add(1);
-            let Some(mut one) = self.channels.remove(&number) else {
-                continue;
-            };
-            if let Stage::Waiting {
-                route,
-                parameter,
-                barrier,
-            } = &mut one.stage
-            {
-                barrier.retain(|mark| !self.is_delivered(mark));
-                let free = barrier.iter().all(|mark| self.is_stuck(mark));
-                if free || planted(Mistake::BarrierIgnored) {
-                    self.actions.push_back(Action::Connect {
-                        channel: number,
-                        route: std::mem::take(route),
-                        parameter: std::mem::take(parameter),
-                    });
-                    one.stage = Stage::Connecting;
-                    self.waiting.remove(&number);
-                }
-            }
-            self.channels.insert(number, one);
-        }
-    }
-
-    /// Whether an earlier channel has delivered up to its mark. A channel that no longer exists
-    /// delays no other.
-    fn is_delivered(&self, mark: &Mark) -> bool {
-        let Some(earlier) = self.channels.get(&mark.channel) else {
-            return true;
-        };
-        matches!(earlier.stage, Stage::Open) && earlier.inn.delivered() >= mark.offset
-    }
-
-    /// Whether the socket of an earlier channel's consumer is full.
-    fn is_stuck(&self, mark: &Mark) -> bool {
-        let earlier = self.channels.get(&mark.channel);
-        earlier.is_some_and(|earlier| earlier.inn.is_stuck())
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::{Trunk, Turn};
 use crate::lanes::KeyUsage;
-use crate::limits::MAX_STRIPE_CHUNK_BYTES;
 use crate::stripe::frame::Data;
 
 /// The next task of a lane's thread.
@@ -20,7 +19,7 @@ pub enum Work<T> {
     Read {
         /// The channel.
         channel: u32,
-        /// Bytes, at least one and at most [`MAX_STRIPE_CHUNK_BYTES`].
+        /// Bytes, at least one and at most [`crate::limits::MAX_STRIPE_CHUNK_BYTES`].
         most: u32,
     },
     /// Send the end, with this number of frames, and close the lane.
@@ -147,11 +146,5 @@ impl<T: Clone> Trunk<T> {
         self.busy_bytes = self.busy_bytes.saturating_add(u64::from(data.length()));
         let carried = self.lanes.carry(lane, data, token, now_ns);
         carried.then_some(data)
-    }
-
-    /// Whether one more read keeps the unacknowledged bytes within their limit (I8).
-    pub(super) fn may_read(&self) -> bool {
-        let reading = (self.reading + 1) * u64::from(MAX_STRIPE_CHUNK_BYTES);
-        self.lanes.held_bytes() + reading <= self.config.bytes
     }
 }

@@ -122,7 +122,7 @@ impl IterationBarrier {
             if !state.wants(lane) {
                 return Ok(false);
             }
-            state = wait(&self.changed, state);
+            state = wait(&self.changed, state, None);
         }
         Ok(true)
     }

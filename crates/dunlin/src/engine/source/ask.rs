@@ -11,7 +11,6 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::thread;
 use std::time::Instant;
 
 use dunlin_lane::policy::ClientTls;
@@ -29,7 +28,7 @@ use super::super::journal::{Journal, JournalError, Role, SessionJournal};
 use super::super::threads::CpuTime;
 use super::super::vmm::SourceVm;
 use super::control::{another_peer, open_control};
-use super::doubt::{Doubt, NO_RECORD, RETRY_FIRST, RETRY_LAST, ResolveError, VERDICT_LIMIT};
+use super::doubt::{Doubt, Inquiries, NO_RECORD, ResolveError, VERDICT_LIMIT};
 use super::options::Options;
 
 /// Where the VM of a session is.
@@ -98,11 +97,12 @@ impl Doubt {
             }
             return Ok(self.location());
         }
-        let until = Instant::now() + options.doubt_limit;
-        let mut pause = RETRY_FIRST;
+        let mut inquiries = Inquiries::new(options.doubt_limit);
         let mut why = None;
+        // At least one, even with a limit of zero.
+        inquiries.wait();
         loop {
-            let fault = match self.inquire(tls, options, host, until) {
+            let fault = match self.inquire(tls, options, host, inquiries.until) {
                 Ok((inquiry, answer)) => {
                     let taken = self.take(answer, vm, Some(&inquiry.control.lane));
                     inquiry.close();
@@ -111,16 +111,14 @@ impl Doubt {
                 }
                 Err(fault) => fault,
             };
-            let left = until.saturating_duration_since(Instant::now());
             // This limit often cuts the last attempt short, so the fault of an earlier attempt is
             // more informative.
-            if left.is_zero() {
+            if inquiries.left().is_zero() {
                 let fault = why.unwrap_or(fault);
                 return Ok(VmLocation::InDoubt(fault.for_peer()));
             }
             why = Some(fault);
-            thread::sleep(pause.min(left));
-            pause = (pause * 2).min(RETRY_LAST);
+            inquiries.wait();
         }
     }
 

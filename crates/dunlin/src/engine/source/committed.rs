@@ -1,7 +1,6 @@
 //! After *commit*: the destination reports the outcome, or the source asks for it.
 
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::control::{Message, Verdict};
@@ -13,7 +12,7 @@ use super::super::control::{FromPeer, unexpected};
 use super::super::fault::{Fault, VmIs};
 use super::super::journal::Role;
 use super::super::report::Event;
-use super::doubt::{NO_RECORD, RETRY_FIRST, RETRY_LAST, VERDICT_LIMIT};
+use super::doubt::{Inquiries, NO_RECORD, VERDICT_LIMIT};
 use super::event::SessionEvent;
 use super::guest::PausedGuest;
 use super::lanes::Transfer;
@@ -158,9 +157,7 @@ impl<'a> Committed<'a> {
 /// destination.
 struct InDoubt<'a> {
     committed: Committed<'a>,
-    /// When to stop asking.
-    until: Instant,
-    inquiries: u32,
+    inquiries: Inquiries,
     /// Whether to stop asking.
     gave_up: bool,
     /// The remaining actions of the event that caused this phase.
@@ -184,11 +181,10 @@ impl<'a> Phase<'a> for InDoubt<'a> {
 
 impl<'a> InDoubt<'a> {
     fn new(committed: Committed<'a>, rest: Rest) -> Self {
-        let until = Instant::now() + committed.transfer.session.options.doubt_limit;
+        let limit = committed.transfer.session.options.doubt_limit;
         Self {
             committed,
-            until,
-            inquiries: 0,
+            inquiries: Inquiries::new(limit),
             gave_up: false,
             rest,
         }
@@ -227,8 +223,7 @@ impl<'a> InDoubt<'a> {
     }
 
     fn await_answer(&mut self) -> Result<On, Fault> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        let limit = left.min(VERDICT_LIMIT);
+        let limit = self.inquiries.left().min(VERDICT_LIMIT);
         let message = await_message(&mut self.committed.transfer, "the inquiry", limit)?;
         self.committed.verdict(message)
     }
@@ -239,20 +234,14 @@ impl<'a> InDoubt<'a> {
         let Transfer { session, lanes } = &mut self.committed.transfer;
         let mut last: Option<Fault> = None;
         loop {
-            if self.inquiries > 0 {
-                let pause = RETRY_FIRST * 2_u32.pow(self.inquiries.min(5) - 1);
-                let left = self.until.saturating_duration_since(Instant::now());
-                thread::sleep(pause.min(RETRY_LAST).min(left));
-            }
-            if Instant::now() >= self.until {
+            if !self.inquiries.wait() {
                 if let Some(fault) = last {
                     session.warn(format!("cannot ask the destination: {}", fault.for_peer()));
                 }
                 self.gave_up = true;
                 return;
             }
-            self.inquiries += 1;
-            let reopened = session.reopen_control(None, &lanes.terms, self.until);
+            let reopened = session.reopen_control(None, &lanes.terms, self.inquiries.until);
             let adopted = reopened.and_then(|(stream, _)| {
                 let terms = &mut session.control.terms;
                 terms.sequences = Arc::new(terms.sequences.with_new_peer());

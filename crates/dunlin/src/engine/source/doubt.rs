@@ -1,7 +1,8 @@
 //! After *commit* without an answer: the source asks the destination, and leaves the
 //! decision to an operator if no answer arrives.
 
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use dunlin_lane::fault::fault_behind;
 use dunlin_proto::control::Message;
@@ -15,12 +16,38 @@ use super::super::journal::{JournalError, SessionJournal};
 use super::super::vmm::{SourceVm, VmmError};
 
 /// Delay before the second inquiry.
-pub(super) const RETRY_FIRST: Duration = Duration::from_millis(100);
+const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Longest delay between inquiries.
-pub(super) const RETRY_LAST: Duration = Duration::from_secs(2);
+const RETRY_LAST: Duration = Duration::from_secs(2);
 /// How long the destination may take to answer an inquiry. The destination has the answer
 /// in memory or in its journal.
 pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
+
+/// The delays between inquiries, which double, until the limit.
+pub(super) struct Inquiries {
+    pub(super) until: Instant,
+    delay: Duration,
+}
+
+impl Inquiries {
+    pub(super) fn new(limit: Duration) -> Self {
+        Self {
+            until: Instant::now() + limit,
+            delay: Duration::ZERO,
+        }
+    }
+
+    pub(super) fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+
+    /// Waits before the next inquiry; the first one needs no delay. Returns false at the limit.
+    pub(super) fn wait(&mut self) -> bool {
+        thread::sleep(self.delay.min(self.left()));
+        self.delay = (self.delay * 2).clamp(RETRY_FIRST, RETRY_LAST);
+        !self.left().is_zero()
+    }
+}
 
 pub(super) const NO_RECORD: &str = "the destination has no record of the session";
 

@@ -253,9 +253,8 @@ impl OptionsBuilder {
 
     /// How long to ask the destination for the outcome of an unanswered *commit* before
     /// the VM is left in doubt. Cancelling does not end the inquiries, because only an
-    /// answer resolves the doubt: each attempt to connect ends at
-    /// [`OptionsBuilder::connect_limit`], and the last one at this limit. Only name
-    /// resolution has no limit.
+    /// answer resolves the doubt: each attempt to connect, name resolution included, ends at
+    /// [`OptionsBuilder::connect_limit`], and the last one at this limit.
     pub fn doubt_limit(mut self, doubt_limit: Duration) -> Self {
         self.0.doubt_limit = doubt_limit;
         self

@@ -18,7 +18,7 @@ use dunlin_proto::schedule::{ChunkPlan, Work};
 
 use super::super::fault::{Fault, OrFault};
 use super::super::report::Traffic;
-use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait, wait_for};
+use super::super::sync::{Condvar, Interrupt, Mutex, MutexGuard, lock, since, wait};
 use super::event::SessionEvent;
 
 /// Interval between checks of the connection of a lane that the destination has not
@@ -231,12 +231,12 @@ impl WorkQueue {
                 return Ok(work);
             }
             if state.lanes.schedule().course(lane).is_some() {
-                state = wait(&self.changed, state);
+                state = wait(&self.changed, state, None);
                 continue;
             }
             // The destination has not admitted the lane yet. If the connection ends before that,
             // the destination cannot report which lane it was.
-            state = wait_for(&self.changed, state, LOOK_EVERY);
+            state = wait(&self.changed, state, Some(LOOK_EVERY));
             if state.lanes.schedule().course(lane).is_none() && has_ended() {
                 let what = format!("lane {lane} ended before it was admitted");
                 return Err(Fault::new(FaultCode::LaneLost, what));
@@ -276,7 +276,7 @@ impl WorkQueue {
             if left == 0 {
                 return Ok(());
             }
-            state = wait_for(&self.changed, state, Duration::from_nanos(left));
+            state = wait(&self.changed, state, Some(Duration::from_nanos(left)));
         }
     }
 

@@ -1,0 +1,394 @@
+//! `cargo xtask bench long-line`: migrations over a line with a long round trip.
+//!
+//! Source and destination are two network namespaces. A thread holds the packets between them for half
+//! of the round trip, so TCP sees a long line. The guest is idle, and each lane is paced by the kernel,
+//! so the line's capacity is the same at every round trip. What is measured is the rate of the first
+//! pass, and of the whole migration.
+//!
+//! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. The kernel's own
+//! figures say which buffer holds a lane back: the share of the time in which it had data to send
+//! that the peer's receive window or its own send buffer held back (`tcpi_rwnd_limited` and
+//! `tcpi_sndbuf_limited`, tcp(7)).
+
+use std::fmt;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use dunlin_bench::{Output, Progress, Results, touch_physical_memory};
+use dunlin_rig::hosts::{Family, Host, Link, LinkOptions};
+use dunlin_test_base::Scratch;
+use serde_json::Value;
+
+use super::{program, turns};
+
+/// Options of the benchmark.
+#[derive(Args, Debug)]
+pub struct LongLineOptions {
+    /// Turns of each round trip.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
+    /// MiB of guest memory.
+    #[arg(long, value_name = "MIB", default_value_t = 2048)]
+    size: u32,
+    /// Round trips in milliseconds.
+    #[arg(long, value_name = "MS", value_delimiter = ',', default_values_t = [0, 10, 50, 100])]
+    rtt_ms: Vec<u16>,
+    /// Number of lanes.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    lanes: u16,
+    /// Rate of each lane in MiB/s.
+    #[arg(long, value_name = "MIB", default_value_t = 50)]
+    lane_rate: u16,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// The largest packet. The kernel also hands larger ones to the line and cuts them at the other side.
+const MTU_BYTES: u32 = 9000;
+/// The time between two readings of the kernel's figures.
+const BETWEEN_READINGS: Duration = Duration::from_millis(100);
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// The kernel's limits of socket buffers.
+#[derive(Clone, Copy)]
+enum Buffers {
+    /// As the machine's kernel sets them in a new network namespace.
+    Default,
+    /// At most 16 MiB for sending and for receiving.
+    Large,
+}
+
+#[derive(Clone, Copy)]
+struct Turn {
+    buffers: Buffers,
+    rtt_ms: u16,
+}
+
+impl fmt::Display for Turn {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (buffers, rtt_ms) = (self.buffers.name(), self.rtt_ms);
+        write!(out, "{buffers}, round trip {rtt_ms} ms")
+    }
+}
+
+impl Buffers {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default buffers",
+            Self::Large => "buffers of 16 MiB",
+        }
+    }
+
+    /// Sets the limits in the network namespace of the calling thread.
+    fn set(self) -> std::io::Result<()> {
+        match self {
+            Self::Default => Ok(()),
+            Self::Large => ["tcp_rmem", "tcp_wmem"].iter().try_for_each(|name| {
+                fs::write(
+                    format!("/proc/sys/net/ipv4/{name}"),
+                    format!("4096 131072 {}", 16 << 20),
+                )
+            }),
+        }
+    }
+}
+
+pub(super) fn run(options: &LongLineOptions) -> Result<()> {
+    ensure!(options.rounds > 0, "--rounds must be 1 or more");
+    let bench = Bench::new(options)?;
+    let mut turns = Vec::new();
+    for buffers in [Buffers::Large, Buffers::Default] {
+        let of = |&rtt_ms| Turn { buffers, rtt_ms };
+        turns.extend(options.rtt_ms.iter().map(of));
+    }
+    let mut results = Results::default();
+    let mut progress = Progress::new(options.rounds * turns.len());
+    let measured = turns::rounds(options.rounds, &turns, |turn| {
+        progress.step(&turn.to_string());
+        let measured = bench.migrate(*turn)?;
+        results
+            .line("long-line", turn.buffers.name())
+            .with("rtt_ms", turn.rtt_ms)
+            .with("lanes", options.lanes)
+            .with("lane_rate", u64::from(options.lane_rate) << 20)
+            .with("guest_bytes", u64::from(options.size) << 20)
+            .with("content", "random")
+            .figure("gib_per_s", measured.gib_per_s)
+            .figure("total_s", measured.total_s)
+            .figure("downtime_ms", measured.downtime_ms)
+            .figure("rwnd_limited_percent", measured.held.rwnd_percent())
+            .figure("sndbuf_limited_percent", measured.held.sndbuf_percent())
+            .add();
+        Ok(())
+    });
+    drop(progress);
+    options.output.print(&results)?;
+    measured
+}
+
+/// The program and the certificates.
+struct Bench<'a> {
+    options: &'a LongLineOptions,
+    dunlin: std::path::PathBuf,
+    scratch: Scratch,
+}
+
+/// One migration.
+struct Measured {
+    /// The rate of the first pass.
+    gib_per_s: f64,
+    total_s: f64,
+    downtime_ms: f64,
+    held: Held,
+}
+
+impl<'a> Bench<'a> {
+    fn new(options: &'a LongLineOptions) -> Result<Self> {
+        let bench = Self {
+            options,
+            dunlin: program::dunlin()?,
+            scratch: Scratch::new(),
+        };
+        let ca = bench.scratch.join("ca");
+        bench.pki(&["init"], &ca)?;
+        let ca = ca.display().to_string();
+        for host in ["source", "destination"] {
+            let name = format!("{host}.bench");
+            bench.pki(
+                &["issue", "--ca", &ca, "--name", &name],
+                &bench.scratch.join(host),
+            )?;
+        }
+        Ok(bench)
+    }
+
+    fn pki(&self, arguments: &[&str], directory: &Path) -> Result<()> {
+        let done = Command::new(&self.dunlin)
+            .arg("pki")
+            .args(arguments)
+            .arg(directory)
+            .stdout(Stdio::null())
+            .status()
+            .context("cannot start dunlin")?;
+        ensure!(done.success(), "`dunlin pki {arguments:?}` failed");
+        Ok(())
+    }
+
+    /// A command of `dunlin vm` on a host, with its identity and its own directories.
+    fn vm(&self, host: &Host, name: &str, command: &str) -> Command {
+        let mut vm = host.enter(Command::new(&self.dunlin).args(["vm", command, "--json"]));
+        vm.arg("--control")
+            .arg(self.scratch.join(format!("{name}.sock")));
+        vm
+    }
+
+    fn migrate(&self, turn: Turn) -> Result<Measured> {
+        let (source, destination) = (Host::new("source")?, Host::new("destination")?);
+        let line = LinkOptions {
+            delay: Some(Duration::from_micros(500 * u64::from(turn.rtt_ms))),
+            mtu_bytes: Some(MTU_BYTES),
+            ..LinkOptions::default()
+        };
+        let link = Link::new(&source, &destination, &line)?;
+        for host in [&source, &destination] {
+            host.run(|| turn.buffers.set())?
+                .context("cannot set the limits of socket buffers")?;
+        }
+        let there = SocketAddr::new(link.address(&destination, Family::V4), 7400);
+        let size = format!("{}M", self.options.size);
+        // Twice the guest's memory.
+        touch_physical_memory(u64::from(self.options.size) << 21)?;
+        let mut receive = self.vm(&destination, "destination", "receive");
+        receive
+            .args(["--listen", &there.to_string(), "--peer", "source.bench"])
+            .arg("--identity")
+            .arg(self.scratch.join("destination"))
+            .arg("--state-dir")
+            .arg(self.scratch.join("destination-state"));
+        let _receiving = Process::start(receive, "listening")?;
+        let mut run = self.vm(&source, "source", "run");
+        run.args(["--name", "bench", "--memory", &size, "--workload", "idle"])
+            .arg("--state-dir")
+            .arg(self.scratch.join("source-state"));
+        let _running = Process::start(run, "started")?;
+        let mut migrate = self.vm(&source, "source", "migrate");
+        migrate
+            .args(["--name", "bench", "--to", &there.to_string()])
+            .args(["--peer", "destination.bench"])
+            .args(["--lanes", &self.options.lanes.to_string()])
+            .args(["--lane-rate", &format!("{}M", self.options.lane_rate)])
+            .arg("--identity")
+            .arg(self.scratch.join("source"));
+        let ended = AtomicBool::new(false);
+        let (held, moved, total) = thread::scope(|scope| {
+            let readings = scope.spawn(|| held_back(&source, &there, &ended));
+            let began = Instant::now();
+            let moved = Process::spawn(migrate).and_then(|mut it| it.wait_for("moved"));
+            let total = began.elapsed();
+            ended.store(true, Ordering::Release);
+            let held = readings
+                .join()
+                .unwrap_or_else(|_| bail!("a thread panicked"));
+            (held, moved, total)
+        });
+        let (held, moved) = (held?, moved?);
+        let first = &moved["iterations"][0];
+        let number = |line: &Value, name: &str| {
+            line[name]
+                .as_f64()
+                .with_context(|| format!("`dunlin vm migrate` does not print {name}"))
+        };
+        Ok(Measured {
+            gib_per_s: number(first, "wire_bytes")? / number(first, "duration_ms")? * 1000.0
+                / f64::from(1 << 30),
+            total_s: total.as_secs_f64(),
+            downtime_ms: number(&moved["downtime"], "total_ms")?,
+            held,
+        })
+    }
+}
+
+/// A process that prints one JSON object per line. Dropping it kills the process.
+struct Process {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    fn spawn(mut command: Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start dunlin")?;
+        let output = child.stdout.take().context("the process has no pipe")?;
+        let output = BufReader::new(output);
+        Ok(Self { child, output })
+    }
+
+    /// Starts a process and waits for an event.
+    fn start(command: Command, event: &str) -> Result<Self> {
+        let mut process = Self::spawn(command)?;
+        process.wait_for(event)?;
+        Ok(process)
+    }
+
+    /// Reads lines until one has this event.
+    fn wait_for(&mut self, event: &str) -> Result<Value> {
+        let mut text = String::new();
+        loop {
+            text.clear();
+            if self.output.read_line(&mut text)? == 0 {
+                bail!("dunlin ended before the event {event}");
+            }
+            let line: Value = serde_json::from_str(&text)?;
+            match line["event"].as_str() {
+                Some(found) if found == event => return Ok(line),
+                Some("failed") => bail!("dunlin failed: {}", line["text"]),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Milliseconds of all connections to an address, as `ss --tcp --info` prints them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Held {
+    /// There was data to send.
+    busy_ms: f64,
+    /// The peer's receive window was full.
+    rwnd_limited_ms: f64,
+    /// The own send buffer was full, and everything in it was sent.
+    sndbuf_limited_ms: f64,
+}
+
+impl Held {
+    fn read(text: &str) -> Self {
+        let sum = |name: &str| {
+            text.split_whitespace()
+                .filter_map(|field| field.strip_prefix(name)?.split_once("ms"))
+                .filter_map(|(milliseconds, _)| milliseconds.parse::<f64>().ok())
+                .sum()
+        };
+        Self {
+            busy_ms: sum("busy:"),
+            rwnd_limited_ms: sum("rwnd_limited:"),
+            sndbuf_limited_ms: sum("sndbuf_limited:"),
+        }
+    }
+
+    fn rwnd_percent(self) -> f64 {
+        100.0 * self.rwnd_limited_ms / self.busy_ms.max(1.0)
+    }
+
+    fn sndbuf_percent(self) -> f64 {
+        100.0 * self.sndbuf_limited_ms / self.busy_ms.max(1.0)
+    }
+}
+
+/// Reads the figures of a host's connections until `ended`, and returns those of the moment at which
+/// they had been busy for the longest time: the lanes close before the migration ends.
+fn held_back(host: &Host, to: &SocketAddr, ended: &AtomicBool) -> Result<Held> {
+    let mut last = Held::default();
+    let until = Instant::now() + LIMIT;
+    while !ended.load(Ordering::Acquire) && Instant::now() < until {
+        let said = host
+            .command("ss")
+            .args(["--tcp", "--info", "--no-header", "--numeric", "dst"])
+            .arg(to.to_string())
+            .output()
+            .context("cannot start ss")?;
+        ensure!(said.status.success(), "ss failed: {said:?}");
+        let read = Held::read(&String::from_utf8_lossy(&said.stdout));
+        if read.busy_ms >= last.busy_ms {
+            last = read;
+        }
+        thread::sleep(BETWEEN_READINGS);
+    }
+    Ok(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_times_of_all_connections_are_added() {
+        let text = "ESTAB 0 1 10.77.1.1:5 10.77.1.2:7400 \n\t cubic wscale:7,7 rto:204 \
+                    busy:1500ms rwnd_limited:300ms(20.0%) sndbuf_limited:900ms(60.0%) retrans:0/1\n\
+                    ESTAB 0 0 10.77.1.1:6 10.77.1.2:7400 \n\t cubic busy:500ms \
+                    sndbuf_limited:100ms(20.0%)\n";
+        let held = Held::read(text);
+        assert_eq!(
+            held,
+            Held {
+                busy_ms: 2000.0,
+                rwnd_limited_ms: 300.0,
+                sndbuf_limited_ms: 1000.0,
+            }
+        );
+        assert_eq!((held.rwnd_percent(), held.sndbuf_percent()), (15.0, 50.0));
+    }
+
+    #[test]
+    fn without_connections_nothing_holds_them_back() {
+        assert_eq!(Held::read(""), Held::default());
+        assert!(Held::default().rwnd_percent().abs() < f64::EPSILON);
+    }
+}
