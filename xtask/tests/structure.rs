@@ -380,7 +380,7 @@ struct Source {
     /// Every path in its code, and every import that is not a re-export.
     used: Vec<Named>,
     reexported: Vec<Named>,
-    /// Methods and associated functions that it defines, each with its type.
+    /// Methods and associated functions that the file defines, each with its type.
     methods: Vec<(Named, String)>,
     /// Calls `self.method()`, `Self::function()` and `Type::function()`, each with the type.
     calls: Vec<(Named, String)>,
@@ -655,11 +655,11 @@ fn is_one_module(circle: &[&[String]]) -> bool {
 /// modules directly below it. The first pass has shown that the module uses none of their items, so
 /// it only re-exports them.
 ///
-/// A call of a method on `self` counts for the file that defines the method, which need not be that of
-/// the type.
+/// A call of a method on `self` counts for the file that defines the method, which need not be the
+/// file of the type.
 ///
-/// Not seen: methods that are called on other values, as syn resolves no types, and macros by
-/// `macro_rules!` that are used without a path.
+/// This test does not see methods that are called on other values, because syn does not resolve
+/// types, and `macro_rules!` macros that are used without a path.
 #[test]
 fn no_files_of_a_crate_import_each_other_in_a_circle() {
     // An import by an absolute path counts.

@@ -149,7 +149,7 @@ impl VmDescription {
     /// table. A process guest has no TSC rate and no CPUID table.
     pub fn encode(&self) -> Vec<u8> {
         let config = &self.config;
-        // `Config::validate` limits the name.
+        // The name fits, because `Config::validate` limits its length.
         let name = config.name.as_bytes();
         let mut bytes = Vec::new();
         let mut writer = Writer::new(&mut bytes);

@@ -1,14 +1,14 @@
 //! `cargo xtask bench long-line`: migrations over a line with a long round trip.
 //!
-//! Source and destination are two network namespaces. A thread holds the packets between them for half
-//! of the round trip, so TCP sees a long line. The guest is idle, and each lane is paced by the kernel,
-//! so the line's capacity is the same at every round trip. What is measured is the rate of the first
-//! pass, and of the whole migration.
+//! Source and destination are two network namespaces. A thread holds the packets between them for
+//! half of the round trip, so TCP sees a line with a long round trip. The guest is idle, and each
+//! lane is paced by the kernel, so the line's capacity is the same at every round trip. The
+//! benchmark measures the rate of the first pass, and of the whole migration.
 //!
-//! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. The kernel's own
-//! figures say which buffer holds a lane back: the share of the time in which it had data to send
-//! that the peer's receive window or its own send buffer held back (`tcpi_rwnd_limited` and
-//! `tcpi_sndbuf_limited`, tcp(7)).
+//! With a socket buffer of B bytes, a lane carries at most B bytes in each round trip. The kernel's
+//! own figures show which buffer limits a lane: of the time in which the lane had data to send, the
+//! share in which the peer's receive window or the lane's own send buffer was full
+//! (`tcpi_rwnd_limited` and `tcpi_sndbuf_limited`, tcp(7)).
 
 use std::fmt;
 use std::fs;
@@ -32,7 +32,7 @@ use super::{program, turns};
 /// Options of the benchmark.
 #[derive(Args, Debug)]
 pub struct LongLineOptions {
-    /// Turns of each round trip.
+    /// Number of turns for each round trip.
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
     /// MiB of guest memory.
@@ -51,7 +51,8 @@ pub struct LongLineOptions {
     output: Output,
 }
 
-/// The largest packet. The kernel also hands larger ones to the line and cuts them at the other side.
+/// The largest packet. The kernel also passes larger ones to the line, and splits them at the other
+/// side.
 const MTU_BYTES: u32 = 9000;
 /// The time between two readings of the kernel's figures.
 const BETWEEN_READINGS: Duration = Duration::from_millis(100);
@@ -60,7 +61,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// The kernel's limits of socket buffers.
 #[derive(Clone, Copy)]
 enum Buffers {
-    /// As the machine's kernel sets them in a new network namespace.
+    /// The limits that the machine's kernel sets in a new network namespace.
     Default,
     /// At most 16 MiB for sending and for receiving.
     Large,
@@ -301,7 +302,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended on its own.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -310,11 +311,11 @@ impl Drop for Process {
 /// Milliseconds of all connections to an address, as `ss --tcp --info` prints them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Held {
-    /// There was data to send.
+    /// The time in which there was data to send.
     busy_ms: f64,
-    /// The peer's receive window was full.
+    /// The time in which the peer's receive window was full.
     rwnd_limited_ms: f64,
-    /// The own send buffer was full, and everything in it was sent.
+    /// The time in which this side's send buffer was full, and everything in it was sent.
     sndbuf_limited_ms: f64,
 }
 
@@ -342,8 +343,8 @@ impl Held {
     }
 }
 
-/// Reads the figures of a host's connections until `ended`, and returns those of the moment at which
-/// they had been busy for the longest time: the lanes close before the migration ends.
+/// Reads the figures of a host's connections until `ended`. Returns the reading with the longest
+/// busy time, because the lanes close before the migration ends.
 fn held_back(host: &Host, to: &SocketAddr, ended: &AtomicBool) -> Result<Held> {
     let mut last = Held::default();
     let until = Instant::now() + LIMIT;

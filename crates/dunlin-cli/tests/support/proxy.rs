@@ -48,12 +48,13 @@ impl Proxy {
         }
     }
 
-    /// Delays each answer by `time` after its arrival, also those that are delayed now.
+    /// Delays each answer by `time` after its arrival, including those that are already
+    /// being delayed.
     pub fn hold(&self, time: Duration) {
         self.answers_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops the delayed answers at once, and all later ones.
+    /// Drops the delayed answers immediately, and all later ones.
     pub fn cut(&self) {
         self.answers_held_ms.store(CUT, Ordering::SeqCst);
     }
@@ -63,7 +64,7 @@ impl Proxy {
         self.messages_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops the delayed messages at once, and all later ones, on every connection.
+    /// Drops the delayed messages immediately, and all later ones, on every connection.
     pub fn cut_messages(&self) {
         self.messages_held_ms.store(CUT, Ordering::SeqCst);
     }

@@ -469,7 +469,8 @@ impl<T: Clone> Trunk<T> {
         self.look_at_barriers();
     }
 
-    /// A channel that was to be counted no longer exists: nothing of it is waited for.
+    /// A channel no longer exists although its bytes were to be counted, so other channels
+    /// stop waiting for it.
     fn uncount(&mut self, channel: u32) {
         for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
@@ -480,7 +481,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Connects the channels that have nothing left to wait for.
+    /// Connects the channels that no longer wait for bytes of earlier channels.
     fn look_at_barriers(&mut self) {
         let mut from = 0;
         while let Some(&number) = self.waiting.range(from..).next() {

@@ -21,7 +21,7 @@ pub(super) struct Sending {
     limit: usize,
 }
 
-/// The operation under way; there is at most one.
+/// The operation in progress; there is at most one.
 #[derive(Debug, Default)]
 enum Pending {
     #[default]

@@ -99,7 +99,7 @@ impl Doubt {
         }
         let mut inquiries = Inquiries::new(options.doubt_limit);
         let mut why = None;
-        // At least one, even with a limit of zero.
+        // Make at least one attempt, even if the limit is zero.
         inquiries.wait();
         loop {
             let fault = match self.inquire(tls, options, host, inquiries.until) {
