@@ -22,11 +22,12 @@ mod begin;
 mod driver;
 mod reader;
 mod shared;
+mod state;
 mod system;
 
-use driver::Driver;
 pub(super) use shared::Beginning;
 use shared::{Command, SharedStatus};
+use state::Driver;
 pub(super) use system::{ends, random};
 
 /// A session between two hosts. Dropping it ends the session.

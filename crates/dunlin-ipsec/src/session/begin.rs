@@ -9,7 +9,7 @@ use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::Policy;
 use dunlin_proto::ipsec::plan::{Adoption, REQID_BLOCKS, REQIDS, SessionParameters, Step, adopt};
 
-use super::driver::{Driver, Ports};
+use super::state::{Driver, Ports};
 use super::system::{ends, guarded, is_of_this_host, random};
 use crate::error::IpsecError;
 use crate::event::Event;

@@ -2,34 +2,29 @@
 
 use dunlin_proto::text::{chain, harmless};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender as Channel, channel};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::xfrm::{self, KeyAndSalt};
+use crate::xfrm::{self};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::ipsec::exchange::{Action, Awaited, Exchange};
-use dunlin_proto::ipsec::key::{EXPORTER_LABEL, Role, context};
-use dunlin_proto::ipsec::message::{Message, Terms};
-use dunlin_proto::ipsec::object::{Association, Direction, Object};
-use dunlin_proto::ipsec::plan::{SessionParameters, Step};
+use dunlin_proto::ipsec::exchange::Action;
+use dunlin_proto::ipsec::message::Message;
+use dunlin_proto::ipsec::object::{Direction, Object};
+use dunlin_proto::ipsec::plan::Step;
 use dunlin_proto::ipsec::{LEAST_SPI, Mode, Sender, Slot};
 use dunlin_proto::limits::MAX_SAS;
-use dunlin_proto::negotiate::SessionId;
-use zeroize::Zeroizing;
 
 use super::reader::read;
-use super::shared::{Beginning, Command, SharedStatus};
+use super::shared::Command;
+use super::state::{Driver, Late, Ports, Sending};
 use super::system::{guarded, random};
 use crate::error::IpsecError;
-use crate::event::{Event, Observer};
-use crate::options::Options;
-use crate::record::{Record, RecordDirectory};
+use crate::event::Event;
 use crate::sock_diag::TcpConnection;
 use crate::sockets::connections;
-use crate::tables::{Tables, still_used};
-use dunlin_lane::control::ControlStream;
+use crate::tables::still_used;
 use dunlin_lane::sync::lock;
 
 /// The interval at which connections are listed, and at which an ending session checks whether
@@ -48,95 +43,7 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 /// releases more, the oldest are removed early.
 const MOST_LATE: usize = 2 * MAX_SAS as usize;
 
-/// Steps and the time at which each is due.
-type Late = Vec<(Instant, Vec<Step>)>;
-
-/// The state of a session's thread.
-pub(super) struct Driver {
-    pub(super) control: Arc<ControlStream>,
-    pub(super) session: SessionId,
-    role: Role,
-    exchange: Exchange,
-    pub(super) options: Options,
-    observer: Observer,
-    pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
-    pub(super) tables: Tables,
-    pub(super) records: RecordDirectory,
-    pub(super) ports: Ports,
-    shared: Arc<Mutex<SharedStatus>>,
-    tell_up: Channel<()>,
-    /// What the exchange waits for, and since when.
-    waits_since: Option<(Awaited, Instant)>,
-    sending: Sending,
-    rekeyed: Instant,
-}
-
-/// The ports of the session. No transition leads back.
-pub(super) enum Ports {
-    /// The exchange has not begun: the ports are as they were before the session.
-    Free,
-    Blocked(Box<Blocked>),
-}
-
-/// Ports that pass packets only by an SA of the session, and the policies and SAs that are
-/// installed for them.
-pub(super) struct Blocked {
-    record: Record,
-    parameters: SessionParameters,
-    /// SAs to be removed, with the time; the earliest first.
-    late: Late,
-    /// Connections for which an SA was requested.
-    known: BTreeSet<Sender>,
-    /// When the policies and SAs were last verified.
-    verified: Instant,
-}
-
-impl Ports {
-    pub(super) fn blocked(record: Record, parameters: SessionParameters) -> Self {
-        Self::Blocked(Box::new(Blocked {
-            record,
-            parameters,
-            late: Vec::new(),
-            known: BTreeSet::new(),
-            verified: Instant::now(),
-        }))
-    }
-}
-
-/// The direction to the peer. No transition leads back.
-enum Sending {
-    Works,
-    /// Nothing more is sent. The time is that of the error.
-    Failed(IpsecError, Instant),
-}
-
 impl Driver {
-    pub(super) fn new(
-        beginning: Beginning,
-        shared: Arc<Mutex<SharedStatus>>,
-        tell_up: Channel<()>,
-    ) -> Result<Self, IpsecError> {
-        let options = beginning.options;
-        let tables = Tables::open(options.before_change.clone())?;
-        Ok(Self {
-            control: Arc::new(beginning.control),
-            session: beginning.session,
-            role: beginning.role,
-            exchange: beginning.exchange,
-            observer: beginning.observer,
-            admits: beginning.admits,
-            records: RecordDirectory::open(&options.records)?,
-            tables,
-            options,
-            ports: Ports::Free,
-            shared,
-            tell_up,
-            waits_since: None,
-            sending: Sending::Works,
-            rekeyed: Instant::now(),
-        })
-    }
-
     pub(super) fn run(
         mut self,
         commands: &Receiver<Command>,
@@ -315,24 +222,6 @@ impl Driver {
         Ok(grants.iter().map(|grant| grant.spi).collect())
     }
 
-    pub(super) fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
-        let Ports::Blocked(blocked) = &mut self.ports else {
-            return Err(IpsecError::Ended);
-        };
-        let (control, session, role) = (&self.control, &self.session, self.role);
-        let key = |one: &Association| {
-            let sender = match one.direction {
-                Direction::Out => role,
-                Direction::In => role.peer(),
-            };
-            let context = context(session, sender, one.slot.index, one.epoch);
-            let mut key = Zeroizing::new([0; KeyAndSalt::BYTES]);
-            control.export(EXPORTER_LABEL, Some(&context), &mut *key)?;
-            Ok(KeyAndSalt::from(key))
-        };
-        self.tables.apply(steps, &mut blocked.record, &key)
-    }
-
     /// Handles what depends on time: timeouts, new and closed connections, delayed steps.
     fn look_around(&mut self) -> Result<(), IpsecError> {
         let now = Instant::now();
@@ -415,19 +304,6 @@ impl Driver {
         self.exchange.rekey();
     }
 
-    fn parameters(&mut self) -> Result<SessionParameters, IpsecError> {
-        Ok(self.blocked()?.parameters)
-    }
-
-    /// # Errors
-    /// The exchange has not begun.
-    fn blocked(&mut self) -> Result<&mut Blocked, IpsecError> {
-        match &mut self.ports {
-            Ports::Blocked(blocked) => Ok(blocked),
-            Ports::Free => Err(IpsecError::Ended),
-        }
-    }
-
     /// Sends a message. A peer that has ended the session receives nothing more, although its final
     /// message may not have been read yet. So a send error does not end the session immediately: the
     /// peer's final message takes precedence over the loss of the connection.
@@ -440,10 +316,6 @@ impl Driver {
             self.sending = Sending::Failed(error.into(), Instant::now());
         }
         Ok(())
-    }
-
-    pub(super) fn tell(&self, event: Event) {
-        self.observer.event(&event);
     }
 
     /// Removes the session's policies and SAs. While connections use the ports, they stay blocked;

@@ -8,6 +8,7 @@ mod values;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use super::fault::PeerFault;
 use super::inbound::Inbound;
 use super::lanes::SendingLanes;
 use super::message::Mark;
@@ -595,6 +596,19 @@ impl<T: Clone> Trunk<T> {
     fn may_read(&self) -> bool {
         let reading = (self.reading + 1) * u64::from(MAX_STRIPE_CHUNK_BYTES);
         self.lanes.held_bytes() + reading <= self.config.bytes
+    }
+
+    /// Queues *gone* for a channel that does not exist on this side.
+    fn answer_if_gone(&mut self, channel: u32) -> Result<(), PeerFault> {
+        if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
+            return Ok(());
+        }
+        // Enough for every channel that the other side can have at the same time, repeated once.
+        if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
+            return Err(PeerFault::TooManyChannels);
+        }
+        self.agenda.gone.insert(channel);
+        Ok(())
     }
 
     /// Queues a channel for reading, if it may be read.

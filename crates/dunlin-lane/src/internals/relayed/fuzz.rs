@@ -11,7 +11,7 @@ use super::in_kernel::{Opening, Sealing, Verdict, halves};
 use crate::internals::handshake::Renewal;
 use crate::internals::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 
-/// Stands in for a connection's keys: no kernel is involved, so no key is needed.
+/// In place of a connection's keys: no kernel is involved, so no key is needed.
 struct NoKeys;
 
 impl Renewal for NoKeys {

@@ -2,7 +2,7 @@
 
 use super::{Action, Control, Stage, Trunk};
 use crate::fault::FaultCode;
-use crate::limits::{MAX_CHANNELS, MAX_CREDITS};
+use crate::limits::MAX_CREDITS;
 use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
@@ -362,19 +362,6 @@ impl<T: Clone> Trunk<T> {
         }
         self.forget(channel, now_ns);
         self.actions.push_back(Action::Close(channel));
-        Ok(())
-    }
-
-    /// Queues *gone* for a channel that does not exist on this side.
-    pub(super) fn answer_if_gone(&mut self, channel: u32) -> Result<(), PeerFault> {
-        if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
-            return Ok(());
-        }
-        // Enough for every channel that the other side can have at the same time, repeated once.
-        if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
-            return Err(PeerFault::TooManyChannels);
-        }
-        self.agenda.gone.insert(channel);
         Ok(())
     }
 }
