@@ -50,43 +50,33 @@ impl Default for Liveness {
     }
 }
 
-/// Connects to `address`; gives up at `deadline` or when `stop` is woken.
+/// Connects to `address`, from the local address and port `local` if given; gives up at `deadline` or
+/// when `stop` is woken. The socket stays bound to a local port until it is closed, connected or not.
 ///
 /// # Errors
-/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken; otherwise an error from
-/// socket(2) or connect(2).
-pub fn connect_unless(
+/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken, `AddrInUse` if another
+/// socket uses the local port; otherwise an error from socket(2), bind(2) or connect(2).
+pub fn connect(
+    local: Option<SocketAddr>,
     address: SocketAddr,
     deadline: Instant,
     stop: &Wakeup,
 ) -> io::Result<TcpStream> {
-    finish_connect(begin_connect(None, address)?, deadline, stop)
-}
-
-/// Like [`connect_unless`], from a given local address and port. The socket stays bound to the port
-/// until it is closed, connected or not.
-///
-/// # Errors
-/// Same as [`connect_unless`]; `AddrInUse` if another socket uses the local port.
-pub fn connect_from_unless(
-    local: SocketAddr,
-    address: SocketAddr,
-    deadline: Instant,
-    stop: &Wakeup,
-) -> io::Result<TcpStream> {
-    finish_connect(begin_connect(Some(local), address)?, deadline, stop)
-}
-
-fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+    let stream = TcpStream::from(stream_socket(match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    })?);
+    if let Some(local) = local {
+        rustix::net::bind(&stream, &local)?;
+    }
+    match rustix::net::connect(&stream, &address) {
+        // The kernel continues to connect, also after a signal (connect(2)).
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
     loop {
-        let left = remaining(deadline)?;
-        let connected = Interest {
-            fd: stream.as_fd(),
-            read: false,
-            write: true,
-        };
-        let stopped = Interest::read(&stop);
-        let ready = poll(&[connected, stopped], Some(left))?;
+        let interests = [Interest::write(&stream), Interest::read(stop)];
+        let ready = poll(&interests, Some(remaining(deadline)?))?;
         if ready[1] {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
@@ -99,22 +89,6 @@ fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Re
     }
     stream.set_nonblocking(false)?;
     Ok(stream)
-}
-
-/// Starts a connection, from a local address and port if given. The socket is in non-blocking mode.
-fn begin_connect(local: Option<SocketAddr>, address: SocketAddr) -> io::Result<TcpStream> {
-    let stream = TcpStream::from(stream_socket(match address {
-        SocketAddr::V4(_) => AddressFamily::INET,
-        SocketAddr::V6(_) => AddressFamily::INET6,
-    })?);
-    if let Some(local) = local {
-        rustix::net::bind(&stream, &local)?;
-    }
-    match rustix::net::connect(&stream, &address) {
-        // The kernel continues to connect, also after a signal (connect(2)).
-        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(stream),
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// A stream socket in non-blocking mode.
@@ -479,17 +453,17 @@ mod tests {
             };
             let to = listener.local_addr().unwrap();
             let (waker, stop) = crate::poll::waker().unwrap();
-            let mut near = connect_unless(to, soon(), &stop).unwrap();
+            let mut near = connect(None, to, soon(), &stop).unwrap();
             let mut far = listener.accept().unwrap().0;
             far.write_all(b"x").unwrap();
             // The stream is in blocking mode.
             near.read_exact(&mut [0]).unwrap();
             waker.wake();
-            let error = connect_unless(to, soon(), &stop).unwrap_err();
+            let error = connect(None, to, soon(), &stop).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
             stop.clear();
             drop(listener);
-            let error = connect_unless(to, soon(), &stop).unwrap_err();
+            let error = connect(None, to, soon(), &stop).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         }
     }
@@ -537,10 +511,10 @@ mod tests {
             drop(free);
             let (_waker, stop) = crate::poll::waker().unwrap();
             let until = Instant::now() + Duration::from_secs(60);
-            let near = connect_from_unless(from, to, until, &stop).unwrap();
+            let near = connect(Some(from), to, until, &stop).unwrap();
             assert_eq!(listener.accept().unwrap().1, from);
             assert_eq!(near.local_addr().unwrap(), from);
-            let error = connect_from_unless(from, to, until, &stop).unwrap_err();
+            let error = connect(Some(from), to, until, &stop).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         }
     }

@@ -79,7 +79,7 @@ impl Connector for StandardConnector {
         deadline: Instant,
         stop: &Wakeup,
     ) -> io::Result<TcpStream> {
-        socket::connect_from_unless(local, remote, deadline, stop)
+        socket::connect(Some(local), remote, deadline, stop)
     }
 }
 
@@ -98,7 +98,7 @@ pub fn connect_to_any(
         let now = Instant::now();
         let left = deadline.saturating_duration_since(now);
         let share = (left / others).max(LEAST_SHARE).min(left);
-        match socket::connect_unless(*address, now + share, stop) {
+        match socket::connect(None, *address, now + share, stop) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }
