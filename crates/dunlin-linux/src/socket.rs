@@ -13,12 +13,11 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use crate::option;
-use crate::poll::{Interest, Wakeup, poll, timespec};
+use crate::poll::{Interest, Wakeup, poll};
 
 /// How the kernel detects that a connection's peer has failed.
 ///
@@ -174,7 +173,7 @@ pub fn remaining(deadline: Instant) -> io::Result<Duration> {
 /// # Errors
 /// An error from poll(2).
 pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    wait(socket, PollFlags::IN, deadline)
+    wait(Interest::read(&socket), deadline)
 }
 
 /// Waits until `socket` is writable or failed; returns `false` after `deadline`.
@@ -182,18 +181,15 @@ pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
 /// # Errors
 /// An error from poll(2).
 pub fn wait_writable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    wait(socket, PollFlags::OUT, deadline)
+    wait(Interest::write(&socket), deadline)
 }
 
-fn wait(socket: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<bool> {
-    let mut entries = [PollFd::new(&socket, events)];
+fn wait(interest: Interest<'_>, deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match rustix::event::poll(&mut entries, Some(&timespec(left))) {
-            Ok(0) if Instant::now() >= deadline => return Ok(false),
-            Ok(0) | Err(Errno::INTR) => {}
-            Ok(_) => return Ok(true),
-            Err(error) => return Err(error.into()),
+        match poll(&[interest], Some(left))?[0] {
+            false if !left.is_zero() => {}
+            ready => return Ok(ready),
         }
     }
 }
