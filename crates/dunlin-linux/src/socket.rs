@@ -10,7 +10,6 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -100,48 +99,25 @@ fn stream_socket(family: AddressFamily) -> io::Result<OwnedFd> {
 /// The interval between attempts to connect to a listener with a full backlog.
 const BACKLOG_STEP: Duration = Duration::from_millis(10);
 
-/// Connects to the unix socket at `path` before `deadline`. While the listener's backlog is full,
-/// it tries again; a blocking connect(2) would wait without a limit (unix(7)). The stream is in
-/// non-blocking mode.
+/// Connects to the unix socket at `path`; gives up at `deadline` or when `stop` is woken. While the
+/// listener's backlog is full, it tries again; a blocking connect(2) would wait without a limit
+/// (unix(7)). The stream is in non-blocking mode.
 ///
 /// # Errors
-/// `TimedOut` if the backlog stays full; otherwise an error from socket(2) or connect(2).
-pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
-    connect_unix_or(path, || {
-        thread::sleep(BACKLOG_STEP.min(remaining(deadline)?));
-        Ok(())
-    })
-}
-
-/// Like [`connect_unix`], but also gives up when `stop` is woken.
-///
-/// # Errors
-/// Same as [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
-pub fn connect_unix_unless(
-    path: &Path,
-    deadline: Instant,
-    stop: &Wakeup,
-) -> io::Result<UnixStream> {
-    connect_unix_or(path, || {
-        let stopped = Interest::read(&stop);
-        match poll(&[stopped], Some(BACKLOG_STEP.min(remaining(deadline)?)))?[0] {
-            true => Err(io::ErrorKind::ConnectionAborted.into()),
-            false => Ok(()),
-        }
-    })
-}
-
-/// Connects, and calls `wait` before each further attempt.
-fn connect_unix_or(
-    path: &Path,
-    mut wait: impl FnMut() -> io::Result<()>,
-) -> io::Result<UnixStream> {
+/// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken during the wait for
+/// it; otherwise an error from socket(2) or connect(2).
+pub fn connect_unix(path: &Path, deadline: Instant, stop: &Wakeup) -> io::Result<UnixStream> {
     let stream = UnixStream::from(stream_socket(AddressFamily::UNIX)?);
     let address = SocketAddrUnix::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
     loop {
         match rustix::net::connect(&stream, &address) {
             Ok(()) => return Ok(stream),
-            Err(Errno::AGAIN) => wait()?,
+            Err(Errno::AGAIN) => {
+                let step = BACKLOG_STEP.min(remaining(deadline)?);
+                if poll(&[Interest::read(stop)], Some(step))?[0] {
+                    return Err(io::ErrorKind::ConnectionAborted.into());
+                }
+            }
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -361,28 +337,29 @@ mod tests {
         let path = scratch.join("socket");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let brief = || Instant::now() + Duration::from_millis(50);
+        let (waker, stop) = crate::poll::waker().unwrap();
         let mut waiting = Vec::new();
         let error = loop {
             assert!(waiting.len() < 10_000, "the backlog has no end");
-            match connect_unix(&path, brief()) {
+            match connect_unix(&path, brief(), &stop) {
                 Ok(stream) => waiting.push(stream),
                 Err(error) => break error,
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        let (waker, stop) = crate::poll::waker().unwrap();
         waker.wake();
-        let error = connect_unix_unless(&path, Instant::now() + Duration::from_secs(60), &stop);
+        let error = connect_unix(&path, Instant::now() + Duration::from_secs(60), &stop);
         assert_eq!(error.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         listener.accept().unwrap();
-        connect_unix(&path, brief()).unwrap();
+        connect_unix(&path, brief(), &stop).unwrap();
     }
 
     #[test]
     fn a_path_without_a_socket_fails_at_once() {
         let scratch = Scratch::new();
+        let (_waker, stop) = crate::poll::waker().unwrap();
         let soon = || Instant::now() + Duration::from_secs(5);
-        let kind = |path: &Path| connect_unix(path, soon()).unwrap_err().kind();
+        let kind = |path: &Path| connect_unix(path, soon(), &stop).unwrap_err().kind();
         assert_eq!(kind(&scratch.join("none")), io::ErrorKind::NotFound);
         let long = scratch.join("x".repeat(108));
         assert_eq!(kind(&long), io::ErrorKind::InvalidInput);

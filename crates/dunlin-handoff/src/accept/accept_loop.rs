@@ -90,13 +90,12 @@ impl AcceptLoop {
                 self.paused_until = None;
                 self.listen()?;
             }
-            let state = lock(&self.shared.state);
-            let (is_draining, is_stopped) = (state.is_draining, state.is_stopped);
-            drop(state);
+            let is_draining = lock(&self.shared.state).is_draining;
             if is_draining {
                 self.listener = None;
                 self.paused_until = None;
             }
+            let is_stopped = self.shared.stop.is_requested();
             if is_stopped || (is_draining && self.clients.is_empty()) {
                 return Ok(());
             }
