@@ -15,14 +15,12 @@ use std::time::{Duration, Instant};
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::{self, Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret};
 use thiserror::Error;
 
 use super::data::{DataSender, PlainConsent, STALL_LIMIT, SendError};
 use super::handshake::{self, HandshakeError};
 use super::peers::Principal;
 use super::policy::ClientTls;
-use super::proof::prove;
 use super::resolve;
 use super::splice::Stop;
 
@@ -322,41 +320,6 @@ pub(crate) fn connect(
     cancel.covers(&stream)?;
     set_liveness(&stream, &Liveness::default())?;
     Ok(stream)
-}
-
-/// What a lane's first message needs: the session that the lane belongs to.
-#[derive(Debug)]
-#[cfg(feature = "unstable-internals")]
-pub struct LaneTicket<'a> {
-    /// The selected wire version.
-    pub version: u16,
-    /// The session.
-    pub session: SessionId,
-    /// The session's secret, which keys the lane's proof.
-    pub secret: &'a SessionSecret,
-    /// The lane's number.
-    pub lane: u16,
-}
-
-#[cfg(feature = "unstable-internals")]
-impl LaneTicket<'_> {
-    /// Sends the lane's first message.
-    ///
-    /// # Errors
-    /// [`SendError`].
-    pub fn present(&self, sender: &mut DataSender) -> Result<(), SendError> {
-        let open = LaneOpen {
-            version: self.version,
-            session: self.session,
-            lane: self.lane,
-            mac: prove(self.secret, &self.session, self.lane),
-        };
-        let mut bytes = Vec::new();
-        // Cannot fail: every field has a fixed length.
-        open.encode(&mut bytes)
-            .map_err(|error| SendError::Io(io::Error::other(error)))?;
-        sender.send(&bytes)
-    }
 }
 
 #[cfg(test)]
