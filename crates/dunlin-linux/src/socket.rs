@@ -274,13 +274,32 @@ pub fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Whether a system call failed because descriptors or memory ran out. Clients can make accept(2)
-/// fail like this, so it must not stop a listener (I7).
-pub fn is_shortage(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::ENOMEM | libc::ENFILE | libc::EMFILE | libc::ENOBUFS)
-    )
+/// The result of accept(2) on a listener in non-blocking mode.
+#[derive(Debug)]
+pub enum Accepted<T> {
+    /// A connection.
+    Connection(T),
+    /// No connection was waiting, or it had already ended: wait for the listener again.
+    Nothing,
+    /// Descriptors or memory ran out. Clients can cause this, so it must not stop a listener (I7).
+    Shortage(io::Error),
+    /// The listener failed.
+    Failed(io::Error),
+}
+
+impl<T> From<io::Result<T>> for Accepted<T> {
+    fn from(accepted: io::Result<T>) -> Self {
+        match accepted {
+            Ok(connection) => Self::Connection(connection),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::ECONNABORTED | libc::EINTR) => Self::Nothing,
+                Some(libc::ENOMEM | libc::ENFILE | libc::EMFILE | libc::ENOBUFS) => {
+                    Self::Shortage(error)
+                }
+                _ => Self::Failed(error),
+            },
+        }
+    }
 }
 
 /// Whether `socket` listens for connections (`SO_ACCEPTCONN`, socket(7)).
@@ -314,6 +333,18 @@ mod tests {
         let (near, _far) = pair();
         assert!(!is_listening(&near).unwrap());
         assert!(is_listening(std::fs::File::open("/dev/null").unwrap()).is_err());
+    }
+
+    #[test]
+    fn i7_only_an_error_of_the_listener_itself_is_a_failure() {
+        let of = |error| Accepted::<()>::from(Err(io::Error::from_raw_os_error(error)));
+        for passing in [libc::EAGAIN, libc::ECONNABORTED, libc::EINTR] {
+            assert!(matches!(of(passing), Accepted::Nothing), "{passing}");
+        }
+        for short in [libc::ENOMEM, libc::ENFILE, libc::EMFILE, libc::ENOBUFS] {
+            assert!(matches!(of(short), Accepted::Shortage(_)), "{short}");
+        }
+        assert!(matches!(of(libc::EINVAL), Accepted::Failed(_)));
     }
 
     #[test]

@@ -15,7 +15,7 @@ use super::forwarded::Forwarded;
 use super::shared::Shared;
 use super::token::{Side, token};
 use super::{Event, Refusal, deliver};
-use dunlin_linux::socket::is_shortage;
+use dunlin_linux::socket::Accepted;
 
 /// Connections accepted per round, before pending clients are served again.
 const ACCEPTS_PER_ROUND: usize = 16;
@@ -115,8 +115,8 @@ impl AcceptLoop {
             let Some(listener) = &self.listener else {
                 return Ok(());
             };
-            match listener.accept() {
-                Ok((stream, from)) => {
+            match Accepted::from(listener.accept()) {
+                Accepted::Connection((stream, from)) => {
                     self.is_starved = false;
                     let limits = self.shared.options.limits;
                     if self.clients.len() >= limits.pending {
@@ -135,18 +135,14 @@ impl AcceptLoop {
                         Err(error) => self.shared.refused(from, None, Refusal::Io(error)),
                     }
                 }
-                Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => break,
-                    // The client has disconnected already, or a signal arrived.
-                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
-                    _ if is_shortage(&error) => {
-                        let now = Instant::now();
-                        self.paused_until = Some(now + SHORTAGE_PAUSE);
-                        self.handle_shortage(error, now);
-                        return Ok(());
-                    }
-                    _ => return Err(error),
-                },
+                Accepted::Nothing => break,
+                Accepted::Shortage(error) => {
+                    let now = Instant::now();
+                    self.paused_until = Some(now + SHORTAGE_PAUSE);
+                    self.handle_shortage(error, now);
+                    return Ok(());
+                }
+                Accepted::Failed(error) => return Err(error),
             }
         }
         self.listen()
