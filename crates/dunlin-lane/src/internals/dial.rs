@@ -248,6 +248,23 @@ impl DialCancel {
         Ok(())
     }
 
+    /// Opens the connection of the dial, covers it, and enables the kernel's detection of a dead peer.
+    pub(super) fn connect(
+        &self,
+        connector: &dyn Connector,
+        endpoint: &str,
+        deadline: Instant,
+    ) -> Result<TcpStream, DialError> {
+        let connected = connector.connect(endpoint, deadline, self.wakeup());
+        let stream = connected.map_err(|source| DialError::Connect {
+            endpoint: endpoint.to_owned(),
+            source,
+        })?;
+        self.covers(&stream)?;
+        set_liveness(&stream, &Liveness::default())?;
+        Ok(stream)
+    }
+
     /// The dial has ended: cancellation no longer shuts down its connection.
     pub fn release(&self) {
         *lock(&self.0.stream) = None;
@@ -260,7 +277,8 @@ pub struct TlsDialer;
 
 impl LaneDialer for TlsDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect_for(request)?;
+        let cancel = request.cancel;
+        let stream = cancel.connect(&**request.connector, request.endpoint, request.deadline)?;
         let endpoint = || request.endpoint.to_owned();
         let secured = handshake::client(stream, request.tls, request.deadline);
         let secured = secured.map_err(|source| DialError::Handshake {
@@ -290,36 +308,10 @@ impl PlainDialer {
 
 impl LaneDialer for PlainDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect_for(request)?;
+        let cancel = request.cancel;
+        let stream = cancel.connect(&**request.connector, request.endpoint, request.deadline)?;
         Ok(DataSender::plain(stream, self.0, STALL_LIMIT)?)
     }
-}
-
-fn connect_for(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
-    let connector = &**request.connector;
-    connect(
-        connector,
-        request.endpoint,
-        request.deadline,
-        request.cancel,
-    )
-}
-
-/// Connects, and enables the kernel's detection of a dead peer.
-pub(crate) fn connect(
-    connector: &dyn Connector,
-    endpoint: &str,
-    deadline: Instant,
-    cancel: &DialCancel,
-) -> Result<TcpStream, DialError> {
-    let connected = connector.connect(endpoint, deadline, cancel.wakeup());
-    let stream = connected.map_err(|source| DialError::Connect {
-        endpoint: endpoint.to_owned(),
-        source,
-    })?;
-    cancel.covers(&stream)?;
-    set_liveness(&stream, &Liveness::default())?;
-    Ok(stream)
 }
 
 #[cfg(test)]
