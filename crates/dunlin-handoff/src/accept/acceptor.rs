@@ -62,15 +62,14 @@ impl Acceptor {
             wakeup,
             stop: Stop::new()?,
         });
-        let mut accept_loop = AcceptLoop::new(&shared, listener)?;
+        let accept_loop = AcceptLoop::new(&shared, &listener)?;
         let on_thread = Arc::clone(&shared);
         let accepting = thread::Builder::new()
             .name("dunlin-accept".to_owned())
             .spawn(move || {
-                if let Err(error) = accept_loop.run() {
+                if let Err(error) = accept_loop.run(listener) {
                     on_thread.report(&Event::Failed(error));
                 }
-                drop(accept_loop);
                 lock(&on_thread.state).is_closed = true;
                 on_thread.changed.notify_all();
             })?;
