@@ -423,6 +423,7 @@ fn write(
 
 impl ServerTls {
     /// Keeps the settings of the session's control lane for everything that belongs to the session.
+    /// `control` is a lane that this side accepted; one that it opened has no such settings.
     #[cfg(feature = "unstable-internals")]
     pub fn keep(&self, control: &ControlStream) {
         if let Some(settings) = &control.settings {
