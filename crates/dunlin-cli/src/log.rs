@@ -129,12 +129,8 @@ static LOST: AtomicU64 = AtomicU64::new(0);
 /// they have space for one.
 fn is_writable() -> bool {
     let stderr = std::io::stderr();
-    let interest = Interest {
-        write: true,
-        ..Interest::failure(&stderr)
-    };
     // A line also counts as lost if a signal interrupts the wait.
-    poll(&[interest], Some(STALL_LIMIT)).is_ok_and(|ready| ready == [true])
+    poll(&[Interest::write(&stderr)], Some(STALL_LIMIT)).is_ok_and(|ready| ready == [true])
 }
 
 struct Log {

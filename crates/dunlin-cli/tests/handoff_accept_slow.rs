@@ -16,6 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accept::{Accept, Scene, cut, real_hello};
+use dunlin_linux::poll::waker;
 use dunlin_linux::socket::connect_unix;
 use dunlin_test_base::need::are_here;
 use dunlin_test_base::sockets::ReadOnce as _;
@@ -181,7 +182,8 @@ fn i7_a_receiver_that_does_not_accept_delays_no_other_name() {
     let path = scene.path("slow");
     let _receiver = UnixListener::bind(&path).unwrap();
     let mut queue = Vec::new();
-    while let Ok(one) = connect_unix(&path, Instant::now() + Duration::from_millis(50)) {
+    let (_waker, stop) = waker().unwrap();
+    while let Ok(one) = connect_unix(&path, Instant::now() + Duration::from_millis(50), &stop) {
         queue.push(one);
     }
     let more = format!("--sni slow.test --to unix:{}", path.display());

@@ -29,6 +29,14 @@ impl<'a> Interest<'a> {
         }
     }
 
+    /// Waits until `descriptor` is writable.
+    pub fn write(descriptor: &'a impl AsFd) -> Self {
+        Self {
+            write: true,
+            ..Self::failure(descriptor)
+        }
+    }
+
     /// Waits for a hang-up or an error only.
     pub fn failure(descriptor: &'a impl AsFd) -> Self {
         Self {

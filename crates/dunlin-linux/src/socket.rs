@@ -10,15 +10,13 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use crate::option;
-use crate::poll::{Interest, Wakeup, poll, timespec};
+use crate::poll::{Interest, Wakeup, poll};
 
 /// How the kernel detects that a connection's peer has failed.
 ///
@@ -50,43 +48,33 @@ impl Default for Liveness {
     }
 }
 
-/// Connects to `address`; gives up at `deadline` or when `stop` is woken.
+/// Connects to `address`, from the local address and port `local` if given; gives up at `deadline` or
+/// when `stop` is woken. The socket stays bound to a local port until it is closed, connected or not.
 ///
 /// # Errors
-/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken; otherwise an error from
-/// socket(2) or connect(2).
-pub fn connect_unless(
+/// `TimedOut` after the deadline, `ConnectionAborted` if `stop` was woken, `AddrInUse` if another
+/// socket uses the local port; otherwise an error from socket(2), bind(2) or connect(2).
+pub fn connect(
+    local: Option<SocketAddr>,
     address: SocketAddr,
     deadline: Instant,
     stop: &Wakeup,
 ) -> io::Result<TcpStream> {
-    finish_connect(begin_connect(None, address)?, deadline, stop)
-}
-
-/// Like [`connect_unless`], from a given local address and port. The socket stays bound to the port
-/// until it is closed, whether or not it is connected.
-///
-/// # Errors
-/// Same as [`connect_unless`]; `AddrInUse` if another socket uses the local port.
-pub fn connect_from_unless(
-    local: SocketAddr,
-    address: SocketAddr,
-    deadline: Instant,
-    stop: &Wakeup,
-) -> io::Result<TcpStream> {
-    finish_connect(begin_connect(Some(local), address)?, deadline, stop)
-}
-
-fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream> {
+    let stream = TcpStream::from(stream_socket(match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    })?);
+    if let Some(local) = local {
+        rustix::net::bind(&stream, &local)?;
+    }
+    match rustix::net::connect(&stream, &address) {
+        // The kernel continues to connect, also after a signal (connect(2)).
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
     loop {
-        let left = remaining(deadline)?;
-        let connected = Interest {
-            fd: stream.as_fd(),
-            read: false,
-            write: true,
-        };
-        let stopped = Interest::read(&stop);
-        let ready = poll(&[connected, stopped], Some(left))?;
+        let interests = [Interest::write(&stream), Interest::read(stop)];
+        let ready = poll(&interests, Some(remaining(deadline)?))?;
         if ready[1] {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
@@ -101,22 +89,6 @@ fn finish_connect(stream: TcpStream, deadline: Instant, stop: &Wakeup) -> io::Re
     Ok(stream)
 }
 
-/// Starts a connection, from a local address and port if given. The socket is in non-blocking mode.
-fn begin_connect(local: Option<SocketAddr>, address: SocketAddr) -> io::Result<TcpStream> {
-    let stream = TcpStream::from(stream_socket(match address {
-        SocketAddr::V4(_) => AddressFamily::INET,
-        SocketAddr::V6(_) => AddressFamily::INET6,
-    })?);
-    if let Some(local) = local {
-        rustix::net::bind(&stream, &local)?;
-    }
-    match rustix::net::connect(&stream, &address) {
-        // The kernel continues to connect, even after a signal (connect(2)).
-        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(stream),
-        Err(error) => Err(error.into()),
-    }
-}
-
 /// A stream socket in non-blocking mode.
 fn stream_socket(family: AddressFamily) -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -127,48 +99,25 @@ fn stream_socket(family: AddressFamily) -> io::Result<OwnedFd> {
 /// The interval between attempts to connect to a listener with a full backlog.
 const BACKLOG_STEP: Duration = Duration::from_millis(10);
 
-/// Connects to the unix socket at `path` before `deadline`. While the listener's backlog is full,
-/// it tries again; a blocking connect(2) would wait without a limit (unix(7)). The stream is in
-/// non-blocking mode.
+/// Connects to the unix socket at `path`; gives up at `deadline` or when `stop` is woken. While the
+/// listener's backlog is full, it tries again; a blocking connect(2) would wait without a limit
+/// (unix(7)). The stream is in non-blocking mode.
 ///
 /// # Errors
-/// `TimedOut` if the backlog stays full; otherwise an error from socket(2) or connect(2).
-pub fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
-    connect_unix_or(path, || {
-        thread::sleep(BACKLOG_STEP.min(remaining(deadline)?));
-        Ok(())
-    })
-}
-
-/// Like [`connect_unix`], but also gives up when `stop` is woken.
-///
-/// # Errors
-/// Same as [`connect_unix`], and `ConnectionAborted` if `stop` was woken.
-pub fn connect_unix_unless(
-    path: &Path,
-    deadline: Instant,
-    stop: &Wakeup,
-) -> io::Result<UnixStream> {
-    connect_unix_or(path, || {
-        let stopped = Interest::read(&stop);
-        match poll(&[stopped], Some(BACKLOG_STEP.min(remaining(deadline)?)))?[0] {
-            true => Err(io::ErrorKind::ConnectionAborted.into()),
-            false => Ok(()),
-        }
-    })
-}
-
-/// Tries to connect, and calls `wait` before each further attempt.
-fn connect_unix_or(
-    path: &Path,
-    mut wait: impl FnMut() -> io::Result<()>,
-) -> io::Result<UnixStream> {
+/// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken during the wait for
+/// it; otherwise an error from socket(2) or connect(2).
+pub fn connect_unix(path: &Path, deadline: Instant, stop: &Wakeup) -> io::Result<UnixStream> {
     let stream = UnixStream::from(stream_socket(AddressFamily::UNIX)?);
     let address = SocketAddrUnix::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
     loop {
         match rustix::net::connect(&stream, &address) {
             Ok(()) => return Ok(stream),
-            Err(Errno::AGAIN) => wait()?,
+            Err(Errno::AGAIN) => {
+                let step = BACKLOG_STEP.min(remaining(deadline)?);
+                if poll(&[Interest::read(stop)], Some(step))?[0] {
+                    return Err(io::ErrorKind::ConnectionAborted.into());
+                }
+            }
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -200,7 +149,7 @@ pub fn remaining(deadline: Instant) -> io::Result<Duration> {
 /// # Errors
 /// An error from poll(2).
 pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    wait(socket, PollFlags::IN, deadline)
+    wait(Interest::read(&socket), deadline)
 }
 
 /// Waits until `socket` is writable or failed; returns `false` after `deadline`.
@@ -208,18 +157,15 @@ pub fn wait_readable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
 /// # Errors
 /// An error from poll(2).
 pub fn wait_writable(socket: impl AsFd, deadline: Instant) -> io::Result<bool> {
-    wait(socket, PollFlags::OUT, deadline)
+    wait(Interest::write(&socket), deadline)
 }
 
-fn wait(socket: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<bool> {
-    let mut entries = [PollFd::new(&socket, events)];
+fn wait(interest: Interest<'_>, deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match rustix::event::poll(&mut entries, Some(&timespec(left))) {
-            Ok(0) if Instant::now() >= deadline => return Ok(false),
-            Ok(0) | Err(Errno::INTR) => {}
-            Ok(_) => return Ok(true),
-            Err(error) => return Err(error.into()),
+        match poll(&[interest], Some(left))?[0] {
+            false if !left.is_zero() => {}
+            ready => return Ok(ready),
         }
     }
 }
@@ -328,13 +274,32 @@ pub fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Whether a system call failed because descriptors or memory ran out. Clients can make accept(2)
-/// fail like this, so it must not stop a listener (I7).
-pub fn is_shortage(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::ENOMEM | libc::ENFILE | libc::EMFILE | libc::ENOBUFS)
-    )
+/// The result of accept(2) on a listener in non-blocking mode.
+#[derive(Debug)]
+pub enum Accepted<T> {
+    /// A connection.
+    Connection(T),
+    /// No connection was waiting, or it had already ended: wait for the listener again.
+    Nothing,
+    /// Descriptors or memory ran out. Clients can cause this, so it must not stop a listener (I7).
+    Shortage(io::Error),
+    /// The listener failed.
+    Failed(io::Error),
+}
+
+impl<T> From<io::Result<T>> for Accepted<T> {
+    fn from(accepted: io::Result<T>) -> Self {
+        match accepted {
+            Ok(connection) => Self::Connection(connection),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::ECONNABORTED | libc::EINTR) => Self::Nothing,
+                Some(libc::ENOMEM | libc::ENFILE | libc::EMFILE | libc::ENOBUFS) => {
+                    Self::Shortage(error)
+                }
+                _ => Self::Failed(error),
+            },
+        }
+    }
 }
 
 /// Whether `socket` listens for connections (`SO_ACCEPTCONN`, socket(7)).
@@ -371,6 +336,18 @@ mod tests {
     }
 
     #[test]
+    fn i7_only_an_error_of_the_listener_itself_is_a_failure() {
+        let of = |error| Accepted::<()>::from(Err(io::Error::from_raw_os_error(error)));
+        for passing in [libc::EAGAIN, libc::ECONNABORTED, libc::EINTR] {
+            assert!(matches!(of(passing), Accepted::Nothing), "{passing}");
+        }
+        for short in [libc::ENOMEM, libc::ENFILE, libc::EMFILE, libc::ENOBUFS] {
+            assert!(matches!(of(short), Accepted::Shortage(_)), "{short}");
+        }
+        assert!(matches!(of(libc::EINVAL), Accepted::Failed(_)));
+    }
+
+    #[test]
     fn is_held_finds_the_owner_of_a_unix_socket_without_connecting() {
         let folder = Scratch::new();
         let path = folder.join("socket");
@@ -391,28 +368,29 @@ mod tests {
         let path = scratch.join("socket");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let brief = || Instant::now() + Duration::from_millis(50);
+        let (waker, stop) = crate::poll::waker().unwrap();
         let mut waiting = Vec::new();
         let error = loop {
             assert!(waiting.len() < 10_000, "the backlog has no end");
-            match connect_unix(&path, brief()) {
+            match connect_unix(&path, brief(), &stop) {
                 Ok(stream) => waiting.push(stream),
                 Err(error) => break error,
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        let (waker, stop) = crate::poll::waker().unwrap();
         waker.wake();
-        let error = connect_unix_unless(&path, Instant::now() + Duration::from_secs(60), &stop);
+        let error = connect_unix(&path, Instant::now() + Duration::from_secs(60), &stop);
         assert_eq!(error.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         listener.accept().unwrap();
-        connect_unix(&path, brief()).unwrap();
+        connect_unix(&path, brief(), &stop).unwrap();
     }
 
     #[test]
     fn a_path_without_a_socket_fails_at_once() {
         let scratch = Scratch::new();
+        let (_waker, stop) = crate::poll::waker().unwrap();
         let soon = || Instant::now() + Duration::from_secs(5);
-        let kind = |path: &Path| connect_unix(path, soon()).unwrap_err().kind();
+        let kind = |path: &Path| connect_unix(path, soon(), &stop).unwrap_err().kind();
         assert_eq!(kind(&scratch.join("none")), io::ErrorKind::NotFound);
         let long = scratch.join("x".repeat(108));
         assert_eq!(kind(&long), io::ErrorKind::InvalidInput);
@@ -479,17 +457,17 @@ mod tests {
             };
             let to = listener.local_addr().unwrap();
             let (waker, stop) = crate::poll::waker().unwrap();
-            let mut near = connect_unless(to, soon(), &stop).unwrap();
+            let mut near = connect(None, to, soon(), &stop).unwrap();
             let mut far = listener.accept().unwrap().0;
             far.write_all(b"x").unwrap();
             // The stream is in blocking mode.
             near.read_exact(&mut [0]).unwrap();
             waker.wake();
-            let error = connect_unless(to, soon(), &stop).unwrap_err();
+            let error = connect(None, to, soon(), &stop).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
             stop.clear();
             drop(listener);
-            let error = connect_unless(to, soon(), &stop).unwrap_err();
+            let error = connect(None, to, soon(), &stop).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         }
     }
@@ -537,10 +515,10 @@ mod tests {
             drop(free);
             let (_waker, stop) = crate::poll::waker().unwrap();
             let until = Instant::now() + Duration::from_secs(60);
-            let near = connect_from_unless(from, to, until, &stop).unwrap();
+            let near = connect(Some(from), to, until, &stop).unwrap();
             assert_eq!(listener.accept().unwrap().1, from);
             assert_eq!(near.local_addr().unwrap(), from);
-            let error = connect_from_unless(from, to, until, &stop).unwrap_err();
+            let error = connect(Some(from), to, until, &stop).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         }
     }

@@ -137,7 +137,8 @@ pub struct Schedule {
     next_chunk: u64,
     lanes: BTreeMap<u16, LaneWork>,
     in_flight: VecDeque<InFlight>,
-    in_flight_ranges: usize,
+    /// Ranges assigned to a lane and not acknowledged, bounded by [`MAX_IN_FLIGHT_RANGES`].
+    pub(crate) in_flight_ranges: usize,
     in_flight_pages: u64,
     pages: u64,
     lost_chunks: u64,
@@ -178,13 +179,6 @@ impl Schedule {
     #[must_use]
     pub fn remaining_pages(&self) -> u64 {
         self.pending_pages() + self.in_flight_pages
-    }
-
-    /// Ranges assigned to a lane and not acknowledged, bounded by
-    /// [`MAX_IN_FLIGHT_RANGES`].
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub(crate) fn in_flight_ranges(&self) -> usize {
-        self.in_flight_ranges
     }
 
     /// The current iteration, counted from 1; 0 before the first.

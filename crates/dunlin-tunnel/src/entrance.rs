@@ -5,10 +5,11 @@ use std::io;
 use std::sync::{Arc, Mutex};
 
 use dunlin_linux::poll::Wakeup;
+use dunlin_linux::socket::Accepted;
 
 use super::carriers::Carriers;
 use super::event::Event;
-use super::listener::{Accepted, Listener, SocketFile, Sockets, next_number};
+use super::listener::{Listener, SocketFile, Sockets, next_number};
 use super::meter::Count;
 use super::options::Entrance;
 use super::route::Listen;
@@ -98,7 +99,8 @@ fn listen(
                 carriers.carry(&entrance, number, String::new(), stream.counted(count));
             }
             Accepted::Nothing => {}
-            Accepted::Short(error) => {
+            // A failure of the new socket passes, too.
+            Accepted::Shortage(error) | Accepted::Failed(error) => {
                 if !was_short {
                     let route = &lock(entrance).route;
                     let text = format!("route {route} cannot accept a connection: {error}");

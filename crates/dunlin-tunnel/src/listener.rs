@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use dunlin_linux::poll::{Interest, Wakeup, poll};
-use dunlin_linux::socket::{is_held, is_listening};
+use dunlin_linux::socket::{Accepted, is_held, is_listening};
 
 use super::route::Listen;
 use super::socket::Stream;
@@ -151,29 +151,13 @@ impl Listener {
         Ok(poll(&interests[..watched], timeout)?[0])
     }
 
-    pub(super) fn accept(&self) -> Accepted {
+    pub(super) fn accept(&self) -> Accepted<Stream> {
         let accepted = match self {
             Self::Unix(listener) => listener.accept().and_then(|(one, _)| Stream::unix(one)),
             Self::Tcp(listener) => listener.accept().and_then(|(one, _)| Stream::tcp(one)),
         };
-        match accepted {
-            Ok(stream) => Accepted::Connection(stream),
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock
-                | io::ErrorKind::Interrupted
-                | io::ErrorKind::ConnectionAborted => Accepted::Nothing,
-                _ => Accepted::Short(error),
-            },
-        }
+        accepted.into()
     }
-}
-
-/// The result of accepting.
-pub(super) enum Accepted {
-    Connection(Stream),
-    Nothing,
-    /// File descriptors or memory ran out; they may become available again.
-    Short(io::Error),
 }
 
 impl Drop for SocketFile {

@@ -16,6 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Waker, Wakeup, waker};
+use dunlin_linux::socket::Accepted;
 use dunlin_proto::fault::FaultCode;
 use dunlin_proto::limits::MAX_LANES;
 use thiserror::Error;
@@ -23,7 +24,7 @@ use thiserror::Error;
 use super::carriers::Carriers;
 use super::event::Event;
 use super::failure::Failure;
-use super::listener::{Accepted, Listener, SocketFile, Sockets, next_number};
+use super::listener::{Listener, SocketFile, Sockets, next_number};
 use super::meter::{Count, Ending, Tally};
 use super::options::Entrance;
 use super::parameter::Parameter;
@@ -337,7 +338,7 @@ impl ListenerTally {
                         carriers.carry(&self.entrance, self.number, parameter, socket);
                     }
                     Accepted::Nothing => break false,
-                    Accepted::Short(_) => break true,
+                    Accepted::Shortage(_) | Accepted::Failed(_) => break true,
                 }
             };
             if self.is_done() {

@@ -21,7 +21,7 @@ use super::hub::{Core, Dial, Direction, Hub};
 use super::piece::{PIECE_BYTES, Piece};
 use super::socket::Socket;
 use dunlin_lane::data::{DataSender, SendError};
-use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest, LaneTicket};
+use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
 use dunlin_lane::sync;
 
 /// A read of at least this many bytes is followed by another read immediately. Sending that much
@@ -73,13 +73,7 @@ fn open(hub: &Hub, lane: u16, dialer: &dyn LaneDialer) -> Result<DataSender, Fai
         let code = error.permanent().unwrap_or(FaultCode::LaneLost);
         Failure::new(code, format!("cannot open lane {lane} to {at}")).because(&error)
     })?;
-    let ticket = LaneTicket {
-        version: terms.version,
-        session: terms.session,
-        secret: &terms.peer_secret,
-        lane,
-    };
-    let presented = ticket.present(&mut sender);
+    let presented = sender.present(terms.version, terms.session, &terms.peer_secret, lane);
     presented.map_err(|error| failed(lane, &error))?;
     let canceller = sender.canceller();
     let mut core = hub.lock();

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::signals::unblock_in;
-use dunlin_linux::socket::connect_unix_unless;
+use dunlin_linux::socket::connect_unix;
 use dunlin_proto::fault::FaultCode;
 
 use super::counted::Counted;
@@ -37,7 +37,7 @@ pub(super) fn open(
 ) -> Result<Socket, Failure> {
     let deadline = Instant::now() + site.limits.connect;
     let opened = match target {
-        Target::Unix(path) => connect_unix_unless(path, deadline, stop).and_then(Stream::unix),
+        Target::Unix(path) => connect_unix(path, deadline, stop).and_then(Stream::unix),
         Target::Tcp(to) => site
             .connector
             .connect(to, deadline, stop)

@@ -34,7 +34,7 @@ use dunlin::lane::security::SealedLanes;
 use dunlin_bench::{Progress, Results};
 use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_linux::poll::waker;
-use dunlin_proto::negotiate::{Features, LaneOpen, LaneSecurity, Offer, Opening, VERSIONS};
+use dunlin_proto::negotiate::{Features, LaneSecurity, Offer, Opening, SessionSecret, VERSIONS};
 
 use super::rig::{memory, receive, send};
 use crate::identity::{Accepting, Common, Reading, client_tls};
@@ -312,16 +312,9 @@ impl Run<'_> {
             cancel: &DialCancel::new()?,
             connector: &connector,
         })?;
-        let mut opening = Vec::new();
-        let mac = [0; 32];
-        LaneOpen {
-            version: VERSIONS.max,
-            session: SESSION,
-            lane,
-            mac,
-        }
-        .encode(&mut opening)?;
-        sender.send(&opening)?;
+        // The other host does not check the proof.
+        let secret = SessionSecret([0; 32]);
+        sender.present(VERSIONS.max, SESSION, &secret, lane)?;
         Ok(sender)
     }
 }

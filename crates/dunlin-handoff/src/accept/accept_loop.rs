@@ -15,7 +15,7 @@ use super::forwarded::Forwarded;
 use super::shared::Shared;
 use super::token::{Side, token};
 use super::{Event, Refusal, deliver};
-use dunlin_linux::socket::is_shortage;
+use dunlin_linux::socket::Accepted;
 
 /// Connections accepted per round, before pending clients are served again.
 const ACCEPTS_PER_ROUND: usize = 16;
@@ -30,8 +30,6 @@ const LISTENER: u64 = u64::MAX - 1;
 
 pub(super) struct AcceptLoop {
     shared: Arc<Shared>,
-    /// `None` once accepting has ended.
-    listener: Option<TcpListener>,
     /// By number, and therefore by age.
     clients: BTreeMap<u64, Client>,
     next: u64,
@@ -47,12 +45,11 @@ impl AcceptLoop {
     ///
     /// # Errors
     /// An error from epoll_ctl(2).
-    pub(super) fn new(shared: &Arc<Shared>, listener: TcpListener) -> io::Result<Self> {
+    pub(super) fn new(shared: &Arc<Shared>, listener: &TcpListener) -> io::Result<Self> {
         shared.epoll.add_always(&shared.wakeup, WAKE)?;
-        shared.epoll.add(&listener, LISTENER, Readiness::Read)?;
+        shared.epoll.add(listener, LISTENER, Readiness::Read)?;
         Ok(Self {
             shared: Arc::clone(shared),
-            listener: Some(listener),
             clients: BTreeMap::new(),
             next: 0,
             buffer: Box::new([0; MAX_CLIENT_FLIGHT_BYTES]),
@@ -61,63 +58,67 @@ impl AcceptLoop {
         })
     }
 
-    /// Runs until the acceptor is stopped, or is draining and has no pending clients left.
+    /// Runs until the acceptor is stopped, or drains and has no pending clients left. Closes `listener`
+    /// at the latest when it drains.
     ///
     /// # Errors
     /// The listener or epoll failed.
-    pub(super) fn run(&mut self) -> io::Result<()> {
-        let mut ready = Vec::new();
-        loop {
-            ready.clear();
-            let deadlines = self.clients.values().map(|client| client.deadline);
-            let next = deadlines.chain(self.paused_until).min();
-            let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
-            self.shared.epoll.wait(&mut ready, timeout)?;
-            for &one in &ready {
-                let number = one.token >> 2;
-                match (one.token, one.token & 3) {
-                    (WAKE, _) => self.shared.wakeup.clear(),
-                    (LISTENER, _) => self.accept_some()?,
-                    (_, 0) => self.advance(number, one.ended),
-                    (_, 1) if one.failed => self.connection_failed(number, Side::Client),
-                    (_, _) if one.failed => self.connection_failed(number, Side::Backend),
-                    _ => {}
-                }
-            }
-            let now = Instant::now();
-            self.expire(now);
-            if self.paused_until.is_some_and(|until| until <= now) {
-                self.paused_until = None;
-                self.listen()?;
-            }
-            let state = lock(&self.shared.state);
-            let (is_draining, is_stopped) = (state.is_draining, state.is_stopped);
-            drop(state);
-            if is_draining {
-                self.listener = None;
-                self.paused_until = None;
-            }
-            if is_stopped || (is_draining && self.clients.is_empty()) {
+    pub(super) fn run(mut self, listener: TcpListener) -> io::Result<()> {
+        while !lock(&self.shared.state).is_draining {
+            if self.shared.stop.is_requested() {
                 return Ok(());
             }
+            if self.serve()? {
+                self.accept_some(&listener)?;
+            }
+            let now = Instant::now();
+            if self.paused_until.is_some_and(|until| until <= now) {
+                self.paused_until = None;
+                self.listen(&listener)?;
+            }
         }
+        drop(listener);
+        self.paused_until = None;
+        while !(self.clients.is_empty() || self.shared.stop.is_requested()) {
+            self.serve()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for events and handles those of clients. Returns whether the listener is ready.
+    ///
+    /// # Errors
+    /// epoll failed.
+    fn serve(&mut self) -> io::Result<bool> {
+        let deadlines = self.clients.values().map(|client| client.deadline);
+        let next = deadlines.chain(self.paused_until).min();
+        let timeout = next.map(|at| at.saturating_duration_since(Instant::now()));
+        let (mut ready, mut is_listener_ready) = (Vec::new(), false);
+        self.shared.epoll.wait(&mut ready, timeout)?;
+        for one in ready {
+            let number = one.token >> 2;
+            match (one.token, one.token & 3) {
+                (WAKE, _) => self.shared.wakeup.clear(),
+                (LISTENER, _) => is_listener_ready = true,
+                (_, 0) => self.advance(number, one.ended),
+                (_, 1) if one.failed => self.connection_failed(number, Side::Client),
+                (_, _) if one.failed => self.connection_failed(number, Side::Backend),
+                _ => {}
+            }
+        }
+        self.expire(Instant::now());
+        Ok(is_listener_ready)
     }
 
     /// Makes epoll report the listener again (EPOLLONESHOT).
-    fn listen(&self) -> io::Result<()> {
-        match &self.listener {
-            Some(listener) => self.shared.epoll.again(listener, LISTENER, Readiness::Read),
-            None => Ok(()),
-        }
+    fn listen(&self, listener: &TcpListener) -> io::Result<()> {
+        self.shared.epoll.again(listener, LISTENER, Readiness::Read)
     }
 
-    fn accept_some(&mut self) -> io::Result<()> {
+    fn accept_some(&mut self, listener: &TcpListener) -> io::Result<()> {
         for _ in 0..ACCEPTS_PER_ROUND {
-            let Some(listener) = &self.listener else {
-                return Ok(());
-            };
-            match listener.accept() {
-                Ok((stream, from)) => {
+            match Accepted::from(listener.accept()) {
+                Accepted::Connection((stream, from)) => {
                     self.is_starved = false;
                     let limits = self.shared.options.limits;
                     if self.clients.len() >= limits.pending {
@@ -136,21 +137,17 @@ impl AcceptLoop {
                         Err(error) => self.shared.refused(from, None, Refusal::Io(error)),
                     }
                 }
-                Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => break,
-                    // The client has disconnected already, or a signal arrived.
-                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
-                    _ if is_shortage(&error) => {
-                        let now = Instant::now();
-                        self.paused_until = Some(now + SHORTAGE_PAUSE);
-                        self.handle_shortage(error, now);
-                        return Ok(());
-                    }
-                    _ => return Err(error),
-                },
+                Accepted::Nothing => break,
+                Accepted::Shortage(error) => {
+                    let now = Instant::now();
+                    self.paused_until = Some(now + SHORTAGE_PAUSE);
+                    self.handle_shortage(error, now);
+                    return Ok(());
+                }
+                Accepted::Failed(error) => return Err(error),
             }
         }
-        self.listen()
+        self.listen(listener)
     }
 
     /// Evicts a client past its grace period, or reports that there is none.

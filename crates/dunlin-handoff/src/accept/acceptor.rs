@@ -17,10 +17,11 @@ use crate::error::HandoffError;
 use dunlin_lane::kernel::abilities;
 use dunlin_lane::policy::ServerTls;
 use dunlin_lane::provider::CipherSuite;
+use dunlin_lane::splice::Stop;
 
 /// A listener with its threads and clients. Dropping it closes the listener and all forwarded clients
-/// immediately, and waits for the hand-overs in progress, which take at most five seconds. Sockets that
-/// were handed over stay open.
+/// immediately, refuses the clients that wait for their receiver to accept, and waits for the other
+/// hand-overs, which take at most five seconds. Sockets that were handed over stay open.
 pub struct Acceptor {
     address: SocketAddr,
     pub(super) shared: Arc<Shared>,
@@ -59,16 +60,16 @@ impl Acceptor {
             changed: Condvar::new(),
             waker,
             wakeup,
+            stop: Stop::new()?,
         });
-        let mut accept_loop = AcceptLoop::new(&shared, listener)?;
+        let accept_loop = AcceptLoop::new(&shared, &listener)?;
         let on_thread = Arc::clone(&shared);
         let accepting = thread::Builder::new()
             .name("dunlin-accept".to_owned())
             .spawn(move || {
-                if let Err(error) = accept_loop.run() {
+                if let Err(error) = accept_loop.run(listener) {
                     on_thread.report(&Event::Failed(error));
                 }
-                drop(accept_loop);
                 lock(&on_thread.state).is_closed = true;
                 on_thread.changed.notify_all();
             })?;
@@ -106,20 +107,17 @@ impl Acceptor {
 
 impl Drop for Acceptor {
     fn drop(&mut self) {
-        let mut state = lock(&self.shared.state);
-        state.is_stopped = true;
-        let all: Vec<_> = state.forwarded.values().cloned().collect();
-        drop(state);
+        self.shared.stop.request();
         self.shared.waker.wake();
         if let Some(accepting) = self.accepting.take() {
             // The panic hook has printed the panic.
             let _ = accepting.join();
         }
-        for one in all {
+        let mut state = lock(&self.shared.state);
+        for one in state.forwarded.values() {
             one.abort();
         }
-        let mut state = lock(&self.shared.state);
-        // Each forwarded client was stopped, and each hand-over has a deadline.
+        // Each forwarded client was stopped, and each hand-over waits for at most a few seconds.
         while !state.is_idle() {
             state = wait(&self.shared.changed, state, None);
         }

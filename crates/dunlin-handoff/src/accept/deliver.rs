@@ -80,9 +80,15 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
     };
     // Connect before the kernel gets the keys: if there is no receiver, this process can still send
     // the client an alert.
-    let receiver = match connect_unix(to, deadline) {
+    let receiver = match connect_unix(to, deadline, shared.stop.wakeup()) {
         Ok(receiver) => receiver,
-        Err(error) => return Err(reject(shared, keyed, no_receiver(error))),
+        Err(error) => {
+            let refusal = match shared.stop.is_requested() {
+                true => Refusal::Aborted,
+                false => no_receiver(error),
+            };
+            return Err(reject(shared, keyed, refusal));
+        }
     };
     keep_alive(&keyed.stream)?;
     if let Err(refused) = abilities(keyed.cipher()?) {
@@ -126,4 +132,51 @@ fn reject(shared: &Shared, keyed: Keyed, refusal: Refusal) -> Refusal {
     }
     let _ = stream.shutdown(Shutdown::Both);
     refusal
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::Read;
+    use std::net::TcpStream;
+    use std::os::unix::net::UnixListener;
+
+    use dunlin_lane::handshake::keyed;
+    use dunlin_lane::policy::{HandoffTls, TrustPolicy};
+    use dunlin_proto::fault::FaultCode;
+    use dunlin_test_base::Scratch;
+    use dunlin_test_support::tunnel::fill_backlog;
+
+    use super::super::Target;
+    use super::super::tests::{TIMEOUT, acceptor_of, offer, until};
+    use super::*;
+
+    #[test]
+    fn an_acceptor_that_ends_refuses_a_client_whose_receiver_does_not_accept() {
+        let scratch = Scratch::new();
+        let path = scratch.join("receiver");
+        let _receiver = UnixListener::bind(&path).unwrap();
+        let _queue = fill_backlog(&path);
+        let own = HandoffName {
+            name: "own.test".to_owned(),
+            to: path,
+        };
+        let unused = Target::Tcp("127.0.0.1:9".to_owned());
+        let (acceptor, refusals) = acceptor_of(vec![own], unused, 1);
+        let tls = HandoffTls::new(offer(), TrustPolicy::Anybody, Some("own.test"), None).unwrap();
+        let near = TcpStream::connect(acceptor.address()).unwrap();
+        let mut near = keyed::client(near, &tls, Instant::now() + TIMEOUT)
+            .unwrap()
+            .stream;
+        until("the client waits for its receiver", || {
+            !lock(&acceptor.shared.state).handovers.is_empty()
+        });
+        // The acceptor does not have to wait until the client has read the alert.
+        near.shutdown(Shutdown::Write).unwrap();
+        drop(acceptor);
+        assert_eq!(refusals.recv_timeout(TIMEOUT), Ok(FaultCode::Ended));
+        let mut alert = Vec::new();
+        near.read_to_end(&mut alert).unwrap();
+        assert!(!alert.is_empty());
+    }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dunlin_linux::socket::{connect_unix_unless, set_reset_on_close};
+use dunlin_linux::socket::{connect_unix, set_reset_on_close};
 use rustix::io::{ioctl_fionbio, retry_on_intr};
 use rustix::net::{SendFlags, Shutdown, send, shutdown};
 
@@ -146,7 +146,7 @@ impl Forwarded {
                 keep_alive(&stream)?;
                 stream.into()
             }
-            Target::Unix(path) => connect_unix_unless(path, deadline, stop)?.into(),
+            Target::Unix(path) => connect_unix(path, deadline, stop)?.into(),
         };
         keep_alive(&self.client)?;
         if let Some(header) = header {

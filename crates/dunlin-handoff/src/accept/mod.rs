@@ -194,8 +194,8 @@ pub enum Refusal {
     /// failed.
     #[error("the connection to the client or to the backend failed: {0}")]
     Broken(#[source] io::Error),
-    /// The client was forwarded, and the acceptor ended or evicted it after a long silence.
-    #[error("closed while forwarded: evicted as idle, or this process ends")]
+    /// The acceptor ended, or it evicted a forwarded client after a long silence.
+    #[error("closed: this process ends, or the client was forwarded and evicted as idle")]
     Aborted,
     /// A system call failed, for instance because no descriptors or threads are left.
     #[error("{0}")]

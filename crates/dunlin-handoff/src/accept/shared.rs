@@ -12,6 +12,7 @@ use dunlin_proto::observe::Observer;
 use super::forwarded::Forwarded;
 use super::{Event, Options, Refusal};
 use dunlin_lane::policy::ServerTls;
+use dunlin_lane::splice::Stop;
 
 /// State shared by all threads.
 pub(super) struct Shared {
@@ -24,6 +25,8 @@ pub(super) struct Shared {
     pub(super) changed: Condvar,
     pub(super) waker: Waker,
     pub(super) wakeup: Wakeup,
+    /// Pending clients are dropped immediately, and hand-overs no longer wait for their receiver.
+    pub(super) stop: Stop,
 }
 
 #[derive(Default)]
@@ -34,8 +37,6 @@ pub(super) struct State {
     pub(super) handovers: BTreeMap<usize, usize>,
     /// No new clients are accepted.
     pub(super) is_draining: bool,
-    /// Pending clients are dropped immediately.
-    pub(super) is_stopped: bool,
     /// The accepting thread has ended.
     pub(super) is_closed: bool,
 }

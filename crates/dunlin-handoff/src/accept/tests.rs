@@ -10,7 +10,7 @@ use dunlin_lane::provider::{Offer, Provider, TlsVersion};
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::lane::{Authority, DESTINATION};
 
-use super::{Acceptor, Backend, Event, Limits, Options, Target};
+use super::{Acceptor, Backend, Event, HandoffName, Limits, Options, Target};
 
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
@@ -18,12 +18,24 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 /// Starts an acceptor that forwards every client to `to`, at most `most` at a time, and the codes
 /// of its refusals.
 pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode>) {
+    acceptor_of(Vec::new(), to, most)
+}
+
+/// What both sides of a handshake allow.
+pub(super) fn offer() -> Offer {
     let ciphers = "TLS_AES_256_GCM_SHA384";
-    let provider = Provider::built_in()[0];
-    let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
+    Offer::new(TlsVersion::V1_3, ciphers, "X25519", Provider::built_in()[0]).unwrap()
+}
+
+/// Like [`acceptor`], with these hand-off names.
+pub(super) fn acceptor_of(
+    names: Vec<HandoffName>,
+    to: Target,
+    most: usize,
+) -> (Acceptor, Receiver<FaultCode>) {
     let identity = Authority::new().identity(&[DESTINATION]);
     let options = Options {
-        names: Vec::new(),
+        names,
         backend: Some(Backend { to, header: None }),
         forwards_plain: true,
         describe: Box::new(|_| String::new()),
@@ -37,7 +49,7 @@ pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode
     };
     let (sender, events) = channel();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let tls = identity.handoff_server(offer, None).unwrap();
+    let tls = identity.handoff_server(offer(), None).unwrap();
     let acceptor = Acceptor::start(listener, tls, options, move |event: &Event| {
         if let Event::Refused { refusal, .. } = event {
             // A test that ignores events has dropped the receiver.

@@ -30,7 +30,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use dunlin_linux::poll::{Interest, Wakeup, poll};
-use dunlin_linux::socket::is_shortage;
+use dunlin_linux::socket::Accepted;
 
 use super::policy::ServerTls;
 pub use arrival::{Arrival, LaneSocket, RelayArrival};
@@ -144,8 +144,8 @@ fn accept_for(
         }
         if ready[1] && paused.is_none() {
             match accept_some(listener, &mut pending, &mut deliver)? {
-                Accepted::All => starved = false,
-                Accepted::Short(short) => {
+                Round::All => starved = false,
+                Round::Short(short) => {
                     paused = Some(Instant::now() + SHORTAGE_PAUSE);
                     if let Some(error) = short
                         && !std::mem::replace(&mut starved, true)
@@ -159,7 +159,7 @@ fn accept_for(
 }
 
 /// The result of one round of accepting.
-enum Accepted {
+enum Round {
     /// No connection is waiting, or this round's share has been accepted.
     All,
     /// Descriptors or memory ran out. A pending connection was evicted; if there was none to evict,
@@ -172,10 +172,10 @@ fn accept_some(
     listener: &TcpListener,
     pending: &mut VecDeque<Pending>,
     deliver: &mut impl FnMut(Outcome),
-) -> io::Result<Accepted> {
+) -> io::Result<Round> {
     for _ in 0..ACCEPTS_PER_ROUND {
-        match listener.accept() {
-            Ok((stream, from)) => {
+        match Accepted::from(listener.accept()) {
+            Accepted::Connection((stream, from)) => {
                 if pending.len() >= PENDING_LIMIT
                     && let Some(least) = take_least(pending)
                     && !least.lingers()
@@ -190,28 +190,23 @@ fn accept_some(
                     }),
                 }
             }
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock => return Ok(Accepted::All),
-                // The peer has closed already, or a signal arrived.
-                io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
-                _ if is_shortage(&error) => {
-                    let Some(least) = take_least(pending) else {
-                        return Ok(Accepted::Short(Some(error)));
-                    };
-                    if least.age() < SHORTAGE_GRACE && !least.lingers() {
-                        // Return the connection to the queue; the order within the older half does
-                        // not matter.
-                        pending.push_front(least);
-                    } else {
-                        deliver(least.rejected(RejectReason::Shortage(error)));
-                    }
-                    return Ok(Accepted::Short(None));
+            Accepted::Nothing => break,
+            Accepted::Shortage(error) => {
+                let Some(least) = take_least(pending) else {
+                    return Ok(Round::Short(Some(error)));
+                };
+                if least.age() < SHORTAGE_GRACE && !least.lingers() {
+                    // Put it back; order within the older half does not matter.
+                    pending.push_front(least);
+                } else {
+                    deliver(least.rejected(RejectReason::Shortage(error)));
                 }
-                _ => return Err(error),
-            },
+                return Ok(Round::Short(None));
+            }
+            Accepted::Failed(error) => return Err(error),
         }
     }
-    Ok(Accepted::All)
+    Ok(Round::All)
 }
 
 /// Removes the oldest connection with the least progress among the older half. The newer half has

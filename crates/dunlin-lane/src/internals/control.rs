@@ -4,6 +4,8 @@
 //! Any thread may send; one thread at a time receives. No thread holds the connection's lock while
 //! it waits for the socket, so a peer that reads slowly does not delay receiving.
 
+#[cfg(any(test, feature = "fuzzing"))]
+mod fuzz;
 mod request;
 
 use crate::internals::sync::lock;
@@ -15,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use dunlin_linux::interrupted::until_not_interrupted;
 use dunlin_linux::socket::wait_readable;
-use rustls::{ClientConnection, Connection, ServerConnection};
+use rustls::{ClientConnection, Connection};
 use thiserror::Error;
 
 use super::accept::reading::Reading;
@@ -24,6 +26,8 @@ use super::peers::PeerIdentity;
 use super::policy::{ClientTls, ServerSettings, ServerTls, Side};
 use super::record::{Alert, RECEIVED_RECORD_BYTES};
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub use fuzz::server;
 pub use request::{OpenError, open};
 
 /// Maximum time without progress in a write, or in a message that has partly arrived.
@@ -92,37 +96,12 @@ pub fn client(
     deadline: Instant,
 ) -> Result<ControlStream, HandshakeError> {
     let connection = ClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
-    ControlStream::new(stream, connection.into(), &tls.side, None, deadline)
-}
-
-/// Makes the control lane from a connection that this side accepted.
-///
-/// # Errors
-/// [`HandshakeError`].
-pub fn server(
-    stream: TcpStream,
-    tls: &ServerTls,
-    deadline: Instant,
-) -> Result<ControlStream, HandshakeError> {
-    let settings = tls.settings();
-    let connection = ServerConnection::new(Arc::clone(&settings.config))?;
-    let kept = Some(&settings);
-    ControlStream::new(stream, connection.into(), &settings.side, kept, deadline)
+    let mut connection = Connection::from(connection);
+    drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
+    ControlStream::established(stream, connection, &tls.side, None)
 }
 
 impl ControlStream {
-    fn new(
-        stream: TcpStream,
-        mut connection: Connection,
-        side: &Side,
-        settings: Option<&Arc<ServerSettings>>,
-        deadline: Instant,
-    ) -> Result<Self, HandshakeError> {
-        stream.set_nodelay(true).map_err(HandshakeError::Io)?;
-        drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
-        Self::established(stream, connection, side, settings)
-    }
-
     /// Returns the control lane on a connection after a complete handshake; `settings` are those of
     /// the accepting side.
     pub(super) fn established(
@@ -392,6 +371,7 @@ fn drive(
     stream: &TcpStream,
     deadline: Instant,
 ) -> Result<(), HandshakeError> {
+    stream.set_nodelay(true).map_err(HandshakeError::Io)?;
     let mut reading = Reading::default();
     loop {
         write(connection, stream, deadline)?;
@@ -423,6 +403,7 @@ fn write(
 
 impl ServerTls {
     /// Keeps the settings of the session's control lane for everything that belongs to the session.
+    /// `control` is a lane that this side accepted; one that it opened has no such settings.
     #[cfg(feature = "unstable-internals")]
     pub fn keep(&self, control: &ControlStream) {
         if let Some(settings) = &control.settings {

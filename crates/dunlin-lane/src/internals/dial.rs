@@ -15,14 +15,12 @@ use std::time::{Duration, Instant};
 use dunlin_linux::poll::Wakeup;
 use dunlin_linux::socket::{self, Liveness, set_liveness};
 use dunlin_proto::fault::FaultCode;
-use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret};
 use thiserror::Error;
 
 use super::data::{DataSender, PlainConsent, STALL_LIMIT, SendError};
 use super::handshake::{self, HandshakeError};
 use super::peers::Principal;
 use super::policy::ClientTls;
-use super::proof::prove;
 use super::resolve;
 use super::splice::Stop;
 
@@ -79,7 +77,7 @@ impl Connector for StandardConnector {
         deadline: Instant,
         stop: &Wakeup,
     ) -> io::Result<TcpStream> {
-        socket::connect_from_unless(local, remote, deadline, stop)
+        socket::connect(Some(local), remote, deadline, stop)
     }
 }
 
@@ -98,7 +96,7 @@ pub fn connect_to_any(
         let now = Instant::now();
         let left = deadline.saturating_duration_since(now);
         let share = (left / others).max(LEAST_SHARE).min(left);
-        match socket::connect_unless(*address, now + share, stop) {
+        match socket::connect(None, *address, now + share, stop) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }
@@ -250,6 +248,23 @@ impl DialCancel {
         Ok(())
     }
 
+    /// Opens the connection of the dial, covers it, and enables the kernel's detection of a dead peer.
+    pub(super) fn connect(
+        &self,
+        connector: &dyn Connector,
+        endpoint: &str,
+        deadline: Instant,
+    ) -> Result<TcpStream, DialError> {
+        let connected = connector.connect(endpoint, deadline, self.wakeup());
+        let stream = connected.map_err(|source| DialError::Connect {
+            endpoint: endpoint.to_owned(),
+            source,
+        })?;
+        self.covers(&stream)?;
+        set_liveness(&stream, &Liveness::default())?;
+        Ok(stream)
+    }
+
     /// The dial has ended: cancellation no longer shuts down its connection.
     pub fn release(&self) {
         *lock(&self.0.stream) = None;
@@ -262,7 +277,8 @@ pub struct TlsDialer;
 
 impl LaneDialer for TlsDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect_for(request)?;
+        let cancel = request.cancel;
+        let stream = cancel.connect(&**request.connector, request.endpoint, request.deadline)?;
         let endpoint = || request.endpoint.to_owned();
         let secured = handshake::client(stream, request.tls, request.deadline);
         let secured = secured.map_err(|source| DialError::Handshake {
@@ -292,70 +308,9 @@ impl PlainDialer {
 
 impl LaneDialer for PlainDialer {
     fn dial(&self, request: &LaneRequest<'_>) -> Result<DataSender, DialError> {
-        let stream = connect_for(request)?;
+        let cancel = request.cancel;
+        let stream = cancel.connect(&**request.connector, request.endpoint, request.deadline)?;
         Ok(DataSender::plain(stream, self.0, STALL_LIMIT)?)
-    }
-}
-
-fn connect_for(request: &LaneRequest<'_>) -> Result<TcpStream, DialError> {
-    let connector = &**request.connector;
-    connect(
-        connector,
-        request.endpoint,
-        request.deadline,
-        request.cancel,
-    )
-}
-
-/// Connects, and enables the kernel's detection of a dead peer.
-pub(crate) fn connect(
-    connector: &dyn Connector,
-    endpoint: &str,
-    deadline: Instant,
-    cancel: &DialCancel,
-) -> Result<TcpStream, DialError> {
-    let connected = connector.connect(endpoint, deadline, cancel.wakeup());
-    let stream = connected.map_err(|source| DialError::Connect {
-        endpoint: endpoint.to_owned(),
-        source,
-    })?;
-    cancel.covers(&stream)?;
-    set_liveness(&stream, &Liveness::default())?;
-    Ok(stream)
-}
-
-/// The content of a lane's first message: the session that the lane belongs to.
-#[derive(Debug)]
-#[cfg(feature = "unstable-internals")]
-pub struct LaneTicket<'a> {
-    /// The selected wire version.
-    pub version: u16,
-    /// The session.
-    pub session: SessionId,
-    /// The session's secret, which keys the lane's proof.
-    pub secret: &'a SessionSecret,
-    /// The lane's number.
-    pub lane: u16,
-}
-
-#[cfg(feature = "unstable-internals")]
-impl LaneTicket<'_> {
-    /// Sends the lane's first message.
-    ///
-    /// # Errors
-    /// [`SendError`].
-    pub fn present(&self, sender: &mut DataSender) -> Result<(), SendError> {
-        let open = LaneOpen {
-            version: self.version,
-            session: self.session,
-            lane: self.lane,
-            mac: prove(self.secret, &self.session, self.lane),
-        };
-        let mut bytes = Vec::new();
-        // Cannot fail: every field has a fixed length.
-        open.encode(&mut bytes)
-            .map_err(|error| SendError::Io(io::Error::other(error)))?;
-        sender.send(&bytes)
     }
 }
 

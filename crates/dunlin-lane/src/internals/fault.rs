@@ -61,8 +61,7 @@ pub fn of_handshake(error: &HandshakeError) -> FaultCode {
     }
 }
 
-/// The fault codes for the errors that `dunlin_linux::socket::is_shortage` recognises,
-/// depending on which resource ran out.
+/// The errors of `dunlin_linux::socket::Accepted::Shortage`, by what ran out.
 fn of_shortage(error: &io::Error) -> Option<FaultCode> {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;

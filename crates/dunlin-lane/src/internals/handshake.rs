@@ -144,10 +144,16 @@ pub(super) fn peer_identity(
     connection: &CommonState,
     trust: &Trust,
 ) -> Result<PeerIdentity, HandshakeError> {
-    if connection.alpn_protocol() != Some(ALPN) {
-        return Err(HandshakeError::NotDunlin);
-    }
+    check_alpn(connection)?;
     identity_of(connection, trust)
+}
+
+/// Checks that the peer of a complete handshake is Dunlin.
+pub(super) fn check_alpn(connection: &CommonState) -> Result<(), HandshakeError> {
+    match connection.alpn_protocol() {
+        Some(ALPN) => Ok(()),
+        _ => Err(HandshakeError::NotDunlin),
+    }
 }
 
 /// Returns the peer's identity after a complete handshake, for any program.

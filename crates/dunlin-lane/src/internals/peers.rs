@@ -301,20 +301,6 @@ impl PeerIdentity {
         }
     }
 
-    /// A peer for tests that compare peers.
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub fn test(authorised_by: AuthorisedBy, authority: u8, names: &[&str]) -> Self {
-        let name = |name: &&str| PeerName::Dns((*name).to_owned());
-        Self {
-            fingerprint: [0; 32],
-            names: names.iter().map(name).collect(),
-            authorised_by,
-            authority: Some([authority; 32]),
-            leaf: CertificateDer::from(Vec::new()),
-            intermediates: Vec::new(),
-        }
-    }
-
     /// Returns what identifies this peer on later connections, even after its certificate is
     /// renewed: see [`PeerIdentity::is`].
     ///

@@ -289,7 +289,7 @@ impl Model {
         let in_flight = self.given.values().map(|given| given.pages.len() as u64);
         assert_eq!(schedule.in_flight_pages(), in_flight.sum());
         let ranges = self.given.values().map(|given| given.ranges);
-        assert_eq!(schedule.in_flight_ranges(), ranges.sum());
+        assert_eq!(schedule.in_flight_ranges, ranges.sum());
         assert_eq!(schedule.iteration(), self.iteration);
         assert_eq!(schedule.chunks(), self.cut);
         let kept = (

@@ -106,11 +106,6 @@ impl Pool {
     pub(super) fn most(&self, now: u64) -> u64 {
         LEAST_WINDOW_BYTES + beyond(now) + self.room.saturating_sub(self.used)
     }
-
-    #[cfg(test)]
-    pub(super) fn used(&self) -> u64 {
-        self.used
-    }
 }
 
 /// What a grant takes from the pool.
@@ -185,8 +180,8 @@ mod tests {
         assert_eq!(pool.most(0), LEAST_WINDOW_BYTES);
         assert_eq!(pool.most(7 * LEAST_WINDOW_BYTES), 7 * LEAST_WINDOW_BYTES);
         pool.changed(7 * LEAST_WINDOW_BYTES, 2 * LEAST_WINDOW_BYTES);
-        assert_eq!(pool.used(), LEAST_WINDOW_BYTES);
+        assert_eq!(pool.used, LEAST_WINDOW_BYTES);
         pool.changed(2 * LEAST_WINDOW_BYTES, 5);
-        assert_eq!(pool.used(), 0);
+        assert_eq!(pool.used, 0);
     }
 }

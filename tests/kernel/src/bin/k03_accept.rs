@@ -16,6 +16,7 @@ use dunlin_kernel_tests::handoff::{
 };
 use dunlin_kernel_tests::{Guest, Needs, run};
 use dunlin_linux::ktls::{self, Cipher, Direction, Version};
+use dunlin_linux::poll::waker;
 use dunlin_linux::socket::{connect_unix, unread_bytes};
 use dunlin_test_base::pattern;
 use nix::sys::socket::{Backlog, listen};
@@ -324,8 +325,9 @@ fn receives(client: &mut Background, mut socket: &TcpStream) {
 /// Opens connections until the next one has to wait.
 fn fill_queue(path: &Path) -> Vec<UnixStream> {
     let soon = || Instant::now() + Duration::from_millis(100);
+    let (_waker, stop) = waker().expect("a descriptor is free");
     let mut queue = Vec::new();
-    while let Ok(one) = connect_unix(path, soon()) {
+    while let Ok(one) = connect_unix(path, soon(), &stop) {
         queue.push(one);
         assert!(queue.len() < 100, "the backlog has no end");
     }

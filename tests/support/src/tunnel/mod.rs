@@ -232,7 +232,8 @@ impl Pair {
 /// Connects to a unix socket on which no process accepts until its backlog is full.
 pub fn fill_backlog(path: &Path) -> Vec<OwnedFd> {
     let soon = || Instant::now() + Duration::from_millis(20);
-    let connect = || dunlin_linux::socket::connect_unix(path, soon()).ok();
+    let (_waker, stop) = dunlin_linux::poll::waker().unwrap();
+    let connect = || dunlin_linux::socket::connect_unix(path, soon(), &stop).ok();
     std::iter::from_fn(|| connect().map(OwnedFd::from)).collect()
 }
 

@@ -4,9 +4,9 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::mpsc::Receiver;
 
-use dunlin_linux::socket::connect_unix;
 use dunlin_proto::fault::FaultCode;
 use dunlin_test_base::Scratch;
+use dunlin_test_support::tunnel::fill_backlog;
 
 use super::super::Acceptor;
 use super::super::tests::{TIMEOUT, acceptor, until};
@@ -159,11 +159,7 @@ fn i7_a_client_is_evicted_at_once_while_its_backend_does_not_accept() {
     let scratch = Scratch::new();
     let path = scratch.join("server");
     let _server = UnixListener::bind(&path).unwrap();
-    // Fill the queue of the listener.
-    let mut queue = Vec::new();
-    while let Ok(one) = connect_unix(&path, Instant::now()) {
-        queue.push(one);
-    }
+    let _queue = fill_backlog(&path);
     let (acceptor, refusals) = acceptor(Target::Unix(path), 1);
     let shared = &acceptor.shared;
     let mut near = connected(&acceptor);

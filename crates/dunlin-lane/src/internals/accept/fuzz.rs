@@ -83,7 +83,6 @@ fn connect(bytes: &[u8], purpose: Purpose<'_>) {
         deadline: Instant::now() + OPENING_DEADLINE,
         stage: Stage::Silent,
         opening: Vec::new(),
-        prelude: None,
     };
     let at = bytes
         .first()

@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dunlin_proto::negotiate::{MAGIC, Opening, PRELUDE_BYTES, Prelude};
-use dunlin_proto::wire::DecodeError;
+use dunlin_proto::wire::{DecodeError, Reader};
 use rustls::{Connection, ServerConnection};
 
 use super::arrival::{Arrival, LaneSocket, RelayArrival};
 use super::reading::{OPENING_DEADLINE, Reading, RejectReason, would_block};
 use crate::internals::control::ControlStream;
 use crate::internals::handshake::relay::Greeting;
-use crate::internals::handshake::{HandshakeError, Secured, parameters, peer_identity, records};
-use crate::internals::peers::PeerIdentity;
+use crate::internals::handshake::{
+    HandshakeError, Secured, check_alpn, parameters, peer_identity, records,
+};
 use crate::internals::policy::ServerSettings;
 use crate::internals::policy::ServerTls;
 
@@ -44,8 +45,8 @@ pub(super) struct Pending {
     pub(super) from: SocketAddr,
     pub(super) deadline: Instant,
     pub(super) stage: Stage,
+    /// The opening message, as far as it has arrived.
     pub(super) opening: Vec<u8>,
-    pub(super) prelude: Option<Prelude>,
 }
 
 pub(super) enum Stage {
@@ -65,7 +66,6 @@ pub(super) struct Handshake {
     settings: Arc<ServerSettings>,
     connection: Connection,
     pub(super) reading: Reading,
-    peer: Option<PeerIdentity>,
 }
 
 pub(super) enum Step {
@@ -85,7 +85,6 @@ impl Pending {
             deadline: Instant::now() + OPENING_DEADLINE,
             stage: Stage::Silent,
             opening: Vec::new(),
-            prelude: None,
         })
     }
 
@@ -166,7 +165,7 @@ impl Pending {
                     };
                 }
                 Stage::Plain => {
-                    let wanted = wanted(&self.opening, &mut self.prelude)?;
+                    let wanted = wanted(&self.opening)?;
                     if wanted == 0 {
                         return Ok(true);
                     }
@@ -181,14 +180,10 @@ impl Pending {
                     if let Err(error) = handshake.write(&self.stream) {
                         return would_block(error);
                     }
-                    let handshaking = handshake.connection.is_handshaking();
-                    if !handshaking {
-                        let common: &rustls::CommonState = &handshake.connection;
-                        if handshake.peer.is_none() {
-                            let trust = &handshake.settings.side.trust;
-                            handshake.peer = Some(peer_identity(common, trust)?);
-                        }
-                        let wanted = wanted(&self.opening, &mut self.prelude)?;
+                    if !handshake.connection.is_handshaking() {
+                        // Another program may never send an opening message.
+                        check_alpn(&handshake.connection)?;
+                        let wanted = wanted(&self.opening)?;
                         if wanted == 0 {
                             return Ok(true);
                         }
@@ -238,8 +233,9 @@ impl Pending {
     }
 
     fn try_arrive(self) -> Result<Arrival, RejectReason> {
-        let prelude = self.prelude.ok_or(HandshakeError::PeerClosed)?;
-        let opening = Opening::decode(&prelude, &self.opening[PRELUDE_BYTES..])?;
+        let mut reader = Reader::new(&self.opening);
+        let prelude = Prelude::decode(&reader.array("prelude")?)?;
+        let opening = Opening::decode(&prelude, reader.bytes("body", prelude.body_bytes)?)?;
         self.stream.set_nonblocking(false)?;
         let Stage::Tls(handshake) = self.stage else {
             let socket = LaneSocket::Plain(self.stream);
@@ -254,8 +250,8 @@ impl Pending {
             )?;
             return Ok(Arrival::Control { stream, opening });
         }
-        let peer = handshake.peer.ok_or(HandshakeError::NoCertificate)?;
         let side = &handshake.settings.side;
+        let peer = peer_identity(&handshake.connection, &side.trust)?;
         let parameters = parameters(&handshake.connection, side.provider)?;
         let secrets = handshake
             .connection
@@ -279,7 +275,6 @@ impl Handshake {
             connection: ServerConnection::new(Arc::clone(&settings.config))?.into(),
             settings,
             reading: Reading::default(),
-            peer: None,
         })
     }
 
@@ -311,13 +306,9 @@ impl Handshake {
 }
 
 /// The number of missing bytes of the opening message, as far as the received part determines it.
-fn wanted(opening: &[u8], prelude: &mut Option<Prelude>) -> Result<usize, DecodeError> {
-    let Some(start) = opening.first_chunk::<PRELUDE_BYTES>() else {
-        return Ok(PRELUDE_BYTES - opening.len());
-    };
-    let body_bytes = match prelude {
-        Some(known) => known.body_bytes,
-        None => prelude.insert(Prelude::decode(start)?).body_bytes,
-    };
-    Ok(PRELUDE_BYTES + body_bytes - opening.len())
+fn wanted(opening: &[u8]) -> Result<usize, DecodeError> {
+    match opening.split_first_chunk() {
+        None => Ok(PRELUDE_BYTES - opening.len()),
+        Some((prelude, body)) => Ok(Prelude::decode(prelude)?.body_bytes - body.len()),
+    }
 }

@@ -12,7 +12,7 @@ use dunlin_proto::wire::DecodeError;
 use thiserror::Error;
 
 use super::{ControlError, ControlStream, client};
-use crate::internals::dial::{Connector, DialCancel, DialError, connect};
+use crate::internals::dial::{Connector, DialCancel, DialError};
 use crate::internals::policy::ClientTls;
 
 /// Why a control lane could not be opened.
@@ -69,7 +69,7 @@ pub fn open(
     deadline: Instant,
     cancel: &DialCancel,
 ) -> Result<(ControlStream, Selection), OpenError> {
-    let stream = connect(connector, endpoint, deadline, cancel)?;
+    let stream = cancel.connect(connector, endpoint, deadline)?;
     let control = client(stream, tls, deadline).map_err(|source| DialError::Handshake {
         endpoint: endpoint.to_owned(),
         source,

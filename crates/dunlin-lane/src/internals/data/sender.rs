@@ -9,6 +9,7 @@ use dunlin_linux::ktls;
 use dunlin_linux::memory::is_zero_page;
 use dunlin_linux::socket::set_pacing_rate;
 use dunlin_proto::lanes::KeyUsage;
+use dunlin_proto::negotiate::{LaneOpen, SessionId, SessionSecret};
 use thiserror::Error;
 use vm_memory::VolatileSlice;
 
@@ -18,6 +19,7 @@ use super::{
     PAGES_PER_FRAME, PAGES_PER_RECORD, PlainConsent, RECORDS_PER_FRAME, Security,
 };
 use crate::internals::handshake::Secured;
+use crate::internals::proof::prove;
 use crate::internals::record::{
     ALERT, Alert, CONTENT_BYTES, Content, HEADER_BYTES, OVERHEAD_BYTES, OpenError, OpenHalf,
     RECEIVED_RECORD_BYTES, RECORD_LIMIT, SealError, TRAILER_BYTES,
@@ -177,6 +179,32 @@ impl DataSender {
     #[cfg(feature = "unstable-internals")]
     pub fn send(&mut self, header: &[u8]) -> Result<(), SendError> {
         self.frame().finish(header)
+    }
+
+    /// Sends the lane's first message: its number, and the session that it belongs to, whose `secret`
+    /// keys the proof. `version` is the selected wire version.
+    ///
+    /// # Errors
+    /// [`SendError`].
+    #[cfg(feature = "unstable-internals")]
+    pub fn present(
+        &mut self,
+        version: u16,
+        session: SessionId,
+        secret: &SessionSecret,
+        lane: u16,
+    ) -> Result<(), SendError> {
+        let open = LaneOpen {
+            version,
+            session,
+            lane,
+            mac: prove(secret, &session, lane),
+        };
+        let mut bytes = Vec::new();
+        // Cannot fail: every field has a fixed length.
+        open.encode(&mut bytes)
+            .map_err(|error| SendError::Io(io::Error::other(error)))?;
+        self.send(&bytes)
     }
 
     /// Sends close_notify. Without it the peer treats the end of the connection as a failure.

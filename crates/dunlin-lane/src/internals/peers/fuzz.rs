@@ -1,12 +1,27 @@
-//! Fuzz target: certificates that peers present.
+//! Fuzz target: certificates that peers present. A peer for tests.
 
 use rustls::pki_types::CertificateDer;
 
 use super::{AuthorisedBy, Peer, PeerIdentity, Peers};
 use crate::internals::names::PeerName;
 
-/// Checks any certificate: only listed peers are admitted, and the text printed about it
-/// contains no control characters.
+impl PeerIdentity {
+    /// A peer for tests that compare peers.
+    pub fn test(authorised_by: AuthorisedBy, authority: u8, names: &[&str]) -> Self {
+        let name = |name: &&str| PeerName::Dns((*name).to_owned());
+        Self {
+            fingerprint: [0; 32],
+            names: names.iter().map(name).collect(),
+            authorised_by,
+            authority: Some([authority; 32]),
+            leaf: CertificateDer::from(Vec::new()),
+            intermediates: Vec::new(),
+        }
+    }
+}
+
+/// For any certificate: only listed peers are admitted, and text printed about it contains no
+/// control characters.
 pub fn fuzz_certificate(bytes: &[u8]) {
     let leaf = CertificateDer::from(bytes);
     let allowed = PeerName::Dns("source.test".to_owned());

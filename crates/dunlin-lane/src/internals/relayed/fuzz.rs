@@ -126,7 +126,7 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             _ => None,
         };
         let verdict = opening.interpret(content_type, &content);
-        assert!(opening.partial_bytes() <= MESSAGE_LIMIT_BYTES);
+        assert!(opening.message.len() <= MESSAGE_LIMIT_BYTES);
         match (verdict, wanted) {
             (Ok(Verdict::Closed), Some(Verdict::Closed)) | (Err(_), None) => return,
             (Err(RelayError::LateRun), Some(_)) if is_run => return,

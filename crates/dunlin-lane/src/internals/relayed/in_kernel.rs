@@ -58,7 +58,7 @@ pub struct Opening {
     /// Records opened with the current key.
     records: u64,
     /// An incomplete handshake message.
-    message: Vec<u8>,
+    pub(super) message: Vec<u8>,
     late_run: u32,
     empty_run: u32,
     asked: bool,
@@ -267,12 +267,6 @@ impl Opening {
             }) => self.count_late().map(|()| Verdict::Nothing),
             Err(error) => Err(error.into()),
         }
-    }
-
-    /// The number of buffered bytes of an incomplete message.
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub(super) fn partial_bytes(&self) -> usize {
-        self.message.len()
     }
 
     fn count_late(&mut self) -> Result<(), RelayError> {

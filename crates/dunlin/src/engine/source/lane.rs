@@ -8,7 +8,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use dunlin_lane::data::{DataSender, SendError};
-use dunlin_lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest, LaneTicket};
+use dunlin_lane::dial::{Connector, DialCancel, DialError, LaneDialer, LaneRequest};
 use dunlin_lane::peers::Principal;
 use dunlin_lane::policy::ClientTls;
 use dunlin_linux::socket::wait_readable;
@@ -113,13 +113,8 @@ impl Lane {
         sender
             .set_rate(terms.rate)
             .or_fault(FaultCode::LaneLost, "cannot set the lane's rate")?;
-        let ticket = LaneTicket {
-            version: terms.version,
-            session: terms.session,
-            secret: &terms.accept.secret,
-            lane: self.number,
-        };
-        let presented = ticket.present(&mut sender);
+        let secret = &terms.accept.secret;
+        let presented = sender.present(terms.version, terms.session, secret, self.number);
         presented.map_err(|error| self.failed(error))?;
         Ok(sender)
     }
