@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::kvm::{Machine, Vcpu};
 use dunlin::engine::dirty::WriteProtectLog;
+use dunlin::engine::memory::OwnWrites;
+use dunlin::engine::vmm::DirtyLog;
 use dunlin_linux::mapping::{MappingError, TrackedMemory, advise_huge_pages, allocate};
 use kvm_bindings::MsrList;
 use kvm_ioctls::Kvm;
@@ -17,7 +19,7 @@ use crate::common::Common;
 use crate::config::{Config, ConfigError, GuestKind, HostOptions, Workload};
 use crate::control::{ControlError, VmState};
 use crate::describe::{DescribeError, Host, VmDescription, same_rate};
-use crate::dirty::{self, DirtyError, DirtyLog};
+use crate::dirty::KvmLog;
 use crate::layout::block;
 use crate::state::{LoadError, Own, Parts, SaveError, Section};
 use crate::vcpu::{Shared, Slot};
@@ -30,7 +32,6 @@ use crate::{boot, fill, process, vcpu};
 pub struct Vm {
     description: VmDescription,
     guest: Guest,
-    dirty: DirtyLog,
     threads: Vec<JoinHandle<()>>,
     /// Whether memory and registers are those of a guest before its first instruction.
     bootable: bool,
@@ -39,7 +40,11 @@ pub struct Vm {
 /// The guest of a machine.
 #[derive(Debug)]
 enum Guest {
-    Kvm { shared: Arc<Shared>, msrs: MsrList },
+    Kvm {
+        machine: Arc<Machine>,
+        shared: Arc<Shared>,
+        msrs: MsrList,
+    },
     Process(Arc<process::Shared>),
 }
 
@@ -177,15 +182,15 @@ impl Vm {
             .get_msr_index_list()
             .map_err(|error| kernel("list the MSRs")(error.into()))?;
         let shared = Arc::new(Shared {
-            common: Common::new(Arc::clone(&memory), config, description.tsc_khz),
+            common: Common::new(memory, config, description.tsc_khz),
             slots,
         });
         let guest = Guest::Kvm {
+            machine,
             shared: Arc::clone(&shared),
             msrs,
         };
-        let dirty = DirtyLog::new(memory, dirty::Guest::Kvm(machine));
-        let mut vm = Self::assemble(description, guest, dirty);
+        let mut vm = Self::assemble(description, guest);
         vm.spawn("vcpu", &shared, vcpu::thread)?;
         Ok((vm, shared))
     }
@@ -196,21 +201,18 @@ impl Vm {
     ) -> Result<Self, CreateError> {
         let config = &description.config;
         let memory = guest_memory(config, options)?;
-        let common = Common::new(Arc::clone(&memory), config, description.tsc_khz);
+        let common = Common::new(memory, config, description.tsc_khz);
         let shared = Arc::new(process::Shared::new(common, config));
-        let log = dirty::Guest::Process(WriteProtectLog::new(Arc::clone(&memory)));
-        let dirty = DirtyLog::new(memory, log);
         let guest = Guest::Process(Arc::clone(&shared));
-        let mut vm = Self::assemble(description, guest, dirty);
+        let mut vm = Self::assemble(description, guest);
         vm.spawn("visitor", &shared, process::thread)?;
         Ok(vm)
     }
 
-    fn assemble(description: VmDescription, guest: Guest, dirty: DirtyLog) -> Self {
+    fn assemble(description: VmDescription, guest: Guest) -> Self {
         Self {
             description,
             guest,
-            dirty,
             threads: Vec::new(),
             bootable: false,
         }
@@ -405,31 +407,18 @@ impl Vm {
         self.common().heart.forget_gap();
     }
 
-    /// Starts logging writes by the guest and by the VMM.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn start_dirty_log(&self) -> Result<(), DirtyError> {
-        self.dirty.start()
-    }
-
-    /// Returns the pages written since the log was started or last fetched, and clears
-    /// the log: for each region of [`Vm::memory`] one bit per page of 4 KiB, least
-    /// significant bit first.
-    ///
-    /// # Errors
-    /// Off, or the kernel's error. If KVM's log of one region fails, the log of that
-    /// region is lost, but not the others.
-    pub fn fetch_dirty_log(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
-        self.dirty.fetch()
-    }
-
-    /// Stops logging.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn stop_dirty_log(&self) -> Result<(), DirtyError> {
-        self.dirty.stop()
+    /// Logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. They are
+    /// off. Of several results only one may be on at a time.
+    pub fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        let memory = Arc::clone(self.memory());
+        match &self.guest {
+            Guest::Kvm { machine, .. } => vec![
+                Box::new(KvmLog(Arc::clone(machine))),
+                Box::new(OwnWrites::new(memory)),
+            ],
+            // Sees every write of this process.
+            Guest::Process(_) => vec![Box::new(WriteProtectLog::new(memory))],
+        }
     }
 
     /// Saves the state of a paused machine, without its memory.
@@ -446,7 +435,9 @@ impl Vm {
             power_off_at: self.common().power_off_at.load(Ordering::Relaxed),
         };
         match &self.guest {
-            Guest::Kvm { shared, msrs } => self.with_parts(shared, msrs, |parts| parts.save(own)),
+            Guest::Kvm { shared, msrs, .. } => {
+                self.with_parts(shared, msrs, |parts| parts.save(own))
+            }
             Guest::Process(shared) => Ok(shared.save(own)),
         }
     }
@@ -460,7 +451,7 @@ impl Vm {
         let common = self.common();
         let own = common.control.load(|| {
             let own = match &self.guest {
-                Guest::Kvm { shared, msrs } => {
+                Guest::Kvm { shared, msrs, .. } => {
                     self.with_parts(shared, msrs, |parts| parts.load(sections))?
                 }
                 Guest::Process(shared) => shared.load(sections)?,

@@ -12,7 +12,7 @@ use dunlin_microvm::{
 };
 use dunlin_test_base::huge_pages::HugePages;
 use dunlin_test_base::kvm;
-use support::{rate_now, rate_of, running, wait_for};
+use support::{Logs, rate_now, rate_of, running, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
 const WORKLOADS: [Workload; 4] = [
@@ -326,7 +326,7 @@ fn commands_from_many_threads_do_not_block_each_other() {
         dirty_rate: 20_000,
         ..small()
     });
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     const ROUNDS: u32 = 100;
     let pauses = || {
         for _ in 0..ROUNDS {
@@ -337,7 +337,7 @@ fn commands_from_many_threads_do_not_block_each_other() {
     let looks = || {
         for _ in 0..ROUNDS {
             vm.throttle(50).unwrap();
-            vm.fetch_dirty_log().unwrap();
+            logs.fetch();
             vm.throttle(0).unwrap();
         }
     };

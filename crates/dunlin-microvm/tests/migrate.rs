@@ -4,12 +4,15 @@
 
 mod support;
 
+use std::error::Error;
+use std::io;
 use std::time::{Duration, Instant};
 
-use dunlin_microvm::{Backing, Config, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload};
+use dunlin::engine::vmm::DirtyLog;
+use dunlin_microvm::{Backing, Config, DEVICE_START, Fill, Vm, VmState, Workload};
 use dunlin_test_base::kvm;
 use support::{
-    copy_pages, different_pages, dirty_pages, rate_of, running, vmm_read, vmm_write, wait_for,
+    Logs, copy_pages, different_pages, dirty_pages, rate_of, running, vmm_read, vmm_write, wait_for,
 };
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
@@ -115,7 +118,7 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
             ..Config::default()
         });
         let destination = Vm::from_description(source.description()).unwrap();
-        source.start_dirty_log().unwrap();
+        let mut logs = Logs::start(&source);
         copy_pages(&source, &destination, None);
         let let_it_write = || {
             let visits = source.stats().pages_checked;
@@ -126,19 +129,14 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
         for round in 0..8u8 {
             let_it_write();
             vmm_write(&source, 4096 * u64::from(round), &[round; 100]);
-            let maps = source.fetch_dirty_log().unwrap();
-            copy_pages(&source, &destination, Some(&maps));
+            copy_pages(&source, &destination, Some(&logs.fetch()));
         }
         let_it_write();
         source.pause().unwrap();
-        let last = copy_pages(
-            &source,
-            &destination,
-            Some(&source.fetch_dirty_log().unwrap()),
-        );
+        let last = copy_pages(&source, &destination, Some(&logs.fetch()));
         assert!(last >= 100, "the guest was writing");
         assert_eq!(different_pages(&source, &destination), 0);
-        assert_eq!(dirty_pages(&source.fetch_dirty_log().unwrap()), 0);
+        assert_eq!(dirty_pages(&logs.fetch()), 0);
         destination.load(&source.save().unwrap()).unwrap();
         let passes = source.full_passes();
         destination.resume().unwrap();
@@ -148,22 +146,29 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
     }
 }
 
+/// The log of the guest's writes is off: the kernel's code for that is ENOENT.
+fn is_off(logs: &mut [Box<dyn DirtyLog>]) {
+    let error = logs[0].fetch(&mut |_, _| ()).unwrap_err();
+    let kernels = error.source().unwrap().downcast_ref::<io::Error>();
+    assert_eq!(kernels.unwrap().kind(), io::ErrorKind::NotFound, "{error}");
+}
+
 #[test]
 fn the_log_holds_exactly_what_was_written() {
     let Some(_turn) = kvm() else { return };
     let vm = Vm::new(Config::default()).unwrap();
-    assert!(matches!(vm.fetch_dirty_log(), Err(DirtyError::Off)));
+    is_off(&mut vm.dirty_logs());
     vm.fill().unwrap();
-    vm.start_dirty_log().unwrap();
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    let mut logs = Logs::start(&vm);
+    assert_eq!(dirty_pages(&logs.fetch()), 0);
 
     // By the VMM: the last byte of one page and the first of the next.
     vmm_write(&vm, 4095, &[1, 2]);
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let page = DEVICE_START / 4096;
     assert_eq!(maps[0][(page / 64) as usize], 0b11 << (page % 64));
     assert_eq!(dirty_pages(&maps), 2);
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    assert_eq!(dirty_pages(&logs.fetch()), 0);
     let mut bytes = [0; 2];
     vmm_read(&vm, 4095, &mut bytes);
     assert_eq!(bytes, [1, 2]);
@@ -173,7 +178,7 @@ fn the_log_holds_exactly_what_was_written() {
     wait_for(&vm, "visits", |vm| vm.stats().pages_checked > 0);
     vm.pause().unwrap();
     let written = vm.stats().pages_checked.min((60 << 20) / 4096);
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let first = 1024;
     assert!((first..first + written).all(|page| is_dirty(&maps, page)));
     // KVM may log a page that it merely mapped for writing: the program, or the next page.
@@ -182,8 +187,7 @@ fn the_log_holds_exactly_what_was_written() {
         (written + 1..written + 16).contains(&pages),
         "{pages} for {written}"
     );
-    vm.stop_dirty_log().unwrap();
-    assert!(matches!(vm.fetch_dirty_log(), Err(DirtyError::Off)));
+    is_off(&mut logs.stop());
 }
 
 #[test]
@@ -204,16 +208,16 @@ fn measures() {
     wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
     let visits = rate_of(&vm, 60_000);
     let start = Instant::now();
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     let started = start.elapsed();
     rate_of(&vm, 20_000);
     let start = Instant::now();
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let busy = start.elapsed();
     vm.pause().unwrap();
-    vm.fetch_dirty_log().unwrap();
+    logs.fetch();
     let start = Instant::now();
-    vm.fetch_dirty_log().unwrap();
+    logs.fetch();
     let quiet = start.elapsed();
     let start = Instant::now();
     let sections = vm.save().unwrap();

@@ -14,7 +14,7 @@ use dunlin_microvm::{
 use dunlin_test_base::huge_pages::HugePages;
 use support::moves::{Tls, movable, relocate, verified};
 use support::{
-    copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write, wait_for,
+    Logs, copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write, wait_for,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -93,18 +93,16 @@ fn i3_rounds_of_its_log_end_in_the_same_memory() {
         ..process()
     });
     let destination = Vm::from_description(source.description()).unwrap();
-    source.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&source);
     copy_pages(&source, &destination, None);
     for round in 0..8_u8 {
         std::thread::sleep(Duration::from_millis(5));
         vmm_write(&source, 0, &[round; 100]);
-        let maps = source.fetch_dirty_log().unwrap();
-        copy_pages(&source, &destination, Some(&maps));
+        copy_pages(&source, &destination, Some(&logs.fetch()));
     }
     std::thread::sleep(Duration::from_millis(5));
     source.pause().unwrap();
-    let maps = source.fetch_dirty_log().unwrap();
-    let last = copy_pages(&source, &destination, Some(&maps));
+    let last = copy_pages(&source, &destination, Some(&logs.fetch()));
     assert!(last > 0, "the guest was writing");
     assert_eq!(different_pages(&source, &destination), 0);
     destination.load(&source.save().unwrap()).unwrap();
@@ -176,11 +174,11 @@ fn it_keeps_its_rate_can_be_throttled_and_paused() {
     is_no_faster(&vm, 600, 2000.0);
     assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
     vm.pause().unwrap();
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     let before = vm.stats();
     std::thread::sleep(Duration::from_millis(30));
     assert_eq!(vm.stats(), before);
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    assert_eq!(dirty_pages(&logs.fetch()), 0);
     vm.resume().unwrap();
     wait_for(&vm, "visits", |vm| {
         vm.stats().pages_checked > before.pages_checked

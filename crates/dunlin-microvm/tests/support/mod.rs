@@ -5,9 +5,44 @@ pub mod moves;
 
 use std::time::{Duration, Instant};
 
+use dunlin::engine::vmm::DirtyLog;
 use dunlin_linux::mapping::PAGE_BYTES;
 use dunlin_microvm::{Config, DEVICE_START, Vm, VmState};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+
+/// A machine's dirty logs as one.
+pub struct Logs(Vec<Box<dyn DirtyLog>>);
+
+impl Logs {
+    /// Starts the logs.
+    pub fn start(vm: &Vm) -> Self {
+        let mut logs = vm.dirty_logs();
+        logs.iter_mut().for_each(|log| log.start().unwrap());
+        Self(logs)
+    }
+
+    /// The pages written since the start or the last call: for each region a bitmap.
+    pub fn fetch(&mut self) -> Vec<Vec<u64>> {
+        let mut maps: Vec<Vec<u64>> = Vec::new();
+        let mut add = |region: usize, words: &[u64]| match maps.get_mut(region) {
+            Some(map) => {
+                assert_eq!(map.len(), words.len(), "region {region}");
+                map.iter_mut().zip(words).for_each(|(all, word)| *all |= word);
+            }
+            None => maps.push(words.to_vec()),
+        };
+        for log in &mut self.0 {
+            log.fetch(&mut add).unwrap();
+        }
+        maps
+    }
+
+    /// Stops the logs and returns them.
+    pub fn stop(mut self) -> Vec<Box<dyn DirtyLog>> {
+        self.0.iter_mut().for_each(|log| log.stop().unwrap());
+        self.0
+    }
+}
 
 /// A machine that is filled and runs.
 pub fn running(config: Config) -> Vm {
