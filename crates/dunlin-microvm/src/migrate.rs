@@ -169,7 +169,7 @@ impl Builder for MachineBuilder {
             .map_err(|error| refuse(FaultCode::Malformed, &error))?;
         check_layout(&description, offered)?;
         check_room(description.config.memory_bytes)?;
-        let vm = Vm::described(&description, self.options).map_err(|error| {
+        let vm = Vm::from_description(&description, self.options).map_err(|error| {
             let fault = match &error {
                 CreateError::Memory(_) => FaultCode::NoMemory,
                 CreateError::Kernel { .. } => FaultCode::Kernel,

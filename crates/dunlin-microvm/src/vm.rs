@@ -55,8 +55,6 @@ pub struct Stats {
     pub pages_checked: u64,
     /// Beats of all vCPUs.
     pub beats: u64,
-    /// CLOCK_MONOTONIC at the last beat on this host, in nanoseconds.
-    pub last_beat_ns: Option<u64>,
     /// The longest time between two beats of one vCPU, including pauses and migrations.
     pub largest_gap: Duration,
     /// After a migration: from the last beat at the source to the first one here.
@@ -137,12 +135,7 @@ impl Vm {
     ///
     /// # Errors
     /// See [`CreateError`].
-    pub fn from_description(description: &VmDescription) -> Result<Self, CreateError> {
-        Self::described(description, HostOptions::default())
-    }
-
-    /// [`Vm::from_description`] with this host's options.
-    pub(crate) fn described(
+    pub fn from_description(
         description: &VmDescription,
         options: HostOptions,
     ) -> Result<Self, CreateError> {
@@ -368,7 +361,6 @@ impl Vm {
         Stats {
             pages_checked,
             beats,
-            last_beat_ns: pulse.last_beat_ns,
             largest_gap: pulse.largest_gap,
             downtime: pulse.downtime,
         }
@@ -390,21 +382,6 @@ impl Vm {
             .map(|(vcpu, set)| shared.counter(vcpu, set + PASS))
             .min()
             .unwrap_or(0)
-    }
-
-    /// The last TSC read by each vCPU; empty for a process guest.
-    pub fn guest_tscs(&self) -> Vec<u64> {
-        match &self.guest {
-            Guest::Kvm { shared, .. } => (0..self.config().vcpus)
-                .map(|vcpu| shared.counter(vcpu, block::LAST_TSC))
-                .collect(),
-            Guest::Process(_) => Vec::new(),
-        }
-    }
-
-    /// Resets the largest gap between beats.
-    pub fn forget_largest_gap(&self) {
-        self.common().heart.forget_gap();
     }
 
     /// Logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. They are

@@ -368,6 +368,4 @@ fn an_idle_guest_beats_every_millisecond() {
     );
     assert!(beats <= fair + 3, "{beats} beats in {fair} ms");
     assert!(beats >= fair / 4, "{beats} beats in {fair} ms");
-    vm.forget_largest_gap();
-    assert!(vm.stats().largest_gap < Duration::from_millis(50));
 }

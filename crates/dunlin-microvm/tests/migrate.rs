@@ -12,7 +12,8 @@ use dunlin::engine::vmm::DirtyLog;
 use dunlin_microvm::{Backing, Config, DEVICE_START, Fill, Vm, VmState, Workload};
 use dunlin_test_base::kvm;
 use support::{
-    Logs, copy_pages, different_pages, dirty_pages, rate_of, running, vmm_read, vmm_write, wait_for,
+    Logs, built, copy_pages, different_pages, dirty_pages, guest_tscs, last_beat_ns, rate_of, running,
+    vmm_read, vmm_write, wait_for,
 };
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
@@ -21,7 +22,7 @@ fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
 
 fn move_paused(source: &Vm) -> Vm {
     source.pause().unwrap();
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(source, &destination, None);
     destination.load(&source.save().unwrap()).unwrap();
     destination
@@ -47,7 +48,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         source.throttle(10).unwrap();
         let destination = move_paused(&source);
         assert_eq!(destination.state(), VmState::Paused);
-        let (stats, passes, tscs) = (source.stats(), source.full_passes(), source.guest_tscs());
+        let (stats, passes, tscs) = (source.stats(), source.full_passes(), guest_tscs(&source));
         assert_eq!(destination.stats().pages_checked, stats.pages_checked);
         assert_eq!(destination.stats().downtime, None);
         std::thread::sleep(Duration::from_millis(30));
@@ -57,7 +58,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         });
         // A vCPU stops the machine if its TSC goes back.
         wait_for(&destination, "beats of every vCPU", |vm| {
-            let now = vm.guest_tscs();
+            let now = guest_tscs(vm);
             tscs.iter().zip(now).all(|(before, now)| *before < now)
         });
         let downtime = destination.stats().downtime.unwrap();
@@ -86,17 +87,15 @@ fn wall_time_at_the_destination_includes_the_downtime() {
     });
     wait_for(&source, "beats", |vm| vm.stats().beats > 10);
     source.pause().unwrap();
-    let (before, start) = (source.guest_tscs()[0], source.stats().last_beat_ns.unwrap());
+    let (before, start) = (guest_tscs(&source)[0], last_beat_ns(&source));
     let destination = move_paused(&source);
     std::thread::sleep(Duration::from_millis(100));
     destination.resume().unwrap();
-    wait_for(&destination, "beats", |vm| {
-        vm.stats().last_beat_ns.is_some()
-    });
+    wait_for(&destination, "a beat", |vm| vm.stats().downtime.is_some());
     destination.pause().unwrap();
-    let ticks = destination.guest_tscs()[0] - before;
+    let ticks = guest_tscs(&destination)[0] - before;
     let guest_ms = ticks as f64 / f64::from(destination.description().tsc_khz);
-    let wall_ms = (destination.stats().last_beat_ns.unwrap() - start) as f64 / 1e6;
+    let wall_ms = (last_beat_ns(&destination) - start) as f64 / 1e6;
     println!("downtime by the guest's TSC {guest_ms:.3} ms, by the wall clock {wall_ms:.3} ms");
     assert!((guest_ms - wall_ms).abs() < 5.0);
     assert!(guest_ms > 100.0);
@@ -117,7 +116,7 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
             memory_bytes: 32 << 20,
             ..Config::default()
         });
-        let destination = Vm::from_description(source.description()).unwrap();
+        let destination = built(source.description());
         let mut logs = Logs::start(&source);
         copy_pages(&source, &destination, None);
         let let_it_write = || {
@@ -223,7 +222,7 @@ fn measures() {
     let sections = vm.save().unwrap();
     let saved = start.elapsed();
     let start = Instant::now();
-    let other = Vm::from_description(vm.description()).unwrap();
+    let other = built(vm.description());
     let built = start.elapsed();
     let start = Instant::now();
     other.load(&sections).unwrap();

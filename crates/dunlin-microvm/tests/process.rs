@@ -14,7 +14,8 @@ use dunlin_microvm::{
 use dunlin_test_base::huge_pages::HugePages;
 use support::moves::{Tls, movable, relocate, verified};
 use support::{
-    Logs, copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write, wait_for,
+    Logs, built, copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write,
+    wait_for,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -92,7 +93,7 @@ fn i3_rounds_of_its_log_end_in_the_same_memory() {
         dirty_rate: 50_000,
         ..process()
     });
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     let mut logs = Logs::start(&source);
     copy_pages(&source, &destination, None);
     for round in 0..8_u8 {
@@ -142,7 +143,7 @@ fn i3_it_finds_that_its_state_is_of_another_time_than_its_memory() {
     source.resume().unwrap();
     wait_for(&source, "more passes", |vm| vm.full_passes() > passes + 1);
     source.pause().unwrap();
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(&source, &destination, None);
     destination.load(&early).unwrap();
     destination.resume().unwrap();
@@ -222,7 +223,7 @@ fn it_powers_itself_off_where_it_has_moved_to() {
     wait_for(&source, "visits", |vm| vm.stats().pages_checked > 0);
     source.pause().unwrap();
     source.ask_power_off();
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(&source, &destination, None);
     destination.load(&source.save().unwrap()).unwrap();
     destination.resume().unwrap();
@@ -243,7 +244,7 @@ fn i3_every_thread_goes_on_where_it_was_in_both_of_its_sets() {
     for (section, share) in sections.iter_mut().filter(of_threads).zip([37_u64, 38]) {
         section.bytes[16..24].copy_from_slice(&share.to_le_bytes());
     }
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     destination.load(&sections).unwrap();
     for (sent, found) in sections.iter().zip(destination.save().unwrap()) {
         if sent.name == "visitor" {
@@ -262,7 +263,7 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
     let load = |change: &dyn Fn(&mut Vec<Section>)| {
         let mut sections = good.clone();
         change(&mut sections);
-        let vm = Vm::from_description(source.description()).unwrap();
+        let vm = built(source.description());
         vm.load(&sections)
             .inspect_err(|_| assert!(matches!(vm.state(), VmState::Failed(_))))
     };

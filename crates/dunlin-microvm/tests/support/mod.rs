@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dunlin::engine::vmm::DirtyLog;
 use dunlin_linux::mapping::PAGE_BYTES;
-use dunlin_microvm::{Config, DEVICE_START, Vm, VmState};
+use dunlin_microvm::{Config, DEVICE_START, HostOptions, Vm, VmDescription, VmState};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 /// A machine's dirty logs as one.
@@ -50,6 +50,29 @@ pub fn running(config: Config) -> Vm {
     vm.fill().unwrap();
     vm.start().unwrap();
     vm
+}
+
+/// The machine that a source has described, with the default options.
+pub fn built(description: &VmDescription) -> Vm {
+    Vm::from_description(description, HostOptions::default()).unwrap()
+}
+
+/// The last TSC that each vCPU of a KVM guest read: a word of its parameter block (`src/layout.rs`).
+pub fn guest_tscs(vm: &Vm) -> Vec<u64> {
+    const BLOCKS: u64 = 0x7_0000;
+    const LAST_TSC: u64 = 0xc8;
+    let last = |vcpu| GuestAddress(BLOCKS + vcpu * PAGE_BYTES + LAST_TSC);
+    (0..u64::from(vm.config().vcpus))
+        .map(|vcpu| vm.memory().read_obj(last(vcpu)).unwrap())
+        .collect()
+}
+
+/// CLOCK_MONOTONIC at the last beat of a paused machine: the first time in the section `heart`, after
+/// the largest gap and a flag.
+pub fn last_beat_ns(vm: &Vm) -> u64 {
+    let sections = vm.save().unwrap();
+    let heart = sections.iter().find(|section| section.name == "heart");
+    u64::from_le_bytes(*heart.unwrap().bytes[9..].first_chunk().unwrap())
 }
 
 /// Writes to the pages that the guest leaves to the VMM, as a device would.
