@@ -366,7 +366,7 @@ fn check(options: &Options) -> Result<(), IpsecError> {
     tables.have_esp()?;
     match options.mode {
         Mode::Connection => tables.policies().map(drop),
-        Mode::Cpu => tables.need_per_cpu_sas(),
+        Mode::Cpu => tables.keeps_directions(Mode::Cpu).map(drop),
     }
 }
 

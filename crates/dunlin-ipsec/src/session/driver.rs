@@ -28,7 +28,7 @@ use crate::options::Options;
 use crate::record::{Record, RecordDirectory};
 use crate::sock_diag::TcpConnection;
 use crate::sockets::connections;
-use crate::tables::{Tables, still_used};
+use crate::tables::{Tables, state_of, still_used};
 use dunlin_lane::control::ControlStream;
 use dunlin_lane::sync::lock;
 
@@ -82,6 +82,8 @@ pub(super) enum Ports {
 pub(super) struct Blocked {
     record: Record,
     parameters: SessionParameters,
+    /// Whether the kernel stores directions of SAs.
+    keeps_directions: bool,
     /// SAs to be removed, with the time; the earliest first.
     late: Late,
     /// Connections for which an SA was requested.
@@ -91,10 +93,15 @@ pub(super) struct Blocked {
 }
 
 impl Ports {
-    pub(super) fn blocked(record: Record, parameters: SessionParameters) -> Self {
+    pub(super) fn blocked(
+        record: Record,
+        parameters: SessionParameters,
+        keeps_directions: bool,
+    ) -> Self {
         Self::Blocked(Box::new(Blocked {
             record,
             parameters,
+            keeps_directions,
             late: Vec::new(),
             known: BTreeSet::new(),
             verified: Instant::now(),
@@ -318,7 +325,8 @@ impl Driver {
             return Err(IpsecError::Ended);
         };
         let (control, session, role) = (&self.control, &self.session, self.role);
-        let key = |one: &Association| {
+        let keeps_directions = blocked.keeps_directions;
+        let state = |one: &Association| {
             let sender = match one.direction {
                 Direction::Out => role,
                 Direction::In => role.peer(),
@@ -326,9 +334,9 @@ impl Driver {
             let context = context(session, sender, one.slot.index, one.epoch);
             let mut key = Zeroizing::new([0; KeyAndSalt::BYTES]);
             control.export(EXPORTER_LABEL, Some(&context), &mut *key)?;
-            Ok(KeyAndSalt::from(key))
+            Ok(state_of(one, KeyAndSalt::from(key), keeps_directions))
         };
-        self.tables.apply(steps, &mut blocked.record, &key)
+        self.tables.apply(steps, &mut blocked.record, &state)
     }
 
     /// Handles what depends on time: timeouts, new and closed connections, delayed steps.
