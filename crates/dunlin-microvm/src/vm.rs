@@ -385,7 +385,7 @@ impl Vm {
     }
 
     /// Logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. They are
-    /// off. Of several results only one may be on at a time.
+    /// off; only those of one call may be on at a time.
     pub fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
         let memory = Arc::clone(self.memory());
         match &self.guest {

@@ -82,6 +82,7 @@ enum Record {
     Missing,
 }
 
+/// Whether this process ends.
 #[derive(Clone, Copy, Default)]
 enum Ending {
     #[default]
