@@ -91,14 +91,6 @@ pub enum CreateError {
 }
 
 impl Vm {
-    /// [`Vm::with_options`] with the default options.
-    ///
-    /// # Errors
-    /// See [`CreateError`].
-    pub fn new(config: Config) -> Result<Self, CreateError> {
-        Self::with_options(config, HostOptions::default())
-    }
-
     /// Builds a machine that is paused before its first instruction. Its memory has the
     /// initial content except for what [`Vm::fill`] adds.
     ///
@@ -270,7 +262,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Starts a machine built by [`Vm::new`].
+    /// Starts a machine built by [`Vm::with_options`].
     ///
     /// # Errors
     /// Started or Ended; Empty, if the machine was built from a description.
@@ -328,14 +320,6 @@ impl Vm {
     /// The state of the machine.
     pub fn state(&self) -> VmState {
         self.common().control.state()
-    }
-
-    /// Waits until the machine no longer runs, for at most `limit`, and returns its
-    /// state.
-    pub fn wait_while_running(&self, limit: Duration) -> VmState {
-        self.common()
-            .control
-            .wait_while_running(Instant::now() + limit)
     }
 
     /// Waits until the machine has ended, for at most `limit`, and returns its state.

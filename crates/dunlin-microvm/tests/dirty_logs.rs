@@ -14,7 +14,7 @@ use dunlin_microvm::{
 };
 use dunlin_test_base::huge_pages::{self, HugePages};
 use dunlin_test_base::kvm;
-use support::{Logs, wait_for};
+use support::{Logs, fresh, wait_for};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 const BYTES: u64 = 32 << 20;
@@ -96,14 +96,13 @@ fn i5_the_log_of_a_process_guest_conforms() {
 fn logs_what_lies_above_the_hole(guest: GuestKind) {
     const ABOVE: u64 = 4 << 30;
     const PAGES: u64 = 4096;
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         guest,
         memory_bytes: (3 << 30) + PAGES * 4096,
         fill: Fill::Zero,
         workload: Workload::Random,
         ..Config::default()
-    })
-    .unwrap();
+    });
     let visits = |page| {
         let address = GuestAddress(ABOVE + page * 4096);
         vm.memory().read_obj::<u64>(address).unwrap()

@@ -12,8 +12,8 @@ use dunlin::engine::vmm::DirtyLog;
 use dunlin_microvm::{Backing, Config, DEVICE_START, Fill, Vm, VmState, Workload};
 use dunlin_test_base::kvm;
 use support::{
-    Logs, built, copy_pages, different_pages, dirty_pages, guest_tscs, last_beat_ns, rate_of, running,
-    vmm_read, vmm_write, wait_for,
+    Logs, built, copy_pages, different_pages, dirty_pages, fresh, guest_tscs, last_beat_ns, rate_of,
+    running, vmm_read, vmm_write, wait_for,
 };
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
@@ -155,7 +155,7 @@ fn is_off(logs: &mut [Box<dyn DirtyLog>]) {
 #[test]
 fn the_log_holds_exactly_what_was_written() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config::default()).unwrap();
+    let vm = fresh(Config::default());
     is_off(&mut vm.dirty_logs());
     vm.fill().unwrap();
     let mut logs = Logs::start(&vm);
@@ -192,14 +192,13 @@ fn the_log_holds_exactly_what_was_written() {
 #[test]
 fn measures() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         memory_bytes: 1 << 30,
         workload: Workload::Random,
         working_set_bytes: Some(256 << 20),
         fill_bytes: Some(256 << 20),
         ..Config::default()
-    })
-    .unwrap();
+    });
     let start = Instant::now();
     vm.fill().unwrap();
     println!("256 MiB filled in {:?}", start.elapsed());

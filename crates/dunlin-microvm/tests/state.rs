@@ -15,7 +15,7 @@ use dunlin_microvm::{
 use dunlin_test_base::kvm;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
-use support::{built, copy_pages, running, wait_for};
+use support::{built, copy_pages, fresh, running, wait_for};
 
 fn source() -> (Vm, Vec<Section>) {
     let vm = running(Config {
@@ -49,7 +49,7 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
     destination.resume().unwrap();
     // An error ends the wait immediately. Without one the wait is the assertion: every vCPU runs and checks
     // its registers in this time.
-    destination.wait_while_running(Duration::from_millis(300))
+    destination.wait_until_ended(Duration::from_millis(300))
 }
 
 #[test]
@@ -477,14 +477,13 @@ fn only_a_machine_that_never_ran_can_be_loaded() {
 #[test]
 fn a_description_reads_back_and_fits_its_own_host() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         name: "ⅳ".into(),
         workload: Workload::HotSet { share_percent: 3 },
         fill_bytes: Some(1 << 20),
         power_off_after: Some(u64::MAX),
         ..Config::default()
-    })
-    .unwrap();
+    });
     let bytes = vm.description().encode();
     let decoded = VmDescription::decode(&bytes).unwrap();
     assert_eq!(&decoded, vm.description());
@@ -526,7 +525,7 @@ fn a_description_reads_back_and_fits_its_own_host() {
 #[test]
 fn i7_a_description_that_is_cut_off_or_garbage_is_an_error() {
     let Some(_turn) = kvm() else { return };
-    let bytes = Vm::new(Config::default()).unwrap().description().encode();
+    let bytes = fresh(Config::default()).description().encode();
     assert!(bytes.len() < 8192, "{}", bytes.len());
     for length in 0..bytes.len() {
         assert!(VmDescription::decode(&bytes[..length]).is_err(), "{length}");

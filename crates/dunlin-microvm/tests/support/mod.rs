@@ -44,9 +44,14 @@ impl Logs {
     }
 }
 
+/// A machine before its first instruction, with the default options.
+pub fn fresh(config: Config) -> Vm {
+    Vm::with_options(config, HostOptions::default()).unwrap()
+}
+
 /// A machine that is filled and runs.
 pub fn running(config: Config) -> Vm {
-    let vm = Vm::new(config).unwrap();
+    let vm = fresh(config);
     vm.fill().unwrap();
     vm.start().unwrap();
     vm
