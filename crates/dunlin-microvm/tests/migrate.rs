@@ -12,8 +12,8 @@ use dunlin::engine::vmm::DirtyLog;
 use dunlin_microvm::{Backing, Config, DEVICE_START, Fill, Vm, VmState, Workload};
 use dunlin_test_base::kvm;
 use support::{
-    Logs, built, copy_pages, different_pages, dirty_pages, fresh, guest_tscs, last_beat_ns, rate_of,
-    running, vmm_read, vmm_write, wait_for,
+    Logs, built, copy_pages, different_pages, dirty_pages, fresh, guest_tscs, last_beat_ns,
+    rate_of, running, vmm_read, vmm_write, wait_for,
 };
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {

@@ -9,8 +9,8 @@ use std::error::Error;
 use std::time::Duration;
 
 use dunlin_microvm::{
-    Config, ControlError, DescribeError, Fill, HostOptions, LoadError, SaveError, Section, StopCode, Vm,
-    VmDescription, VmState, Workload, check_description,
+    Config, ControlError, DescribeError, Fill, HostOptions, LoadError, SaveError, Section,
+    StopCode, Vm, VmDescription, VmState, Workload, check_description,
 };
 use dunlin_test_base::kvm;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};

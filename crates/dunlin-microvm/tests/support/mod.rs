@@ -27,7 +27,9 @@ impl Logs {
         let mut add = |region: usize, words: &[u64]| match maps.get_mut(region) {
             Some(map) => {
                 assert_eq!(map.len(), words.len(), "region {region}");
-                map.iter_mut().zip(words).for_each(|(all, word)| *all |= word);
+                map.iter_mut()
+                    .zip(words)
+                    .for_each(|(all, word)| *all |= word);
             }
             None => maps.push(words.to_vec()),
         };
