@@ -6,7 +6,7 @@ use std::io::{IsTerminal, Write};
 use crate::line::{IterationLine, Line, MovedLine, ProgressLine};
 use crate::text::clean;
 
-const MIB: f64 = (1_u64 << 20) as f64;
+pub(crate) const MIB: f64 = (1_u64 << 20) as f64;
 
 /// Output of a migration.
 pub(crate) struct Display {
@@ -62,12 +62,7 @@ impl Display {
             .iter()
             .map(|(lane, bytes)| format!("{lane}:{} %", bytes * 100 / share.max(1)))
             .collect();
-        let mut text = format!(
-            "iteration {}  {:.0} MiB/s  {:.0} MiB remain",
-            progress.iteration,
-            progress.bytes_per_s as f64 / MIB,
-            progress.remaining_bytes as f64 / MIB,
-        );
+        let mut text = pace(progress, "  ");
         // Before the end of the first pass the dirty rate is unknown.
         if progress.iteration > 1 {
             text.push_str(&format!(
@@ -94,6 +89,16 @@ impl Display {
         }
         println!("{text}");
     }
+}
+
+/// The iteration, the rate and what remains, with `between` between them.
+pub(crate) fn pace(progress: &ProgressLine, between: &str) -> String {
+    format!(
+        "iteration {}{between}{:.0} MiB/s{between}{:.0} MiB remain",
+        progress.iteration,
+        progress.bytes_per_s as f64 / MIB,
+        progress.remaining_bytes as f64 / MIB,
+    )
 }
 
 fn iterated(iteration: &IterationLine) -> String {

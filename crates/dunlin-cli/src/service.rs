@@ -11,9 +11,11 @@ use std::thread;
 use anyhow::{Error, Result, anyhow};
 use dunlin_linux::signals::{EndSignal, EndSignals, HangUps};
 use dunlin_tunnel::Sockets;
+use tracing::warn;
 
 pub(crate) use self::notify::Manager;
 use crate::code::{DONE, FAILED, SIGNAL};
+use crate::fault::fault_name;
 use crate::log::say;
 use crate::text::{chained, clean};
 
@@ -89,13 +91,17 @@ pub(crate) fn serve(
             ServiceEvent::Reload => {
                 manager.reloading();
                 let how = match reload() {
-                    Ok(()) => format!("{what} reloaded"),
-                    Err(error) => format!(
-                        "{what} not reloaded, everything stays as it was: {}",
-                        chained(&error)
-                    ),
+                    Ok(()) => {
+                        say(&format!("{what} reloaded"));
+                        format!("{what} reloaded")
+                    }
+                    Err(error) => {
+                        let why = chained(&error);
+                        let how = format!("{what} not reloaded, everything stays as it was: {why}");
+                        warn!(fault = fault_name(&error), "{how}");
+                        how
+                    }
                 };
-                say(&how);
                 // The status must be one line.
                 manager.ready(&clean(&how));
             }

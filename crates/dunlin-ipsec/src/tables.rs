@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use crate::xfrm::{self, Counters, Installed, KeyAndSalt, StateId, Xfrm};
+use crate::xfrm::{self, Counters, Installed, State, StateId, Xfrm};
+use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::object::{
     Action, Association, Direction, Listener, Object, Policy, Selector,
 };
@@ -21,9 +22,8 @@ use super::udp;
 
 mod values;
 
-use values::{
-    connection_policy, describe, id_of, is_same, meet, only_crosses, policy_of, state_of,
-};
+pub(super) use values::state_of;
+use values::{connection_policy, describe, id_of, is_same, meet, only_crosses, policy_of};
 
 /// The number of consecutive checks that must find no connection before the ports are freed:
 /// procfs lists connections in pieces and may omit one that changes its state.
@@ -44,8 +44,6 @@ pub(super) struct Tables {
     pub(super) xfrm: Arc<Xfrm>,
     hook: Option<Hook>,
     listener: Option<Arc<UdpSocket>>,
-    /// Whether the kernel stores directions of SAs; `None` until probed.
-    keeps_directions: Option<bool>,
 }
 
 impl Tables {
@@ -63,13 +61,15 @@ impl Tables {
         has.map_err(kernel("probing for ESP"))
     }
 
-    /// Returns an error if the kernel does not support per-CPU SAs.
-    pub(super) fn need_per_cpu_sas(&self) -> Result<(), IpsecError> {
-        let has = self.xfrm.has_per_cpu_sas();
-        match has.map_err(kernel("probing for per-CPU SAs"))? {
-            true => Ok(()),
-            false => Err(IpsecError::NoPerCpu),
+    /// Returns whether the kernel stores directions of SAs; an error if an SA cannot belong to one
+    /// CPU and `mode` requires that.
+    pub(super) fn keeps_directions(&self, mode: Mode) -> Result<bool, IpsecError> {
+        let probed = self.xfrm.probe();
+        let held = probed.map_err(kernel("probing for CPUs and directions of SAs"))?;
+        if mode == Mode::Cpu && held.cpu != Some(0) {
+            return Err(IpsecError::NoPerCpu);
         }
+        Ok(held.direction == Some(Direction::In))
     }
 
     /// Returns the same tables, for reading.
@@ -78,7 +78,6 @@ impl Tables {
             xfrm,
             hook: None,
             listener: None,
-            keeps_directions: None,
         }
     }
 
@@ -153,13 +152,13 @@ impl Tables {
         }
     }
 
-    /// Performs steps in order. After a failure, the object of the failed step may be installed;
-    /// the record lists it.
+    /// Performs steps in order. After a failure, the object of the failed step may be installed,
+    /// and is in the record. `state` returns an SA in the kernel's form, with its key.
     pub(super) fn apply(
         &mut self,
         steps: &[Step],
         record: &mut Record,
-        key: &dyn Fn(&Association) -> Result<KeyAndSalt, IpsecError>,
+        state: &dyn Fn(&Association) -> Result<State, IpsecError>,
     ) -> Result<(), IpsecError> {
         let coming: Vec<Object> = steps
             .iter()
@@ -172,7 +171,7 @@ impl Tables {
             .collect();
         record.add(&coming)?;
         for step in steps {
-            self.carry_out(step, record, key)?;
+            self.carry_out(step, record, state)?;
         }
         Ok(())
     }
@@ -181,7 +180,7 @@ impl Tables {
         &mut self,
         step: &Step,
         record: &mut Record,
-        key: &dyn Fn(&Association) -> Result<KeyAndSalt, IpsecError>,
+        state: &dyn Fn(&Association) -> Result<State, IpsecError>,
     ) -> Result<(), IpsecError> {
         self.tell(step);
         match step {
@@ -196,7 +195,7 @@ impl Tables {
                 self.verify_policy(policy)
             }
             Step::Add(Object::Association(one)) => {
-                let state = state_of(one, key(one)?, self.keeps_directions()?);
+                let state = state(one)?;
                 if let Err(source) = self.xfrm.add_state(&state) {
                     if is_refusal(&source) {
                         record.gone(&Object::Association(*one))?;
@@ -338,16 +337,6 @@ impl Tables {
         Ok(())
     }
 
-    fn keeps_directions(&mut self) -> Result<bool, IpsecError> {
-        if let Some(known) = self.keeps_directions {
-            return Ok(known);
-        }
-        let keeps = self.xfrm.keeps_directions();
-        let keeps = keeps.map_err(kernel("probing for directions of SAs"))?;
-        self.keeps_directions = Some(keeps);
-        Ok(keeps)
-    }
-
     /// Returns the counters of an SA; `None` if it is gone.
     fn counters(&self, one: &Association) -> Result<Option<Counters>, IpsecError> {
         let state = self.xfrm.state(&id_of(one)).map_err(kernel(one))?;
@@ -391,7 +380,8 @@ impl Tables {
     fn in_place_of(&self, policy: &Policy) -> Result<Option<xfrm::Policy>, IpsecError> {
         let own = policy_of(policy);
         let installed = self.xfrm.policy(&own.selector, own.direction);
-        installed.map_err(kernel(policy))
+        let installed = installed.map_err(kernel(policy))?;
+        Ok(installed.map(|(policy, _)| policy))
     }
 
     /// Removes this object and nothing else.

@@ -286,12 +286,6 @@ impl Control {
         wake();
     }
 
-    /// Waits until the machine no longer runs, or until `deadline`.
-    pub(crate) fn wait_while_running(&self, deadline: Instant) -> VmState {
-        let inner = self.wait_while(deadline, |inner| inner.state == VmState::Running);
-        inner.state.clone()
-    }
-
     /// Waits until the machine has ended, or until `deadline`.
     pub(crate) fn wait_until_ended(&self, deadline: Instant) -> VmState {
         let inner = self.wait_while(deadline, |inner| !inner.state.has_ended());

@@ -94,7 +94,6 @@ pub(crate) struct Beat {
 /// The state of the heart.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pulse {
-    pub(crate) last_beat_ns: Option<u64>,
     pub(crate) largest_gap: Duration,
     pub(crate) downtime: Option<Duration>,
 }
@@ -166,7 +165,6 @@ impl Heart {
     pub(crate) fn pulse(&self) -> Pulse {
         let beats = lock(&self.beats);
         Pulse {
-            last_beat_ns: beats.last.map(|beat| beat.at.monotonic_ns),
             largest_gap: beats.largest_gap,
             downtime: beats.downtime,
         }
@@ -181,11 +179,6 @@ impl Heart {
             .wait_timeout_while(beats, limit, |beats| beats.source.is_some())
             .unwrap_or_else(PoisonError::into_inner);
         beats.downtime
-    }
-
-    /// Resets the largest gap.
-    pub(crate) fn forget_gap(&self) {
-        lock(&self.beats).largest_gap = Duration::ZERO;
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {

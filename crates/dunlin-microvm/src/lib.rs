@@ -13,8 +13,7 @@
 //!   destination, and [`check_description`] rejects there what the host cannot run.
 //! - [`HostOptions`] are options that each host sets for itself.
 //! - [`Vm`] is the machine: create, fill, start, pause, throttle, observe.
-//! - [`Vm::start_dirty_log`] and its siblings log writes; [`Vm::save`] and [`Vm::load`]
-//!   transfer the other state.
+//! - [`Vm::dirty_logs`] log writes; [`Vm::save`] and [`Vm::load`] transfer the other state.
 //!
 //! Modules: `layout` (guest memory map), `boot` (page tables, registers), `fill` (initial
 //! content), `pace` (page visits over time), `heart` (beats, gaps, downtime), `control` (running
@@ -50,7 +49,6 @@ mod wire;
 pub use config::{Config, ConfigError, Fill, GuestKind, HostOptions, WORKLOAD_START, Workload};
 pub use control::{ControlError, Stop, StopCode, VmState};
 pub use describe::{DescribeError, VmDescription, check_description};
-pub use dirty::DirtyError;
 pub use dunlin_linux::mapping::{Backing, TrackedMemory};
 pub use layout::DEVICE_START;
 pub use migrate::{MachineBuilder, Movable};

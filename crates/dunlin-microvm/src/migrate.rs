@@ -1,6 +1,5 @@
 //! The machine's implementation of the engine's traits, for both sides.
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -67,7 +66,7 @@ impl SourceVm for Movable {
     }
 
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
-        vec![Box::new(Log(Arc::clone(&self.vm)))]
+        self.vm.dirty_logs()
     }
 
     fn run_state(&self) -> RunState {
@@ -134,27 +133,6 @@ impl DestinationVm for Movable {
     fn discard(&self) {}
 }
 
-/// The guest's writes and the VMM's own.
-struct Log(Arc<Vm>);
-
-impl DirtyLog for Log {
-    fn start(&mut self) -> io::Result<()> {
-        self.0.start_dirty_log().map_err(io::Error::other)
-    }
-
-    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
-        let bitmaps = self.0.fetch_dirty_log().map_err(io::Error::other)?;
-        for (index, bitmap) in bitmaps.iter().enumerate() {
-            found(index, bitmap);
-        }
-        Ok(())
-    }
-
-    fn stop(&mut self) -> io::Result<()> {
-        self.0.stop_dirty_log().map_err(io::Error::other)
-    }
-}
-
 /// Builds the machines that sources describe.
 #[derive(Default)]
 pub struct MachineBuilder {
@@ -191,7 +169,7 @@ impl Builder for MachineBuilder {
             .map_err(|error| refuse(FaultCode::Malformed, &error))?;
         check_layout(&description, offered)?;
         check_room(description.config.memory_bytes)?;
-        let vm = Vm::described(&description, self.options).map_err(|error| {
+        let vm = Vm::from_description(&description, self.options).map_err(|error| {
             let fault = match &error {
                 CreateError::Memory(_) => FaultCode::NoMemory,
                 CreateError::Kernel { .. } => FaultCode::Kernel,

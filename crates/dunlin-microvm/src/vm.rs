@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::kvm::{Machine, Vcpu};
 use dunlin::engine::dirty::WriteProtectLog;
+use dunlin::engine::memory::OwnWrites;
+use dunlin::engine::vmm::DirtyLog;
 use dunlin_linux::mapping::{MappingError, TrackedMemory, advise_huge_pages, allocate};
 use kvm_bindings::MsrList;
 use kvm_ioctls::Kvm;
@@ -17,7 +19,7 @@ use crate::common::Common;
 use crate::config::{Config, ConfigError, GuestKind, HostOptions, Workload};
 use crate::control::{ControlError, VmState};
 use crate::describe::{DescribeError, Host, VmDescription, same_rate};
-use crate::dirty::{self, DirtyError, DirtyLog};
+use crate::dirty::KvmLog;
 use crate::layout::block;
 use crate::state::{LoadError, Own, Parts, SaveError, Section};
 use crate::vcpu::{Shared, Slot};
@@ -30,7 +32,6 @@ use crate::{boot, fill, process, vcpu};
 pub struct Vm {
     description: VmDescription,
     guest: Guest,
-    dirty: DirtyLog,
     threads: Vec<JoinHandle<()>>,
     /// Whether memory and registers are those of a guest before its first instruction.
     bootable: bool,
@@ -39,7 +40,11 @@ pub struct Vm {
 /// The guest of a machine.
 #[derive(Debug)]
 enum Guest {
-    Kvm { shared: Arc<Shared>, msrs: MsrList },
+    Kvm {
+        machine: Arc<Machine>,
+        shared: Arc<Shared>,
+        msrs: MsrList,
+    },
     Process(Arc<process::Shared>),
 }
 
@@ -50,8 +55,6 @@ pub struct Stats {
     pub pages_checked: u64,
     /// Beats of all vCPUs.
     pub beats: u64,
-    /// CLOCK_MONOTONIC at the last beat on this host, in nanoseconds.
-    pub last_beat_ns: Option<u64>,
     /// The longest time between two beats of one vCPU, including pauses and migrations.
     pub largest_gap: Duration,
     /// After a migration: from the last beat at the source to the first beat on this host.
@@ -88,14 +91,6 @@ pub enum CreateError {
 }
 
 impl Vm {
-    /// [`Vm::with_options`] with the default options.
-    ///
-    /// # Errors
-    /// See [`CreateError`].
-    pub fn new(config: Config) -> Result<Self, CreateError> {
-        Self::with_options(config, HostOptions::default())
-    }
-
     /// Builds a machine that is paused before its first instruction. Its memory has the
     /// initial content, except for the pages that [`Vm::fill`] writes.
     ///
@@ -132,12 +127,7 @@ impl Vm {
     ///
     /// # Errors
     /// See [`CreateError`].
-    pub fn from_description(description: &VmDescription) -> Result<Self, CreateError> {
-        Self::described(description, HostOptions::default())
-    }
-
-    /// [`Vm::from_description`] with this host's options.
-    pub(crate) fn described(
+    pub fn from_description(
         description: &VmDescription,
         options: HostOptions,
     ) -> Result<Self, CreateError> {
@@ -177,15 +167,15 @@ impl Vm {
             .get_msr_index_list()
             .map_err(|error| kernel("list the MSRs")(error.into()))?;
         let shared = Arc::new(Shared {
-            common: Common::new(Arc::clone(&memory), config, description.tsc_khz),
+            common: Common::new(memory, config, description.tsc_khz),
             slots,
         });
         let guest = Guest::Kvm {
+            machine,
             shared: Arc::clone(&shared),
             msrs,
         };
-        let dirty = DirtyLog::new(memory, dirty::Guest::Kvm(machine));
-        let mut vm = Self::assemble(description, guest, dirty);
+        let mut vm = Self::assemble(description, guest);
         vm.spawn("vcpu", &shared, vcpu::thread)?;
         Ok((vm, shared))
     }
@@ -196,21 +186,18 @@ impl Vm {
     ) -> Result<Self, CreateError> {
         let config = &description.config;
         let memory = guest_memory(config, options)?;
-        let common = Common::new(Arc::clone(&memory), config, description.tsc_khz);
+        let common = Common::new(memory, config, description.tsc_khz);
         let shared = Arc::new(process::Shared::new(common, config));
-        let log = dirty::Guest::Process(WriteProtectLog::new(Arc::clone(&memory)));
-        let dirty = DirtyLog::new(memory, log);
         let guest = Guest::Process(Arc::clone(&shared));
-        let mut vm = Self::assemble(description, guest, dirty);
+        let mut vm = Self::assemble(description, guest);
         vm.spawn("visitor", &shared, process::thread)?;
         Ok(vm)
     }
 
-    fn assemble(description: VmDescription, guest: Guest, dirty: DirtyLog) -> Self {
+    fn assemble(description: VmDescription, guest: Guest) -> Self {
         Self {
             description,
             guest,
-            dirty,
             threads: Vec::new(),
             bootable: false,
         }
@@ -275,7 +262,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Starts a machine built by [`Vm::new`].
+    /// Starts a machine built by [`Vm::with_options`].
     ///
     /// # Errors
     /// `Started` or `Ended`; `Empty` if the machine was built from a description.
@@ -336,14 +323,6 @@ impl Vm {
         self.common().control.state()
     }
 
-    /// Waits until the machine no longer runs, for at most `limit`, and returns its
-    /// state.
-    pub fn wait_while_running(&self, limit: Duration) -> VmState {
-        self.common()
-            .control
-            .wait_while_running(Instant::now() + limit)
-    }
-
     /// Waits until the machine has ended, for at most `limit`, and returns its state.
     pub fn wait_until_ended(&self, limit: Duration) -> VmState {
         self.common()
@@ -367,7 +346,6 @@ impl Vm {
         Stats {
             pages_checked,
             beats,
-            last_beat_ns: pulse.last_beat_ns,
             largest_gap: pulse.largest_gap,
             downtime: pulse.downtime,
         }
@@ -392,46 +370,18 @@ impl Vm {
             .unwrap_or(0)
     }
 
-    /// The last TSC read by each vCPU; empty for a process guest.
-    pub fn guest_tscs(&self) -> Vec<u64> {
+    /// Logs of the writes by the guest and by the VMM to the regions of [`Vm::memory`]. They are
+    /// off; only those of one call may be on at a time.
+    pub fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        let memory = Arc::clone(self.memory());
         match &self.guest {
-            Guest::Kvm { shared, .. } => (0..self.config().vcpus)
-                .map(|vcpu| shared.counter(vcpu, block::LAST_TSC))
-                .collect(),
-            Guest::Process(_) => Vec::new(),
+            Guest::Kvm { machine, .. } => vec![
+                Box::new(KvmLog(Arc::clone(machine))),
+                Box::new(OwnWrites::new(memory)),
+            ],
+            // Sees every write of this process.
+            Guest::Process(_) => vec![Box::new(WriteProtectLog::new(memory))],
         }
-    }
-
-    /// Resets the largest gap between beats.
-    pub fn forget_largest_gap(&self) {
-        self.common().heart.forget_gap();
-    }
-
-    /// Starts logging writes by the guest and by the VMM.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn start_dirty_log(&self) -> Result<(), DirtyError> {
-        self.dirty.start()
-    }
-
-    /// Returns the pages written since the log was started or last fetched, and clears
-    /// the log: for each region of [`Vm::memory`] one bit per page of 4 KiB, least
-    /// significant bit first.
-    ///
-    /// # Errors
-    /// `Off`, or the kernel's error. If KVM's log of one region fails, the log of that
-    /// region is lost, but not the others.
-    pub fn fetch_dirty_log(&self) -> Result<Vec<Vec<u64>>, DirtyError> {
-        self.dirty.fetch()
-    }
-
-    /// Stops logging.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn stop_dirty_log(&self) -> Result<(), DirtyError> {
-        self.dirty.stop()
     }
 
     /// Saves the state of a paused machine, without its memory.
@@ -448,7 +398,9 @@ impl Vm {
             power_off_at: self.common().power_off_at.load(Ordering::Relaxed),
         };
         match &self.guest {
-            Guest::Kvm { shared, msrs } => self.with_parts(shared, msrs, |parts| parts.save(own)),
+            Guest::Kvm { shared, msrs, .. } => {
+                self.with_parts(shared, msrs, |parts| parts.save(own))
+            }
             Guest::Process(shared) => Ok(shared.save(own)),
         }
     }
@@ -462,7 +414,7 @@ impl Vm {
         let common = self.common();
         let own = common.control.load(|| {
             let own = match &self.guest {
-                Guest::Kvm { shared, msrs } => {
+                Guest::Kvm { shared, msrs, .. } => {
                     self.with_parts(shared, msrs, |parts| parts.load(sections))?
                 }
                 Guest::Process(shared) => shared.load(sections)?,

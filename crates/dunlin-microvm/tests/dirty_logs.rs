@@ -15,7 +15,7 @@ use dunlin_microvm::{
 };
 use dunlin_test_base::huge_pages::{self, HugePages};
 use dunlin_test_base::kvm;
-use support::wait_for;
+use support::{Logs, fresh, wait_for};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 const BYTES: u64 = 32 << 20;
@@ -98,26 +98,25 @@ fn i5_the_log_of_a_process_guest_conforms() {
 fn logs_what_lies_above_the_hole(guest: GuestKind) {
     const ABOVE: u64 = 4 << 30;
     const PAGES: u64 = 4096;
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         guest,
         memory_bytes: (3 << 30) + PAGES * 4096,
         fill: Fill::Zero,
         workload: Workload::Random,
         ..Config::default()
-    })
-    .unwrap();
+    });
     let visits = |page| {
         let address = GuestAddress(ABOVE + page * 4096);
         vm.memory().read_obj::<u64>(address).unwrap()
     };
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     vm.start().unwrap();
     wait_for(&vm, "a visit above 4 GiB", |_| {
         (0..PAGES).any(|page| visits(page) > 0)
     });
     vm.pause().unwrap();
     let is_set = |map: &[u64], page: u64| map[(page / 64) as usize] >> (page % 64) & 1 == 1;
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let words: Vec<usize> = maps.iter().map(Vec::len).collect();
     assert_eq!(words, [(3 << 30) / 4096 / 64, PAGES as usize / 64]);
     for page in (0..PAGES).filter(|&page| visits(page) > 0) {
@@ -127,10 +126,10 @@ fn logs_what_lies_above_the_hole(guest: GuestKind) {
     vm.memory()
         .write_obj(7_u64, GuestAddress(ABOVE + 9 * 4096))
         .unwrap();
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     assert!(maps[0].iter().all(|word| *word == 0), "{guest:?}");
     assert!(is_set(&maps[1], 9), "{guest:?}");
-    vm.stop_dirty_log().unwrap();
+    logs.stop();
 }
 
 #[test]

@@ -7,12 +7,12 @@ mod support;
 use std::time::{Duration, Instant};
 
 use dunlin_microvm::{
-    Backing, Config, ControlError, CreateError, Fill, StopCode, Vm, VmState, WORKLOAD_START,
-    Workload,
+    Backing, Config, ControlError, CreateError, Fill, HostOptions, StopCode, Vm, VmState,
+    WORKLOAD_START, Workload,
 };
 use dunlin_test_base::huge_pages::HugePages;
 use dunlin_test_base::kvm;
-use support::{rate_now, rate_of, running, wait_for};
+use support::{Logs, fresh, rate_now, rate_of, running, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
 const WORKLOADS: [Workload; 4] = [
@@ -63,13 +63,12 @@ fn every_workload_on_every_fill_checks_clean() {
 fn memory_on_both_sides_of_the_hole_is_visited() {
     let Some(_turn) = kvm() else { return };
     // The last vCPU's share of the working set is all of the memory above the hole.
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         memory_bytes: (3 << 30) + (16 << 20),
         fill: Fill::Zero,
         workload: Workload::Random,
         ..Config::default()
-    })
-    .unwrap();
+    });
     let page = |address| vm.memory().read_obj::<u64>(GuestAddress(address)).unwrap();
     vm.start().unwrap();
     wait_for(&vm, "a visit above 4 GiB", |_| {
@@ -95,12 +94,13 @@ fn a_guest_runs_on_huge_pages() {
 #[test]
 fn a_missing_huge_page_reservation_is_reported_with_advice() {
     let Some(_turn) = kvm() else { return };
-    // The maximum memory of a machine; no host reserves that many huge pages for tests.
-    let error = Vm::new(Config {
+    // The maximum of a machine; no host reserves that many for tests.
+    let config = Config {
         backing: Backing::Huge,
         memory_bytes: 32 << 30,
         ..small()
-    });
+    };
+    let error = Vm::with_options(config, HostOptions::default());
     match error.map(|_| ()) {
         Err(CreateError::Memory(error)) => {
             assert!(error.to_string().contains("vm.nr_hugepages"), "{error}");
@@ -121,7 +121,7 @@ fn one_flipped_bit_stops_the_guest() {
         .write_obj(word ^ 0x10, GuestAddress(address))
         .unwrap();
     vm.resume().unwrap();
-    let VmState::Stopped(stop) = vm.wait_while_running(Duration::from_secs(10)) else {
+    let VmState::Stopped(stop) = vm.wait_until_ended(Duration::from_secs(10)) else {
         panic!("{:?}", vm.state());
     };
     assert_eq!(stop.code, StopCode::WrongContent);
@@ -153,7 +153,7 @@ fn a_stale_page_stops_the_guest() {
     vm.pause().unwrap();
     vm.memory().write_slice(&old, address).unwrap();
     vm.resume().unwrap();
-    let VmState::Stopped(stop) = vm.wait_while_running(Duration::from_secs(10)) else {
+    let VmState::Stopped(stop) = vm.wait_until_ended(Duration::from_secs(10)) else {
         panic!("{:?}", vm.state());
     };
     assert_eq!((stop.code, stop.vcpu), (StopCode::WrongPass, 0));
@@ -163,9 +163,9 @@ fn a_stale_page_stops_the_guest() {
 #[test]
 fn a_guest_that_was_not_filled_finds_out() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(small()).unwrap();
+    let vm = fresh(small());
     vm.start().unwrap();
-    let VmState::Stopped(stop) = vm.wait_while_running(Duration::from_secs(10)) else {
+    let VmState::Stopped(stop) = vm.wait_until_ended(Duration::from_secs(10)) else {
         panic!("{:?}", vm.state());
     };
     assert_eq!((stop.code, stop.found), (StopCode::WrongContent, 0));
@@ -180,7 +180,7 @@ fn the_power_goes_off_when_the_work_is_done_or_when_asked() {
         ..small()
     });
     assert_eq!(
-        vm.wait_while_running(Duration::from_secs(10)),
+        vm.wait_until_ended(Duration::from_secs(10)),
         VmState::PoweredOff
     );
     assert!(vm.stats().pages_checked >= 1000);
@@ -194,7 +194,7 @@ fn the_power_goes_off_when_the_work_is_done_or_when_asked() {
     wait_for(&vm, "beats", |vm| vm.stats().beats > 5);
     vm.ask_power_off();
     assert_eq!(
-        vm.wait_while_running(Duration::from_secs(10)),
+        vm.wait_until_ended(Duration::from_secs(10)),
         VmState::PoweredOff
     );
     assert_eq!(vm.pause(), Err(ControlError::Ended(VmState::PoweredOff)));
@@ -326,7 +326,7 @@ fn commands_from_many_threads_do_not_block_each_other() {
         dirty_rate: 20_000,
         ..small()
     });
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     const ROUNDS: u32 = 100;
     let pauses = || {
         for _ in 0..ROUNDS {
@@ -337,7 +337,7 @@ fn commands_from_many_threads_do_not_block_each_other() {
     let looks = || {
         for _ in 0..ROUNDS {
             vm.throttle(50).unwrap();
-            vm.fetch_dirty_log().unwrap();
+            logs.fetch();
             vm.throttle(0).unwrap();
         }
     };
@@ -368,6 +368,4 @@ fn an_idle_guest_beats_every_millisecond() {
     );
     assert!(beats <= fair + 3, "{beats} beats in {fair} ms");
     assert!(beats >= fair / 4, "{beats} beats in {fair} ms");
-    vm.forget_largest_gap();
-    assert!(vm.stats().largest_gap < Duration::from_millis(50));
 }

@@ -5,12 +5,16 @@
 
 mod support;
 
+use std::error::Error;
+use std::io;
 use std::time::{Duration, Instant};
 
-use dunlin_microvm::{Backing, Config, DEVICE_START, DirtyError, Fill, Vm, VmState, Workload};
+use dunlin::engine::vmm::DirtyLog;
+use dunlin_microvm::{Backing, Config, DEVICE_START, Fill, Vm, VmState, Workload};
 use dunlin_test_base::kvm;
 use support::{
-    copy_pages, different_pages, dirty_pages, rate_of, running, vmm_read, vmm_write, wait_for,
+    Logs, built, copy_pages, different_pages, dirty_pages, fresh, guest_tscs, last_beat_ns,
+    rate_of, running, vmm_read, vmm_write, wait_for,
 };
 
 fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
@@ -19,7 +23,7 @@ fn is_dirty(maps: &[Vec<u64>], page: u64) -> bool {
 
 fn move_paused(source: &Vm) -> Vm {
     source.pause().unwrap();
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(source, &destination, None);
     destination.load(&source.save().unwrap()).unwrap();
     destination
@@ -45,7 +49,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         source.throttle(10).unwrap();
         let destination = move_paused(&source);
         assert_eq!(destination.state(), VmState::Paused);
-        let (stats, passes, tscs) = (source.stats(), source.full_passes(), source.guest_tscs());
+        let (stats, passes, tscs) = (source.stats(), source.full_passes(), guest_tscs(&source));
         assert_eq!(destination.stats().pages_checked, stats.pages_checked);
         assert_eq!(destination.stats().downtime, None);
         std::thread::sleep(Duration::from_millis(30));
@@ -55,7 +59,7 @@ fn a_moved_machine_goes_on_where_it_was() {
         });
         // A vCPU stops the machine if its TSC goes back.
         wait_for(&destination, "beats of every vCPU", |vm| {
-            let now = vm.guest_tscs();
+            let now = guest_tscs(vm);
             tscs.iter().zip(now).all(|(before, now)| *before < now)
         });
         let downtime = destination.stats().downtime.unwrap();
@@ -84,17 +88,15 @@ fn wall_time_at_the_destination_includes_the_downtime() {
     });
     wait_for(&source, "beats", |vm| vm.stats().beats > 10);
     source.pause().unwrap();
-    let (before, start) = (source.guest_tscs()[0], source.stats().last_beat_ns.unwrap());
+    let (before, start) = (guest_tscs(&source)[0], last_beat_ns(&source));
     let destination = move_paused(&source);
     std::thread::sleep(Duration::from_millis(100));
     destination.resume().unwrap();
-    wait_for(&destination, "beats", |vm| {
-        vm.stats().last_beat_ns.is_some()
-    });
+    wait_for(&destination, "a beat", |vm| vm.stats().downtime.is_some());
     destination.pause().unwrap();
-    let ticks = destination.guest_tscs()[0] - before;
+    let ticks = guest_tscs(&destination)[0] - before;
     let guest_ms = ticks as f64 / f64::from(destination.description().tsc_khz);
-    let wall_ms = (destination.stats().last_beat_ns.unwrap() - start) as f64 / 1e6;
+    let wall_ms = (last_beat_ns(&destination) - start) as f64 / 1e6;
     println!("downtime by the guest's TSC {guest_ms:.3} ms, by the wall clock {wall_ms:.3} ms");
     assert!((guest_ms - wall_ms).abs() < 5.0);
     assert!(guest_ms > 100.0);
@@ -115,8 +117,8 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
             memory_bytes: 32 << 20,
             ..Config::default()
         });
-        let destination = Vm::from_description(source.description()).unwrap();
-        source.start_dirty_log().unwrap();
+        let destination = built(source.description());
+        let mut logs = Logs::start(&source);
         copy_pages(&source, &destination, None);
         let let_it_write = || {
             let visits = source.stats().pages_checked;
@@ -127,19 +129,14 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
         for round in 0..8u8 {
             let_it_write();
             vmm_write(&source, 4096 * u64::from(round), &[round; 100]);
-            let maps = source.fetch_dirty_log().unwrap();
-            copy_pages(&source, &destination, Some(&maps));
+            copy_pages(&source, &destination, Some(&logs.fetch()));
         }
         let_it_write();
         source.pause().unwrap();
-        let last = copy_pages(
-            &source,
-            &destination,
-            Some(&source.fetch_dirty_log().unwrap()),
-        );
+        let last = copy_pages(&source, &destination, Some(&logs.fetch()));
         assert!(last >= 100, "the guest was writing");
         assert_eq!(different_pages(&source, &destination), 0);
-        assert_eq!(dirty_pages(&source.fetch_dirty_log().unwrap()), 0);
+        assert_eq!(dirty_pages(&logs.fetch()), 0);
         destination.load(&source.save().unwrap()).unwrap();
         let passes = source.full_passes();
         destination.resume().unwrap();
@@ -149,22 +146,29 @@ fn i3_rounds_of_the_dirty_log_end_in_the_same_memory() {
     }
 }
 
+/// The log of the guest's writes is off: the kernel's code for that is ENOENT.
+fn is_off(logs: &mut [Box<dyn DirtyLog>]) {
+    let error = logs[0].fetch(&mut |_, _| ()).unwrap_err();
+    let kernels = error.source().unwrap().downcast_ref::<io::Error>();
+    assert_eq!(kernels.unwrap().kind(), io::ErrorKind::NotFound, "{error}");
+}
+
 #[test]
 fn the_log_holds_exactly_what_was_written() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config::default()).unwrap();
-    assert!(matches!(vm.fetch_dirty_log(), Err(DirtyError::Off)));
+    let vm = fresh(Config::default());
+    is_off(&mut vm.dirty_logs());
     vm.fill().unwrap();
-    vm.start_dirty_log().unwrap();
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    let mut logs = Logs::start(&vm);
+    assert_eq!(dirty_pages(&logs.fetch()), 0);
 
     // Write as the VMM: the last byte of one page and the first byte of the next.
     vmm_write(&vm, 4095, &[1, 2]);
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let page = DEVICE_START / 4096;
     assert_eq!(maps[0][(page / 64) as usize], 0b11 << (page % 64));
     assert_eq!(dirty_pages(&maps), 2);
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    assert_eq!(dirty_pages(&logs.fetch()), 0);
     let mut bytes = [0; 2];
     vmm_read(&vm, 4095, &mut bytes);
     assert_eq!(bytes, [1, 2]);
@@ -174,7 +178,7 @@ fn the_log_holds_exactly_what_was_written() {
     wait_for(&vm, "visits", |vm| vm.stats().pages_checked > 0);
     vm.pause().unwrap();
     let written = vm.stats().pages_checked.min((60 << 20) / 4096);
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let first = 1024;
     assert!((first..first + written).all(|page| is_dirty(&maps, page)));
     // KVM may also log a page that it has only mapped for writing, such as the program or the next
@@ -184,21 +188,19 @@ fn the_log_holds_exactly_what_was_written() {
         (written + 1..written + 16).contains(&pages),
         "{pages} for {written}"
     );
-    vm.stop_dirty_log().unwrap();
-    assert!(matches!(vm.fetch_dirty_log(), Err(DirtyError::Off)));
+    is_off(&mut logs.stop());
 }
 
 #[test]
 fn measures() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         memory_bytes: 1 << 30,
         workload: Workload::Random,
         working_set_bytes: Some(256 << 20),
         fill_bytes: Some(256 << 20),
         ..Config::default()
-    })
-    .unwrap();
+    });
     let start = Instant::now();
     vm.fill().unwrap();
     println!("256 MiB filled in {:?}", start.elapsed());
@@ -206,22 +208,22 @@ fn measures() {
     wait_for(&vm, "a pass", |vm| vm.full_passes() >= 1);
     let visits = rate_of(&vm, 60_000);
     let start = Instant::now();
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     let started = start.elapsed();
     rate_of(&vm, 20_000);
     let start = Instant::now();
-    let maps = vm.fetch_dirty_log().unwrap();
+    let maps = logs.fetch();
     let busy = start.elapsed();
     vm.pause().unwrap();
-    vm.fetch_dirty_log().unwrap();
+    logs.fetch();
     let start = Instant::now();
-    vm.fetch_dirty_log().unwrap();
+    logs.fetch();
     let quiet = start.elapsed();
     let start = Instant::now();
     let sections = vm.save().unwrap();
     let saved = start.elapsed();
     let start = Instant::now();
-    let other = Vm::from_description(vm.description()).unwrap();
+    let other = built(vm.description());
     let built = start.elapsed();
     let start = Instant::now();
     other.load(&sections).unwrap();

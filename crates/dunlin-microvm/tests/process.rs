@@ -14,7 +14,8 @@ use dunlin_microvm::{
 use dunlin_test_base::huge_pages::HugePages;
 use support::moves::{Tls, movable, relocate, verified};
 use support::{
-    copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write, wait_for,
+    Logs, built, copy_pages, different_pages, dirty_pages, rate_now, rate_of, running, vmm_write,
+    wait_for,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -93,19 +94,17 @@ fn i3_rounds_of_its_log_end_in_the_same_memory() {
         dirty_rate: 50_000,
         ..process()
     });
-    let destination = Vm::from_description(source.description()).unwrap();
-    source.start_dirty_log().unwrap();
+    let destination = built(source.description());
+    let mut logs = Logs::start(&source);
     copy_pages(&source, &destination, None);
     for round in 0..8_u8 {
         std::thread::sleep(Duration::from_millis(5));
         vmm_write(&source, 0, &[round; 100]);
-        let maps = source.fetch_dirty_log().unwrap();
-        copy_pages(&source, &destination, Some(&maps));
+        copy_pages(&source, &destination, Some(&logs.fetch()));
     }
     std::thread::sleep(Duration::from_millis(5));
     source.pause().unwrap();
-    let maps = source.fetch_dirty_log().unwrap();
-    let last = copy_pages(&source, &destination, Some(&maps));
+    let last = copy_pages(&source, &destination, Some(&logs.fetch()));
     assert!(last > 0, "the guest was writing");
     assert_eq!(different_pages(&source, &destination), 0);
     destination.load(&source.save().unwrap()).unwrap();
@@ -145,7 +144,7 @@ fn i3_it_finds_that_its_state_is_of_another_time_than_its_memory() {
     source.resume().unwrap();
     wait_for(&source, "more passes", |vm| vm.full_passes() > passes + 1);
     source.pause().unwrap();
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(&source, &destination, None);
     destination.load(&early).unwrap();
     destination.resume().unwrap();
@@ -177,11 +176,11 @@ fn it_keeps_its_rate_can_be_throttled_and_paused() {
     is_no_faster(&vm, 600, 2000.0);
     assert_eq!(vm.throttle(100), Err(ControlError::Throttle(100)));
     vm.pause().unwrap();
-    vm.start_dirty_log().unwrap();
+    let mut logs = Logs::start(&vm);
     let before = vm.stats();
     std::thread::sleep(Duration::from_millis(30));
     assert_eq!(vm.stats(), before);
-    assert_eq!(dirty_pages(&vm.fetch_dirty_log().unwrap()), 0);
+    assert_eq!(dirty_pages(&logs.fetch()), 0);
     vm.resume().unwrap();
     wait_for(&vm, "visits", |vm| {
         vm.stats().pages_checked > before.pages_checked
@@ -225,7 +224,7 @@ fn it_powers_itself_off_where_it_has_moved_to() {
     wait_for(&source, "visits", |vm| vm.stats().pages_checked > 0);
     source.pause().unwrap();
     source.ask_power_off();
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(&source, &destination, None);
     destination.load(&source.save().unwrap()).unwrap();
     destination.resume().unwrap();
@@ -246,7 +245,7 @@ fn i3_every_thread_goes_on_where_it_was_in_both_of_its_sets() {
     for (section, share) in sections.iter_mut().filter(of_threads).zip([37_u64, 38]) {
         section.bytes[16..24].copy_from_slice(&share.to_le_bytes());
     }
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     destination.load(&sections).unwrap();
     for (sent, found) in sections.iter().zip(destination.save().unwrap()) {
         if sent.name == "visitor" {
@@ -265,7 +264,7 @@ fn i7_a_state_that_it_could_not_have_come_to_is_refused() {
     let load = |change: &dyn Fn(&mut Vec<Section>)| {
         let mut sections = good.clone();
         change(&mut sections);
-        let vm = Vm::from_description(source.description()).unwrap();
+        let vm = built(source.description());
         vm.load(&sections)
             .inspect_err(|_| assert!(matches!(vm.state(), VmState::Failed(_))))
     };

@@ -9,13 +9,13 @@ use std::error::Error;
 use std::time::Duration;
 
 use dunlin_microvm::{
-    Config, ControlError, DescribeError, Fill, LoadError, SaveError, Section, StopCode, Vm,
-    VmDescription, VmState, Workload, check_description,
+    Config, ControlError, DescribeError, Fill, HostOptions, LoadError, SaveError, Section,
+    StopCode, Vm, VmDescription, VmState, Workload, check_description,
 };
 use dunlin_test_base::kvm;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
-use support::{copy_pages, running, wait_for};
+use support::{built, copy_pages, fresh, running, wait_for};
 
 fn source() -> (Vm, Vec<Section>) {
     let vm = running(Config {
@@ -43,13 +43,13 @@ fn run_changed(name: &str, change: impl Fn(&mut [u8])) -> VmState {
         .find(|section| section.name == name && section.instance == 1)
         .unwrap();
     change(&mut section.bytes);
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     copy_pages(&source, &destination, None);
     destination.load(&sections).unwrap();
     destination.resume().unwrap();
-    // An error ends the wait immediately. If there is none, every vCPU has run and checked its
-    // registers during this time.
-    destination.wait_while_running(Duration::from_millis(300))
+    // An error ends the wait immediately. Without one the wait is the assertion: every vCPU runs and checks
+    // its registers in this time.
+    destination.wait_until_ended(Duration::from_millis(300))
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
     let Some(_turn) = kvm() else { return };
     let (source, sections) = source();
     let load = |sections: &[Section]| {
-        let vm = Vm::from_description(source.description()).unwrap();
+        let vm = built(source.description());
         let result = vm.load(sections);
         let expected = result.is_ok();
         assert_eq!(vm.state() == VmState::Paused, expected);
@@ -196,7 +196,7 @@ fn set_msrs(sections: &mut [Section], msrs: &BTreeMap<u32, u64>) {
 
 /// Returns the sections that a new machine saves after it has loaded these sections.
 fn reloaded(source: &Vm, sections: &[Section]) -> Vec<Section> {
-    let destination = Vm::from_description(source.description()).unwrap();
+    let destination = built(source.description());
     destination.load(sections).unwrap();
     destination.save().unwrap()
 }
@@ -471,7 +471,7 @@ fn only_a_machine_that_never_ran_can_be_loaded() {
     let (vm, sections) = source();
     assert!(matches!(vm.load(&sections), Err(LoadError::Control(_))));
     assert_eq!(vm.state(), VmState::Paused);
-    let other = Vm::from_description(vm.description()).unwrap();
+    let other = built(vm.description());
     assert_eq!(other.start(), Err(ControlError::Empty));
     assert_eq!(other.resume(), Err(ControlError::NotStarted));
 }
@@ -479,14 +479,13 @@ fn only_a_machine_that_never_ran_can_be_loaded() {
 #[test]
 fn a_description_reads_back_and_fits_its_own_host() {
     let Some(_turn) = kvm() else { return };
-    let vm = Vm::new(Config {
+    let vm = fresh(Config {
         name: "ⅳ".into(),
         workload: Workload::HotSet { share_percent: 3 },
         fill_bytes: Some(1 << 20),
         power_off_after: Some(u64::MAX),
         ..Config::default()
-    })
-    .unwrap();
+    });
     let bytes = vm.description().encode();
     let decoded = VmDescription::decode(&bytes).unwrap();
     assert_eq!(&decoded, vm.description());
@@ -522,13 +521,13 @@ fn a_description_reads_back_and_fits_its_own_host() {
         check_description(&greedy),
         Err(DescribeError::Cpuid(_))
     ));
-    assert!(Vm::from_description(&greedy).is_err());
+    assert!(Vm::from_description(&greedy, HostOptions::default()).is_err());
 }
 
 #[test]
 fn i7_a_description_that_is_cut_off_or_garbage_is_an_error() {
     let Some(_turn) = kvm() else { return };
-    let bytes = Vm::new(Config::default()).unwrap().description().encode();
+    let bytes = fresh(Config::default()).description().encode();
     assert!(bytes.len() < 8192, "{}", bytes.len());
     for length in 0..bytes.len() {
         assert!(VmDescription::decode(&bytes[..length]).is_err(), "{length}");

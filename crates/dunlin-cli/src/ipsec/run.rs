@@ -7,9 +7,10 @@ use std::net::{IpAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use std::{mem, thread};
 
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
@@ -33,7 +34,7 @@ use crate::identity::{Accepting, Common, Reading, client_tls};
 use crate::line::FailedLine;
 use crate::log::{Format, LogFlags, say, warn};
 use crate::options::{ControlPath, Cpus, ipsec_cpus, offload_advice, parse_limit};
-use crate::service::{Manager, ServiceEvent, cannot_listen, wait_for};
+use crate::service::{Manager, ServiceEvent, cannot_listen, serve, start, wait_for};
 use crate::state::StatePath;
 use crate::text::chained;
 
@@ -204,14 +205,19 @@ impl Serve {
         let manager = Manager::find();
         manager.ready(&format!("peers connect to {}", server.address()));
         let (sender, events) = channel::<ServiceEvent>();
-        wait_for(sender, ends, hang_ups, || ())?;
-        let held = Held::serve(&socket, "serve", Sessions::Server(server), blocked.clone())?;
-        let reload = || log_reload(accepting.reload());
-        if let Some(signal) = serve_until_end(&events, reload, || held.is_over()) {
-            manager.stopping();
+        wait_for(sender.clone(), ends, hang_ups, || ())?;
+        let sessions = Sessions::Server(server);
+        let held = Held::serve(&socket, "serve", sessions, blocked.clone(), sender)?;
+        let signal = serve(events, &manager, "certificate", || {
+            let (until, warnings) = accepting.reload()?;
+            say(&format!("the new certificate is valid until {until}"));
+            warn(warnings);
+            Ok(())
+        });
+        if let Some(signal) = signal {
             say(&format!("{}: ending all sessions", signal.name()));
         }
-        held.end();
+        held.end()?;
         control::drain();
         Ok(blocked.code())
     }
@@ -253,18 +259,13 @@ impl Up {
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let (sender, events) = channel::<ServiceEvent>();
         let own = cancel.clone();
-        wait_for(sender, ends, hang_ups, move || own.cancel())?;
+        wait_for(sender.clone(), ends, hang_ups, move || own.cancel())?;
         let addresses = addresses_of(&to, self.own.timeout, &cancel);
         warn_of_addresses(&self.peer, &addresses);
         let blocked = Blocked::default();
         let session = ipsec::up(&to, &tls, &options, &blocked.observer(), &cancel);
-        let ended = |event| match event {
-            ServiceEvent::End(signal) => Some(signal),
-            ServiceEvent::Reload | ServiceEvent::Failed => None,
-        };
-        // Otherwise the event stays in the queue for the loop below.
         if let Err(ipsec::IpsecError::Ended) = &session
-            && let Some(signal) = events.try_iter().find_map(ended)
+            && let Some(signal) = next_signal(events.try_iter())
         {
             let name = signal.name();
             say(&format!(
@@ -280,8 +281,8 @@ impl Up {
         let manager = Manager::find();
         manager.ready(&format!("ports {} to {to} are protected", self.ports));
         let sessions = Sessions::One(self.peer.clone(), session);
-        let held = Held::serve(&socket, &self.peer, sessions, blocked.clone())?;
-        let signal = serve_until_end(&events, || (), || held.is_over());
+        let held = Held::serve(&socket, &self.peer, sessions, blocked.clone(), sender)?;
+        let signal = next_signal(events.iter());
         if let Some(signal) = signal {
             manager.stopping();
             say(&format!("{}: ending the session", signal.name()));
@@ -289,48 +290,23 @@ impl Up {
         let ended = held.end();
         control::drain();
         match ended {
-            Some(Err(error)) if signal.is_none() => {
-                Err(anyhow!(error).context("the session ended"))
-            }
-            Some(Err(error)) => {
+            Err(error) if signal.is_none() => Err(anyhow!(error).context("the session ended")),
+            Err(error) => {
                 let error = anyhow!(error);
                 error!(fault = fault_name(&error), "{}", chained(&error));
                 Ok(FAILED)
             }
-            _ => Ok(blocked.code()),
+            Ok(()) => Ok(blocked.code()),
         }
     }
 }
 
-/// Logs whether the certificate was reloaded.
-fn log_reload(reloaded: Result<(String, Vec<String>)>) {
-    match reloaded {
-        Ok((until, warnings)) => {
-            say(&format!("certificate reloaded, valid until {until}"));
-            warn(warnings);
-        }
-        Err(error) => warn!(
-            fault = fault_name(&error),
-            "certificate not reloaded, everything stays as it was: {}",
-            chained(&error)
-        ),
-    }
-}
-
-/// Reloads at SIGHUP. Returns when all sessions have ended, or with the signal that ends the
-/// process.
-fn serve_until_end(
-    events: &Receiver<ServiceEvent>,
-    reload: impl Fn(),
-    is_over: impl Fn() -> bool,
-) -> Option<EndSignal> {
-    loop {
-        match events.recv_timeout(TICK) {
-            Ok(ServiceEvent::Reload) => reload(),
-            Ok(ServiceEvent::End(signal)) => return Some(signal),
-            _ if is_over() => return None,
-            _ => {}
-        }
+/// The next signal to end; `None` if there is none, or the session ends before it. A reload is
+/// ignored.
+fn next_signal(mut events: impl Iterator<Item = ServiceEvent>) -> Option<EndSignal> {
+    match events.find(|event| !matches!(event, ServiceEvent::Reload)) {
+        Some(ServiceEvent::End(signal)) => Some(signal),
+        _ => None,
     }
 }
 
@@ -391,6 +367,8 @@ enum Sessions {
     Server(Server),
     /// A session, and its peer as given on the command line.
     One(String, Session),
+    /// They have ended, or a thread ends them.
+    Over,
 }
 
 impl Sessions {
@@ -399,6 +377,7 @@ impl Sessions {
         Ok(match self {
             Self::Server(server) => server.peers()?.into_iter().map(line).collect(),
             Self::One(peer, one) => vec![SessionLine::new(peer.clone(), one.status()?.as_ref())],
+            Self::Over => Vec::new(),
         })
     }
 
@@ -406,6 +385,7 @@ impl Sessions {
         match self {
             Self::Server(server) => server.rekey(),
             Self::One(_, session) => session.rekey(),
+            Self::Over => {}
         }
     }
 
@@ -420,14 +400,19 @@ impl Sessions {
                 session.end();
                 session.wait()
             }
+            Self::Over => Ok(()),
         }
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self, Self::One(_, session) if session.is_over()) || matches!(self, Self::Over)
     }
 }
 
 /// Serves the control socket for [`Sessions`] until they have ended.
 struct Held {
     name: String,
-    sessions: Mutex<Option<Sessions>>,
+    sessions: Mutex<Sessions>,
     /// Held while the sessions end, which takes as long as their connections; status requests are
     /// answered during that time.
     ending: Mutex<()>,
@@ -435,36 +420,37 @@ struct Held {
 }
 
 impl Held {
+    /// Sends [`ServiceEvent::Failed`] when the sessions have ended, or a request ends them.
     fn serve(
         socket: &Socket,
         name: &str,
         sessions: Sessions,
         blocked: Blocked,
+        over: Sender<ServiceEvent>,
     ) -> Result<Arc<Self>> {
         let held = Arc::new(Self {
             name: name.to_owned(),
-            sessions: Mutex::new(Some(sessions)),
+            sessions: Mutex::new(sessions),
             ending: Mutex::new(()),
             blocked,
         });
         socket.serve(&held)?;
+        let watched = Arc::clone(&held);
+        start("dunlin-ipsec-ends", move || {
+            while !lock(&watched.sessions).is_over() {
+                thread::sleep(TICK);
+            }
+            // The main thread receives until the process ends.
+            let _ = over.send(ServiceEvent::Failed);
+        })?;
         Ok(held)
     }
 
-    /// Ends the sessions, unless another thread is already ending them; returns when they have
-    /// ended.
-    fn end(&self) -> Option<Result<(), ipsec::IpsecError>> {
+    /// Takes the sessions and ends them; returns when they have ended, here or on another thread.
+    fn end(&self) -> Result<(), ipsec::IpsecError> {
         let _ending = lock(&self.ending);
-        let taken = lock(&self.sessions).take();
-        taken.map(Sessions::end)
-    }
-
-    /// Whether the sessions have ended or another thread ends them.
-    fn is_over(&self) -> bool {
-        match &*lock(&self.sessions) {
-            Some(Sessions::One(_, session)) => session.is_over(),
-            sessions => sessions.is_none(),
-        }
+        let taken = mem::replace(&mut *lock(&self.sessions), Sessions::Over);
+        taken.end()
     }
 }
 
@@ -479,20 +465,15 @@ impl Service for Held {
     ) -> Result<()> {
         match request {
             Request::Status => {}
-            Request::Rekey => {
-                lock(&self.sessions).as_ref().inspect(|one| one.rekey());
-            }
+            Request::Rekey => lock(&self.sessions).rekey(),
             Request::Down => {
-                if let Some(Err(error)) = self.end() {
+                if let Err(error) = self.end() {
                     let error = anyhow!(error);
                     warn!(fault = fault_name(&error), "{}", chained(&error));
                 }
             }
         }
-        let sessions = match &*lock(&self.sessions) {
-            Some(one) => one.lines(),
-            None => Ok(Vec::new()),
-        };
+        let sessions = lock(&self.sessions).lines();
         let answer = Answer {
             name: self.name.clone(),
             pid: std::process::id(),
@@ -552,7 +533,7 @@ mod tests {
     fn failures_are_logged_as_warnings_with_their_fault_code() {
         let held = Arc::new(Held {
             name: "serve".to_owned(),
-            sessions: Mutex::new(None),
+            sessions: Mutex::new(Sessions::Over),
             ending: Mutex::new(()),
             blocked: Blocked::default(),
         });
@@ -561,8 +542,15 @@ mod tests {
         let log = Registry::default().with(lines.clone());
         tracing::subscriber::with_default(log, || {
             held.refused(&error());
-            log_reload(Err(error()));
-            log_reload(Err(anyhow!("no such file")));
+            let mut reloads = [error(), anyhow!("no such file")].into_iter();
+            let (sender, events) = channel();
+            for _ in 0..reloads.len() {
+                sender.send(ServiceEvent::Reload).expect("a receiver");
+            }
+            drop(sender);
+            serve(events, &Manager::find(), "certificate", || {
+                reloads.next().map_or(Ok(()), Err)
+            });
         });
         let fault = Some("feature-missing".to_owned());
         let expected = [fault.clone(), fault, None].map(|fault| (Level::WARN, fault));

@@ -3,12 +3,13 @@
 //! ```text
 //!  vm receive: Waiting ──▶ Arriving ──▶ Vm ◀── vm run
 //!                 ▲            │         │
-//!                 └── failed ──┘         ├ under way ──▶ moved: the process ends
+//!                 └── failed ──┘         ├ moving ──▶ moved: the process ends
 //!                                        └ in doubt: paused until resolved
 //! ```
 //! Requests, signals, the arrival and the VM's own end are serialised by one lock.
 
 use dunlin_lane::sync::{lock, wait};
+use std::mem;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -49,26 +50,46 @@ pub(crate) struct ControlService {
 #[derive(Default)]
 struct Now {
     holds: Holds,
-    /// The last migration of the VM away from this process, in progress or ended.
-    moving: Option<Arc<Moving>>,
-    /// Set while the VM may run here or at the destination.
-    doubt: Option<Doubt>,
-    /// How the VM ended here.
-    vm_ended: Option<VmState>,
-    /// The first signal that asked this process to end.
-    ending: Option<EndSignal>,
+    phase: Phase,
+    ending: Ending,
     /// Number of attempts by sources to move a VM here.
     attempt: u64,
     cancel: Cancel,
 }
 
-/// The source sent *commit* and got no answer; the copy at the source stays paused.
-struct Doubt {
-    /// The session's record. Holding it shows other processes that this one is alive. `None`
-    /// without a journal, and while the destination is queried.
-    session: Option<source::Doubt>,
-    /// Whether this process has received a signal to end since then.
-    signalled: bool,
+/// The phase of the VM that is here.
+#[derive(Default)]
+enum Phase {
+    /// No migration away from here is under way, and none left the VM in doubt.
+    #[default]
+    Idle,
+    Moving(Arc<Moving>),
+    /// The source sent *commit* and got no answer: the VM may run here or at the destination, and
+    /// the copy here stays paused.
+    InDoubt {
+        record: Record,
+        /// Whether this process got a signal to end since then.
+        signalled: bool,
+    },
+}
+
+/// The record of the session that left a VM in doubt.
+enum Record {
+    /// Holding it shows other processes that this one is alive.
+    Held(source::Doubt),
+    /// A request holds it while it queries the destination.
+    InUse,
+    /// The journal has none that this process can lock; the next request looks again.
+    Missing,
+}
+
+/// Whether this process ends.
+#[derive(Clone, Copy, Default)]
+enum Ending {
+    #[default]
+    No,
+    /// By the first signal that asked this process to end.
+    By(EndSignal),
 }
 
 #[derive(Default)]
@@ -130,20 +151,18 @@ impl ControlService {
     fn end(&self, signal: EndSignal) {
         let name = signal.name();
         let mut state = lock(&self.state);
-        if let Some(doubt) = &mut state.doubt {
-            if doubt.signalled {
+        if let Phase::InDoubt { signalled, .. } = &mut state.phase {
+            if mem::replace(signalled, true) {
                 std::process::exit(SIGNAL + signal.number());
             }
-            doubt.signalled = true;
             return self.warn(&format!(
                 "{name}: this process keeps the paused copy of a VM that may run elsewhere, and \
                  stays until `dunlin resolve`; a second signal ends it anyway"
             ));
         }
-        if state.ending.is_some() {
+        if let Ending::By(_) = mem::replace(&mut state.ending, Ending::By(signal)) {
             std::process::exit(SIGNAL + signal.number());
         }
-        state.ending = Some(signal);
         if let Some(moving) = state.under_way() {
             self.warn(&match moving.ask_to_end() {
                 Ok(()) => format!("{name}: cancelling the migration, then ending"),
@@ -173,12 +192,15 @@ impl ControlService {
         state.holds = Holds::Waiting;
         state.cancel = Cancel::new();
         self.changed.notify_all();
-        state.ending.is_none().then(|| state.cancel.clone())
+        matches!(state.ending, Ending::No).then(|| state.cancel.clone())
     }
 
     /// The signal that asked this process to end, if any.
     pub(crate) fn ending(&self) -> Option<EndSignal> {
-        lock(&self.state).ending
+        match lock(&self.state).ending {
+            Ending::By(signal) => Some(signal),
+            Ending::No => None,
+        }
     }
 
     /// Whether a source has connected and its attempt has not ended.
@@ -232,7 +254,7 @@ impl ControlService {
         {
             let mut state = lock(&self.state);
             if matches!(state.holds, Holds::Arriving(_))
-                && let Some(signal) = state.ending.take()
+                && let Ending::By(signal) = mem::take(&mut state.ending)
             {
                 self.warn(&format!(
                     "{}: too late to cancel: the VM is here and stays; a second signal ends it",
@@ -243,19 +265,25 @@ impl ControlService {
             self.changed.notify_all();
         }
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
-        start("vm-watch", move || service.await_end_of(watched.vm()))?;
+        start("vm-watch", move || {
+            let hour = Duration::from_secs(3600);
+            while !watched.vm().wait_until_ended(hour).has_ended() {}
+            // With the lock, the loop below is not between its look at the VM and its wait.
+            let _state = lock(&service.state);
+            service.changed.notify_all();
+        })?;
         let mut state = lock(&self.state);
         let (how, code) = loop {
             if state.under_way().is_none() {
-                match (&state.vm_ended, state.ending) {
-                    (Some(ended @ (VmState::Moved | VmState::PoweredOff)), _) => {
+                match (vm.vm().state(), state.ending) {
+                    (ended @ (VmState::Moved | VmState::PoweredOff), _) => {
                         break (ended.to_string(), DONE);
                     }
-                    (Some(ended), _) => break (ended.to_string(), FAILED),
-                    (None, Some(signal)) => {
+                    (ended, _) if ended.has_ended() => break (ended.to_string(), FAILED),
+                    (_, Ending::By(signal)) => {
                         break (format!("ended by {}", signal.name()), DONE);
                     }
-                    (None, None) => {}
+                    (_, Ending::No) => {}
                 }
             }
             state = wait(&self.changed, state, None);
@@ -270,17 +298,6 @@ impl ControlService {
         Ok(code)
     }
 
-    fn await_end_of(&self, vm: &Vm) {
-        let ended = loop {
-            let state = vm.wait_until_ended(Duration::from_secs(3600));
-            if state.has_ended() {
-                break state;
-            }
-        };
-        lock(&self.state).vm_ended = Some(ended);
-        self.changed.notify_all();
-    }
-
     /// Status of this process and its VM.
     pub(crate) fn status(&self) -> Result<StatusLine> {
         let state = lock(&self.state);
@@ -290,7 +307,7 @@ impl ControlService {
             Holds::Vm(vm) => {
                 let mut line = status_of(vm.vm());
                 line.migration = state.under_way().map(|moving| moving.line());
-                if state.doubt.is_some() {
+                if let Phase::InDoubt { .. } = state.phase {
                     line.state = "in-doubt".into();
                 }
                 Ok(line)
@@ -321,33 +338,34 @@ impl ControlService {
         if state.under_way().is_some() {
             bail!("the VM is already being migrated");
         }
-        if state.ending.is_some() {
+        if let Ending::By(_) = state.ending {
             bail!("the VM's process is ending");
         }
-        state.moving = Some(Arc::clone(moving));
+        state.phase = Phase::Moving(Arc::clone(moving));
         Ok(vm)
     }
 
     /// Ends the migration that holds the reservation.
     pub(crate) fn finish(&self, moving: &Moving, line: Line) {
         let mut state = lock(&self.state);
+        state.phase = Phase::Idle;
         if let Line::Failed(failed) = &line
             && matches!(&*failed.vm, "in-doubt" | "ran-then-died")
+            && let Some(vm) = state.held()
         {
-            let session = state.held().and_then(|vm| self.take_record(vm));
-            state.doubt = Some(Doubt {
-                session,
+            state.phase = Phase::InDoubt {
+                record: self.record_of(vm),
                 signalled: false,
-            });
-            // If a signal has asked the process to end, it now waits for an operator instead.
-            state.ending = None;
+            };
+            // A pending end of the process now waits for an operator.
+            state.ending = Ending::No;
         }
         moving.end(line);
         self.changed.notify_all();
     }
 
     /// The record of the session that left this VM in doubt.
-    fn take_record(&self, vm: &Movable) -> Option<source::Doubt> {
+    fn record_of(&self, vm: &Movable) -> Record {
         let found = self.journal.list().unwrap_or_else(|error| {
             self.warn(&format!("cannot read the journal: {error}"));
             Vec::new()
@@ -363,6 +381,7 @@ impl ControlService {
                                 SourceRecord::Committing | SourceRecord::RanThenDied)))
             })
             .find_map(|entry| source::Doubt::taken_over(&self.journal, entry.session, false).ok())
+            .map_or(Record::Missing, Record::Held)
     }
 
     /// Carries out the operator's decision about a VM in doubt, after recording it.
@@ -403,34 +422,34 @@ impl ControlService {
         let Some(vm) = state.held().map(Arc::clone) else {
             bail!("this process has no VM yet");
         };
-        let Some(doubt) = &mut state.doubt else {
+        let Phase::InDoubt { record, .. } = &mut state.phase else {
             bail!("nothing is in doubt: the VM is {} here", vm.vm().state());
         };
-        if doubt.session.is_none() {
-            doubt.session = self.take_record(&vm);
+        if let Record::Missing = record {
+            *record = self.record_of(&vm);
         }
-        match doubt.session.take() {
-            Some(record) if record.record().session == session => Ok((vm, record)),
-            None => bail!(
-                "the session has no record here, or its destination is being queried: is \
-                 --state-dir that of the VM's process?"
-            ),
-            other => {
-                doubt.session = other;
-                bail!("another session left this VM in doubt: see `dunlin status`");
-            }
+        match mem::replace(record, Record::InUse) {
+            Record::Held(own) if own.record().session == session => return Ok((vm, own)),
+            other => *record = other,
         }
+        if let Record::Held(_) = record {
+            bail!("another session left this VM in doubt: see `dunlin status`");
+        }
+        bail!(
+            "the session has no record here, or its destination is being queried: is --state-dir \
+             the one of the VM's process?"
+        );
     }
 
     /// Ends the doubt if it has been resolved; otherwise stores the record again.
     fn put_back(&self, state: &mut Now, record: source::Doubt, over: bool) {
         if !over {
-            if let Some(doubt) = &mut state.doubt {
-                doubt.session = Some(record);
+            if let Phase::InDoubt { record: place, .. } = &mut state.phase {
+                *place = Record::Held(record);
             }
             return;
         }
-        state.doubt = None;
+        state.phase = Phase::Idle;
         // No peer queries a source that has decided.
         if let Err(error) = record.forget() {
             self.warn(&format!(
@@ -454,7 +473,7 @@ impl ControlService {
     /// The reason why the migration or arrival was not cancelled.
     pub(crate) fn cancel(&self) -> Result<()> {
         let mut state = lock(&self.state);
-        if state.doubt.is_some() {
+        if let Phase::InDoubt { .. } = state.phase {
             bail!(
                 "too late to cancel: the destination got commit and has not answered; see \
                  `dunlin status` and `dunlin resolve`"
@@ -502,19 +521,22 @@ impl Now {
 
     /// The VM, if it accepts commands.
     fn vm(&self) -> Result<&Arc<Movable>> {
-        match (&self.holds, &self.doubt) {
-            (Holds::Vm(_), Some(_)) => bail!(
+        match (&self.holds, &self.phase) {
+            (Holds::Vm(_), Phase::InDoubt { .. }) => bail!(
                 "the VM is in doubt: the destination got commit and has not answered, so it must \
                  not be changed here; see `dunlin status` and `dunlin resolve`"
             ),
-            (Holds::Vm(vm), None) => Ok(vm),
+            (Holds::Vm(vm), _) => Ok(vm),
             (Holds::Arriving(_), _) => bail!("the VM is still arriving"),
             (Holds::Waiting, _) => bail!("this process has no VM yet"),
         }
     }
 
     fn under_way(&self) -> Option<&Arc<Moving>> {
-        self.moving.as_ref().filter(|moving| !moving.has_ended())
+        match &self.phase {
+            Phase::Moving(moving) => Some(moving),
+            _ => None,
+        }
     }
 }
 

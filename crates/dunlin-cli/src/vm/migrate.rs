@@ -16,7 +16,7 @@ use super::control_service::Command;
 use super::request::{ANSWER_LIMIT, Request};
 use crate::code::{DONE, FAILED, IN_DOUBT, SIGNAL};
 use crate::control::Client;
-use crate::display::Display;
+use crate::display::{Display, MIB, pace};
 use crate::identity::Common;
 use crate::line::{FailedLine, Line, MigrationLine, MovedLine, StatusLine};
 use crate::log;
@@ -249,7 +249,6 @@ impl Set {
 
 /// A migration under way, in one line.
 pub(crate) fn describe(migration: &MigrationLine) -> String {
-    const MIB: f64 = (1_u64 << 20) as f64;
     let direction = if migration.role == "source" {
         "moves to"
     } else {
@@ -262,12 +261,7 @@ pub(crate) fn describe(migration: &MigrationLine) -> String {
         migration.seconds
     );
     if let Some(progress) = &migration.progress {
-        text.push_str(&format!(
-            ", iteration {}, {:.0} MiB/s, {:.0} MiB remain",
-            progress.iteration,
-            progress.bytes_per_s as f64 / MIB,
-            progress.remaining_bytes as f64 / MIB,
-        ));
+        text.push_str(&format!(", {}", pace(progress, ", ")));
     }
     if let Some(rate) = migration.rate {
         text.push_str(&format!(", capped at {:.0} MiB/s", rate as f64 / MIB));

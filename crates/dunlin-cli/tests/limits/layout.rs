@@ -14,7 +14,7 @@ use dunlin::lane::identity::{Identity, LoadOptions};
 use dunlin::lane::peers::Peers;
 use dunlin::lane::provider::Crypto;
 use dunlin::{Incoming, Migration};
-use dunlin_microvm::{Config, GuestKind, Movable, Vm};
+use dunlin_microvm::{Config, GuestKind, HostOptions, Movable, Vm};
 
 use crate::host::assert_says;
 use crate::support::{Hosts, finish};
@@ -27,7 +27,9 @@ fn machine(mebibytes: u64) -> Arc<Movable> {
         memory_bytes: mebibytes << 20,
         ..Config::default()
     };
-    Movable::new(Arc::new(Vm::new(config).unwrap()))
+    Movable::new(Arc::new(
+        Vm::with_options(config, HostOptions::default()).unwrap(),
+    ))
 }
 
 /// A VM that returns the description of another VM.

@@ -54,7 +54,7 @@ use super::session::clean_up_lanes;
 use super::tables::Tables;
 use super::{Observer, Options, PortRange, Status};
 use dunlin_lane::control::ControlStream;
-use dunlin_lane::peers::{PeerIdentity, Principal};
+use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::sync::lock;
 use session::{LaneSession, refresh_route};
 
@@ -173,17 +173,13 @@ impl IpsecLanes {
         })))
     }
 
-    /// Checks that a plain lane of a session with this peer uses the SAs of a keying session with
-    /// the same peer. If so, no other packets reach this host from the lane's source port (I6).
+    /// Checks that a plain lane of a session with the peer that `is_peer` recognises uses the SAs
+    /// of a keying session with the same peer. Then nothing else reaches this host from the lane's
+    /// source port (I6).
     ///
     /// # Errors
     /// The lane does not use them.
-    pub fn covers(&self, peer: &Principal, lane: &TcpStream) -> Result<(), NotProtected> {
-        self.covers_if(&|other| other.is(peer), lane)
-    }
-
-    /// Like [`IpsecLanes::covers`], for the peer that `is_peer` recognises.
-    fn covers_if(
+    pub fn covers(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
         lane: &TcpStream,
@@ -368,7 +364,7 @@ fn check(options: &Options) -> Result<(), IpsecError> {
     tables.have_esp()?;
     match options.mode {
         Mode::Connection => tables.policies().map(drop),
-        Mode::Cpu => tables.need_per_cpu_sas(),
+        Mode::Cpu => tables.keeps_directions(Mode::Cpu).map(drop),
     }
 }
 

@@ -52,7 +52,7 @@ impl LaneAcceptor for IpsecLanes {
             let agreed = LaneSecurity::Ipsec;
             return Err(AdmitError::OtherSecurity { agreed });
         };
-        self.covers_if(is_peer, &stream)
+        self.covers(is_peer, &stream)
             .map_err(|error| AdmitError::NotSealed(error.into()))?;
         set_liveness(&stream, &Liveness::default())?;
         let consent = PlainConsent::sealed_below();

@@ -4,7 +4,6 @@
 use dunlin_proto::text::{chain, harmless};
 use std::net::SocketAddr;
 
-use dunlin_proto::ipsec::Mode;
 use dunlin_proto::ipsec::message::Terms;
 use dunlin_proto::ipsec::object::Policy;
 use dunlin_proto::ipsec::plan::{Adoption, REQID_BLOCKS, REQIDS, SessionParameters, Step, adopt};
@@ -39,9 +38,7 @@ impl Driver {
                 return Err(IpsecError::CoversControl(port));
             }
         }
-        if terms.mode == Mode::Cpu {
-            self.tables.need_per_cpu_sas()?;
-        }
+        let keeps_directions = self.tables.keeps_directions(terms.mode)?;
         let udp = terms
             .udp
             .zip(self.options.udp)
@@ -80,7 +77,7 @@ impl Driver {
         if inheritance.protected(&adoption) {
             record.inherit()?;
         }
-        self.ports = Ports::blocked(record, parameters);
+        self.ports = Ports::blocked(record, parameters, keeps_directions);
         self.apply(&adoption.begin)?;
         self.settle_inheritance(inheritance, &adoption)
     }

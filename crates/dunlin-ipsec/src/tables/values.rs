@@ -57,7 +57,7 @@ pub(super) fn id_of(one: &Association) -> StateId {
 }
 
 /// Returns an SA in the form for a kernel that stores directions, or for an older one.
-pub(super) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: bool) -> State {
+pub(crate) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: bool) -> State {
     let replay_window = match one.direction {
         Direction::Out if keeps_directions => 0,
         // A kernel without directions requires a window for every SA with extended sequence

@@ -186,20 +186,11 @@ impl Xfrm {
         self.exchange("replacing a policy", request, |_, _| Ok(()))
     }
 
-    /// Returns the policy with exactly this selector and direction.
+    /// Returns the policy with exactly this selector and direction, and its index in the kernel.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn policy(
-        &self,
-        selector: &Selector,
-        direction: Direction,
-    ) -> Result<Option<Policy>, Error> {
-        let found = self.indexed_policy(selector, direction)?;
-        Ok(found.map(|(policy, _)| policy))
-    }
-
-    fn indexed_policy(
         &self,
         selector: &Selector,
         direction: Direction,
@@ -222,7 +213,7 @@ impl Xfrm {
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
     pub fn remove_policy(&self, policy: &Policy) -> Result<bool, Error> {
-        let index = match self.indexed_policy(&policy.selector, policy.direction)? {
+        let index = match self.policy(&policy.selector, policy.direction)? {
             Some((held, index)) if held == *policy => index,
             _ => return Ok(false),
         };
@@ -286,29 +277,17 @@ impl Xfrm {
         }
     }
 
-    /// Returns whether the kernel supports per-CPU SAs. A kernel that does not ignores the CPU
-    /// number. Linux 6.13 introduced them and older series have backports, so the kernel's version
-    /// does not show whether it has them.
+    /// Returns what the kernel stores of an SA for CPU 0 with direction [`Direction::In`]: reserves
+    /// an SPI between documentation addresses (RFC 5737), reads the reservation back, and removes
+    /// it. A reservation has no key and carries nothing.
+    ///
+    /// A kernel without per-CPU SAs ignores the CPU. Linux 6.13 introduced them and older series
+    /// have backports, so the version does not tell. A kernel before 6.10 ignores the direction, and
+    /// requires a replay window for outbound SAs with extended sequence numbers.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
-    pub fn has_per_cpu_sas(&self) -> Result<bool, Error> {
-        Ok(self.probe()?.cpu == Some(0))
-    }
-
-    /// Returns whether the kernel stores the direction of an SA (Linux 6.10). A kernel that does
-    /// not also requires a replay window for outbound SAs with extended sequence numbers.
-    ///
-    /// # Errors
-    /// [`Error::NotPermitted`], and other errors of the kernel.
-    pub fn keeps_directions(&self) -> Result<bool, Error> {
-        Ok(self.probe()?.direction == Some(Direction::In))
-    }
-
-    /// Returns the fields that the kernel stores of an SA for CPU 0 with a direction: reserves an
-    /// SPI between documentation addresses (RFC 5737), reads the reservation back, and removes it.
-    /// A reservation has no key and carries nothing.
-    fn probe(&self) -> Result<Installed, Error> {
+    pub fn probe(&self) -> Result<Installed, Error> {
         const DOING: &str = "reserving an SPI";
         let [from, to] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
         let request = encode::allocate_spi(from, to, Direction::In, 0);

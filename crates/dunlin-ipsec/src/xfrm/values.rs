@@ -76,7 +76,7 @@ pub struct State {
     pub key: KeyAndSalt,
     /// Inbound: how many packets may overtake another before it counts as a replay, at most
     /// [`LONGEST_REPLAY_WINDOW`]. Outbound: 0; any value if the kernel stores no direction
-    /// ([`Xfrm::keeps_directions`](super::Xfrm::keeps_directions)).
+    /// ([`Xfrm::probe`](super::Xfrm::probe)).
     pub replay_window: u32,
     /// ESP within UDP (RFC 3948).
     pub encapsulation: Option<Encapsulation>,

@@ -5,16 +5,81 @@ pub mod moves;
 
 use std::time::{Duration, Instant};
 
+use dunlin::engine::vmm::DirtyLog;
 use dunlin_linux::mapping::PAGE_BYTES;
-use dunlin_microvm::{Config, DEVICE_START, Vm, VmState};
+use dunlin_microvm::{Config, DEVICE_START, HostOptions, Vm, VmDescription, VmState};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+
+/// A machine's dirty logs as one.
+pub struct Logs(Vec<Box<dyn DirtyLog>>);
+
+impl Logs {
+    /// Starts the logs.
+    pub fn start(vm: &Vm) -> Self {
+        let mut logs = vm.dirty_logs();
+        logs.iter_mut().for_each(|log| log.start().unwrap());
+        Self(logs)
+    }
+
+    /// The pages written since the start or the last call: for each region a bitmap.
+    pub fn fetch(&mut self) -> Vec<Vec<u64>> {
+        let mut maps: Vec<Vec<u64>> = Vec::new();
+        let mut add = |region: usize, words: &[u64]| match maps.get_mut(region) {
+            Some(map) => {
+                assert_eq!(map.len(), words.len(), "region {region}");
+                map.iter_mut()
+                    .zip(words)
+                    .for_each(|(all, word)| *all |= word);
+            }
+            None => maps.push(words.to_vec()),
+        };
+        for log in &mut self.0 {
+            log.fetch(&mut add).unwrap();
+        }
+        maps
+    }
+
+    /// Stops the logs and returns them.
+    pub fn stop(mut self) -> Vec<Box<dyn DirtyLog>> {
+        self.0.iter_mut().for_each(|log| log.stop().unwrap());
+        self.0
+    }
+}
+
+/// A machine before its first instruction, with the default options.
+pub fn fresh(config: Config) -> Vm {
+    Vm::with_options(config, HostOptions::default()).unwrap()
+}
 
 /// A machine that is filled and runs.
 pub fn running(config: Config) -> Vm {
-    let vm = Vm::new(config).unwrap();
+    let vm = fresh(config);
     vm.fill().unwrap();
     vm.start().unwrap();
     vm
+}
+
+/// The machine that a source has described, with the default options.
+pub fn built(description: &VmDescription) -> Vm {
+    Vm::from_description(description, HostOptions::default()).unwrap()
+}
+
+/// The last TSC that each vCPU of a KVM guest read: a word of its parameter block (`src/layout.rs`).
+pub fn guest_tscs(vm: &Vm) -> Vec<u64> {
+    const BLOCKS: u64 = 0x7_0000;
+    const LAST_TSC: u64 = 0xc8;
+    let last = |vcpu| GuestAddress(BLOCKS + vcpu * PAGE_BYTES + LAST_TSC);
+    (0..u64::from(vm.config().vcpus))
+        .map(|vcpu| vm.memory().read_obj(last(vcpu)).unwrap())
+        .collect()
+}
+
+/// CLOCK_MONOTONIC at the last beat of a paused machine: the first time in the section `heart`, after
+/// the largest gap and a flag.
+pub fn last_beat_ns(vm: &Vm) -> u64 {
+    let sections = vm.save().unwrap();
+    let heart = sections.iter().find(|section| section.name == "heart");
+    u64::from_le_bytes(*heart.unwrap().bytes[9..].first_chunk().unwrap())
 }
 
 /// Writes to the pages that the guest leaves to the VMM, as a device would.

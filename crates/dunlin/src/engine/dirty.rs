@@ -4,6 +4,7 @@
 //! available. [`crate::testing`] has tests for any dirty log.
 
 use std::io;
+use std::mem;
 use std::sync::Arc;
 
 use dunlin_linux::memory as sys;
@@ -36,7 +37,13 @@ use super::vmm::DirtyLog;
 #[derive(Debug)]
 pub struct WriteProtectLog<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
-    watch: Option<WriteWatch>,
+    recording: Recording,
+}
+
+#[derive(Debug)]
+enum Recording {
+    Off,
+    On(WriteWatch),
 }
 
 impl<B: Bitmap> WriteProtectLog<B> {
@@ -46,7 +53,7 @@ impl<B: Bitmap> WriteProtectLog<B> {
     pub fn new(memory: Arc<GuestMemoryMmap<B>>) -> Self {
         Self {
             memory,
-            watch: None,
+            recording: Recording::Off,
         }
     }
 
@@ -70,7 +77,7 @@ impl<B: Bitmap> WriteProtectLog<B> {
 impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
     fn start(&mut self) -> io::Result<()> {
         // End an earlier watch first: only one may have the memory registered.
-        self.watch = None;
+        self.recording = Recording::Off;
         let watch = WriteWatch::new()
             .map_err(|error| failed("userfaultfd cannot watch writes (needs Linux 6.7)", error))?;
         for region in self.regions() {
@@ -79,15 +86,14 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
                 .register(&memory, behind)
                 .map_err(|error| failed("cannot watch writes to guest memory", error))?;
         }
-        self.watch = Some(watch);
+        self.recording = Recording::On(watch);
         Ok(())
     }
 
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
-        let watch = self
-            .watch
-            .as_ref()
-            .ok_or_else(|| io::Error::other("dirty log is off; start it first"))?;
+        let Recording::On(watch) = &self.recording else {
+            return Err(io::Error::other("dirty log is off; start it first"));
+        };
         for (index, region) in self.regions().enumerate() {
             let (memory, behind) = region?;
             let pages = (memory.len() as u64).div_ceil(PAGE_BYTES);
@@ -106,7 +112,7 @@ impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
     }
 
     fn stop(&mut self) -> io::Result<()> {
-        let Some(watch) = self.watch.take() else {
+        let Recording::On(watch) = mem::replace(&mut self.recording, Recording::Off) else {
             return Ok(());
         };
         // Unregister explicitly: closing the descriptor has no effect while a child

@@ -20,9 +20,11 @@ fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         let hosts = Hosts::new(guest);
         let Hosts { a, b, .. } = &hosts;
-        let has_per_cpu = a.xfrm.has_per_cpu_sas().expect("the kernel answers");
+        let probed = a.xfrm.probe().expect("the kernel answers");
+        let has_per_cpu = probed.cpu.is_some();
+        assert_eq!(probed.cpu, has_per_cpu.then_some(0));
         // Every kernel with per-CPU SAs also stores directions.
-        assert!(a.xfrm.keeps_directions().expect("the kernel answers"));
+        assert_eq!(probed.direction, Some(Direction::In));
         println!("per-CPU SAs: {has_per_cpu}");
         a.xfrm.esp().expect("the kernel has ESP");
         // The SAs that these probes reserved and added have been removed.

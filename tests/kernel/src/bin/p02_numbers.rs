@@ -125,7 +125,8 @@ fn same_selector(Hosts { a, b, .. }: &Hosts, family: Family) {
     };
     let held = || {
         let held = a.xfrm.policy(&selector, Direction::Out);
-        held.expect("the kernel answers")
+        let held = held.expect("the kernel answers");
+        held.map(|(policy, _)| policy)
     };
     a.xfrm.add_policy(&block).expect("there is no other policy");
     let refused = a
