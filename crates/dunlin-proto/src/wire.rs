@@ -157,7 +157,7 @@ impl<'a> Reader<'a> {
 
     /// UTF-8 preceded by a 16-bit length of at most `limit` bytes.
     ///
-    /// The text is the peer's: escape it before it reaches a terminal.
+    /// The text is the peer's: the caller escapes it before it reaches a terminal.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`], [`DecodeReason::OverLimit`] or

@@ -62,8 +62,8 @@ impl Receiving {
         Ok(Action::InstallInbound { epoch, slots })
     }
 
-    /// The requested SAs are installed with these SPIs. Returns `None` if nothing was requested, or
-    /// something else.
+    /// The requested SAs were installed with these SPIs. Returns `None` if nothing was requested,
+    /// or if the SPIs do not match the request.
     pub(super) fn installed(&mut self, spis: &[u32]) -> Option<(u32, Vec<(u32, u32)>)> {
         let (epoch, slots) = self.installing.take()?;
         if slots.len() != spis.len() || spis.iter().any(|spi| *spi < LEAST_SPI) {

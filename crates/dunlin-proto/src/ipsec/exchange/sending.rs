@@ -153,7 +153,7 @@ impl Sending {
         })
     }
 
-    /// The granted SAs are installed.
+    /// The granted SAs were installed.
     pub(super) fn installed(&mut self, actions: &mut VecDeque<Action>) {
         let Some(Pending {
             epoch,

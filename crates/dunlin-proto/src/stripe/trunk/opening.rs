@@ -23,8 +23,8 @@ use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
 
 impl<T: Clone> Trunk<T> {
-    /// Opens a channel for an accepted connection and returns its number. [`Action::Opened`] or
-    /// [`Action::Refused`] follows; nothing is read before that.
+    /// A connection was accepted. Opens a channel for it and returns the channel's number.
+    /// [`Action::Opened`] or [`Action::Refused`] follows; nothing is read before that.
     ///
     /// # Errors
     /// [`OpenError`]; nothing is changed.
@@ -84,8 +84,8 @@ impl<T: Clone> Trunk<T> {
         Ok(number)
     }
 
-    /// The answer to [`Action::Count`]: the number of bytes that can be read from the channel's
-    /// socket.
+    /// The bytes that can be read from the channel's socket were counted: the end of
+    /// [`Action::Count`].
     pub fn counted(&mut self, channel: u32, unread_bytes: u64) {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
@@ -109,7 +109,7 @@ impl<T: Clone> Trunk<T> {
         self.queue(channel);
     }
 
-    /// A channel that was to be counted no longer exists: nothing of it is waited for.
+    /// A channel whose bytes were being counted no longer exists. No channel waits for it.
     pub(super) fn uncount(&mut self, channel: u32) {
         for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
@@ -120,7 +120,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The answer to [`Action::Connect`] if the target is connected. `window_bytes` is the largest
+    /// The target was connected: the end of [`Action::Connect`]. `window_bytes` is the largest
     /// window that the route allows. From now on the caller reports when the socket is readable.
     /// Returns false if the channel has ended meanwhile: the caller closes the connection.
     #[must_use]
@@ -142,8 +142,8 @@ impl<T: Clone> Trunk<T> {
         true
     }
 
-    /// The answer to [`Action::Connect`] if the target is not connected, with the reason. The text
-    /// is truncated to the limit of a message.
+    /// The target was not connected, for this reason: the end of [`Action::Connect`]. The text is
+    /// truncated to the limit of a message.
     pub fn refuse(&mut self, channel: u32, fault: FaultCode, mut text: String, now_ns: u64) {
         let theirs = |one: &Channel<T>| !one.ours;
         if !self.channels.get(&channel).is_some_and(theirs) {
@@ -159,7 +159,7 @@ impl<T: Clone> Trunk<T> {
         self.ended.insert(channel, ended);
     }
 
-    /// Handles *open*.
+    /// *open* arrived.
     pub(super) fn asked(&mut self, open: Open, now_ns: u64) -> Result<(), PeerFault> {
         let number = open.channel;
         if self.is_ours(number) {
@@ -210,7 +210,7 @@ impl<T: Clone> Trunk<T> {
         Ok(())
     }
 
-    /// Connects the channels that have nothing left to wait for.
+    /// Connects the channels whose barriers are passed.
     pub(super) fn look_at_barriers(&mut self) {
         let mut from = 0;
         while let Some(&number) = self.waiting.range(from..).next() {
