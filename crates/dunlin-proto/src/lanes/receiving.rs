@@ -19,7 +19,7 @@ pub enum LaneRefusal {
         lane: u16,
     },
     /// The maximum number of lanes is open.
-    #[error("lane limit reached ({open} lanes open)")]
+    #[error("lane limit reached ({open} open)")]
     Limit {
         /// Number of open lanes.
         open: usize,
@@ -49,7 +49,7 @@ pub enum CourseError {
         expected: u32,
     },
     /// The count in *end* is wrong.
-    #[error("lane {lane} announced {counted} chunks at its end but carried {carried}")]
+    #[error("lane {lane} ended with chunk count {counted}, but carried {carried}")]
     Count {
         /// The lane.
         lane: u16,
@@ -64,7 +64,7 @@ pub enum CourseError {
 /// missing. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "received {chunks} chunks of {pages} pages, but the source sent {counted_chunks} chunks of {counted_pages} pages"
+    "chunk count {chunks} and page count {pages} do not match the source's {counted_chunks} and {counted_pages}"
 )]
 pub struct Incomplete {
     /// Chunks that arrived.

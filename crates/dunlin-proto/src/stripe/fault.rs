@@ -84,7 +84,7 @@ pub enum PeerFault {
         lane: u16,
     },
     /// A lane ended with another number of frames than have arrived.
-    #[error("lane {lane} ended after {sent} frames, but {arrived} have arrived")]
+    #[error("lane {lane} ended with frame count {sent}, but {arrived} arrived")]
     LaneEnd {
         /// The lane.
         lane: u16,

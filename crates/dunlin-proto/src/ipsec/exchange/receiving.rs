@@ -36,7 +36,7 @@ impl Receiving {
         }
         let kept: &[Grant] = if next { &[] } else { &self.live };
         if kept.len() + slots.len() > self.limit {
-            let text = format!("more than {} SAs requested", self.limit);
+            let text = format!("SA limit {} exceeded", self.limit);
             return Err(Breach(FaultCode::LaneLimit, text));
         }
         let senders = slots.iter().map(|slot| slot.sender);
