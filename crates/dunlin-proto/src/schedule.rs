@@ -72,7 +72,7 @@ pub enum Work {
     },
     /// Waits for an event, and asks again.
     Wait,
-    /// Ends at once: the lane was lost.
+    /// Ends at once: the lane carries nothing more.
     Stop,
 }
 

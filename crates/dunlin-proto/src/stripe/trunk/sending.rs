@@ -30,7 +30,7 @@ pub enum Work<T> {
     },
     /// Waits until [`Trunk::ready`] is true, and asks again.
     Wait,
-    /// Ends at once: the lane was lost.
+    /// Ends at once: the lane carries nothing more.
     Stop,
 }
 
