@@ -66,11 +66,11 @@ impl Demo {
             };
             display.say(&format!(
                 "a guest of {} MiB {what} writes a hot set of its pages, {} per second; it moves \
-                 over {} {} lanes",
+                 over {}, lanes: {}",
                 self.memory >> 20,
                 self.dirty_rate,
-                self.lanes,
                 LaneSecurity::from(self.security),
+                self.lanes,
             ));
         }
         let mut pair = self.start(guest, &scratch)?;

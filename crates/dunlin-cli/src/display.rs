@@ -4,7 +4,7 @@
 use std::io::{IsTerminal, Write};
 
 use crate::line::{IterationLine, Line, MovedLine, ProgressLine};
-use crate::text::clean;
+use crate::text::{clean, count};
 
 pub(crate) const MIB: f64 = (1_u64 << 20) as f64;
 
@@ -129,11 +129,11 @@ fn table(moved: &MovedLine) -> String {
     row(
         "on the wire",
         format!(
-            "{:.1} MiB: {:.1} MiB pages, {:.2} MiB headers, {} lanes, {}",
+            "{:.1} MiB: {:.1} MiB pages, {:.2} MiB headers, {}, {}",
             moved.wire_bytes as f64 / MIB,
             moved.raw_pages as f64 * 4096.0 / MIB,
             moved.header_bytes as f64 / MIB,
-            moved.lanes.len(),
+            count(moved.lanes.len() as u64, "lane"),
             moved.security,
         ),
     );

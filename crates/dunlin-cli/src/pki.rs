@@ -234,8 +234,8 @@ fn show_one(
         summary.not_before, summary.not_after
     );
     println!("authorities  {}", summary.authorities);
-    println!("revocations  {} lists", summary.revocation_lists);
-    println!("denied       {} keys", summary.denied_keys);
+    println!("CRLs         {}", summary.revocation_lists);
+    println!("denied keys  {}", summary.denied_keys);
     for warning in warnings {
         println!("warning      {warning}");
     }

@@ -17,7 +17,7 @@ pub(crate) use self::notify::Manager;
 use crate::code::{DONE, FAILED, SIGNAL};
 use crate::fault::fault_name;
 use crate::log::say;
-use crate::text::{chained, clean};
+use crate::text::{chained, clean, count};
 
 /// Signals for the main thread.
 pub(crate) enum ServiceEvent {
@@ -115,12 +115,12 @@ pub(crate) fn serve(
     None
 }
 
-/// The exit code of a service that aborted `cut` connections when it ended.
+/// The exit code of a service that aborted `cut` of `what` when it ended.
 pub(crate) fn drained(cut: usize, what: &str) -> i32 {
     if cut == 0 {
         return DONE;
     }
-    say(&format!("{cut} {what} were aborted"));
+    say(&format!("aborted {}", count(cut as u64, what)));
     FAILED
 }
 

@@ -8,8 +8,13 @@ pub(crate) fn chained(error: &anyhow::Error) -> String {
     dunlin_proto::text::chain(error.as_ref())
 }
 
-/// Like [`clean`], for a text of several lines each of which may contain a peer's text. Every line
-/// but the first is indented, so that none of them looks like a line of the log.
+/// A number and what it counts: `0 lanes`, `1 lane`, `2 lanes`.
+pub(crate) fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Like [`clean`], for a text of several lines each of which may contain a peer's text. All but the
+/// first are indented, so that none looks like a line of the log.
 pub(crate) fn clean_lines(text: &str) -> String {
     let lines = text.split('\n').map(|line| clean(line.trim_start()));
     lines.collect::<Vec<_>>().join("\n  ")
@@ -33,6 +38,12 @@ mod tests {
             "no identity: key.pem: no such file; put it there"
         );
         assert_eq!(chained(&anyhow!("b").context("a")), "a: b");
+    }
+
+    #[test]
+    fn a_noun_is_in_the_plural_unless_it_counts_one() {
+        let texts = [0, 1, 2].map(|number| count(number, "lane"));
+        assert_eq!(texts, ["0 lanes", "1 lane", "2 lanes"]);
     }
 
     #[test]

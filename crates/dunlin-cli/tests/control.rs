@@ -73,12 +73,11 @@ fn i2_a_third_shell_cancels_on_either_side() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
-    let nothing = hosts.cancel(&source).expect(1);
-    assert!(nothing.err.contains("no migration is under way"));
+    assert_eq!(hosts.status(&source)["migration"], Value::Null);
+    hosts.cancel(&source).expect(1);
 
     let client = under_way(&hosts, &source, &destination);
-    let cancelled = hosts.cancel(&source).expect(0);
-    assert!(cancelled.out.contains("stays at the source"));
+    hosts.cancel(&source).expect(0);
     assert_cancelled(&hosts, client, &source);
     destination.wait_for("rejected");
 
@@ -88,8 +87,8 @@ fn i2_a_third_shell_cancels_on_either_side() {
     assert_eq!(status["state"], "arriving");
     assert_eq!(status["migration"]["role"], "destination");
     assert_eq!(status["migration"]["peer"], "DNS a.test");
-    let early = hosts.ask(&destination, "resume").expect(1);
-    assert!(early.err.contains("still arriving"), "{early:?}");
+    hosts.ask(&destination, "resume").expect(1);
+    assert_eq!(hosts.status(&destination)["state"], "arriving");
     hosts.cancel(&destination).expect(0);
     assert_cancelled(&hosts, client, &source);
     destination.wait_for("rejected");
@@ -187,8 +186,8 @@ fn the_rate_of_a_running_migration_can_be_changed() {
     let hosts = Hosts::new();
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
-    let idle = set_rate(&source, "8M").expect(1);
-    assert!(idle.err.contains("not being migrated"), "{idle:?}");
+    assert_eq!(hosts.status(&source)["migration"], Value::Null);
+    set_rate(&source, "8M").expect(1);
     // At this rate more than a minute passes between two chunks of a lane.
     let client = hosts.begin(&source, &destination, "a", "--rate 2K --peer b.test");
     client.wait_for("progress");
@@ -231,8 +230,7 @@ fn i1_after_commit_every_cancellation_is_refused() {
     proxy.hold(Duration::from_millis(1500));
     // The proxy holds the answer back until all cancellations have been refused.
     client.wait_for("committing");
-    let refused = hosts.cancel(&source).expect(1);
-    assert!(refused.err.contains("too late to cancel"), "{refused:?}");
+    hosts.cancel(&source).expect(1);
     client.signal("INT");
     let warning = client.wait_for("warning");
     let text = warning["text"].as_str().unwrap();

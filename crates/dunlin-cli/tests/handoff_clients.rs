@@ -79,9 +79,9 @@ fn clients_that_get_no_socket_log_the_reason() {
     let closed = ClosedPort::new();
     for (name, start) in clients(&pool) {
         for (port, trusted, reason) in [
-            (stunnel.port, "pool.pem", "this kernel has no TLS"),
-            (stunnel.port, "other.pem", "is not trusted"),
-            (closed.number(), "pool.pem", "cannot reach"),
+            (stunnel.port, "pool.pem", "[kernel]"),
+            (stunnel.port, "other.pem", "[unauthorised]"),
+            (closed.number(), "pool.pem", "[control-lost]"),
         ] {
             let done = feed(arguments(&pool, start(), port, trusted), Vec::new());
             assert_eq!(done.code, 1, "{name}: {done:?}");

@@ -49,7 +49,7 @@ fn assert_accepted(command: Command) {
             let (done, sockets) = call(command);
             assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
         }
-        false => assert_refused(command, &["this kernel has no TLS"]),
+        false => assert_refused(command, &["[kernel]", "modprobe tls"]),
     }
 }
 
@@ -63,7 +63,7 @@ fn k01_without_kernel_tls_it_fails_in_one_line_after_a_full_handshake() {
     for suite in CIPHERS.split(':') {
         let mut command = pool.connect(stunnel.port, "pool");
         command.args(["--ciphers", suite]);
-        assert_refused(command, &["this kernel has no TLS", "modprobe tls"]);
+        assert_refused(command, &["[kernel]", "modprobe tls"]);
         stunnel
             .process
             .wait_for(&format!("TLSv1.2 ciphersuite: {suite}"));
@@ -92,16 +92,12 @@ fn k14_a_certificate_is_checked_before_the_kernel() {
         let stunnel = pool.stunnel(shown, "");
         assert_refused(pool.connect(stunnel.port, trusted), words);
     };
-    refused(
-        "pool",
-        "other",
-        &["is not trusted", "self-signed", "sha256:"],
-    );
-    refused("by-other", "pool", &["is not trusted", "CN=0b5d2c1e-other"]);
+    refused("pool", "other", &["[unauthorised]", "sha256:"]);
+    refused("by-other", "pool", &["[unauthorised]", "CN=0b5d2c1e-other"]);
     // A host's certificate in the bundle is not an authority for other certificates.
-    refused("by-leaf", "leaf", &["is not trusted"]);
-    refused("past", "past", &["expired"]);
-    refused("future", "future", &["not valid yet"]);
+    refused("by-leaf", "leaf", &["[unauthorised]"]);
+    refused("past", "past", &["[certificate-date]"]);
+    refused("future", "future", &["[certificate-date]"]);
 
     let accepted = |shown: &str, trusted: &str| {
         let stunnel = pool.stunnel(shown, "");
@@ -121,7 +117,7 @@ fn k14_a_certificate_is_checked_before_the_kernel() {
     let stunnel = pool.stunnel("pool", "");
     let mut command = pool.connect(stunnel.port, "pool");
     command.args(["--peer", "host2.example"]);
-    assert_refused(command, &["none of the allowed names"]);
+    assert_refused(command, &["[unauthorised]", "host2.example"]);
 }
 
 #[test]
@@ -149,22 +145,19 @@ fn invalid_arguments_are_refused_in_one_line() {
         ),
         (
             &["--ciphers", "ECDHE-ECDSA-AES256-GCM-SHA384"],
-            "offered TLS parameters",
+            "[security-not-agreed]",
         ),
-        (&["--curves", "X25519"], "offered TLS parameters"),
+        (&["--curves", "X25519"], "[security-not-agreed]"),
         (
             &["--tls", "1.3", "--ciphers", "TLS_AES_256_GCM_SHA384"],
-            "offered TLS parameters",
+            "[security-not-agreed]",
         ),
         (&["--cert-bundle-file", "/nowhere"], "/nowhere"),
         (&["--cert-bundle-file", "/dev/null"], "/dev/null"),
         (&["--no-verify"], "cannot be used with"),
         (&["--port", "0x1"], "invalid value '0x1'"),
         (&["--surprise"], "--surprise"),
-        (
-            &["--host", "no-such-host.invalid"],
-            "cannot resolve no-such-host.invalid",
-        ),
+        (&["--host", "no-such-host.invalid"], "no-such-host.invalid"),
         (&["--host", "::1"], "::1"),
         (&["--sni", "not a name"], "invalid server name"),
         (&["--timeout", "0s"], "limit 0"),
@@ -176,7 +169,7 @@ fn invalid_arguments_are_refused_in_one_line() {
     let command = pool.connect(closed.number(), "pool");
     assert_refused(
         command,
-        &["cannot reach", "Connection refused", "[control-lost]"],
+        &[&closed.number().to_string(), "[control-lost]"],
     );
 
     for (number, words) in [("77", "not an open descriptor"), ("1", "not a unix socket")] {

@@ -49,8 +49,5 @@ fn the_units_example_configuration_is_accepted() {
         .replace("/etc/dunlin/pool.key", &of("key.pem"));
     let done = finish(words(&line)).expect(1);
     // The first error is the missing passed socket.
-    assert!(
-        done.err.contains("systemd:clients: no socket of that name"),
-        "{done:?}"
-    );
+    assert!(done.err.contains("systemd:clients"), "{done:?}");
 }

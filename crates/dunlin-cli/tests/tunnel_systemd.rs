@@ -135,7 +135,7 @@ fn i7_a_missing_or_wrong_passed_socket_is_reported() {
             &config,
             peers().into(),
             "one",
-            "2 sockets were passed, with 1 names",
+            "LISTEN_FDNAMES",
         ),
         (
             &config,

@@ -134,10 +134,9 @@ fn a_power_off_during_a_migration_ends_the_vm_and_the_migration() {
     });
     second.wait_for("lane-up");
     // During a migration the VM can neither be migrated again nor be resumed (I1).
-    let busy = finish(hosts.migrate(&first, &second, "a", "")).expect(1);
-    assert!(busy.out.contains("being migrated already"), "{busy:?}");
-    let busy = hosts.ask(&first, "resume").expect(1);
-    assert!(busy.err.contains("being migrated"), "{busy:?}");
+    finish(hosts.migrate(&first, &second, "a", "")).expect(1);
+    hosts.ask(&first, "resume").expect(1);
+    assert_eq!(hosts.status(&first)["migration"]["role"], "source");
     hosts.ask(&first, "power-off").expect(0);
     let done = migrating.join().unwrap().expect(1);
     let failed = done.last();

@@ -153,7 +153,7 @@ mod tests {
         let provider = Provider::built_in()[0];
         let ciphers = "TLS_AES_256_GCM_SHA384";
         let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
-        let tls = HandoffTls::new(offer, TrustPolicy::Anybody, None, None).unwrap();
+        let tls = HandoffTls::new(offer, TrustPolicy::AnyCertificate, None, None).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let cancel = DialCancel::new().unwrap();

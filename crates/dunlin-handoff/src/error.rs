@@ -100,12 +100,12 @@ fn untrusted(why: &Option<UntrustedReason>) -> String {
                 "it is self-signed, with the key {pin}; to trust it, append it to the CA bundle"
             )
         }
-        Some(UntrustedReason::ByStranger { authority }) => {
+        Some(UntrustedReason::UnknownRoot { authority }) => {
             format!(
                 "it was issued by {authority}; to trust that authority, append it to the CA bundle"
             )
         }
-        Some(UntrustedReason::BrokenOff { issuer }) => format!(
+        Some(UntrustedReason::IncompleteChain { issuer }) => format!(
             "it was issued by {issuer}, and the peer did not send that authority's certificate; to \
              trust it, append it to the CA bundle"
         ),

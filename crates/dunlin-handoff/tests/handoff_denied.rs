@@ -53,7 +53,7 @@ fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
         [
             bundle("authority.pem"),
             bundle("itself.pem"),
-            TrustPolicy::Anybody,
+            TrustPolicy::AnyCertificate,
         ]
     };
     let root = key_pin(&root.pem);

@@ -94,7 +94,7 @@ pub enum IpsecError {
     /// ports, and connections use the block.
     #[error(
         "an earlier session has left ports blocked, this session needs only some of them, and \
-         {connections} connections use them: end these, or request the same ports as before"
+         connections use them ({connections} now): end these, or request the same ports as before"
     )]
     LeftInTheWay {
         /// The number of connections.

@@ -90,19 +90,19 @@ impl fmt::Display for Event {
             } => write!(formatter, "session with {peer} ended: {why}"),
             Self::StillUsed { connections } => write!(
                 formatter,
-                "{connections} connections use the ports, which stay blocked until these connections end"
+                "the ports stay blocked until the connections that use them end ({connections} now)"
             ),
             Self::Left {
                 record,
                 connections,
             } => write!(
                 formatter,
-                "the ports stay blocked; {connections} connections use them (record {})",
+                "the ports stay blocked while connections use them ({connections} now; record {})",
                 record.display()
             ),
             Self::Cleaned { record, objects } => write!(
                 formatter,
-                "removed {objects} policies and SAs of a dead process (record {})",
+                "removed the policies and SAs of a dead process: {objects} (record {})",
                 record.display()
             ),
             Self::StaysBlocked { record } => write!(

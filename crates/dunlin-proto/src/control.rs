@@ -135,7 +135,7 @@ pub enum Verdict {
     Running,
     /// The destination has recorded that it will never run this attempt's VM.
     Aborted,
-    /// The VM ran at the destination and its process has died.
+    /// The VM ran at the destination, and its process has ended.
     RanThenDied,
     /// The destination has no record of the attempt, so nothing can be concluded.
     NoRecord,
@@ -244,7 +244,7 @@ pub enum Message {
     Describe(Describe),
     /// Destination: see [`Accept`].
     Accept(Accept),
-    /// Destination: it refuses this VM.
+    /// Destination: this VM is refused.
     Refuse {
         /// The reason as a code.
         fault: FaultCode,
@@ -277,8 +277,8 @@ pub enum Message {
     Section(Section),
     /// Source: see [`Final`].
     Final(Final),
-    /// Destination: it has everything, every lane thread is joined, state is
-    /// loaded and checked.
+    /// Destination: everything has arrived, every lane thread is joined, and the
+    /// state is loaded and checked.
     Ready {
         /// The destination's memory, if verification was negotiated.
         digest: Option<Digest>,
@@ -288,7 +288,8 @@ pub enum Message {
         /// Whether the VM is to run or stay paused.
         run: bool,
     },
-    /// Destination: *running* is recorded, and the VM is resumed if *commit* requested it.
+    /// Destination: *running* is recorded, and the guest is resumed if *commit*
+    /// said so.
     Running {
         /// CPU time of the session's threads at the destination, in
         /// nanoseconds, for the source's report.
@@ -297,27 +298,30 @@ pub enum Message {
         /// 0 is unknown.
         downtime_ns: u64,
     },
-    /// Source: its copy is destroyed; the destination may forget the session.
+    /// Source: the copy there is destroyed, and the destination may forget the
+    /// session.
     Release,
-    /// Either side, before *commit*. The destination has recorded *aborted*
-    /// before it sends this: if it crosses *commit*, it counts as an answer.
+    /// Either side, before *commit*: the migration is cancelled. The destination
+    /// has recorded *aborted* before it sends this: if the message crosses
+    /// *commit*, it counts as an answer.
     Cancel {
         /// The reason as a code.
         fault: FaultCode,
         /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Either side: answer with the same token.
+    /// Either side: requests *pong* with the same token.
     Ping {
         /// Any number.
         token: u64,
     },
-    /// The answer to a ping.
+    /// Either side: the answer to *ping*.
     Pong {
         /// The ping's token.
         token: u64,
     },
-    /// Source: a lane is given up; the destination must prevent further writes on it (I4).
+    /// Source: a lane is lost or not needed, and the destination ends all writes
+    /// on it (I4).
     Fence {
         /// The lane's number.
         lane: u16,
@@ -332,16 +336,16 @@ pub enum Message {
         /// [`crate::limits::MAX_ACK_SETS`].
         acks: Vec<ChunkSet>,
     },
-    /// Source, on a new control lane after *commit*: asks which side runs the VM
+    /// Source, on a new control lane after *commit*: asks which side runs the VM.
     Inquire {
         /// The attempt that is in doubt.
         attempt: u32,
     },
     /// Destination: the answer to *inquire*, or unsolicited if the VM could not
     /// be resumed after *running* was recorded. It names the attempt, so an old
-    /// *aborted* is not mistaken for a new one (I1).
+    /// *aborted* does not answer for a new attempt (I1).
     Answer {
-        /// The attempt that was asked about.
+        /// The attempt in the inquiry.
         attempt: u32,
         /// The outcome of the attempt.
         verdict: Verdict,

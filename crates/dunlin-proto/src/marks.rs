@@ -52,8 +52,8 @@ pub enum MarkError {
 }
 
 impl Marks {
-    /// Adds a lane: from now on no other lane passes a mark without it. It
-    /// starts at the position of the hindmost lane. Its first mark, set by the
+    /// A lane was opened: from now on no other lane passes a mark before it. It
+    /// starts at the lowest position of all lanes. Its first mark, set by the
     /// source, then shows in which iteration it starts.
     pub fn open(&mut self, lane: u16) {
         let reached = self.live.values().map(|one| one.reached).min().unwrap_or(0);
@@ -82,14 +82,14 @@ impl Marks {
         progress.marked.then_some(progress.reached)
     }
 
-    /// `lane` has carried a chunk.
+    /// `lane` carried a chunk.
     pub fn used(&mut self, lane: u16) {
         if let Some(progress) = self.live.get_mut(&lane) {
             progress.new = false;
         }
     }
 
-    /// `lane` has read the mark that ends `iteration` (counted from 1).
+    /// `lane` carried the mark that ends `iteration` (counted from 1).
     ///
     /// # Errors
     /// The lane is not open, or the mark is not its next one.
@@ -120,8 +120,8 @@ impl Marks {
         planted(Mistake::MarkPassedEarly) || self.live.values().all(|one| one.reached >= iteration)
     }
 
-    /// `lane` ended cleanly, or was given up and its thread is joined: nothing on it is in
-    /// flight.
+    /// `lane` closed without an error, or was lost and its thread joined: nothing
+    /// of it is in flight.
     pub fn end(&mut self, lane: u16) {
         self.live.remove(&lane);
     }

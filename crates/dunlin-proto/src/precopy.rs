@@ -32,13 +32,13 @@ const FRUITLESS_BEFORE_THROTTLE: u32 = 2;
 /// millisecond on a 25 GbE link, less than the fixed costs).
 const NEGLIGIBLE_PAGES: u64 = 1024;
 
-/// What to do when the time limit is reached.
+/// What the source does at the time limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtTimeLimit {
-    /// Cancel; the VM continues at the source.
+    /// Cancels the migration: the VM continues at the source.
     #[default]
     Cancel,
-    /// Pause and switch over, however long the downtime.
+    /// Pauses the guest and switches over, whatever the downtime.
     Stop,
 }
 
@@ -49,7 +49,7 @@ pub struct Goals {
     pub downtime_limit_ns: u64,
     /// Longest duration of the migration, in nanoseconds; `None` is unlimited.
     pub time_limit_ns: Option<u64>,
-    /// What to do at the time limit.
+    /// What the source does at the time limit.
     pub at_time_limit: AtTimeLimit,
     /// Whether the guest may be throttled.
     pub throttle: bool,
@@ -72,20 +72,21 @@ pub struct Pass {
     pub fixed_ns: u64,
 }
 
-/// What to do next.
+/// What the source does after an iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Another iteration, with the guest throttled by `throttle` percent.
+    /// Starts another iteration, with the guest throttled by `throttle` percent.
     Iterate {
         /// 0 to 99; 0 is full speed.
         throttle: u8,
     },
-    /// Pause the guest and switch over.
+    /// Pauses the guest and switches over.
     SwitchOver,
-    /// Almost nothing remains, and the fixed costs alone exceed the downtime
-    /// limit: another iteration cannot help.
+    /// Ends pre-copy: almost nothing remains, and the fixed costs alone exceed
+    /// the downtime limit, so another iteration cannot help.
     OutOfReach,
-    /// The time limit is reached, and the operator chose to cancel.
+    /// Ends pre-copy: the time limit is reached, and the operator chose
+    /// [`AtTimeLimit::Cancel`].
     GiveUp,
 }
 
@@ -128,7 +129,7 @@ impl Precopy {
             .saturating_add(pass.fixed_ns)
     }
 
-    /// Decides after an iteration, by the rules at the top of this module.
+    /// An iteration ended. Decides by the rules at the top of this module.
     pub fn after_iteration(&mut self, pass: &Pass) -> Decision {
         let shrunk = self
             .last_remaining

@@ -56,22 +56,22 @@ pub struct ChunkPlan {
     pub pages: u64,
 }
 
-/// The answer to a lane that asks for work.
+/// What a lane's thread does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// The plan has been filled.
+    /// Sends the chunk in the plan.
     Chunk,
-    /// Send the mark that ends this iteration.
+    /// Sends the mark that ends this iteration.
     Mark(u32),
-    /// Nothing more follows: send *end* with the number of chunks that this
-    /// lane has carried, and close.
+    /// Sends *end* with the number of chunks that this lane has carried, and
+    /// closes the lane.
     End {
         /// Chunks that this lane has carried.
         chunks: u64,
     },
-    /// Nothing to do now; ask again after an event.
+    /// Waits for an event, and asks again.
     Wait,
-    /// Stop: the lane was given up.
+    /// Ends at once: the lane carries nothing more.
     Stop,
 }
 
@@ -215,8 +215,8 @@ impl Schedule {
         self.lanes.get(&lane).map(|state| state.course)
     }
 
-    /// Adds a lane, which takes part immediately. The destination must have
-    /// admitted it: only then do the other lanes wait for it at a mark.
+    /// The destination admitted `lane`, which carries chunks from now on. Only
+    /// for an admitted lane do the other lanes wait at a mark.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(
             lane,
@@ -228,14 +228,14 @@ impl Schedule {
         );
     }
 
-    /// Makes `lane` end when it next asks for work.
+    /// `lane` is no longer needed: its next task is [`Work::End`].
     pub fn leave(&mut self, lane: u16) {
         if let Some(state) = self.lanes.get_mut(&lane) {
             state.leaving = true;
         }
     }
 
-    /// Forgets a lane that has ended, once all its chunks are confirmed.
+    /// All chunks of `lane`, which has ended, were confirmed. Removes the lane.
     pub fn forget(&mut self, lane: u16) {
         self.lanes.remove(&lane);
     }
@@ -275,7 +275,7 @@ impl Schedule {
         self.finishing = true;
     }
 
-    /// Returns what `lane` should do now. A chunk is stored in `plan`.
+    /// Returns the next task of `lane`. A chunk is stored in `plan`.
     pub fn next(&mut self, lane: u16, plan: &mut ChunkPlan) -> Work {
         let Some(state) = self.lanes.get_mut(&lane) else {
             return Work::Stop;
@@ -352,7 +352,7 @@ impl Schedule {
         pages > 0
     }
 
-    /// The destination has written chunks `first` to `first + count - 1`.
+    /// The destination wrote chunks `first` to `first + count - 1`.
     /// Repetition has no effect. Returns the number of pages acknowledged for
     /// the first time.
     ///
@@ -392,7 +392,7 @@ impl Schedule {
         Ok(pages)
     }
 
-    /// `lane` is lost and fenced: its unacknowledged pages become pending
+    /// `lane` was lost and fenced: its unacknowledged pages become pending
     /// again. Returns their number.
     pub fn lose_lane(&mut self, lane: u16) -> u64 {
         self.lanes.remove(&lane);

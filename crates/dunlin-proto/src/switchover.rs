@@ -52,7 +52,7 @@
 //! 3. After a crash, continue from the journal: [`Source::restarted`],
 //!    [`Destination::restarted`].
 //!
-//! An event that a state cannot take is an error and changes nothing. A
+//! An event that is not possible in a state is an error and changes nothing. A
 //! snapshot in `tests/it/switchover_table.rs` has the whole table.
 //! `tests/model` of the workspace checks this code for I1 and I2 under every
 //! order of deliveries, crashes and failures.
@@ -65,7 +65,7 @@ pub use source::{Resolution, Source, SourceAction, SourceEvent};
 
 use thiserror::Error;
 
-/// An event that the state cannot take.
+/// An event that is not possible in the state.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("event {event} is not possible in {role} state {state}")]
 pub struct Impossible {

@@ -160,7 +160,7 @@ impl<'a> Reader<'a> {
 
     /// Reads UTF-8 preceded by a 16-bit length of at most `limit` bytes.
     ///
-    /// The text comes from the peer: escape it before it reaches a terminal.
+    /// The text is the peer's: the caller escapes it before it reaches a terminal.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`], [`DecodeReason::OverLimit`] or

@@ -163,7 +163,7 @@ impl Site {
     pub(super) fn report(&self, event: Event) {
         let dropped = self.dropped.swap(0, Ordering::Relaxed);
         if dropped > 0 {
-            let text = format!("{dropped} events dropped: event queue full");
+            let text = format!("event queue full: dropped events: {dropped}");
             if self.events.try_send(Event::Warning(text)).is_err() {
                 self.dropped.fetch_add(dropped, Ordering::Relaxed);
             }

@@ -60,7 +60,7 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
     // The program may outlive its channel, so programs are limited separately.
     let most = site.limits.channels;
     let running = Counted::one_more(programs, most).ok_or_else(|| {
-        let text = format!("{most} programs of this peer are still running");
+        let text = format!("limit of running programs reached for this peer ({most})");
         io::Error::new(io::ErrorKind::QuotaExceeded, text)
     })?;
     // Start the thread before the program: if no thread waits for a program, it stays as a zombie.

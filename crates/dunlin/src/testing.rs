@@ -118,8 +118,8 @@ pub enum Violation {
     /// A write was not reported by the fetch after it or by an earlier one. A migration
     /// would have left the page stale.
     #[error(
-        "DirtyLog::fetch promises that every write before it has been reported; {pages} pages were \
-         written and not reported, the first is page {page} of region {region}"
+        "DirtyLog::fetch promises that every write before it has been reported; pages written and \
+         not reported: {pages}, the first is page {page} of region {region}"
     )]
     Missed {
         /// The region's position in the table.

@@ -454,7 +454,7 @@ fn the_key_exchange_is_hybrid_where_both_can_and_classic_where_one_cannot() {
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody))
+        .with_custom_certificate_verifier(Arc::new(AcceptAnyServer))
         .with_no_client_auth();
     config.client_auth_cert_resolver = classic.client_auth_cert_resolver;
     config.alpn_protocols = std::mem::take(&mut classic.alpn_protocols);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dunlin_ipsec::lanes::IpsecLanes;
-use dunlin_ipsec::{Direction, Mode, Observer, Options, Sender, Status};
+use dunlin_ipsec::{Direction, Event, Mode, Observer, Options, Sender, Status};
 
 use crate::Guest;
 use crate::sessions::{inside, netns};
@@ -18,17 +18,15 @@ pub const POOL: &str = "24576-28671";
 
 /// The events of a host's sessions.
 #[derive(Clone, Debug, Default)]
-pub struct Said(Arc<Mutex<Vec<String>>>);
+pub struct Said(Arc<Mutex<Vec<Event>>>);
 
 impl Said {
-    /// Whether an event contains `words`.
+    /// Whether there was an event for which `is` is true.
     ///
     /// # Panics
     /// Another thread has panicked.
-    #[must_use]
-    pub fn has(&self, words: &str) -> bool {
-        let said = self.0.lock().expect("no thread panicked");
-        said.iter().any(|line| line.contains(words))
+    pub fn has(&self, is: impl Fn(&Event) -> bool) -> bool {
+        self.0.lock().expect("no thread panicked").iter().any(is)
     }
 }
 
@@ -53,10 +51,10 @@ pub fn ipsec_lanes_with(host: &str, mode: Mode, cpus: &[u32], ports: &str) -> (I
     options.timeout = Duration::from_secs(30);
     let said = Said::default();
     let (heard, at) = (said.clone(), host.to_owned());
-    let observer: Observer = Arc::new(move |event: &dunlin_ipsec::Event| {
+    let observer: Observer = Arc::new(move |event: &Event| {
         println!("{at}: {event}");
         let mut said = heard.0.lock().expect("no thread panicked");
-        said.push(event.to_string());
+        said.push(event.clone());
     });
     let sealed = inside(host, || IpsecLanes::new(options, observer)).expect("the kernel has IPsec");
     (sealed, said)

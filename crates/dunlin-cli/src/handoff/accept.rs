@@ -136,7 +136,7 @@ impl Accept {
             signal.name(),
             self.drain.as_secs()
         ));
-        Ok(drained(acceptor.drain(self.drain), "connections"))
+        Ok(drained(acceptor.drain(self.drain), "connection"))
     }
 
     fn options(&self) -> Result<Options> {
@@ -144,7 +144,7 @@ impl Accept {
             [path] => vec![path; self.names.len()],
             paths if paths.len() == self.names.len() => paths.iter().collect(),
             paths => bail!(
-                "{} names and {} --to: give one --to for all names, or one for each name",
+                "give one --to for all names, or one for each: names {}, --to {}",
                 self.names.len(),
                 paths.len()
             ),

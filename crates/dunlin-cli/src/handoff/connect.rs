@@ -133,7 +133,7 @@ impl Connect {
                 let bundle = Bundle::load(path).context("cannot use --cert-bundle-file")?;
                 TrustPolicy::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
             }
-            None => TrustPolicy::Anybody,
+            None => TrustPolicy::AnyCertificate,
         };
         let identity = match &self.identity {
             Some(directory) => Some(load_identity(directory, Role::Source, &self.reading)?.0),

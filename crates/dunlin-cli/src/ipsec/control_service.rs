@@ -15,7 +15,7 @@ use crate::control::Client;
 use crate::log::warn;
 use crate::options::{ControlPath, IPSEC};
 use crate::state::StatePath;
-use crate::text::{chained, clean};
+use crate::text::{chained, clean, count};
 
 /// Timeout for an answer. It is long because `down` waits until connections end.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
@@ -186,7 +186,7 @@ impl AssociationLine {
     fn print(&self) {
         let sender = sender(self.cpu, self.connection);
         let carried = match (self.bytes, self.packets) {
-            (Some(bytes), Some(packets)) => format!("{bytes} bytes, {packets} packets"),
+            (Some(bytes), Some(packets)) => format!("{bytes} bytes, {}", count(packets, "packet")),
             _ => "removed by another program".to_owned(),
         };
         let errors = [

@@ -124,9 +124,10 @@ fn check(file: File, found: &mut Found<'_>) -> Option<Config> {
         let least = limits.channels as u64 * (256 << 10);
         if limits.peer_bytes < least {
             let text = format!(
-                "{} channels need at least {} MiB: raise peer_memory, or lower channels",
-                limits.channels,
-                least.div_ceil(1 << 20)
+                "peer_memory below {} MiB, the minimum for channels = {}: raise peer_memory, or \
+                 lower channels",
+                least.div_ceil(1 << 20),
+                limits.channels
             );
             found.add(&memory.span(), text);
         }

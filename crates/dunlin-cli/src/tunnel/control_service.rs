@@ -258,7 +258,7 @@ fn ended(status: &ListenerStatus) -> Line {
         .why
         .as_ref()
         .map_or(FaultCode::ChannelBroken, Failure::code);
-    let text = format!("{bad} of {all} connections failed");
+    let text = format!("failed connections: {bad} of {all}");
     let mut failed = FailedLine::new(fault, "", text, FAILED);
     if let Some(why) = &status.why {
         // For a failure that the peer reported, the party at fault is stated from this side's view.

@@ -131,7 +131,7 @@ impl Run {
             signal.name(),
             drain.as_secs()
         ));
-        let code = drained(tunnel.drain(drain), "channels");
+        let code = drained(tunnel.drain(drain), "channel");
         drop(tunnel);
         if let Some(service) = service {
             service.drain();

@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::control_service::{Request, described};
 use super::line::{RouteLine, TunnelLine};
 use crate::line::Line;
-use crate::text::clean;
+use crate::text::{clean, count};
 
 const MIB: f64 = (1_u64 << 20) as f64;
 
@@ -40,20 +40,19 @@ pub(crate) fn show(line: &TunnelLine) {
             ", accepts no more"
         };
         let text = format!(
-            "{}: {} channels{closed}",
+            "{}: {}{closed}",
             described(listener),
-            listener.channels
+            count(listener.channels, "channel")
         );
         println!("  {}", clean(&text));
     }
     for peer in &line.peers {
         let text = format!(
-            "peer {} at {}: {} channels, {} lanes; {:.1} MiB queued here, {:.1} MiB \
-             unacknowledged",
+            "peer {} at {}: {}, {}; {:.1} MiB queued here, {:.1} MiB unacknowledged",
             peer.peer,
             peer.at,
-            peer.channels,
-            peer.lanes,
+            count(peer.channels, "channel"),
+            count(peer.lanes, "lane"),
             peer.held_bytes as f64 / MIB,
             peer.unacknowledged_bytes as f64 / MIB,
         );
@@ -73,8 +72,8 @@ fn of_route(route: &RouteLine, over_ms: f64) -> String {
         text.push_str(&format!(", target {target}"));
     }
     text.push_str(&format!(
-        ": {} channels, {} ended, {} of them failed",
-        route.channels,
+        ": {}, {} ended, {} of them failed",
+        count(route.channels, "channel"),
         route.closed + route.left_unread + route.failed,
         route.failed
     ));

@@ -63,7 +63,7 @@ impl Target {
             status.pid
         );
         println!(
-            "  {} pages checked by the guest, {} full passes, {} beats",
+            "  pages checked by the guest: {}, full passes: {}, beats: {}",
             status.pages_checked, status.full_passes, status.beats
         );
         println!(

@@ -114,8 +114,8 @@ impl Scene {
     /// states the reason, and the receiver gets nothing. `tests/kernel` then tests the delivery.
     pub fn delivers(&self, accept: &Accept, client: &mut Process) -> Option<Value> {
         if !kernel_has_tls() {
-            let why = accept.process.wait_for("for own.test is refused");
-            assert!(why.contains("this kernel has no TLS"), "{why}");
+            let why = accept.process.wait_for("fault=kernel name=own.test");
+            assert!(why.contains("modprobe tls"), "{why}");
             client.wait_for("alert internal error");
             let (line, socket) = self.taken();
             assert!(line.is_empty() && socket.is_none(), "{line:?}");

@@ -75,6 +75,17 @@ impl Done {
         assert_eq!(self.code, code, "{}\n{}", self.out, self.err);
         self
     }
+
+    /// The fault code at the end of standard error; empty if the error has none.
+    pub fn fault(&self) -> &str {
+        fault_in(&self.err)
+    }
+}
+
+/// The fault code at the end of an error; empty if the error has none.
+pub fn fault_in(error: &str) -> &str {
+    let end = error.trim_end().strip_suffix(']').unwrap_or("");
+    end.rsplit_once(" [").map_or("", |(_, code)| code)
 }
 
 fn parse(line: &str) -> Value {

@@ -150,7 +150,7 @@ pub enum Refusal {
     #[error("TLS handshake timed out")]
     Deadline,
     /// Evicted for a newer client: as many clients as [`Limits::pending`] allows were pending.
-    #[error("evicted for a newer client: {0} clients were before the end of their handshake")]
+    #[error("evicted for a newer client: limit of pending handshakes reached ({0})")]
     Evicted(usize),
     /// Evicted because descriptors or memory ran out.
     #[error(
@@ -182,13 +182,13 @@ pub enum Refusal {
         source: io::Error,
     },
     /// As many sockets of this name as [`Limits::handovers`] allows wait for the receiver.
-    #[error("{0} sockets of this name wait for the receiver already: check why it does not accept")]
+    #[error("limit of waiting sockets for the receiver reached ({0}): check why it does not accept")]
     ReceiverBusy(usize),
     /// The backend cannot be reached.
     #[error("cannot reach the backend: {0}; check that it listens")]
     BackendUnreachable(#[source] io::Error),
     /// As many clients as [`Limits::forwarded`] allows are forwarded, and all of them are active.
-    #[error("{0} clients are forwarded already: raise the limit")]
+    #[error("limit of forwarded clients reached ({0}): raise it")]
     TooManyForwarded(usize),
     /// The client was forwarded, and its connection or the connection to the backend
     /// failed.

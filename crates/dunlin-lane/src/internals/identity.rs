@@ -303,7 +303,7 @@ impl Identity {
             Err(webpki::Error::CertRevoked) => Err(IdentityErrorKind::Revoked { path }),
             Err(error) if !self.authorities.anchors.is_empty() => {
                 Ok(match UntrustedReason::of(leaf, intermediates, &error) {
-                    Some(UntrustedReason::BrokenOff { issuer }) => {
+                    Some(UntrustedReason::IncompleteChain { issuer }) => {
                         Some(Warning::NoChain { path, issuer })
                     }
                     _ => None,

@@ -84,12 +84,12 @@ pub enum UntrustedReason {
         /// The pin that would allow the certificate.
         pin: Pin,
     },
-    /// The chain ends at this authority, which this host does not trust.
+    /// The chain is complete, but this host does not trust the root authority at its end.
     #[error(
         "it was issued by an unknown authority, {authority}: give both hosts certificates of one \
          authority, or add that authority to this host's CA bundle"
     )]
-    ByStranger {
+    UnknownRoot {
         /// The authority's name.
         authority: String,
     },
@@ -101,7 +101,7 @@ pub enum UntrustedReason {
          certificate to the peer's; if it is a root, add it to this host's CA bundle, or give both \
          hosts certificates of one authority"
     )]
-    BrokenOff {
+    IncompleteChain {
         /// The issuer's name.
         issuer: String,
     },
@@ -356,7 +356,7 @@ impl UntrustedReason {
         }
         for _ in 0..CHAIN_LIMIT {
             if is_own_issuer(&last) {
-                return Some(Self::ByStranger {
+                return Some(Self::UnknownRoot {
                     authority: readable(&last.subject().to_string()),
                 });
             }
@@ -370,7 +370,7 @@ impl UntrustedReason {
                 None => break,
             }
         }
-        Some(Self::BrokenOff {
+        Some(Self::IncompleteChain {
             issuer: readable(&last.issuer().to_string()),
         })
     }

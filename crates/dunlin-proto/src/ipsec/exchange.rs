@@ -57,9 +57,9 @@ enum Phase {
     Greeting,
     /// The terms have arrived, and the initial policies are being installed.
     Beginning(Terms),
-    /// SAs are added and removed.
+    /// The initial policies are installed; SAs are being added and removed.
     Running(Terms),
-    /// Nothing more is sent or handled.
+    /// The session has ended; messages and requests are ignored.
     Over,
 }
 
@@ -163,7 +163,7 @@ impl Exchange {
         }
     }
 
-    /// Releases the SA of `sender`, which sends no more.
+    /// Releases the SA of `sender`, which sends nothing more.
     pub fn release(&mut self, sender: Sender) {
         if self.phase != Phase::Over {
             self.sending.release(sender);
@@ -200,7 +200,7 @@ impl Exchange {
 
     // Events.
 
-    /// The initial policies are installed.
+    /// The initial policies were installed: the end of [`Action::Begin`].
     pub fn begun(&mut self) {
         let Phase::Beginning(terms) = self.phase else {
             return;
@@ -212,7 +212,7 @@ impl Exchange {
         self.proceed();
     }
 
-    /// The SAs of an [`Action::InstallInbound`] are installed, each with its SPI.
+    /// The SAs of an [`Action::InstallInbound`] were installed, each with its SPI.
     pub fn inbound_installed(&mut self, spis: &[u32]) {
         let Phase::Running(_) = self.phase else {
             return;
@@ -226,7 +226,7 @@ impl Exchange {
         }
     }
 
-    /// The SAs and policies of an [`Action::InstallOutbound`] are installed.
+    /// The SAs and policies of an [`Action::InstallOutbound`] were installed.
     pub fn outbound_installed(&mut self) {
         let Phase::Running(_) = self.phase else {
             return;
@@ -236,7 +236,7 @@ impl Exchange {
         self.proceed();
     }
 
-    /// Handles a message of the peer.
+    /// A message of the peer arrived.
     pub fn handle_message(&mut self, message: Message) {
         let result = match (self.phase, message) {
             (Phase::Over, _) => Ok(None),

@@ -90,10 +90,10 @@ impl fmt::Display for Selector {
 /// What a policy does with its packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Drop them.
+    /// Drops them.
     Block,
-    /// Outgoing packets are sealed by an SA with this request id or dropped; incoming packets were
-    /// opened by one or are dropped.
+    /// Seals outgoing packets with an SA with this request id, and accepts incoming packets that
+    /// such an SA opened. Drops all others.
     Protect {
         /// The request id.
         reqid: u32,

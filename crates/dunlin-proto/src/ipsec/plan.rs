@@ -89,11 +89,11 @@ pub struct SessionParameters {
 /// One change of the kernel's tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Install an object that must not exist yet.
+    /// Installs an object that must not exist yet.
     Add(Object),
-    /// Replace this session's policy with the same direction and selector.
+    /// Replaces this session's policy with the same direction and selector.
     Replace(Policy),
-    /// Remove this object and nothing else.
+    /// Removes this object and nothing else.
     Remove(Object),
 }
 

@@ -71,33 +71,33 @@ impl Default for Timeouts {
 pub enum KeyUsage {
     /// Far from the limit.
     Fresh,
-    /// Near the limit: another lane should replace this one.
+    /// Near the limit: another lane replaces this one.
     NearLimit,
-    /// At the limit: the lane may carry only its *end*.
+    /// At the limit: the lane carries only its *end*.
     Spent,
 }
 
-/// What the caller must do about a lane.
+/// What the caller does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Open a connection for a lane with this number.
+    /// Opens a connection for a lane with this number.
     Open(u16),
-    /// Cut this lane's connection, so that its thread ends.
+    /// Closes this lane's connection, which ends its thread.
     Cut(u16),
-    /// Send *fence* for this lane.
+    /// Sends *fence* for this lane.
     Fence(u16),
-    /// For too long no lane was up for pending work, or a fence was not
-    /// answered: end the migration or the channels.
+    /// Ends the migration or the channels: for [`Timeouts::alone_ns`] no lane
+    /// was up for pending work, or a fence was not answered.
     GiveUp,
 }
 
 /// What happens to a lost lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// The lane stays until the peer answers a fence: a late write on it could
-    /// overwrite newer data.
+    /// The lane stays until the peer has answered a fence: a late write on it
+    /// could overwrite newer data.
     Fenced,
-    /// The lane is removed immediately: its data may arrive twice.
+    /// The lane is removed immediately: the peer drops data that arrives twice.
     Dropped,
 }
 
@@ -149,7 +149,7 @@ impl<L> Lane<L> {
         self.clock_ns
     }
 
-    /// The peer has confirmed something, or is not to blame for the time until now.
+    /// The peer confirmed something, or the time until now does not count.
     pub(crate) fn restart(&mut self, now_ns: u64) {
         self.clock_ns = self.clock_ns.max(now_ns);
     }
@@ -234,8 +234,8 @@ impl<L: Load> Lifecycle<L> {
         self.last_number == u16::MAX && self.lacks_one()
     }
 
-    /// The lane can carry work, so one lane near its key's limit may leave.
-    /// Returns whether it was `Opening`.
+    /// The lane is up: it can carry work, and one lane near its key's limit
+    /// leaves. Returns whether the lane was `Opening`.
     pub(crate) fn up(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get_mut(&number);
         let Some(lane) = lane.filter(|lane| lane.is(State::Opening)) else {
@@ -251,7 +251,7 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// The peer has accepted a new lane: the next delay is `retry_first_ns` again.
+    /// The peer accepted a new lane: the next delay is `retry_first_ns` again.
     pub(crate) fn taken(&mut self) {
         self.retry_ns = self.timeouts.retry_first_ns;
     }
@@ -268,14 +268,14 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// Lanes are no longer needed.
+    /// No more work follows: every lane that is up leaves.
     pub(crate) fn leave_all(&mut self) {
         for lane in self.lanes.values_mut().filter(|lane| lane.is(State::Up)) {
             lane.state = State::Leaving;
         }
     }
 
-    /// The lane sends its end, and nothing after it.
+    /// The lane got its end, and sends nothing after it.
     pub(crate) fn end(&mut self, number: u16) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && matches!(lane.state, State::Up | State::Leaving)
@@ -284,7 +284,8 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The peer has confirmed everything: removes the lane if it has ended.
+    /// The peer has confirmed everything on the lane. A lane that has ended is
+    /// removed.
     pub(crate) fn forget(&mut self, number: u16) {
         let lane = self.lanes.get(&number);
         if lane.is_some_and(|lane| lane.is(State::Ended)) {
@@ -292,8 +293,9 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The lane's connection has ended, or could not be opened. A lane that has
-    /// sent its end waits for the last confirmation; any other is lost.
+    /// The lane's connection closed, or could not be opened. `in_order` means
+    /// that it closed without an error. A lane that has sent its end then waits
+    /// for the last confirmation; any other is lost.
     pub(crate) fn over(&mut self, number: u16, in_order: bool, now_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.connected = false;
@@ -303,7 +305,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The lane is lost. Returns whether that is new.
+    /// The lane was lost. Returns false if it was lost before.
     pub(crate) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get(&number);
         if lane.is_none_or(|lane| lane.is(State::Fencing)) {
@@ -323,8 +325,8 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// The lane is lost and the peer can receive nothing more on it: it was
-    /// fenced, or never admitted. Returns its load.
+    /// The peer can receive nothing more on the lane, because it was fenced or
+    /// never admitted. The lane is removed. Returns its load.
     pub(crate) fn remove(&mut self, number: u16, now_ns: u64) -> Option<L> {
         if !self.lanes.get(&number)?.is(State::Fencing) {
             self.cut(number, now_ns);
@@ -349,7 +351,7 @@ impl<L: Load> Lifecycle<L> {
         std::mem::take(&mut self.dropped)
     }
 
-    /// A new control lane is up; messages on the old one may be lost. Fences
+    /// A new control lane came up; messages on the old one may be lost. Fences
     /// are requested again. Lanes that have left are lost, because the peer
     /// does not repeat their last confirmation.
     pub(crate) fn resumed(&mut self, now_ns: u64) {
@@ -364,8 +366,8 @@ impl<L: Load> Lifecycle<L> {
         self.unheard(now_ns);
     }
 
-    /// The control lane was silent until now, so nothing could be confirmed:
-    /// the time that has passed counts against no lane.
+    /// The control lane carried nothing until now, so nothing could be
+    /// confirmed: the time that has passed counts against no lane.
     pub(crate) fn unheard(&mut self, now_ns: u64) {
         for lane in self.lanes.values_mut() {
             lane.restart(now_ns);

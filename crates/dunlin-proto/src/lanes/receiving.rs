@@ -19,7 +19,7 @@ pub enum LaneRefusal {
         lane: u16,
     },
     /// The maximum number of lanes is open.
-    #[error("lane limit reached ({open} lanes open)")]
+    #[error("lane limit reached ({open} open)")]
     Limit {
         /// Number of open lanes.
         open: usize,
@@ -49,7 +49,7 @@ pub enum CourseError {
         expected: u32,
     },
     /// The count in *end* is wrong.
-    #[error("lane {lane} announced {counted} chunks at its end but carried {carried}")]
+    #[error("lane {lane} ended with chunk count {counted}, but carried {carried}")]
     Count {
         /// The lane.
         lane: u16,
@@ -64,7 +64,7 @@ pub enum CourseError {
 /// missing. The source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
-    "received {chunks} chunks of {pages} pages, but the source sent {counted_chunks} chunks of {counted_pages} pages"
+    "chunk count {chunks} and page count {pages} do not match the source's {counted_chunks} and {counted_pages}"
 )]
 pub struct Incomplete {
     /// Chunks that arrived.
@@ -77,13 +77,13 @@ pub struct Incomplete {
     pub counted_pages: u64,
 }
 
-/// What the caller does about *fence*.
+/// What the caller does after *fence*.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
-    /// Close the lane's connection, wake its thread and join it; then
+    /// Closes the lane's connection, wakes its thread, joins it, and calls
     /// [`Receiving::gone`].
     Close,
-    /// The lane is not open here: answer immediately.
+    /// Sends *fenced* immediately: the lane is not open here.
     Answer,
 }
 
@@ -133,7 +133,7 @@ impl Receiving {
         (self.received.count(), self.pages)
     }
 
-    /// A lane's proof is valid. The caller then sends *lane up*.
+    /// A lane's proof was found valid. The caller sends *lane up*.
     ///
     /// # Errors
     /// The lane is not admitted: the caller sends *lane refused* and closes it.
@@ -154,10 +154,10 @@ impl Receiving {
         Ok(())
     }
 
-    /// A chunk's header has arrived on `lane`: checks that it may be written.
+    /// A chunk's header arrived on `lane`. Checks that the chunk may be written.
     ///
     /// # Errors
-    /// The chunk must not be written; close the lane.
+    /// The chunk must not be written, and the caller closes the lane.
     pub fn check_chunk(&self, lane: u16, number: u64, iteration: u32) -> Result<(), CourseError> {
         let expected = self
             .marks
@@ -176,7 +176,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// The chunk is in guest memory.
+    /// The chunk was written to guest memory.
     ///
     /// # Errors
     /// See [`ChunkError`].
@@ -192,7 +192,8 @@ impl Receiving {
         Ok(())
     }
 
-    /// `lane` has read the mark of `iteration`; wake the lanes that wait at a mark.
+    /// The mark of `iteration` was read on `lane`. The caller wakes the lanes
+    /// that wait at a mark.
     ///
     /// # Errors
     /// See [`MarkError`].
@@ -208,13 +209,14 @@ impl Receiving {
         self.marks.may_pass(iteration)
     }
 
-    /// Whether `lane` is being closed: its thread must end.
+    /// Whether `lane` is being closed, so that its thread ends.
     #[must_use]
     pub fn is_closing(&self, lane: u16) -> bool {
         self.asked.contains(&lane) || !self.lanes.contains_key(&lane)
     }
 
-    /// `lane` has ended cleanly; wake the lanes that wait at a mark.
+    /// *end* was read on `lane`: the lane closed without an error. The caller
+    /// wakes the lanes that wait at a mark.
     ///
     /// # Errors
     /// The count in *end* is wrong.
@@ -233,7 +235,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// The source asks to fence `lane`. Its number is never accepted again.
+    /// *fence* arrived for `lane`. Its number is never accepted again.
     pub fn fence(&mut self, lane: u16) -> Fence {
         self.used.insert(lane);
         if self.lanes.contains_key(&lane) {
@@ -244,10 +246,10 @@ impl Receiving {
         Fence::Answer
     }
 
-    /// The thread of `lane` is joined and its connection closed. Send *fenced*
-    /// with the content of [`Receiving::take_reports`], and wake the lanes that
-    /// wait at a mark. Returns false if the lane had ended cleanly and no
-    /// fence was requested: then there is nothing to send.
+    /// The connection of `lane` was closed and its thread joined. The caller
+    /// sends *fenced* with the content of [`Receiving::take_reports`], and wakes
+    /// the lanes that wait at a mark. Returns false if the lane closed without
+    /// an error and no fence was requested: then no *fenced* is sent.
     pub fn gone(&mut self, lane: u16) -> bool {
         let asked = self.asked.remove(&lane);
         let open = self.lanes.remove(&lane).is_some();
@@ -260,7 +262,7 @@ impl Receiving {
         asked || open
     }
 
-    /// *final* has arrived; a later one replaces it.
+    /// *final* arrived. A later one replaces it.
     pub fn finish(&mut self, last: Final) {
         if !self.complete {
             self.last = Some(last);

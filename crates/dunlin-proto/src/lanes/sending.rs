@@ -178,7 +178,7 @@ impl Sending {
             && self.lanes.iter().all(|(_, lane)| is_done(lane))
     }
 
-    /// Returns what lane `number` should do now; see [`Schedule::next`].
+    /// Returns the next task of lane `number`; see [`Schedule::next`].
     pub fn next(
         &mut self,
         number: u16,
@@ -209,7 +209,7 @@ impl Sending {
         work
     }
 
-    /// The rate cap delays the last chunk of lane `number` until `until_ns`.
+    /// The rate cap delayed the last chunk of lane `number` until `until_ns`.
     /// The deadline of earlier chunks does not change.
     pub fn paced(&mut self, number: u16, until_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(number) {
@@ -217,8 +217,8 @@ impl Sending {
         }
     }
 
-    /// The destination has admitted lane `number`. Repetition has no effect.
-    /// Returns whether this is new.
+    /// The destination admitted lane `number`. Returns false if it had done so
+    /// before; repetition has no effect.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -232,9 +232,9 @@ impl Sending {
         Ok(true)
     }
 
-    /// The destination has refused lane `number`: it never took part. Returns whether the
-    /// lane was still wanted. A lane that has failed in the meantime may be refused merely
-    /// because it arrives after its own fence.
+    /// The destination refused lane `number`, so the lane carried nothing.
+    /// Returns whether the lane was still wanted: a lane that has failed
+    /// meanwhile may be refused only because it arrived after its own fence.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -248,14 +248,14 @@ impl Sending {
         Ok(wanted)
     }
 
-    /// The lane's thread has ended: after it sent *end* and closed the
-    /// connection, or because something failed.
+    /// The lane's thread ended. `in_order` means that it sent *end* and closed
+    /// the connection without an error.
     pub fn thread_ended(&mut self, number: u16, in_order: bool, now_ns: u64) {
         self.lanes.over(number, in_order, now_ns);
         self.forget_confirmed();
     }
 
-    /// The destination acknowledges chunks and reports the positions of lanes.
+    /// The destination acknowledged chunks and reported the positions of lanes.
     /// Returns the number of pages acknowledged for the first time.
     ///
     /// # Errors
@@ -307,9 +307,9 @@ impl Sending {
         Ok(pages)
     }
 
-    /// The destination can receive nothing more on lane `number`; `acks` are
-    /// its last acknowledgements. Its unacknowledged pages become pending
-    /// again. Returns their number. Repetition has no effect.
+    /// The destination fenced lane `number` and receives nothing more on it;
+    /// `acks` are its last acknowledgements. Its unacknowledged pages become
+    /// pending again. Returns their number. Repetition has no effect.
     ///
     /// # Errors
     /// The report names something that was never sent.
@@ -329,15 +329,15 @@ impl Sending {
         Ok(self.schedule.lose_lane(number))
     }
 
-    /// A new control lane is up. Messages on the old one may be lost: fences
+    /// A new control lane came up. Messages on the old one may be lost: fences
     /// are requested again, and lanes that have ended are fenced too, because
     /// the destination does not repeat their confirmation.
     pub fn control_resumed(&mut self, now_ns: u64) {
         self.lanes.resumed(now_ns);
     }
 
-    /// The control lane was silent until now, so nothing could be confirmed:
-    /// the time that has passed counts against no lane.
+    /// The control lane carried nothing until now, so nothing could be
+    /// confirmed: the time that has passed counts against no lane.
     pub fn unheard(&mut self, now_ns: u64) {
         self.lanes.unheard(now_ns);
     }

@@ -106,7 +106,7 @@ impl Selection {
     }
 }
 
-/// A selection outside the offer. The destination is at fault: end the session.
+/// A selection outside the offer. The destination is at fault, and the source ends the session.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum NotOffered {
     /// A version outside the range.

@@ -84,8 +84,8 @@ pub enum PeerFault {
         /// The lane.
         lane: u16,
     },
-    /// The end of a lane states a different number of frames than have arrived.
-    #[error("lane {lane} ended after {sent} frames, but {arrived} have arrived")]
+    /// A lane ended with another number of frames than have arrived.
+    #[error("lane {lane} ended with frame count {sent}, but {arrived} arrived")]
     LaneEnd {
         /// The lane.
         lane: u16,

@@ -17,13 +17,13 @@ use crate::mistake::{Mistake, planted};
 /// What the caller does with a piece that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// The chunk is next in order, and the caller may write to the channel's socket: write the
-    /// chunk, then call `Trunk::wrote`.
+    /// Writes it to the channel's socket and calls `Trunk::wrote`: the piece is the next one, and
+    /// the caller has the turn.
     Deliver,
-    /// Earlier bytes are missing, or another thread is writing: put it into its own buffer and
-    /// call `Trunk::keep`.
+    /// Copies it into its own buffer and calls `Trunk::keep`: earlier bytes are missing, or another
+    /// thread is writing.
     Keep,
-    /// The chunk is a duplicate, or its channel no longer exists.
+    /// Drops it: the piece is a duplicate, or its channel no longer exists.
     Drop,
 }
 
@@ -114,7 +114,7 @@ impl<T> Inbound<T> {
         !self.shut && self.eof == Some(self.delivered)
     }
 
-    /// The peer's direction ends at `offset`.
+    /// *eof* arrived: the peer's direction ends at `offset`.
     pub(super) fn ends(&mut self, channel: u32, offset: u64) -> Result<(), PeerFault> {
         let kept_end = self.kept.last_key_value();
         let arrived = kept_end.map_or(self.taken, |(o, (length, _))| o + u64::from(*length));
@@ -126,7 +126,7 @@ impl<T> Inbound<T> {
         Ok(())
     }
 
-    /// A piece has arrived.
+    /// A piece arrived.
     pub(super) fn arrived(&mut self, data: &Data) -> Result<Arrival, PeerFault> {
         let (offset, end) = (data.offset(), data.end());
         let channel = data.channel();
@@ -188,8 +188,8 @@ impl<T> Inbound<T> {
         }
     }
 
-    /// The thread with the turn has written `bytes`; `rest` holds what the socket did not
-    /// accept. Ends the turn, or returns the next piece.
+    /// The thread with the turn wrote `bytes`; `rest` holds what the socket did not take. Ends the
+    /// turn, or returns the next piece.
     pub(super) fn wrote(
         &mut self,
         channel: u32,
@@ -219,7 +219,7 @@ impl<T> Inbound<T> {
         })
     }
 
-    /// The socket is writable again.
+    /// The socket became writable again.
     pub(super) fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let token = self.rest.take()?;
         self.writing = true;

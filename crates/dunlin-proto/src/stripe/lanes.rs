@@ -80,7 +80,7 @@ impl<T: Clone> SendingLanes<T> {
         leaving.map(|(number, _)| number)
     }
 
-    /// How many lanes should carry frames.
+    /// Sets how many lanes carry frames.
     pub(super) fn want(&mut self, lanes: u16) {
         self.life.want(lanes);
         if lanes == 0 {
@@ -94,7 +94,7 @@ impl<T: Clone> SendingLanes<T> {
         lane.is_some_and(|lane| lane.is_established() && !lane.is(State::Ended))
     }
 
-    /// If this lane has to send its end, returns the number of its frames, only once.
+    /// Returns the number of the lane's frames if the lane has to send its end. Returned once.
     pub(super) fn end(&mut self, number: u16, now_ns: u64) -> Option<u64> {
         let lane = self.life.get_mut(number);
         let lane = lane.filter(|lane| lane.is(State::Leaving))?;
@@ -159,7 +159,7 @@ impl<T: Clone> SendingLanes<T> {
         self.held_bytes -= freed;
     }
 
-    /// The other side has received `frames` frames of the lane.
+    /// The other side acknowledged `frames` frames of the lane.
     pub(super) fn acknowledged(
         &mut self,
         number: u16,
@@ -199,27 +199,27 @@ impl<T: Clone> SendingLanes<T> {
         Err(PeerFault::Lane { lane: number })
     }
 
-    /// The lane's connection has ended. A lane that has ended waits for its last acknowledgement;
-    /// the frames of any other lane are sent again.
+    /// The lane's connection closed, or could not be established. A lane that has ended waits for
+    /// its last acknowledgement; the frames of any other lane are sent again.
     pub(super) fn over(&mut self, number: u16, now_ns: u64) {
         self.life.over(number, true, now_ns);
         self.send_again();
     }
 
-    /// The lane is lost: its frames are sent again. Returns whether it was not lost before.
+    /// The lane was lost: its frames are sent again. Returns false if it was lost before.
     pub(super) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let news = self.life.lose(number, now_ns);
         self.send_again();
         news
     }
 
-    /// A new control lane is up: messages on the old one may be lost.
+    /// A new control lane came up: messages on the old one may be lost.
     pub(super) fn resumed(&mut self, now_ns: u64) {
         self.life.resumed(now_ns);
         self.send_again();
     }
 
-    /// The next action. `waits` is true if bytes wait for a lane.
+    /// Returns the next action. `waits` is true if bytes wait for a lane.
     pub(super) fn poll(&mut self, waits: bool, now_ns: u64) -> Option<Action> {
         let action = self.life.poll(waits && self.life.wanted() > 0, now_ns);
         self.send_again();

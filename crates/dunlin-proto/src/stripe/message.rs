@@ -124,9 +124,9 @@ pub enum Message {
     },
     /// See [`Open`].
     Open(Open),
-    /// The other half is connected.
+    /// The other half is connected. Repeated on a later control lane.
     Opened {
-        /// The other half is connected. Repeated on a later control lane.
+        /// The channel.
         channel: u32,
         /// The offset up to which the other side may send.
         limit: u64,

@@ -73,7 +73,7 @@ impl Outbound {
         Some(data)
     }
 
-    /// Handles a credit of the other side.
+    /// A credit of the other side arrived.
     pub(super) fn credited(
         &mut self,
         channel: u32,

@@ -59,7 +59,7 @@ impl ReceivingLanes {
         }
     }
 
-    /// A connection has proved to be this lane.
+    /// The lane's proof was found valid.
     pub(super) fn admit(&mut self, number: u16) -> Result<(), FaultCode> {
         let word = &mut self.used[usize::from(number / 64)];
         let bit = 1 << (number % 64);
@@ -82,7 +82,7 @@ impl ReceivingLanes {
         lane.is_some_and(|lane| !lane.ended && !lane.over)
     }
 
-    /// The lane's next frame is safe.
+    /// The lane's next frame arrived completely: the other side need not send it again.
     pub(super) fn safe(&mut self, number: u16, bytes: u64, now_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && !lane.over
@@ -95,7 +95,7 @@ impl ReceivingLanes {
         }
     }
 
-    /// The lane's end has arrived, with the number of frames that it carried.
+    /// The lane's end arrived, with the number of frames that it carried.
     pub(super) fn ended(&mut self, number: u16, frames: u64) -> Result<(), PeerFault> {
         let Some(lane) = self.lanes.get_mut(&number) else {
             return Ok(());
@@ -111,14 +111,14 @@ impl ReceivingLanes {
         Ok(())
     }
 
-    /// The lane's connection is closed.
+    /// The lane's connection closed.
     pub(super) fn over(&mut self, number: u16) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.over = true;
         }
     }
 
-    /// A new control lane is up: all acknowledgements are sent again.
+    /// A new control lane came up: all acknowledgements are sent again.
     pub(super) fn resend_all(&mut self) {
         for lane in self.lanes.values_mut() {
             lane.acknowledged = 0;

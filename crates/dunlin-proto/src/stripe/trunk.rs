@@ -33,16 +33,17 @@ const BULK_BYTES: u64 = START_WINDOW_BYTES;
 
 #[derive(Debug)]
 enum Stage {
-    /// A channel of this side: the other side has not answered.
+    /// This side opened the channel; the other side has not answered.
     Opening(Asking),
-    /// A channel of the other side: bytes of earlier channels have to be delivered first.
+    /// The other side opened the channel; bytes of earlier channels are delivered first.
     Waiting {
         route: String,
         parameter: String,
         barrier: Vec<Mark>,
     },
-    /// A channel of the other side: the caller connects the target.
+    /// The other side opened the channel; the caller connects the target.
     Connecting,
+    /// Both halves are connected.
     Open,
 }
 
@@ -250,8 +251,8 @@ impl<T: Clone> Trunk<T> {
         self.draining = true;
     }
 
-    /// Aborts a channel because of a failure on this side: reports it to the other side and drops
-    /// all waiting bytes. The caller closes the connection.
+    /// A channel failed on this side, and the caller closes its connection. The channel is aborted:
+    /// the other side receives the code, and all bytes that wait are dropped.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;
@@ -268,7 +269,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The hypervisor at this end of a channel has closed its connection without a clean shutdown.
+    /// The hypervisor at this end of a channel closed its connection before the channel had ended.
     /// If it is the consumer of a channel that the other side opened, and almost nothing was left
     /// to deliver, this is not necessarily an abort: see [`Left`].
     pub fn left(&mut self, channel: u32, now_ns: u64) -> Left {
@@ -368,7 +369,7 @@ impl<T: Clone> Trunk<T> {
         self.lanes.leaving()
     }
 
-    /// The next action for the caller.
+    /// Returns the next action for the caller.
     pub fn poll(&mut self, now_ns: u64) -> Option<Action> {
         if !self.is_over() && self.actions.is_empty() {
             self.decide(now_ns);

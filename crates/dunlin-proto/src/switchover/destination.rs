@@ -14,11 +14,10 @@ pub enum Destination {
     Receiving,
     /// *final* matches what has arrived; lanes are joined, state is being loaded.
     Loading,
-    /// *ready* is sent; the guest does not run before *commit*.
+    /// *ready* is sent. The guest does not run before *commit*.
     Prepared,
-    /// The source has inquired over a new control lane before a decision:
-    /// messages that the old lane's reader has already read are being
-    /// processed.
+    /// The source has inquired over a new control lane before a decision. The
+    /// messages that the old lane's reader has read are being processed.
     Draining {
         /// Whether *ready* had been sent, so one of them may be *commit*.
         prepared: bool,
@@ -36,7 +35,7 @@ pub enum Destination {
     },
     /// *running* is recorded and the guest is being resumed.
     Starting,
-    /// The VM lives here.
+    /// The VM runs here, or stays paused as *commit* said.
     Running,
     /// The source has released the VM, and the session is forgotten.
     Released,
@@ -47,98 +46,98 @@ pub enum Destination {
     /// The destination's copy is dropped, but *aborted* could not be recorded, so no
     /// message reports it. The next inquiry tries again.
     Unrecorded,
-    /// The journal says *running*, but the VM no longer runs here: its process
-    /// died, or it could not be resumed. It may have run.
+    /// *running* is recorded, but the VM no longer runs here: its process has
+    /// ended, or it could not be resumed. It may have run.
     Died,
     /// The journal has no record of the session.
     Unknown,
 }
 
-/// Events at the destination.
+/// Events at the destination: what has happened since the last event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
-    /// The record is written and synced.
+    /// The record was written and synced.
     Recorded,
-    /// The journal could not be written or synced; it may hold the old or the new record.
+    /// Writing or syncing the record failed. The journal holds the old record or the new one.
     RecordFailed,
-    /// *final* has arrived, every lane thread is joined and the counts agree.
+    /// *final* arrived, every lane thread was joined, and the counts match.
     Complete,
-    /// State is loaded and checked.
+    /// The state was loaded and checked.
     Loaded,
-    /// The source commits.
+    /// *commit* arrived.
     Commit {
         /// Whether the guest is to run or stay paused.
         run: bool,
     },
-    /// Disks and devices are acquired.
+    /// Disks and devices were acquired.
     Acquired,
-    /// The guest runs.
+    /// The guest was resumed.
     Resumed,
-    /// The source has destroyed its copy.
+    /// *release* arrived: the source has destroyed its copy.
     Release,
-    /// The source inquires, on a control lane with a higher epoch than all before.
+    /// *inquire* arrived on a control lane with a higher epoch than all before.
     Inquired,
-    /// Everything that the old control lane's reader had read is processed.
+    /// Every message that the old control lane's reader had read was processed.
     Drained,
-    /// The source cancels.
+    /// *cancel* arrived.
     PeerCancelled,
-    /// The operator cancels.
+    /// The operator cancelled the migration.
     Cancelled,
-    /// Something failed at the destination, or the peer broke the protocol.
+    /// An operation failed here, or the peer violated the protocol.
     Failed,
-    /// The newest control lane is lost.
+    /// The newest control lane was lost.
     ControlLost,
 }
 
-/// Actions that follow an event at the destination.
+/// What the destination does after an event, in the order of the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
-    /// Write this record and sync it; ends with [`DestinationEvent::Recorded`]
+    /// Writes and syncs this record. Ends with [`DestinationEvent::Recorded`]
     /// or [`DestinationEvent::RecordFailed`].
     Record(DestinationRecord),
-    /// Send *accept*.
+    /// Sends *accept*.
     SendAccept,
-    /// Refuse the session.
+    /// Sends *refuse*.
     Refuse,
-    /// Load and check the state; ends with [`DestinationEvent::Loaded`] or
+    /// Loads and checks the state. Ends with [`DestinationEvent::Loaded`] or
     /// [`DestinationEvent::Failed`].
     LoadState,
-    /// Send *ready*.
+    /// Sends *ready*.
     SendReady,
-    /// Acquire disks and devices; ends with [`DestinationEvent::Acquired`] or
+    /// Acquires disks and devices. Ends with [`DestinationEvent::Acquired`] or
     /// [`DestinationEvent::Failed`].
     Acquire,
-    /// Resume the guest; ends with [`DestinationEvent::Resumed`] or
+    /// Resumes the guest. Ends with [`DestinationEvent::Resumed`] or
     /// [`DestinationEvent::Failed`].
     Resume,
-    /// Report the outcome of the attempt on the newest control lane: as
+    /// Reports the outcome of the attempt on the newest control lane: as
     /// *answer* if an inquiry arrived there; otherwise *running* as itself,
     /// *aborted* as *cancel* with the reason, and *ran, then died* as an
     /// unsolicited *answer*.
     Tell(Verdict),
-    /// Close every control lane except the newest, so nothing more can be read
-    /// from them, and join their readers.
+    /// Closes every control lane except the newest, so that nothing more can be
+    /// read from them, and joins their readers.
     CloseOld,
-    /// Apply as events, in order, the messages that those readers had read,
-    /// each with all actions that follow; ends with
+    /// Applies as events, in order, the messages that those readers had read,
+    /// each with all actions that follow. Ends with
     /// [`DestinationEvent::Drained`].
     Drain,
-    /// Close every control lane without a message.
+    /// Closes every control lane without a message.
     Close,
-    /// Join the lanes' threads, release disks and devices, and drop this side's copy of the
-    /// VM. Idempotent.
+    /// Joins the lanes, releases disks and devices, and drops the copy here.
+    /// Idempotent.
     Discard,
-    /// Remove the record: the source will not ask again.
+    /// Removes the record: the source sends no more inquiries.
     Forget,
-    /// Answer that it is too late to cancel.
+    /// Answers the operator that it is too late to cancel.
     RefuseTooLate,
 }
 
 use DestinationAction as Do;
 
 const ABORT: &[Do] = &[Do::Record(DestinationRecord::Aborted)];
-/// This side may hold disks and devices: release them before the source can learn of
-/// *aborted* and take them back.
+/// Disks and devices may be held here. They are released before the source can
+/// learn of *aborted* and acquire them again.
 const RELEASE_AND_ABORT: &[Do] = &[Do::Discard, Do::Record(DestinationRecord::Aborted)];
 
 impl Destination {
@@ -148,10 +147,11 @@ impl Destination {
         (Self::Accepting, &[Do::Record(DestinationRecord::Prepared)])
     }
 
-    /// Continues from the journal after the death of the destination's process and its VM.
-    /// The new process only answers inquiries. `None` means that the session has no record.
+    /// Continues from the journal after the destination's process, and its VM
+    /// with it, have ended. Only inquiries are answered. `None` means that the
+    /// session has no record.
     ///
-    /// The caller holds the record's lock, which proves that the process is dead.
+    /// The caller holds the record's lock, which proves that the process has ended.
     #[must_use]
     pub fn restarted(record: Option<DestinationRecord>) -> (Self, &'static [DestinationAction]) {
         match record {
@@ -189,8 +189,9 @@ impl Destination {
     /// Applies an event; returns the next state and the actions, in order.
     ///
     /// # Errors
-    /// The state cannot take the event. An event from the peer then breaks the
-    /// protocol: end the session with `Failed` or `ControlLost`.
+    /// The event is not possible in this state. If it is a message of the peer,
+    /// the peer has violated the protocol, and the caller ends the session with
+    /// `Failed` or `ControlLost`.
     pub fn on(
         self,
         event: DestinationEvent,

@@ -8,7 +8,7 @@ use crate::mistake::{Mistake, planted};
 /// States of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// Pre-copy; the guest runs here (or its owner had paused it). The journal
+    /// Pre-copy. The guest runs here, unless its owner has paused it. The journal
     /// says *migrating*.
     Live,
     /// Pre-copy has converged, and *committing* is being recorded.
@@ -20,17 +20,19 @@ pub enum Source {
     /// *commit* is sent. From here on the VM must not run at the source unless
     /// the destination is known to have aborted.
     Committed,
-    /// *commit* is sent and its lane is lost: the guest stays paused and the
-    /// destination is asked.
+    /// *commit* is sent and the control lane is lost. The guest stays paused,
+    /// and the source inquires at the destination.
     InDoubt,
-    /// The VM ran at the destination and no longer does. Running the source's copy would go
-    /// back in time, so an operator decides.
+    /// The VM ran at the destination and no longer does. The copy here is older,
+    /// so an operator decides.
     RanThenDied,
     /// The destination runs the VM; *released* is being recorded.
     Releasing,
-    /// The operator takes the VM back; *run here* is being recorded.
+    /// The operator has decided that the VM continues here; *run here* is being
+    /// recorded.
     TakingBack,
-    /// The operator gives up the source's copy; *given up* is being recorded.
+    /// The operator has decided to destroy the copy here; *given up* is being
+    /// recorded.
     GivingUp,
     /// The copy here is destroyed.
     Released,
@@ -42,97 +44,98 @@ pub enum Source {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resolution {
     /// The VM continues at the source. The operator vouches that it does not
-    /// run at the destination and never will; whatever it did there is lost.
+    /// run at the destination and never will; what it did there is lost.
     RunHere,
-    /// The source's copy is destroyed. The operator vouches that the VM lives at the
+    /// The copy here is destroyed. The operator vouches that the VM runs at the
     /// destination or may be discarded.
     Destroy,
 }
 
-/// Events at the source.
+/// Events at the source: what has happened since the last event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEvent {
-    /// Pre-copy has converged.
+    /// Pre-copy converged.
     Converged,
-    /// The record is written and synced.
+    /// The record was written and synced.
     Recorded,
-    /// The journal could not be written or synced; it may hold the old or the new record.
+    /// Writing or syncing the record failed. The journal holds the old record or the new one.
     RecordFailed,
-    /// Every lane has ended and *final* is sent.
+    /// Every lane ended and *final* was sent.
     FinalSent,
-    /// The destination has received everything.
+    /// *ready* arrived: the destination has received everything.
     Ready {
         /// False only if verification was negotiated and the memories differ.
         same_memory: bool,
     },
-    /// The destination runs the VM, or keeps it paused as *commit* requested.
+    /// *running* arrived: the destination runs the VM, or keeps it paused as
+    /// *commit* said.
     Running,
-    /// An answer; built by [`SourceEvent::answer`].
+    /// *answer* arrived; built by [`SourceEvent::answer`].
     Answer {
         /// Whether the answer concerns the attempt in doubt. Otherwise it is ignored.
         this_attempt: bool,
-        /// What became of the attempt.
+        /// The outcome of the attempt.
         verdict: Verdict,
     },
-    /// The destination refuses or cancels. After *commit* it does so only if it
-    /// has recorded *aborted*.
+    /// *refuse* or *cancel* arrived. After *commit* the destination sends it
+    /// only if it has recorded *aborted*.
     PeerCancelled,
-    /// The operator cancels.
+    /// The operator cancelled the migration.
     Cancelled,
-    /// Something failed at the source, or the peer broke the protocol.
+    /// An operation failed here, or the peer violated the protocol.
     Failed,
-    /// The newest control lane is lost, or no answer arrived in time.
+    /// The newest control lane was lost, or no answer arrived in time.
     ControlLost,
-    /// The operator decides.
+    /// The operator decided.
     Resolve(Resolution),
 }
 
-/// Actions that follow an event at the source.
+/// What the source does after an event, in the order of the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceAction {
-    /// Write this record and sync it; ends with [`SourceEvent::Recorded`] or
+    /// Writes and syncs this record. Ends with [`SourceEvent::Recorded`] or
     /// [`SourceEvent::RecordFailed`].
     Record(SourceRecord),
-    /// Write this record and sync it. Failure is only a warning: from the
-    /// previous record a restarted source reaches the same end by asking.
+    /// Writes and syncs this record. Failure is only a warning: from the
+    /// previous record a restarted source reaches the same end by an inquiry.
     Note(SourceRecord),
-    /// Pause the guest, then send the last pages and the state; ends with
+    /// Pauses the guest, then sends the last pages and the state. Ends with
     /// [`SourceEvent::FinalSent`] or [`SourceEvent::Failed`].
     PauseGuest,
-    /// Send *commit*: the point of no return.
+    /// Sends *commit*: the point of no return.
     SendCommit,
-    /// Take back disks and devices and resume the guest here, unless its owner
-    /// had paused it. Idempotent.
+    /// Acquires disks and devices again and resumes the guest here, unless its
+    /// owner had paused it. Idempotent.
     ResumeGuest,
-    /// Tell the destination to drop its copy.
+    /// Sends *cancel*: the destination drops its copy.
     CancelPeer,
-    /// Tell the operator that the VM is paused here and may run at the
+    /// Reports to the operator that the VM is paused here and may run at the
     /// destination.
     HoldInDoubt,
-    /// Close the current control lane, if any. Raise the epoch, also in the
-    /// record (failure is only a warning), reconnect with the new epoch, and
-    /// send *inquire*. If the last inquiry failed, wait a while first. Give up
-    /// at a deadline and leave the VM in doubt.
+    /// Closes the current control lane, if any. Raises the epoch, also in the
+    /// record (failure is only a warning), reconnects with the new epoch, and
+    /// sends *inquire*. After a failed inquiry it first waits. At a deadline it
+    /// ends and leaves the VM in doubt.
     Inquire,
-    /// Tell the operator that the VM ran at the destination and no longer does,
-    /// and that running it here returns to the moment of the pause.
+    /// Reports to the operator that the VM ran at the destination and no longer
+    /// does, and that running it here returns to the moment of the pause.
     AskOperator,
-    /// Destroy the copy here. Idempotent.
+    /// Destroys the copy here. Idempotent.
     DestroyCopy,
-    /// Send *release*.
+    /// Sends *release*.
     SendRelease,
-    /// Answer that it is too late to cancel.
+    /// Answers the operator that it is too late to cancel.
     RefuseTooLate,
 }
 
 use SourceAction as Do;
 
-/// The guest has never stopped. Record *kept* before the message to the peer:
-/// the peer then forgets the session and could no longer answer a question.
+/// The guest was not paused. *kept* is recorded before the message to the peer,
+/// because the peer then forgets the session and can no longer answer.
 const KEEP_LIVE: &[Do] = &[Do::Note(SourceRecord::Kept), Do::CancelPeer];
-/// Resume the guest first, since every moment counts. A crash before *kept* is
-/// on disk leaves *committing*; the destination, which received neither
-/// *commit* nor *cancel*, will answer *aborted*.
+/// The guest is resumed first, to keep the downtime short. A crash before *kept*
+/// is on disk leaves *committing*; the destination, which has received neither
+/// *commit* nor *cancel*, then answers *aborted*.
 const KEEP_PAUSED: &[Do] = &[
     Do::ResumeGuest,
     Do::Note(SourceRecord::Kept),
@@ -141,9 +144,8 @@ const KEEP_PAUSED: &[Do] = &[
 const TAKE_BACK: &[Do] = &[Do::ResumeGuest, Do::Note(SourceRecord::Kept)];
 
 impl Source {
-    /// Continues from the journal after the source's process has died. If the VM ran in
-    /// that process, it is lost; if it runs in another process, it is as the dead process
-    /// left it.
+    /// Continues from the journal after the source's process has ended. A VM in
+    /// that process is lost; a VM in another process is as the process left it.
     #[must_use]
     pub fn restarted(record: SourceRecord) -> (Self, &'static [SourceAction]) {
         match record {
@@ -181,8 +183,9 @@ impl Source {
     /// Applies an event; returns the next state and the actions, in order.
     ///
     /// # Errors
-    /// The state cannot take the event. An event from the peer then breaks the
-    /// protocol: end the session with `Failed` or `ControlLost`.
+    /// The event is not possible in this state. If it is a message of the peer,
+    /// the peer has violated the protocol, and the caller ends the session with
+    /// `Failed` or `ControlLost`.
     pub fn on(self, event: SourceEvent) -> Result<(Self, &'static [SourceAction]), Impossible> {
         use SourceEvent as On;
         Ok(match (self, event) {

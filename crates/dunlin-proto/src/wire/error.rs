@@ -38,7 +38,7 @@ impl DecodeError {
 #[non_exhaustive]
 pub enum DecodeReason {
     /// The bytes end inside the field.
-    #[error("{needed} bytes needed, {left} left")]
+    #[error("truncated field: length {needed}, {left} left")]
     Truncated {
         /// Bytes that the field needs.
         needed: u64,
@@ -81,7 +81,7 @@ pub enum DecodeReason {
         kind: u16,
     },
     /// Bytes are left over after the object.
-    #[error("{bytes} bytes are left over")]
+    #[error("trailing bytes: {bytes}")]
     Trailing {
         /// Bytes that are left over.
         bytes: u64,

@@ -121,12 +121,12 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
         ),
         (
             "more chunks than came",
-            "announced 5 chunks at its end but carried 1",
+            "chunk count 5, but carried 1",
             vec![zero_chunk(0, 0, 0), end(5)],
         ),
         (
             "fewer chunks than came",
-            "announced 0 chunks at its end but carried 1",
+            "chunk count 0, but carried 1",
             vec![zero_chunk(0, 0, 0), end(0)],
         ),
         (

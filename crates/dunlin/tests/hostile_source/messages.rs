@@ -93,7 +93,7 @@ fn i7_counts_that_lie_end_the_session() {
             liar.into()
         });
     }
-    let text = "but the source counts";
+    let text = "does not match the source's";
     refused_by_destination(
         "final: a section that never came",
         MALFORMED,

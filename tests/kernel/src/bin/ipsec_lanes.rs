@@ -19,7 +19,7 @@ use dunlin::lane::policy::{ClientTls, ServerTls};
 use dunlin::lane::provider::Crypto;
 use dunlin::lane::security::SealedLanes;
 use dunlin_ipsec::lanes::{IpsecDialer, IpsecLanes, LaneError, ProtectedLane};
-use dunlin_ipsec::{Mode, Sender};
+use dunlin_ipsec::{Event, Mode, Sender};
 use dunlin_kernel_tests::sealed_lanes::{
     POOL, Said, carried, cut, ipsec_lanes, ipsec_lanes_with, no_records, refused,
 };
@@ -165,7 +165,7 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let begun = near.carried();
     let until = Instant::now() + LIMIT;
     let mut sent = 0;
-    while !near.said.has("lanes of CPU 1 used another SA") {
+    while !near.said.has(|event| matches!(event, Event::Strayed { cpu: 1, .. })) {
         lane.send();
         lane.has_sent();
         sent += BYTES as u64;
@@ -267,7 +267,8 @@ fn i6_ports_of_a_lost_session_stay_blocked_and_the_next_lane_uses_others(guest: 
         cut(guest, "a", "dport = :7400 and sport >= :32768");
         until("the session is over", || {
             let sessions = near.sealed.sessions().expect("the kernel answers");
-            near.said.has("the ports stay blocked") && sessions.iter().all(|one| !one.up)
+            let is_left = |event: &Event| matches!(event, Event::Left { .. });
+            near.said.has(is_left) && sessions.iter().all(|one| !one.up)
         });
         let policies = guest.output("ip", &["-n", "a", "xfrm", "policy"]);
         assert!(policies.contains("action block"));

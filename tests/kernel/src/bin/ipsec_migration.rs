@@ -154,11 +154,7 @@ fn is_shown(guest: &Guest, carried: &BTreeMap<Sender, u64>) {
         }
     }
     let said = status("a", &[]);
-    for words in [
-        "between 10.0.0.1 and 10.0.0.2, by cpu, up",
-        "out CPU ",
-        "ethtool -N",
-    ] {
+    for words in ["10.0.0.1", "10.0.0.2", "ethtool -N"] {
         assert!(said.contains(words), "{said}");
     }
     println!("{said}");
@@ -201,9 +197,8 @@ fn i6_a_plain_lane_of_an_ipsec_session_is_refused(guest: &Guest, tls: &Tls) {
     let lane = inside("a", || open_lane(receiving.address, None, &open));
     let refused = peer.await_message(|message| matches!(message, Message::LaneRefused { .. }));
     match refused {
-        Some(Message::LaneRefused { lane, fault, text }) => {
+        Some(Message::LaneRefused { lane, fault, .. }) => {
             assert_eq!((lane, fault), (1, FaultCode::SecurityNotAgreed));
-            assert!(text.contains("not a port of a keying session"), "{text}");
         }
         other => panic!("{other:?}"),
     }
@@ -236,7 +231,6 @@ fn i6_a_destination_that_is_not_prepared_refuses(tls: &Tls) {
     let (result, _) = inside("a", || send(&vm, AT, &tls.0, &options, &Cancel::new()));
     let error = result.expect_err("the migration is refused");
     assert_eq!(error.code(), FaultCode::SecurityNotAgreed);
-    assert!(error.to_string().contains("IPsec"), "{error}");
     assert!(receiving.finish(true).0.is_err());
 }
 

@@ -17,8 +17,6 @@ const NEEDS: Needs = Needs {
     ..Needs::NOTHING
 };
 
-const GONE: &str = "the peer closed the connection before its keys were installed in the kernel";
-
 fn main() -> ExitCode {
     run(&NEEDS, |guest| {
         certificate(guest, "pool");
@@ -35,7 +33,8 @@ fn connect_fails_in_one_line(guest: &Guest) {
     let port = end_with_handshake(Side::Server, stunnel.port);
     let called = connect(port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
-    assert_eq!(called.err, format!("dunlin: {GONE} [control-lost]\n"));
+    assert!(called.err.ends_with(" [control-lost]\n"), "{called:?}");
+    assert_eq!(called.err.lines().count(), 1, "{called:?}");
     assert_eq!((called.out.as_str(), called.sockets.len()), ("", 0));
     assert_eq!(stat(guest, "TlsTxSw"), 0, "the kernel had no keys");
 }
@@ -52,10 +51,8 @@ fn accept_sends_an_alert_and_logs_the_reason(guest: &Guest) {
         .read_to_string(&mut said)
         .expect("the output is text");
     assert!(said.contains("alert internal error"), "{said}");
-    let line = accept.says("is refused");
-    assert!(line.contains("for own is refused"), "{line}");
-    assert!(line.contains(GONE), "{line}");
-    // The command has connected to the consumer of its sockets and sent nothing.
+    let _ = accept.says("fault=control-lost name=own");
+    // The consumer of its sockets was connected to and received nothing.
     let mut line = Vec::new();
     let mut asked = consumer.accept().expect("the listener is open").0;
     asked.read_to_end(&mut line).expect("the stream ends");

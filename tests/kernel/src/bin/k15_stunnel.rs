@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         assert_eq!(refused.code, Some(1), "{refused:?}");
         assert!(refused.sockets.is_empty());
         assert_eq!(refused.err.lines().count(), 1, "{refused:?}");
-        assert!(refused.err.contains("is not trusted"), "{refused:?}");
+        assert!(refused.err.ends_with(" [unauthorised]\n"), "{refused:?}");
         assert_eq!(stat(guest, "TlsTxSw"), 0);
 
         for (number, suite) in CIPHERS.split(':').enumerate() {
@@ -125,8 +125,7 @@ fn prints_each_connection(stunnel: &Stunnel) {
 fn a_caller_with_a_closed_socket_gets_one_line(guest: &Guest, stunnel: &Stunnel) {
     let called = connect_without_receiver(stunnel.port, &["--no-verify"]);
     assert_eq!(called.code, Some(1), "{called:?}");
-    let words = "cannot pass the socket to --send-fd 0";
-    assert!(called.err.contains(words), "{called:?}");
+    assert!(called.err.contains("--send-fd 0"), "{called:?}");
     let (mut far, _) = stunnel.target.accept().expect("stunnel connects");
     let mut said = Vec::new();
     // The connection may end with a reset.

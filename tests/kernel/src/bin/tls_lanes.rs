@@ -10,9 +10,9 @@ use dunlin::lane::data::{
     BATCH_BYTES, Counters, DataReceiver, DataSender, PAGE_BYTES, ReceiveError, STALL_LIMIT,
     SendError,
 };
-use dunlin::lane::handshake::{self, Records, Secured};
+use dunlin::lane::handshake::{self, HandshakeError, Records, Secured};
 use dunlin::lane::identity::{Identity, LoadOptions};
-use dunlin::lane::kernel::{abilities, choose};
+use dunlin::lane::kernel::{Refused, abilities, choose};
 use dunlin::lane::offload::Offload;
 use dunlin::lane::peers::Peers;
 use dunlin::lane::policy::{ClientTls, ServerTls};
@@ -350,7 +350,10 @@ fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
         };
         let (near, far) = connect();
         let error = near.expect_err("the kernel refuses the sending key");
-        assert!(error.to_string().contains("the key for sending"), "{error}");
+        assert!(
+            matches!(&error, HandshakeError::Offload(refused) if is_of_sending(refused)),
+            "{error}"
+        );
         let mut receiver = DataReceiver::tls(far.expect("the identities match"), STALL_LIMIT)
             .expect("the socket accepts its options");
         // The connection gets no alert either, because that would be sent in the clear.
@@ -366,11 +369,14 @@ fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
     refused.join().expect("the thread does not panic");
     let choice = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!choice.is_kernel);
-    assert!(
-        choice.reason.contains("rejected the key for sending"),
-        "{}",
-        choice.reason
-    );
+    let refused = choose(Offload::Kernel, suite).expect_err("the refusal is remembered");
+    assert!(is_of_sending(&refused), "{refused}");
+    assert!(choice.reason.contains(&refused.to_string()), "{}", choice.reason);
+}
+
+fn is_of_sending(refused: &Refused) -> bool {
+    let direction = Direction::Sending;
+    matches!(refused, Refused::Direction { direction: of, .. } if *of == direction)
 }
 
 struct Stat {

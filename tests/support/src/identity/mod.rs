@@ -218,9 +218,9 @@ impl Host {
 
 /// Accepts any certificate.
 #[derive(Debug)]
-pub struct Anybody;
+pub struct AcceptAnyServer;
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAnyServer {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,
@@ -276,7 +276,7 @@ pub fn careless_client(host: &Host, protocols: &[&[u8]]) -> rustls::ClientConfig
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody))
+        .with_custom_certificate_verifier(Arc::new(AcceptAnyServer))
         .with_client_auth_cert(chain(host), key(host))
         .unwrap();
     config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();

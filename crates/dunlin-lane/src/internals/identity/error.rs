@@ -290,7 +290,7 @@ impl fmt::Display for Warning {
                 match days {
                     None => write!(f, "expired on {until}")?,
                     Some(0) => write!(f, "expires within a day, on {until}")?,
-                    Some(days) => write!(f, "expires in {days} days, on {until}")?,
+                    Some(days) => write!(f, "expires within {} days, on {until}", days + 1)?,
                 }
                 f.write_str(match item {
                     Item::Certificate => ": renew it before peers refuse it",

@@ -34,10 +34,11 @@ pub struct Bundle {
 /// Which servers a hand-off trusts.
 #[derive(Clone, Debug)]
 pub enum TrustPolicy {
-    /// Any server. Protects against eavesdroppers only.
-    Anybody,
-    /// Trusts a certificate that is in the bundle or was issued by an authority in it. If names are
-    /// given, it must have one of them.
+    /// Servers with any certificate that this host's identity does not deny. The connection is
+    /// protected against eavesdroppers, but not against an attacker that takes the server's place.
+    AnyCertificate,
+    /// Servers with a certificate that is in the bundle, or was issued by an authority in it, with one of
+    /// these names if any are required.
     Bundle(Arc<Bundle>, Peers),
 }
 

@@ -6,15 +6,15 @@ use crate::fault::FaultCode;
 use crate::ipsec::message::{Message, Terms};
 use crate::ipsec::{Grant, Sender, Slot};
 
-/// An action for the caller, to be performed in order.
+/// What the caller does next, in the order in which the actions are returned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Send this to the peer.
+    /// Sends this message to the peer.
     Send(Message),
-    /// Check the peer's terms, install the initial policies, and call
+    /// Checks the peer's terms, installs the initial policies, and calls
     /// [`Exchange::begun`](super::Exchange::begun).
     Begin(Terms),
-    /// Install inbound SAs, and call
+    /// Installs inbound SAs, and calls
     /// [`Exchange::inbound_installed`](super::Exchange::inbound_installed).
     InstallInbound {
         /// The epoch of the SAs.
@@ -22,7 +22,7 @@ pub enum Action {
         /// The SAs.
         slots: Vec<Slot>,
     },
-    /// Install outbound SAs and their policies, and call
+    /// Installs outbound SAs and their policies, and calls
     /// [`Exchange::outbound_installed`](super::Exchange::outbound_installed).
     InstallOutbound {
         /// The epoch of the SAs.
@@ -34,7 +34,7 @@ pub enum Action {
         /// The senders that had an SA in the previous epoch.
         known: Vec<Sender>,
     },
-    /// Remove these SAs; this side no longer sends with them.
+    /// Removes these SAs: this side no longer sends with them.
     RetireOutbound {
         /// The epoch of the SAs.
         epoch: u32,
@@ -43,16 +43,16 @@ pub enum Action {
         /// Whether the SAs' senders have ended, instead of switching to another SA.
         over: bool,
     },
-    /// Remove these SAs soon: packets of the peer may still be in flight.
+    /// Removes these SAs after a delay: packets of the peer may be in flight.
     RetireInbound {
         /// The epoch of the SAs.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
     },
-    /// The traffic in both directions is protected. Returned once.
+    /// Reports that the traffic in both directions is protected. Returned once.
     Up,
-    /// Remove everything. The last action.
+    /// Removes everything that the session installed. The last action.
     Over(Ending),
 }
 

@@ -36,7 +36,7 @@ impl Receiving {
         }
         let kept: &[Grant] = if next { &[] } else { &self.live };
         if kept.len() + slots.len() > self.limit {
-            let text = format!("more than {} SAs requested", self.limit);
+            let text = format!("SA limit {} exceeded", self.limit);
             return Err(Breach(FaultCode::LaneLimit, text));
         }
         let senders = slots.iter().map(|slot| slot.sender);
@@ -62,8 +62,8 @@ impl Receiving {
         Ok(Action::InstallInbound { epoch, slots })
     }
 
-    /// The requested SAs are installed with these SPIs. Returns `None` if nothing was requested, or
-    /// something else.
+    /// The requested SAs were installed with these SPIs. Returns `None` if nothing was requested,
+    /// or if the SPIs do not match the request.
     pub(super) fn installed(&mut self, spis: &[u32]) -> Option<(u32, Vec<(u32, u32)>)> {
         let (epoch, slots) = self.installing.take()?;
         if slots.len() != spis.len() || spis.iter().any(|spi| *spi < LEAST_SPI) {

@@ -82,39 +82,39 @@ pub enum OpenError {
     Name,
 }
 
-/// What the caller has to do. `channel` names one channel of the trunk, which may no longer exist
+/// What the caller does next. `channel` names one channel of the trunk, which may no longer exist
 /// when a lane's thread later reports about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Connect the route's target, if the peer may use it; then call [`super::Trunk::connected`] or
-    /// [`super::Trunk::refuse`].
+    /// Connects the route's target, if the peer may use it, and calls [`super::Trunk::connected`]
+    /// or [`super::Trunk::refuse`].
     Connect {
         /// The channel.
         channel: u32,
         /// The route's name, from the peer.
         route: String,
-        /// The parameter, from the peer: check it before use.
+        /// The parameter, from the peer: the caller checks it before use.
         parameter: String,
     },
-    /// Count the bytes that can be read from this channel's socket now, and call
+    /// Counts the bytes that can be read from this channel's socket now, and calls
     /// [`super::Trunk::counted`]. No lane is reading the socket.
     Count(u32),
-    /// The other half is connected: report from now on when the socket is readable.
+    /// Reports from now on when the socket is readable: the other half is connected.
     Opened(u32),
-    /// The other half was not connected: close the connection.
+    /// Closes the connection: the other half could not be connected.
     Refused {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason as text, from the peer: escape it.
+        /// The reason as text, from the peer: the caller escapes it.
         text: String,
     },
-    /// All bytes have been written: shut down the direction to the consumer.
+    /// Shuts down the direction to the consumer: all bytes have been written.
     ShutWrite(u32),
-    /// The channel has ended in both directions: close the connection.
+    /// Closes the connection: the channel has ended in both directions.
     Close(u32),
-    /// Reset the connection now and drop the bytes that wait.
+    /// Resets the connection and drops the bytes that wait.
     Abort {
         /// The channel.
         channel: u32,
@@ -123,36 +123,37 @@ pub enum Action {
         /// Whether the other side aborted it.
         by_peer: bool,
     },
-    /// Dial a lane of this number; then call [`super::Trunk::lane_established`] or
+    /// Dials a lane with this number, and calls [`super::Trunk::lane_established`] or
     /// [`super::Trunk::lane_over`].
     OpenLane(u16),
-    /// Cut this lane's connection, which ends its thread.
+    /// Closes this lane's connection, which ends its thread.
     CutLane(u16),
-    /// For the log: the other side refused this lane.
+    /// Logs that the other side refused this lane.
     LaneRefused {
         /// The lane.
         lane: u16,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason as text, from the peer: escape it.
+        /// The reason as text, from the peer: the caller escapes it.
         text: String,
     },
-    /// The trunk has ended, and all its channels are aborted.
+    /// Ends the trunk, after all its channels were aborted.
     GiveUp(FaultCode),
 }
 
-/// The consequence when a channel's consumer closes its connection before it has read everything.
+/// The state of a channel after its consumer closed its connection before it had read everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// The other side had ended its direction, and at most [`crate::limits::MAX_UNREAD_BYTES`] were
-    /// unread. The channel has ended, and the other side receives [`FaultCode::LeftUnread`].
+    /// The channel is over. The other side had ended its direction, and at most
+    /// [`crate::limits::MAX_UNREAD_BYTES`] were unread. The other side receives
+    /// [`FaultCode::LeftUnread`].
     Unread,
-    /// Undecided: no more than that limit is unread and the end may be in flight, or another
-    /// thread is writing and will report how much is unread. [`Action::Abort`] follows, with
-    /// [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. Nothing may be written until
-    /// then.
+    /// The channel is undecided: no more than that is unread and the end may be in flight, or
+    /// another thread is writing and will report how much is unread. [`Action::Abort`] follows,
+    /// with [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. The caller writes nothing
+    /// until then.
     Waits,
-    /// More bytes than the limit were unread: the channel is aborted.
+    /// The channel is aborted: more was to be delivered.
     Broken,
 }
 

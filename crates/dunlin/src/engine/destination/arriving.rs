@@ -155,7 +155,7 @@ impl<'a> Arriving<'a> {
             Do::Discard => self.discard(),
             Do::RefuseTooLate => {
                 self.session
-                    .warn("too late to cancel: the VM lives here".into());
+                    .warn("too late to cancel: the VM is here".into());
             }
             // `resume_control` closes old control lanes when it adopts a new one;
             // `Settled` forgets a *released* session; the others belong to a phase.

@@ -152,7 +152,7 @@ impl<'a> Receiving<'a> {
             return Err(Fault::new(
                 FaultCode::Malformed,
                 format!(
-                    "received {received} sections, but the source counts {}",
+                    "section count {received} does not match the source's {}",
                     last.sections
                 ),
             ));

@@ -261,9 +261,8 @@ impl<'a> Switchover<'a> {
             return Err(Fault::new(
                 FaultCode::Internal,
                 format!(
-                    "state of {count} sections and {bytes} bytes over the limit of {MAX_SECTIONS} \
-                     sections and {MAX_STATE_BYTES} bytes; put large state into a state-stream \
-                     region"
+                    "state over a limit: section count {count} (limit {MAX_SECTIONS}), {bytes} \
+                     bytes (limit {MAX_STATE_BYTES}); put large state into a state-stream region"
                 ),
             ));
         }
