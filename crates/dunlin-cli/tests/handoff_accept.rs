@@ -264,7 +264,9 @@ fn peer_names_require_client_certificates() {
     let why = accept.process.wait_for("fault=unauthorised name=own.test");
     assert!(!why.contains("b.test"), "it has no certificate: {why}");
     let _newer = scene.client(&accept.address, "own.test", "-tls1_3");
-    accept.process.wait_for("fault=security-not-agreed name=own.test");
+    accept
+        .process
+        .wait_for("fault=security-not-agreed name=own.test");
 }
 
 #[test]

@@ -167,10 +167,7 @@ fn invalid_arguments_are_refused_in_one_line() {
     }
     let closed = ClosedPort::new();
     let command = pool.connect(closed.number(), "pool");
-    assert_refused(
-        command,
-        &[&closed.number().to_string(), "[control-lost]"],
-    );
+    assert_refused(command, &[&closed.number().to_string(), "[control-lost]"]);
 
     for (number, words) in [("77", "not an open descriptor"), ("1", "not a unix socket")] {
         let command = with(&["--send-fd", number]);

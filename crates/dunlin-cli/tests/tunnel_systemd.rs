@@ -131,12 +131,7 @@ fn i7_a_missing_or_wrong_passed_socket_is_reported() {
             "no socket of that name",
         ),
         (&config, file(), "peers:ram", "not a listening socket"),
-        (
-            &config,
-            peers().into(),
-            "one",
-            "LISTEN_FDNAMES",
-        ),
+        (&config, peers().into(), "one", "LISTEN_FDNAMES"),
         (
             &config,
             peers().into(),

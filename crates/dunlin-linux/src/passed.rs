@@ -80,7 +80,10 @@ fn names(
     };
     let names: Vec<String> = names.split(':').map(str::to_owned).collect();
     if names.len() != count {
-        let text = format!("LISTEN_FDS={count}, names in LISTEN_FDNAMES: {}", names.len());
+        let text = format!(
+            "LISTEN_FDS={count}, names in LISTEN_FDNAMES: {}",
+            names.len()
+        );
         return Err(invalid(text));
     }
     Ok(names)

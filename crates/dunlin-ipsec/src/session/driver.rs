@@ -24,8 +24,7 @@ use crate::error::IpsecError;
 use crate::event::Event;
 use crate::sock_diag::TcpConnection;
 use crate::sockets::connections;
-use crate::tables::{Tables, state_of, still_used};
-use dunlin_lane::control::ControlStream;
+use crate::tables::still_used;
 use dunlin_lane::sync::lock;
 
 /// The interval at which connections are listed, and at which an ending session checks whether
@@ -43,74 +42,6 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 /// The maximum number of SAs that stay for [`GRACE`] or [`LINGER`]. If a peer creates and
 /// releases more, the oldest are removed early.
 const MOST_LATE: usize = 2 * MAX_SAS as usize;
-
-/// Steps and the time at which each is due.
-type Late = Vec<(Instant, Vec<Step>)>;
-
-/// The state of a session's thread.
-pub(super) struct Driver {
-    pub(super) control: Arc<ControlStream>,
-    pub(super) session: SessionId,
-    role: Role,
-    exchange: Exchange,
-    pub(super) options: Options,
-    observer: Observer,
-    pub(super) admits: fn(&Options, &Terms) -> Result<(), IpsecError>,
-    pub(super) tables: Tables,
-    pub(super) records: RecordDirectory,
-    pub(super) ports: Ports,
-    shared: Arc<Mutex<SharedStatus>>,
-    tell_up: Channel<()>,
-    /// What the exchange waits for, and since when.
-    waits_since: Option<(Awaited, Instant)>,
-    sending: Sending,
-    rekeyed: Instant,
-}
-
-/// The ports of the session. No transition leads back.
-pub(super) enum Ports {
-    /// The exchange has not begun: they are as before the session.
-    Free,
-    Blocked(Box<Blocked>),
-}
-
-/// Ports that pass packets only by an SA of the session, and what is installed for them.
-pub(super) struct Blocked {
-    record: Record,
-    parameters: SessionParameters,
-    /// Whether the kernel stores directions of SAs.
-    keeps_directions: bool,
-    /// SAs to be removed, with the time; the earliest first.
-    late: Late,
-    /// Connections for which an SA was requested.
-    known: BTreeSet<Sender>,
-    /// When the policies and SAs were last verified.
-    verified: Instant,
-}
-
-impl Ports {
-    pub(super) fn blocked(
-        record: Record,
-        parameters: SessionParameters,
-        keeps_directions: bool,
-    ) -> Self {
-        Self::Blocked(Box::new(Blocked {
-            record,
-            parameters,
-            keeps_directions,
-            late: Vec::new(),
-            known: BTreeSet::new(),
-            verified: Instant::now(),
-        }))
-    }
-}
-
-/// The direction to the peer. No transition leads back.
-enum Sending {
-    Works,
-    /// Nothing more is sent. The time is that of the error.
-    Failed(IpsecError, Instant),
-}
 
 impl Driver {
     pub(super) fn run(
@@ -289,25 +220,6 @@ impl Driver {
             }
         }
         Ok(grants.iter().map(|grant| grant.spi).collect())
-    }
-
-    pub(super) fn apply(&mut self, steps: &[Step]) -> Result<(), IpsecError> {
-        let Ports::Blocked(blocked) = &mut self.ports else {
-            return Err(IpsecError::Ended);
-        };
-        let (control, session, role) = (&self.control, &self.session, self.role);
-        let keeps_directions = blocked.keeps_directions;
-        let state = |one: &Association| {
-            let sender = match one.direction {
-                Direction::Out => role,
-                Direction::In => role.peer(),
-            };
-            let context = context(session, sender, one.slot.index, one.epoch);
-            let mut key = Zeroizing::new([0; KeyAndSalt::BYTES]);
-            control.export(EXPORTER_LABEL, Some(&context), &mut *key)?;
-            Ok(state_of(one, KeyAndSalt::from(key), keeps_directions))
-        };
-        self.tables.apply(steps, &mut blocked.record, &state)
     }
 
     /// Handles what depends on time: timeouts, new and closed connections, delayed steps.

@@ -20,7 +20,7 @@ use crate::error::IpsecError;
 use crate::event::{Event, Observer};
 use crate::options::Options;
 use crate::record::{Record, RecordDirectory};
-use crate::tables::Tables;
+use crate::tables::{Tables, state_of};
 use crate::xfrm::KeyAndSalt;
 
 /// Steps and the time at which each is due.
@@ -58,6 +58,8 @@ pub(super) enum Ports {
 pub(super) struct Blocked {
     pub(super) record: Record,
     pub(super) parameters: SessionParameters,
+    /// Whether the kernel stores directions of SAs.
+    keeps_directions: bool,
     /// SAs to be removed, with the time; the earliest first.
     pub(super) late: Late,
     /// Connections for which an SA was requested.
@@ -67,10 +69,15 @@ pub(super) struct Blocked {
 }
 
 impl Ports {
-    pub(super) fn blocked(record: Record, parameters: SessionParameters) -> Self {
+    pub(super) fn blocked(
+        record: Record,
+        parameters: SessionParameters,
+        keeps_directions: bool,
+    ) -> Self {
         Self::Blocked(Box::new(Blocked {
             record,
             parameters,
+            keeps_directions,
             late: Vec::new(),
             known: BTreeSet::new(),
             verified: Instant::now(),
@@ -117,7 +124,8 @@ impl Driver {
             return Err(IpsecError::Ended);
         };
         let (control, session, role) = (&self.control, &self.session, self.role);
-        let key = |one: &Association| {
+        let keeps_directions = blocked.keeps_directions;
+        let state = |one: &Association| {
             let sender = match one.direction {
                 Direction::Out => role,
                 Direction::In => role.peer(),
@@ -125,9 +133,9 @@ impl Driver {
             let context = context(session, sender, one.slot.index, one.epoch);
             let mut key = Zeroizing::new([0; KeyAndSalt::BYTES]);
             control.export(EXPORTER_LABEL, Some(&context), &mut *key)?;
-            Ok(KeyAndSalt::from(key))
+            Ok(state_of(one, KeyAndSalt::from(key), keeps_directions))
         };
-        self.tables.apply(steps, &mut blocked.record, &key)
+        self.tables.apply(steps, &mut blocked.record, &state)
     }
 
     pub(super) fn parameters(&mut self) -> Result<SessionParameters, IpsecError> {

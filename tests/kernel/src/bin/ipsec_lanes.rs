@@ -165,7 +165,10 @@ fn a_lane_that_strays_is_moved_back(guest: &Guest, tls: &Tls) {
     let begun = near.carried();
     let until = Instant::now() + LIMIT;
     let mut sent = 0;
-    while !near.said.has(|event| matches!(event, Event::Strayed { cpu: 1, .. })) {
+    while !near
+        .said
+        .has(|event| matches!(event, Event::Strayed { cpu: 1, .. }))
+    {
         lane.send();
         lane.has_sent();
         sent += BYTES as u64;

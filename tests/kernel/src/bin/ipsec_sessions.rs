@@ -382,7 +382,11 @@ fn ports_of_another_control_connection_are_refused(guest: &Guest) {
     for host in ["a", "b"] {
         at(host, "clean", &[]);
         assert!(empty(guest, host), "{host}");
-        let said = at(host, "status", &["--control", &format!("run-{host}"), "--json"]);
+        let said = at(
+            host,
+            "status",
+            &["--control", &format!("run-{host}"), "--json"],
+        );
         assert_eq!(said, "");
     }
 }

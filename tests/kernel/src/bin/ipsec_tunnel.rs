@@ -145,7 +145,10 @@ fn i6_qemu_migrates_while_a_lane_is_killed(guest: &Guest) {
         lanes.len() == LANES && !lanes.contains(&killed)
     });
     let said = fs::read_to_string("near.log").expect("the log exists");
-    assert!(said.contains(" lane="), "only a lost lane has this field: {said}");
+    assert!(
+        said.contains(" lane="),
+        "only a lost lane has this field: {said}"
+    );
     let epochs = keys(guest);
     until("new keys", || keys(guest).is_disjoint(&epochs));
     // Without the SAs nothing leaves; the sessions in both directions end, and new ones start.

@@ -67,7 +67,11 @@ fn a_missing_cipher_differs_from_a_kernel_without_tls() {
     assert!(matches!(refused, Refused::Cipher { .. }), "{refused:?}");
     let auto = choose(Offload::Auto, suite).expect("auto always chooses");
     assert!(!auto.is_kernel);
-    assert!(auto.reason.contains(&refused.to_string()), "{}", auto.reason);
+    assert!(
+        auto.reason.contains(&refused.to_string()),
+        "{}",
+        auto.reason
+    );
 }
 
 /// One implementation of gcm(aes).

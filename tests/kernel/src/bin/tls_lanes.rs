@@ -371,7 +371,11 @@ fn k02_a_key_refused_after_a_good_probe_ends_only_that_connection() {
     assert!(!choice.is_kernel);
     let refused = choose(Offload::Kernel, suite).expect_err("the refusal is remembered");
     assert!(is_of_sending(&refused), "{refused}");
-    assert!(choice.reason.contains(&refused.to_string()), "{}", choice.reason);
+    assert!(
+        choice.reason.contains(&refused.to_string()),
+        "{}",
+        choice.reason
+    );
 }
 
 fn is_of_sending(refused: &Refused) -> bool {

@@ -169,7 +169,7 @@ impl Sending {
         })
     }
 
-    /// The granted SAs were installed.
+    /// The granted SAs are installed.
     pub(super) fn installed(&mut self, actions: &mut VecDeque<Action>) {
         let (epoch, grants) = match std::mem::take(&mut self.pending) {
             Pending::Installing { epoch, grants } => (epoch, grants),

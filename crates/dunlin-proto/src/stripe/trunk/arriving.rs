@@ -8,7 +8,7 @@ use crate::stripe::frame::Data;
 use crate::stripe::inbound::{Arrival, Delivery};
 
 impl<T: Clone> Trunk<T> {
-    /// The proof of this lane of the other side was found valid.
+    /// A connection has proved to be this lane of the other side.
     ///
     /// # Errors
     /// The reason why the lane is refused. The other side receives it, and the caller closes the
@@ -25,8 +25,8 @@ impl<T: Clone> Trunk<T> {
         admitted
     }
 
-    /// The caller refused a lane that was not admitted, and closes its connection. The reason is
-    /// sent to the peer.
+    /// Sends the peer the reason why its lane is refused. The lane has not been admitted; the
+    /// caller closes the connection.
     pub fn refuse_lane(&mut self, lane: u16, fault: FaultCode, text: String) {
         let refusals = &mut self.agenda.refusals;
         if lane != 0 && refusals.len() < usize::from(self.config.lanes_max) {
@@ -34,7 +34,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The payload of a piece arrived completely on an admitted lane. The return value decides
+    /// The payload of a piece has arrived completely on an admitted lane. The return value decides
     /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and does
     /// not need its own buffer.
     ///
@@ -52,7 +52,7 @@ impl<T: Clone> Trunk<T> {
         let channel = data.channel();
         if let Some(one) = self.channels.get_mut(&channel) {
             if !self.arriving.is_open(lane) {
-                // This side has closed the lane: its pieces are sent again.
+                // A lane that this side has given up: its pieces are sent again.
                 return Ok(Arrival::Drop);
             }
             return one.inn.arrived(data);
@@ -61,8 +61,8 @@ impl<T: Clone> Trunk<T> {
         Ok(Arrival::Drop)
     }
 
-    /// After [`Arrival::Keep`], the caller copied the piece into its own buffer. If the piece has
-    /// become the next one meanwhile, it is returned, and the caller has the turn.
+    /// After [`Arrival::Keep`]: stores the piece in its own buffer. If it has become the next
+    /// one in the meantime, it is returned, and the caller has the turn.
     ///
     /// # Errors
     /// The peer violates the protocol: the caller calls [`Trunk::end`].
@@ -83,9 +83,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The thread with the turn wrote `bytes` to the channel's socket; `rest` holds what the
-    /// socket did not take. Returns the piece to write next with the same turn, or ends the turn.
-    /// If there is a rest, [`Trunk::writable`] continues.
+    /// The thread with the turn has written `bytes` to the channel's socket; `rest` holds what the
+    /// socket did not accept. Returns the piece to write next with the same turn, or ends the
+    /// turn. If there is a rest, [`Trunk::writable`] continues.
     pub fn wrote(
         &mut self,
         channel: u32,
@@ -105,15 +105,13 @@ impl<T: Clone> Trunk<T> {
         next
     }
 
-    /// The channel's socket became writable again. Returns the piece to write; the caller has the
-    /// turn.
+    /// The channel's socket is writable again. Returns the piece to write; the caller has the turn.
     pub fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let one = self.channels.get_mut(&channel)?;
         one.inn.writable(channel)
     }
 
-    /// The end of a lane of the other side arrived. By its count, the lane carried `frames` data
-    /// frames.
+    /// A lane of the other side ends after `frames` data frames.
     ///
     /// # Errors
     /// A different number of frames has arrived: the peer violates the protocol.
@@ -121,7 +119,8 @@ impl<T: Clone> Trunk<T> {
         self.arriving.ended(lane, frames)
     }
 
-    /// The connection of the other side's lane closed, and its thread reports nothing more.
+    /// The connection of the other side's lane has ended, and its thread reports nothing
+    /// more.
     pub fn admitted_over(&mut self, lane: u16) {
         self.arriving.over(lane);
     }

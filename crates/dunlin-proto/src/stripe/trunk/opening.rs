@@ -22,8 +22,8 @@ use crate::stripe::fault::PeerFault;
 use crate::stripe::message::Open;
 
 impl<T: Clone> Trunk<T> {
-    /// A connection was accepted. Opens a channel for it and returns the channel's number.
-    /// [`Action::Opened`] or [`Action::Refused`] follows; nothing is read before that.
+    /// Opens a channel for an accepted connection and returns its number. [`Action::Opened`] or
+    /// [`Action::Refused`] follows; nothing is read before that.
     ///
     /// # Errors
     /// [`OpenError`]; nothing has changed.
@@ -83,8 +83,8 @@ impl<T: Clone> Trunk<T> {
         Ok(number)
     }
 
-    /// The bytes that can be read from the channel's socket were counted: the end of
-    /// [`Action::Count`].
+    /// The answer to [`Action::Count`]: the number of bytes that can be read from the channel's
+    /// socket.
     pub fn counted(&mut self, channel: u32, unread_bytes: u64) {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
@@ -108,18 +108,7 @@ impl<T: Clone> Trunk<T> {
         self.queue(channel);
     }
 
-    /// A channel whose bytes were being counted no longer exists. No channel waits for it.
-    pub(super) fn uncount(&mut self, channel: u32) {
-        for later in &self.agenda.opens {
-            if let Some(one) = self.channels.get_mut(later)
-                && let Stage::Opening(asking) = &mut one.stage
-            {
-                asking.counting.remove(&channel);
-            }
-        }
-    }
-
-    /// The target was connected: the end of [`Action::Connect`]. `window_bytes` is the largest
+    /// The answer to [`Action::Connect`] if the target is connected. `window_bytes` is the largest
     /// window that the route allows. From now on the caller reports when the socket is readable.
     /// Returns false if the channel has ended in the meantime: the caller closes the connection.
     #[must_use]
@@ -141,8 +130,8 @@ impl<T: Clone> Trunk<T> {
         true
     }
 
-    /// The target was not connected, for this reason: the end of [`Action::Connect`]. The text is
-    /// truncated to the limit of a message.
+    /// The answer to [`Action::Connect`] if the target is not connected, with the reason. The text
+    /// is truncated to the limit of a message.
     pub fn refuse(&mut self, channel: u32, fault: FaultCode, mut text: String, now_ns: u64) {
         let theirs = |one: &Channel<T>| !one.ours;
         if !self.channels.get(&channel).is_some_and(theirs) {
@@ -158,7 +147,7 @@ impl<T: Clone> Trunk<T> {
         self.ended.insert(channel, ended);
     }
 
-    /// *open* arrived.
+    /// Handles *open*.
     pub(super) fn asked(&mut self, open: Open, now_ns: u64) -> Result<(), PeerFault> {
         let number = open.channel;
         if self.is_ours(number) {
@@ -207,51 +196,6 @@ impl<T: Clone> Trunk<T> {
         self.waiting.insert(number);
         self.look_at_barriers();
         Ok(())
-    }
-
-    /// Connects the channels whose barriers are passed.
-    pub(super) fn look_at_barriers(&mut self) {
-        let mut from = 0;
-        while let Some(&number) = self.waiting.range(from..).next() {
-            from = number.saturating_add(1);
-            let Some(mut one) = self.channels.remove(&number) else {
-                continue;
-            };
-            if let Stage::Waiting {
-                route,
-                parameter,
-                barrier,
-            } = &mut one.stage
-            {
-                barrier.retain(|mark| !self.is_delivered(mark));
-                let free = barrier.iter().all(|mark| self.is_stuck(mark));
-                if free || planted(Mistake::BarrierIgnored) {
-                    self.actions.push_back(Action::Connect {
-                        channel: number,
-                        route: std::mem::take(route),
-                        parameter: std::mem::take(parameter),
-                    });
-                    one.stage = Stage::Connecting;
-                    self.waiting.remove(&number);
-                }
-            }
-            self.channels.insert(number, one);
-        }
-    }
-
-    /// Whether an earlier channel has delivered up to its mark. A channel that no longer exists
-    /// delays no other.
-    fn is_delivered(&self, mark: &Mark) -> bool {
-        let Some(earlier) = self.channels.get(&mark.channel) else {
-            return true;
-        };
-        matches!(earlier.stage, Stage::Open) && earlier.inn.delivered() >= mark.offset
-    }
-
-    /// Whether the socket of an earlier channel's consumer is full.
-    fn is_stuck(&self, mark: &Mark) -> bool {
-        let earlier = self.channels.get(&mark.channel);
-        earlier.is_some_and(|earlier| earlier.inn.is_stuck())
     }
 }
 

@@ -4,66 +4,66 @@ use super::{Trunk, Turn};
 use crate::lanes::KeyUsage;
 use crate::stripe::frame::Data;
 
-/// What a lane's thread does next.
+/// The next task of a lane's thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Work<T> {
-    /// Sends this piece, which a lost lane carried.
+    /// Send this piece, which a lost lane carried.
     Again {
         /// Its header.
         data: Data,
         /// Its bytes.
         token: T,
     },
-    /// Reads at most `most` bytes from this channel's socket, without waiting, and reports the
-    /// result with [`Trunk::read`] in any case.
+    /// Read this channel's socket: at most `most` bytes, without waiting. Report the result with
+    /// [`Trunk::read`] in any case.
     Read {
         /// The channel.
         channel: u32,
         /// Bytes, at least one and at most [`crate::limits::MAX_STRIPE_CHUNK_BYTES`].
         most: u32,
     },
-    /// Sends the end, with this number of frames, and closes the lane.
+    /// Send the end, with this number of frames, and close the lane.
     End {
         /// The number of data frames that the lane has carried.
         frames: u64,
     },
-    /// Waits until [`Trunk::ready`] is true, and asks again.
+    /// No work: call again when [`Trunk::ready`] is true.
     Wait,
-    /// Ends at once: the lane carries nothing more.
+    /// The lane was given up.
     Stop,
 }
 
-/// The result of a read from a channel's socket.
+/// The result of reading a channel's socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {
-    /// Bytes were read.
+    /// Bytes.
     Bytes {
         /// How many, from 1 to the permitted number.
         length: u32,
         /// The caller's handle to the bytes, for sending them again.
         token: T,
-        /// Whether there may be more. If not, the caller reports more with [`Trunk::readable`].
+        /// Whether there may be more. If not, [`Trunk::readable`] reports more.
         more: bool,
     },
-    /// The socket had no bytes. The caller reports more with [`Trunk::readable`].
+    /// No bytes now; [`Trunk::readable`] reports more.
     Nothing,
-    /// The socket was read to its end.
+    /// End of file.
     End,
 }
 
 impl<T: Clone> Trunk<T> {
-    /// The connection of this lane was established and *lane open* sent. Returns false if the lane
-    /// was lost meanwhile: the caller closes it.
+    /// The connection of this lane is established and *lane open* is sent. Returns false if the
+    /// lane was given up in the meantime: the caller closes it.
     pub fn lane_established(&mut self, lane: u16, now_ns: u64) -> bool {
         !self.is_over() && self.lanes.life.up(lane, now_ns)
     }
 
-    /// The connection of this lane could not be established, or closed.
+    /// The connection of this lane could not be established, or has ended.
     pub fn lane_over(&mut self, lane: u16, now_ns: u64) {
         self.lanes.over(lane, now_ns);
     }
 
-    /// The channel's socket became readable.
+    /// The channel's socket is readable.
     pub fn readable(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.out.turn == Turn::Idle
@@ -74,7 +74,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Returns the next task of `lane`.
+    /// The next task of `lane`.
     pub fn next(&mut self, lane: u16, usage: KeyUsage, now_ns: u64) -> Work<T> {
         self.lanes.life.record_usage(lane, usage);
         if let Some(frames) = self.lanes.end(lane, now_ns) {
@@ -105,9 +105,8 @@ impl<T: Clone> Trunk<T> {
         Work::Wait
     }
 
-    /// The channel's socket was read: the end of [`Work::Read`], also on a lane that no longer
-    /// exists. Returns the header to send with the bytes, or `None` if this lane has nothing to
-    /// send.
+    /// The result of [`Work::Read`], whether the lane still exists or not. Returns the header to
+    /// send with the bytes, or `None` if this lane has nothing to send.
     pub fn read(
         &mut self,
         lane: u16,

@@ -11,7 +11,7 @@ use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
 const PING_NS: u64 = 1_000_000_000;
 
 impl<T: Clone> Trunk<T> {
-    /// A control lane came up, the first or a later one: all current values are sent again.
+    /// A control lane is up, the first or a later one: all current values are sent again.
     pub fn control_up(&mut self, now_ns: u64) {
         if self.is_over() {
             return;
@@ -47,7 +47,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The control lane was lost.
+    /// The control lane is lost.
     pub fn control_down(&mut self, now_ns: u64) {
         if self.control == Control::Up {
             self.control = Control::Down { since_ns: now_ns };
@@ -71,7 +71,7 @@ impl<T: Clone> Trunk<T> {
                 || self.ended.values().any(|ended| ended.due))
     }
 
-    /// Returns the next message for the control lane.
+    /// The next message for the control lane.
     pub fn next_message(&mut self, now_ns: u64) -> Option<Message> {
         if self.control != Control::Up {
             return None;
@@ -187,7 +187,7 @@ impl<T: Clone> Trunk<T> {
         Some(Message::Credit(credits))
     }
 
-    /// A message of the other side arrived. A late message of an older control lane does no harm.
+    /// Handles a message of the other side. A late message of an older control lane is harmless.
     /// After the end of the trunk messages are ignored.
     ///
     /// # Errors
@@ -316,7 +316,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// *reset* arrived.
+    /// Handles *reset*.
     fn reset(&mut self, channel: u32, fault: FaultCode, now_ns: u64) -> Result<(), PeerFault> {
         if self.was_opened(channel).is_err() {
             if self.is_ours(channel) {
@@ -348,7 +348,7 @@ impl<T: Clone> Trunk<T> {
         self.answer_if_gone(channel)
     }
 
-    /// *gone* arrived: the other side has no state of the channel.
+    /// Handles *gone*: the other side keeps no state for the channel.
     fn confirmed(&mut self, channel: u32, now_ns: u64) -> Result<(), PeerFault> {
         self.was_opened(channel)?;
         self.ended.remove(&channel);
