@@ -76,7 +76,7 @@ enum Phase {
 /// The record of the session that left a VM in doubt.
 enum Record {
     /// Holding it shows other processes that this one is alive.
-    Held(source::Doubt),
+    Held(Box<source::Doubt>),
     /// A request holds it while it queries the destination.
     InUse,
     /// The journal has none that this process can lock; the next request looks again.
@@ -381,7 +381,7 @@ impl ControlService {
                                 SourceRecord::Committing | SourceRecord::RanThenDied)))
             })
             .find_map(|entry| source::Doubt::taken_over(&self.journal, entry.session, false).ok())
-            .map_or(Record::Missing, Record::Held)
+            .map_or(Record::Missing, |record| Record::Held(record.into()))
     }
 
     /// Carries out the operator's decision about a VM in doubt, after recording it.
@@ -418,7 +418,7 @@ impl ControlService {
         &self,
         state: &mut Now,
         session: [u8; 16],
-    ) -> Result<(Arc<Movable>, source::Doubt)> {
+    ) -> Result<(Arc<Movable>, Box<source::Doubt>)> {
         let Some(vm) = state.held().map(Arc::clone) else {
             bail!("this process has no VM yet");
         };
@@ -441,8 +441,8 @@ impl ControlService {
         );
     }
 
-    /// Ends the doubt if it has been resolved; otherwise stores the record again.
-    fn put_back(&self, state: &mut Now, record: source::Doubt, over: bool) {
+    /// Ends the doubt if it is over; otherwise stores the record again.
+    fn put_back(&self, state: &mut Now, record: Box<source::Doubt>, over: bool) {
         if !over {
             if let Phase::InDoubt { record: place, .. } = &mut state.phase {
                 *place = Record::Held(record);
