@@ -163,7 +163,8 @@ mod tests {
         };
         let unused = Target::Tcp("127.0.0.1:9".to_owned());
         let (acceptor, refusals) = acceptor_of(vec![own], unused, 1);
-        let tls = HandoffTls::new(offer(), TrustPolicy::AnyCertificate, Some("own.test"), None).unwrap();
+        let tls =
+            HandoffTls::new(offer(), TrustPolicy::AnyCertificate, Some("own.test"), None).unwrap();
         let near = TcpStream::connect(acceptor.address()).unwrap();
         let mut near = keyed::client(near, &tls, Instant::now() + TIMEOUT)
             .unwrap()

@@ -85,7 +85,7 @@ pub enum PeerFault {
         lane: u16,
     },
     /// A lane ended with another number of frames than have arrived.
-    #[error("lane {lane} ended with frame count {sent}, but {arrived} arrived")]
+    #[error("the end of lane {lane} announces {sent} frames, but {arrived} arrived")]
     LaneEnd {
         /// The lane.
         lane: u16,

@@ -181,8 +181,8 @@ impl DataSender {
         self.frame().finish(header)
     }
 
-    /// Sends the lane's first message: its number, and the session that it belongs to, whose `secret`
-    /// keys the proof. `version` is the selected wire version.
+    /// Sends the lane's first message: its number, its session, and a proof that this side knows the
+    /// session's `secret`. `version` is the selected wire version.
     ///
     /// # Errors
     /// [`SendError`].
