@@ -181,7 +181,7 @@ impl DataSender {
         self.frame().finish(header)
     }
 
-    /// Sends the lane's first message: its number, its session, and a proof that this side knows the
+    /// Sends the lane's first message: its number, its session, and a proof that this side has the
     /// session's `secret`. `version` is the selected wire version.
     ///
     /// # Errors
