@@ -80,10 +80,8 @@ fn names(
     };
     let names: Vec<String> = names.split(':').map(str::to_owned).collect();
     if names.len() != count {
-        let text = format!(
-            "LISTEN_FDS={count}, names in LISTEN_FDNAMES: {}",
-            names.len()
-        );
+        let names = names.len();
+        let text = format!("LISTEN_FDS={count}, names in LISTEN_FDNAMES: {names}");
         return Err(invalid(text));
     }
     Ok(names)

@@ -182,9 +182,7 @@ pub enum Refusal {
         source: io::Error,
     },
     /// As many sockets of this name as [`Limits::handovers`] allows wait for the receiver.
-    #[error(
-        "limit of waiting sockets for the receiver reached ({0}): check why it does not accept"
-    )]
+    #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept")]
     ReceiverBusy(usize),
     /// The backend cannot be reached.
     #[error("cannot reach the backend: {0}; check that it listens")]

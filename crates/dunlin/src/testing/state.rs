@@ -122,10 +122,7 @@ fn fits(sections: &[Section]) -> Result<(), Violation> {
         return Err(broken(
             METHOD,
             "there are at most 4096 sections with a total of 32 MiB",
-            format!(
-                "the number of sections is {}, with {bytes} bytes",
-                sections.len()
-            ),
+            format!("sections: {}, bytes: {bytes}", sections.len()),
         ));
     }
     let mut names = BTreeSet::new();
