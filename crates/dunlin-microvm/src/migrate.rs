@@ -17,6 +17,7 @@ use dunlin_proto::text::chain;
 use crate::config::HostOptions;
 use crate::control::VmState;
 use crate::describe::VmDescription;
+use crate::digests::{DigestedMemory, PageDigests};
 use crate::vm::{CreateError, Vm};
 
 /// How long to wait for the guest's first beat at the destination, which gives the
@@ -26,23 +27,57 @@ const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 /// A machine that can be migrated, or is being received.
 pub struct Movable {
     vm: Arc<Vm>,
-    memory: Arc<dyn GuestMemory>,
+    memory: Arc<DigestedMemory>,
 }
 
 impl Movable {
     /// Makes `vm` migratable.
     #[must_use]
     pub fn new(vm: Arc<Vm>) -> Arc<Self> {
+        Self::with_digests(vm, false)
+    }
+
+    fn with_digests(vm: Arc<Vm>, kept: bool) -> Arc<Self> {
         let backing_page_bytes = match vm.config().backing {
             Backing::Private | Backing::Memfd => PAGE_BYTES,
             Backing::Huge => HUGE_PAGE_BYTES,
         };
         let backing_page_bytes = u32::try_from(backing_page_bytes).unwrap_or(u32::MAX);
-        let memory = MappedMemory::new(Arc::clone(vm.memory()), backing_page_bytes);
+        let mapped = MappedMemory::new(Arc::clone(vm.memory()), backing_page_bytes);
+        let digests = if kept {
+            PageDigests::of_zeros(mapped.regions())
+        } else {
+            PageDigests::default()
+        };
         Arc::new(Self {
             vm,
-            memory: Arc::new(memory),
+            memory: Arc::new(DigestedMemory { mapped, digests }),
         })
+    }
+
+    /// Digests of memory that nothing writes, one for each 2 MiB.
+    ///
+    /// # Errors
+    /// The memory cannot be read.
+    pub fn digests(&self) -> io::Result<Vec<u64>> {
+        Ok(PageDigests::of(&*self.memory)?.blocks())
+    }
+
+    /// Digests of the memory of an arrived machine as it was when the guest resumed, one
+    /// for each 2 MiB. The guest runs meanwhile: a page that it writes before the page is
+    /// read here has the digest that a lane's thread took when it had written the page.
+    ///
+    /// Call it once, before the next migration, and build the machine with
+    /// [`HostOptions::digests`].
+    ///
+    /// # Errors
+    /// The memory or the log of the guest's writes cannot be read.
+    pub fn digests_at_resume(&self) -> Result<Vec<u64>, VmmError> {
+        let now = PageDigests::of(&*self.memory)?;
+        let written = self.vm.fetch_dirty_log()?;
+        self.vm.stop_dirty_log()?;
+        self.memory.digests.replace(&now, &written);
+        Ok(self.memory.digests.blocks())
     }
 
     /// The machine.
@@ -63,7 +98,7 @@ impl SourceVm for Movable {
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(&self.memory)
+        Arc::clone(&self.memory) as _
     }
 
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
@@ -111,7 +146,7 @@ impl SourceVm for Movable {
 
 impl DestinationVm for Movable {
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(&self.memory)
+        Arc::clone(&self.memory) as _
     }
 
     fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
@@ -125,6 +160,11 @@ impl DestinationVm for Movable {
     }
 
     fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        if self.memory.digests.are_kept() {
+            // A failure must not end the guest. `digests_at_resume` fails later, because
+            // the log is off.
+            let _ = self.vm.start_dirty_log();
+        }
         self.vm.resume()?;
         Ok(self.vm.wait_for_downtime(FIRST_BEAT_LIMIT))
     }
@@ -201,7 +241,7 @@ impl Builder for MachineBuilder {
             };
             refuse(fault_behind(&error).unwrap_or(fault), &error)
         })?;
-        let movable = Movable::new(Arc::new(vm));
+        let movable = Movable::with_digests(Arc::new(vm), self.options.digests);
         self.built = Some(Arc::clone(&movable));
         Ok(movable)
     }

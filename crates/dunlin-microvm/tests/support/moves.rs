@@ -86,9 +86,14 @@ pub struct Moved {
     pub events: Vec<Event>,
 }
 
+/// Two lanes, and digests not compared.
+pub fn unverified() -> source::Options {
+    source::Options::builder().lanes(2).build().unwrap()
+}
+
 /// Moves `vm` to what `builder` builds; `on_event` is called on the source's threads.
-pub fn attempt(
-    vm: &Arc<Movable>,
+pub fn attempt<V: SourceVm + 'static>(
+    vm: &Arc<V>,
     tls: &Tls,
     options: &source::Options,
     builder: &mut dyn Builder,
