@@ -2,7 +2,9 @@
 //!
 //! The two processes are `dunlin vm run` and `dunlin vm receive`, as on two hosts, with
 //! certificates made for this run. The guest checks every page that it visits, before and after the
-//! move. Without KVM the guest consists of threads of a process, and the demo reports that.
+//! move. Both processes digest their memory outside the downtime, and the demo compares the digests
+//! (docs/decisions/0017-the-demos-check.md). Without KVM the guest consists of threads of a process,
+//! and the demo reports that.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,10 +13,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dunlin::engine::source::LaneSecurity;
+use dunlin::engine::vmm::FaultCode;
 use dunlin_microvm::GuestKind;
 
+use crate::code::FAILED;
 use crate::display::Display;
-use crate::line::Line;
+use crate::line::{FailedLine, Line, MovedLine};
 use crate::options::{GUESTS, MigrateFlags, SecurityName, named, parse_bytes, parse_lanes};
 use crate::process::{Pair, Scratch};
 use crate::vm::request::ANSWER_LIMIT;
@@ -49,8 +53,8 @@ impl Demo {
     pub(crate) fn run(&self) -> Result<i32> {
         if let SecurityName::Ipsec = self.security {
             bail!(
-                "the demo moves a guest within this host, and packets from a host to itself \
-                 bypass IPsec (at fault: configuration): use tls or plain"
+                "the demo moves a guest within this host, and packets to the own host bypass IPsec \
+                 (at fault: configuration): use tls or plain"
             );
         }
         let mut display = Display::new(self.json);
@@ -66,11 +70,11 @@ impl Demo {
             };
             display.say(&format!(
                 "a guest of {} MiB {what} writes a hot set of its pages, {} per second; it moves \
-                 over {}, lanes: {}",
+                 over {} {} lanes",
                 self.memory >> 20,
                 self.dirty_rate,
-                LaneSecurity::from(self.security),
                 self.lanes,
+                LaneSecurity::from(self.security),
             ));
         }
         let mut pair = self.start(guest, &scratch)?;
@@ -78,17 +82,28 @@ impl Demo {
         let flags = MigrateFlags {
             lanes: self.lanes,
             security: self.security,
-            verify: true,
+            digests: true,
             ..pair.flags()
         };
-        let moved = match pair.migrate(&flags, &mut |line| display.show(line))? {
+        let mut show = |line: &Line| match line {
+            // The demo's result states whether the digests are equal.
+            Line::Moved(moved) => display.show(&Line::Moved(Box::new(MovedLine {
+                digests: Vec::new(),
+                ..(**moved).clone()
+            }))),
+            line => display.show(line),
+        };
+        let moved = match pair.migrate(&flags, &mut show)? {
             Ok(moved) => moved,
             Err(failed) => return Ok(failed.code),
         };
-        let control = pair.destination.wait_for(|line| match line {
-            Line::Received { control, .. } => Some(PathBuf::from(control)),
+        let (control, digests) = pair.destination.wait_for(|line| match line {
+            Line::Received {
+                control, digests, ..
+            } => Some((PathBuf::from(control), digests)),
             _ => None,
         })?;
+        compare(&moved.digests, &digests)?;
         let arrived = status(&control, ANSWER_LIMIT)?;
         std::thread::sleep(RUNS_FOR);
         let later = status(&control, ANSWER_LIMIT)?;
@@ -100,9 +115,6 @@ impl Demo {
                 later.pages_checked,
                 arrived.pages_checked
             );
-        }
-        if moved.digests_equal != Some(true) {
-            bail!("the two memories were not compared");
         }
         let downtime_ms = moved
             .downtime
@@ -126,6 +138,10 @@ impl Demo {
             );
         } else {
             display.say(&format!(
+                "Digests of both memories are equal: {} blocks of 2 MiB.",
+                digests.len()
+            ));
+            display.say(&format!(
                 "The guest runs at the destination: it has checked {} pages, {} of them since it \
                  arrived, and found every one correct.",
                 later.pages_checked,
@@ -143,7 +159,8 @@ impl Demo {
             SecurityName::Plain => &["--allow-plain"],
             _ => &[],
         };
-        Pair::start(scratch, &[run, sizes].concat(), receive)
+        let receive = [&["--digests"][..], receive].concat();
+        Pair::start(scratch, &[run, sizes].concat(), &receive)
     }
 }
 
@@ -152,6 +169,29 @@ fn name_of(guest: GuestKind) -> &'static str {
         GuestKind::Kvm => "kvm",
         GuestKind::Process => "process",
     }
+}
+
+/// Compares digests of both memories, one for each 2 MiB.
+///
+/// # Errors
+/// They differ, or are missing.
+fn compare(source: &[u64], destination: &[u64]) -> Result<()> {
+    let blocks = source.len();
+    let differ: Vec<usize> = (0..blocks)
+        .filter(|&block| source.get(block) != destination.get(block))
+        .collect();
+    let text = match differ.first() {
+        _ if blocks == 0 || blocks != destination.len() => {
+            "the memories were not compared, because a process could not digest its own".into()
+        }
+        None => return Ok(()),
+        Some(first) => format!(
+            "the memory at the destination differs from the source's in {} of {blocks} blocks of 2 \
+             MiB; the first is block {first}, counted from 0 without the hole below 4 GiB",
+            differ.len()
+        ),
+    };
+    Err(FailedLine::new(FaultCode::VerificationFailed, "", text, FAILED).into())
 }
 
 /// Whether this process may use KVM.
@@ -186,6 +226,26 @@ fn choose(asked: Option<GuestKind>, kvm: io::Result<()>) -> Result<(GuestKind, O
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn i3_the_demo_fails_unless_all_blocks_are_equal() {
+        let fault = |source: &[u64], destination: &[u64]| {
+            let error = compare(source, destination).unwrap_err();
+            let failed: FailedLine = (&error).into();
+            (failed.fault, failed.code)
+        };
+        let verification_failed = (FaultCode::VerificationFailed.to_string(), FAILED);
+        compare(&[1, 2, 3], &[1, 2, 3]).unwrap();
+        for (source, destination) in [
+            (&[1, 2, 3][..], &[1, 2, 4][..]),
+            (&[1, 2], &[1, 2, 3]),
+            (&[1, 2], &[]),
+            (&[], &[1]),
+            (&[], &[]),
+        ] {
+            assert_eq!(fault(source, destination), verification_failed);
+        }
+    }
 
     #[test]
     fn the_demo_uses_kvm_if_available_and_says_otherwise() {

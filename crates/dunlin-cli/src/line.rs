@@ -138,6 +138,9 @@ pub(crate) enum Line {
         runs: bool,
         downtime_ms: Option<f64>,
         cpu_s: f64,
+        /// A digest for each 2 MiB of memory as it was when the guest resumed, if asked for.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        digests: Vec<u64>,
     },
     /// The destination rejected a connection or VM, or an attempt failed there.
     Rejected {
@@ -200,6 +203,9 @@ pub(crate) struct MovedLine {
     pub(crate) downtime: DowntimeLine,
     pub(crate) digests_equal: Option<bool>,
     pub(crate) runs: bool,
+    /// A digest for each 2 MiB of the source's memory, if the request asked for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) digests: Vec<u64>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -498,6 +504,7 @@ impl From<&Report> for MovedLine {
             downtime: (&report.downtime).into(),
             digests_equal: report.digests_equal,
             runs: report.runs,
+            digests: Vec::new(),
         }
     }
 }

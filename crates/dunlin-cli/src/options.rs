@@ -161,6 +161,10 @@ pub(crate) struct MigrateFlags {
     /// Compare both memories before the switchover; lengthens the downtime.
     #[arg(long)]
     pub(crate) verify: bool,
+    /// Digest the source's memory once the destination has the VM, for a parent that compares.
+    #[arg(long, hide = true)]
+    #[serde(default)]
+    pub(crate) digests: bool,
     /// Whether to slow the guest down, in steps, when it dirties memory faster than the lanes carry
     /// it.
     #[arg(long, value_enum, default_value_t)]

@@ -4,8 +4,11 @@
 mod support;
 
 use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use dunlin_microvm::DEVICE_START;
 use dunlin_test_base::kvm;
 use serde_json::Value;
 use support::{
@@ -398,6 +401,42 @@ fn the_demo_ends_with_one_object() {
     for pid in ["source_pid", "destination_pid"] {
         let pid = last[pid].as_u64().unwrap();
         assert!(!lives(pid.try_into().unwrap()), "{pid} is left behind");
+    }
+}
+
+/// Sets a byte of guest memory in another process, in a page that the guest leaves to the VMM. Neither
+/// KVM nor the process logs the write.
+fn poke(pid: u32, memory_bytes: u64) {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let number = |text: &str| u64::from_str_radix(text, 16).unwrap();
+    let start = maps.lines().find_map(|line| {
+        let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+        let (start, end) = (number(start), number(end));
+        (end - start >= memory_bytes).then_some(start)
+    });
+    let memory = fs::OpenOptions::new()
+        .write(true)
+        .open(format!("/proc/{pid}/mem"));
+    let address = start.expect("the process has guest memory") + DEVICE_START;
+    memory.unwrap().write_all_at(&[7], address).unwrap();
+}
+
+/// A page that changes at the destination after its last write, and one that changes at the source
+/// without a trace in the dirty log.
+#[test]
+fn i3_the_demo_fails_if_the_memories_differ() {
+    let Some(_turn) = kvm() else { return };
+    for (child, event) in [(0, "accepted"), (1, "progress")] {
+        // The first pass takes longer than the first progress line, and the page is sent at its start.
+        let demo = Process::follow(words("demo --memory 1G"), Path::new(""));
+        demo.wait_for_any(&[event, "iterated"]);
+        // The destination starts first.
+        poke(children(demo.pid())[child], 1 << 30);
+        let (code, failed) = demo.ended();
+        assert_eq!(code, 1, "{failed}");
+        assert_eq!(failed["event"], "failed");
+        assert_eq!(failed["fault"], "verification-failed");
+        assert_eq!(failed["code"], 1);
     }
 }
 

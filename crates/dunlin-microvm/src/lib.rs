@@ -18,8 +18,8 @@
 //! Modules: `layout` (guest memory map), `boot` (page tables, registers), `fill` (initial
 //! content), `pace` (page visits over time), `heart` (beats, gaps, downtime), `control` (running
 //! and parked vCPUs), `vcpu` (a vCPU's thread), `process` (a thread of a process guest), `common`
-//! (shared by both kinds of guest), `dirty`, `state`, `cpuid`, `wire`, `cgroup` (memory limits of
-//! the process), and `kvm`, the only module with `unsafe`.
+//! (shared by both kinds of guest), `dirty`, `digests` (of memory by page), `state`, `cpuid`,
+//! `wire`, `cgroup` (memory limits of the process), and `kvm`, the only module with `unsafe`.
 #![deny(unsafe_code)]
 #![cfg(target_arch = "x86_64")]
 
@@ -30,6 +30,7 @@ mod config;
 mod control;
 mod cpuid;
 mod describe;
+mod digests;
 mod dirty;
 mod fill;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -1,6 +1,8 @@
 //! The machine's implementation of the engine's traits, for both sides.
 
-use std::sync::Arc;
+use std::io;
+use std::mem;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::cgroup;
@@ -10,12 +12,14 @@ use dunlin::engine::vmm::{
     Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
     SourceVm, VmDescription as Described, VmmError,
 };
+use dunlin::lane::sync::lock;
 use dunlin_linux::mapping::{Backing, HUGE_PAGE_BYTES, PAGE_BYTES, layout};
 use dunlin_proto::text::chain;
 
 use crate::config::HostOptions;
 use crate::control::VmState;
 use crate::describe::VmDescription;
+use crate::digests::{DigestedMemory, PageDigests};
 use crate::vm::{CreateError, Vm};
 
 /// How long to wait for the guest's first beat at the destination, from which the downtime
@@ -25,23 +29,73 @@ const FIRST_BEAT_LIMIT: Duration = Duration::from_millis(100);
 /// A machine that can be migrated, or is being received.
 pub struct Movable {
     vm: Arc<Vm>,
-    memory: Arc<dyn GuestMemory>,
+    memory: Arc<DigestedMemory>,
+    /// If digests are kept, the logs of the writes since the guest resumed here; empty if they could
+    /// not be started.
+    since_resume: Mutex<Vec<Box<dyn DirtyLog>>>,
 }
 
 impl Movable {
     /// Makes `vm` migratable.
     #[must_use]
     pub fn new(vm: Arc<Vm>) -> Arc<Self> {
+        Self::with_digests(vm, false)
+    }
+
+    fn with_digests(vm: Arc<Vm>, kept: bool) -> Arc<Self> {
         let backing_page_bytes = match vm.config().backing {
             Backing::Private | Backing::Memfd => PAGE_BYTES,
             Backing::Huge => HUGE_PAGE_BYTES,
         };
         let backing_page_bytes = u32::try_from(backing_page_bytes).unwrap_or(u32::MAX);
-        let memory = MappedMemory::new(Arc::clone(vm.memory()), backing_page_bytes);
+        let mapped = MappedMemory::new(Arc::clone(vm.memory()), backing_page_bytes);
+        let digests = if kept {
+            PageDigests::of_zeros(mapped.regions())
+        } else {
+            PageDigests::default()
+        };
         Arc::new(Self {
             vm,
-            memory: Arc::new(memory),
+            memory: Arc::new(DigestedMemory { mapped, digests }),
+            since_resume: Mutex::default(),
         })
+    }
+
+    /// Digests of memory that nothing writes, one for each 2 MiB.
+    ///
+    /// # Errors
+    /// The memory cannot be read.
+    pub fn digests(&self) -> io::Result<Vec<u64>> {
+        Ok(PageDigests::of(&*self.memory)?.blocks())
+    }
+
+    /// Digests of the memory of an arrived machine as it was when the guest resumed, one
+    /// for each 2 MiB. The guest runs meanwhile: a page that it writes before the page is
+    /// read here has the digest that a lane's thread took when it had written the page.
+    ///
+    /// Call it once, before the next migration, and build the machine with
+    /// [`HostOptions::digests`].
+    ///
+    /// # Errors
+    /// The memory or the log of the guest's writes cannot be read.
+    pub fn digests_at_resume(&self) -> Result<Vec<u64>, VmmError> {
+        let mut logs = mem::take(&mut *lock(&self.since_resume));
+        if logs.is_empty() {
+            return Err("the log of the writes since the guest resumed is off".into());
+        }
+        let now = PageDigests::of(&*self.memory)?;
+        let regions = self.memory.regions().iter();
+        let words = regions.map(|region| vec![0; region.pages().div_ceil(64) as usize]);
+        let mut written: Vec<Vec<u64>> = words.collect();
+        for log in &mut logs {
+            log.fetch(&mut |region, words| {
+                let all = written[region].iter_mut().zip(words);
+                all.for_each(|(all, words)| *all |= words);
+            })?;
+            log.stop()?;
+        }
+        self.memory.digests.replace(&now, &written);
+        Ok(self.memory.digests.blocks())
     }
 
     /// The machine.
@@ -62,7 +116,7 @@ impl SourceVm for Movable {
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(&self.memory)
+        Arc::clone(&self.memory) as _
     }
 
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
@@ -110,7 +164,7 @@ impl SourceVm for Movable {
 
 impl DestinationVm for Movable {
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(&self.memory)
+        Arc::clone(&self.memory) as _
     }
 
     fn load(&self, sections: &[Section]) -> Result<(), VmmError> {
@@ -124,6 +178,13 @@ impl DestinationVm for Movable {
     }
 
     fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        if self.memory.digests.are_kept() {
+            let mut logs = self.vm.dirty_logs();
+            // A failure must not end the guest: `digests_at_resume` fails later.
+            if logs.iter_mut().try_for_each(|log| log.start()).is_ok() {
+                *lock(&self.since_resume) = logs;
+            }
+        }
         self.vm.resume()?;
         Ok(self.vm.wait_for_downtime(FIRST_BEAT_LIMIT))
     }
@@ -179,7 +240,7 @@ impl Builder for MachineBuilder {
             };
             refuse(fault_behind(&error).unwrap_or(fault), &error)
         })?;
-        let movable = Movable::new(Arc::new(vm));
+        let movable = Movable::with_digests(Arc::new(vm), self.options.digests);
         self.built = Some(Arc::clone(&movable));
         Ok(movable)
     }

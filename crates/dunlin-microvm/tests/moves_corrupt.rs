@@ -1,38 +1,52 @@
 //! Migrations that lose or damage a single byte. The guest detects it; if both memories are compared,
-//! the migration fails before the guest runs.
+//! the migration fails before the guest runs. Digests taken after the resume, as for `dunlin demo`,
+//! show it too.
 #![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used)]
 
 mod support;
 
-use std::sync::Arc;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
-use dunlin::engine::VmIs;
 use dunlin::engine::source::Options;
 use dunlin::engine::vmm::{
-    Builder, DestinationVm, FaultCode, GuestMemory, Offered, Refusal, Section, VmmError,
+    Builder, DestinationVm, DirtyLog, FaultCode, GuestMemory, Offered, Refusal, RunState, Section,
+    SourceVm, VmDescription, VmmError,
 };
-use dunlin_microvm::{Config, MachineBuilder, Movable, StopCode, Vm, VmState, WORKLOAD_START};
+use dunlin::engine::{Event, VmIs};
+use dunlin_microvm::{
+    Config, DEVICE_START, GuestKind, HostOptions, MachineBuilder, Movable, StopCode, Vm, VmState,
+    WORKLOAD_START,
+};
 use dunlin_test_base::kvm;
-use support::moves::{Tls, attempt, movable, relocate, verified};
-use support::wait_for;
+use support::moves::{Tls, attempt, movable, relocate, unverified, verified};
+use support::{vmm_read, vmm_write, wait_for};
 use vm_memory::{Bytes, GuestAddress};
 
-/// The page that is damaged. The damaged word in it is part of the content, or the number
-/// of the pass.
+/// The page that is damaged, and the word in it: its content, or its pass.
 const PAGE: u64 = WORKLOAD_START + 99 * 4096;
 const CONTENT: u64 = 1000;
 const PASS: u64 = 0;
 
+/// A filled page that the guest does not visit, as an offset from [`PAGE`].
+const COLD: u64 = 20 << 20;
+/// The 2 MiB with that page, and the 2 MiB with the pages that the guest leaves to the VMM.
+const COLD_BLOCK: usize = ((PAGE + COLD) >> 21) as usize;
+const DEVICE_BLOCK: usize = (DEVICE_START >> 21) as usize;
+
 /// When the destination damages the byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
-    /// The damage is done after memory has been compared, or would have been.
+    Never,
+    /// Once memory has been compared, if it is.
     Loading,
     /// Before it is hashed.
     Hashing,
+    /// Directly before the guest resumes.
+    Resuming,
 }
 
 /// Builds machines that damage one byte of their memory.
@@ -46,7 +60,7 @@ struct Damaging {
 impl Damaging {
     fn new(when: When, offset: u64) -> Self {
         Self {
-            machines: MachineBuilder::default(),
+            machines: MachineBuilder::new(HostOptions::default().digests(true)),
             when,
             offset,
             built: None,
@@ -64,7 +78,7 @@ struct Damaged {
 }
 
 fn flip(vm: &Vm, offset: u64) {
-    let address = GuestAddress(PAGE + offset);
+    let address = GuestAddress(PAGE.wrapping_add(offset));
     let byte: u8 = vm.memory().read_obj(address).unwrap();
     vm.memory().write_obj(byte ^ 1, address).unwrap();
 }
@@ -103,6 +117,9 @@ impl DestinationVm for Damaged {
     }
 
     fn resume(&self) -> Result<Option<Duration>, VmmError> {
+        if self.when == When::Resuming {
+            flip(self.vm.vm(), self.offset);
+        }
         DestinationVm::resume(&*self.vm)
     }
 
@@ -116,7 +133,12 @@ impl DestinationVm for Damaged {
 }
 
 fn guest() -> Arc<Movable> {
+    guest_of(GuestKind::Kvm)
+}
+
+fn guest_of(kind: GuestKind) -> Arc<Movable> {
     let vm = movable(Config {
+        guest: kind,
         working_set_bytes: Some(8 << 20),
         vcpus: 2,
         ..Config::default()
@@ -189,4 +211,195 @@ fn i3_without_a_comparison_the_guest_itself_finds_the_damage() {
         .vm()
         .wait_until_ended(Duration::from_secs(10));
     assert!(ended.to_string().contains("code 2"), "{ended}");
+}
+
+/// The kinds of guest that this host can run, and the turn for KVM.
+fn kinds() -> (Option<MutexGuard<'static, ()>>, Vec<GuestKind>) {
+    let turn = kvm();
+    let on_kvm = turn.as_ref().map(|_| GuestKind::Kvm);
+    let kinds = on_kvm.into_iter().chain([GuestKind::Process]).collect();
+    (turn, kinds)
+}
+
+/// The blocks of 2 MiB in which two memories differ.
+fn differences(source: &[u64], destination: &[u64]) -> Vec<usize> {
+    assert_eq!(source.len(), destination.len());
+    let blocks = 0..source.len();
+    blocks
+        .filter(|block| source[*block] != destination[*block])
+        .collect()
+}
+
+#[test]
+fn i3_a_byte_damaged_between_the_last_write_and_the_resume_is_in_the_digests() {
+    let (_turn, kinds) = kinds();
+    let tls = Tls::new();
+    for kind in kinds {
+        for (when, found) in [
+            (When::Never, &[][..]),
+            (When::Loading, &[COLD_BLOCK]),
+            (When::Resuming, &[COLD_BLOCK]),
+        ] {
+            let vm = guest_of(kind);
+            let mut builder = Damaging::new(when, COLD + CONTENT);
+            let moved = attempt(&vm, &tls, &unverified(), &mut builder, &|_| ());
+            assert_eq!(moved.source.unwrap().digests_equal, None);
+            moved.destination.unwrap();
+            let there = builder.built.unwrap();
+            let theirs = there.digests_at_resume().unwrap();
+            assert_eq!(
+                differences(&vm.digests().unwrap(), &theirs),
+                found,
+                "{kind:?}"
+            );
+            let passes = there.vm().full_passes();
+            wait_for(there.vm(), "two passes", |vm| {
+                vm.full_passes() >= passes + 2
+            });
+        }
+    }
+}
+
+/// A page that is written again before it is read for the second digest has only the first one, taken
+/// before the damage. The guest checks the pages that it writes, but not those of the VMM.
+#[test]
+fn i3_a_byte_damaged_in_a_page_that_is_written_after_the_resume_is_not_in_the_digests() {
+    let (_turn, kinds) = kinds();
+    let tls = Tls::new();
+    for kind in kinds {
+        let vm = guest_of(kind);
+        let mut builder = Damaging::new(When::Loading, DEVICE_START.wrapping_sub(PAGE));
+        let moved = attempt(&vm, &tls, &unverified(), &mut builder, &|_| ());
+        moved.source.unwrap();
+        moved.destination.unwrap();
+        let there = builder.built.unwrap();
+        vmm_write(there.vm(), 100, &[7]);
+        let theirs = there.digests_at_resume().unwrap();
+        let found = differences(&vm.digests().unwrap(), &theirs);
+        assert!(found.is_empty(), "{kind:?}");
+        let mut byte = [0];
+        vmm_read(there.vm(), 0, &mut byte);
+        assert_eq!(byte, [1], "the damage is there");
+    }
+}
+
+/// A machine with a dirty log that misses a page that the guest leaves to the VMM.
+struct Forgetful(Arc<Movable>);
+
+struct ForgetfulLog(Box<dyn DirtyLog>);
+
+impl DirtyLog for ForgetfulLog {
+    fn start(&mut self) -> io::Result<()> {
+        self.0.start()
+    }
+
+    fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
+        const PAGE: usize = (DEVICE_START / 4096) as usize;
+        self.0.fetch(&mut |index, words| {
+            let mut words = words.to_vec();
+            words[PAGE / 64] &= !(1 << (PAGE % 64));
+            found(index, &words);
+        })
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        self.0.stop()
+    }
+}
+
+impl SourceVm for Forgetful {
+    fn describe(&self) -> Result<VmDescription, VmmError> {
+        self.0.describe()
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        SourceVm::memory(&*self.0)
+    }
+
+    fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>> {
+        let logs = self.0.dirty_logs().into_iter();
+        logs.map(|log| Box::new(ForgetfulLog(log)) as Box<dyn DirtyLog>)
+            .collect()
+    }
+
+    fn run_state(&self) -> RunState {
+        self.0.run_state()
+    }
+
+    fn pause(&self) -> Result<(), VmmError> {
+        self.0.pause()
+    }
+
+    fn resume(&self) -> Result<(), VmmError> {
+        SourceVm::resume(&*self.0)
+    }
+
+    fn save(&self) -> Result<Vec<Section>, VmmError> {
+        self.0.save()
+    }
+
+    fn destroy(&self) {
+        self.0.destroy();
+    }
+}
+
+#[test]
+fn i3_a_page_that_the_dirty_log_misses_is_in_the_digests() {
+    let (_turn, kinds) = kinds();
+    let tls = Tls::new();
+    for kind in kinds {
+        for forgets in [false, true] {
+            let vm = guest_of(kind);
+            vmm_write(vm.vm(), 0, &[1]);
+            // At the end of the first pass the page has been sent.
+            let written = AtomicBool::new(false);
+            let on_event = |event: &Event| {
+                if matches!(event, Event::Iterated(_)) && !written.swap(true, Ordering::SeqCst) {
+                    vmm_write(vm.vm(), 0, &[2]);
+                }
+            };
+            let mut builder = Damaging::new(When::Never, 0);
+            let moved = if forgets {
+                let forgetful = Arc::new(Forgetful(Arc::clone(&vm)));
+                attempt(&forgetful, &tls, &unverified(), &mut builder, &on_event)
+            } else {
+                attempt(&vm, &tls, &unverified(), &mut builder, &on_event)
+            };
+            moved.source.unwrap();
+            moved.destination.unwrap();
+            assert!(written.into_inner());
+            let there = builder.built.unwrap();
+            // The first digest already shows it, even if the page is written again.
+            vmm_write(there.vm(), 0, &[2]);
+            let theirs = there.digests_at_resume().unwrap();
+            let found = differences(&vm.digests().unwrap(), &theirs);
+            let expected = if forgets { &[DEVICE_BLOCK][..] } else { &[] };
+            assert_eq!(found, expected, "{kind:?}");
+        }
+    }
+}
+
+/// Zero pages have no content on the lanes.
+#[test]
+fn i3_a_page_that_becomes_zero_on_the_way_is_equal_in_the_digests() {
+    let (_turn, kinds) = kinds();
+    let tls = Tls::new();
+    for kind in kinds {
+        let vm = guest_of(kind);
+        vmm_write(vm.vm(), 0, &[1]);
+        let on_event = |event: &Event| {
+            if matches!(event, Event::Iterated(_)) {
+                vmm_write(vm.vm(), 0, &[0]);
+            }
+        };
+        let mut builder = Damaging::new(When::Never, 0);
+        let moved = attempt(&vm, &tls, &unverified(), &mut builder, &on_event);
+        moved.source.unwrap();
+        moved.destination.unwrap();
+        let there = builder.built.unwrap();
+        // Only the first digest counts.
+        vmm_write(there.vm(), 0, &[0]);
+        let theirs = there.digests_at_resume().unwrap();
+        assert!(differences(&vm.digests().unwrap(), &theirs).is_empty());
+    }
 }

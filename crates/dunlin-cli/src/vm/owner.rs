@@ -27,7 +27,7 @@ use super::request::{Request, inquiry_options};
 use crate::confine::{self, Confining, LANE_PORTS, Needs};
 use crate::control::{Service, read_request, send};
 use crate::identity::client_tls;
-use crate::line::{FailedLine, Line};
+use crate::line::{FailedLine, Line, MovedLine};
 use crate::log::{self, LogFlags};
 use crate::options::{ControlPath, MigrateFlags, SecurityName, ipsec_lanes};
 use crate::service::start;
@@ -233,8 +233,8 @@ fn move_away(
         .journal(service.journal.clone())
         .owner(service.owner())
         .build()?;
-    let vm: Arc<dyn SourceVm> = service.begin(&moving)?;
-    let to = flags.to.clone();
+    let vm = service.begin(&moving)?;
+    let (to, digests) = (flags.to.clone(), flags.digests);
     let (for_thread, for_service) = (Arc::clone(&moving), Arc::clone(service));
     let spawned = start("migration", move || {
         let observe = |event: &Event| for_thread.observe(event);
@@ -243,14 +243,25 @@ fn move_away(
             log::install(Level::INFO);
             timeline::begin();
         }
-        let line = match Migration::builder(vm, to, &tls)
+        let source: Arc<dyn SourceVm> = Arc::clone(&vm) as _;
+        let line = match Migration::builder(source, to, &tls)
             .options(options)
             .observer(&observe)
             .cancel(cancel)
             .tune(&for_thread.tune)
             .run()
         {
-            Ok(report) => Line::Moved(Box::new((&report).into())),
+            Ok(report) => {
+                let mut moved = MovedLine::from(&report);
+                if digests {
+                    // This copy never runs again: nothing writes its memory.
+                    moved.digests = vm.digests().unwrap_or_else(|error| {
+                        for_thread.warn(format!("cannot digest the memory: {error}"));
+                        Vec::new()
+                    });
+                }
+                Line::Moved(Box::new(moved))
+            }
             Err(error) => Line::Failed((&error).into()),
         };
         if timeline {

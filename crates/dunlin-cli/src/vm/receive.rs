@@ -39,6 +39,9 @@ pub(crate) struct Receive {
     /// not count. No other VM can arrive during that time.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
+    /// Digest the memory as it was when the guest resumed, for a parent that compares.
+    #[arg(long, hide = true)]
+    digests: bool,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
@@ -88,7 +91,7 @@ impl Receive {
             .build()?;
         self.own.watch_parent()?;
         let mut builder = VmBuilder {
-            machines: MachineBuilder::new(self.own.memory()),
+            machines: MachineBuilder::new(self.own.memory().digests(self.digests)),
             control: &self.own.control,
             service: &service,
             socket: None,
@@ -156,6 +159,15 @@ impl Receive {
                 chained(&error)
             ));
         }
+        let digests = if self.digests {
+            // No other migration can begin before `keep`.
+            vm.digests_at_resume().unwrap_or_else(|error| {
+                service.warn(&format!("cannot digest the memory: {error}"));
+                Vec::new()
+            })
+        } else {
+            Vec::new()
+        };
         let name = received.offered.vm.name.clone();
         // A source that missed the confirmation can still query this process.
         let answering = received.answering;
@@ -166,6 +178,7 @@ impl Receive {
             runs: received.runs,
             downtime_ms: received.guest_downtime.map(millis),
             cpu_s: received.cpu.as_secs_f64(),
+            digests,
         });
         let code = service.keep(&vm);
         if let Some(answering) = answering {

@@ -1,5 +1,5 @@
-//! Shared by the tests that migrate a machine with the engine: certificates, huge pages, and a
-//! migration between two threads of the process over loopback.
+//! What the tests share that move a machine by the engine: certificates, huge pages, and a move
+//! between two threads of the process over loopback.
 
 use std::fs;
 use std::net::TcpListener;
@@ -25,7 +25,7 @@ use super::running;
 const SOURCE: &str = "source.test";
 const DESTINATION: &str = "destination.test";
 
-/// The TLS settings of both sides, with certificates from a temporary authority.
+/// Both sides' security, from an authority of the moment.
 pub struct Tls {
     pub client: ClientTls,
     pub server: ServerTls,
@@ -86,10 +86,14 @@ pub struct Moved {
     pub events: Vec<Event>,
 }
 
-/// Migrates `vm` to the machine that `builder` builds; `on_event` is called on the source's
-/// threads.
-pub fn attempt(
-    vm: &Arc<Movable>,
+/// Two lanes, and digests not compared.
+pub fn unverified() -> source::Options {
+    source::Options::builder().lanes(2).build().unwrap()
+}
+
+/// Moves `vm` to what `builder` builds; `on_event` is called on the source's threads.
+pub fn attempt<V: SourceVm + 'static>(
+    vm: &Arc<V>,
     tls: &Tls,
     options: &source::Options,
     builder: &mut dyn Builder,
@@ -116,7 +120,7 @@ pub fn attempt(
             .observer(&observe)
             .run();
         if result.is_err() {
-            // If the migration has not reached the destination, the destination would wait forever.
+            // One that never got as far as the destination would leave it waiting.
             give_up.cancel();
         }
         let destination = receiving.join().unwrap();
@@ -129,7 +133,7 @@ pub fn attempt(
     })
 }
 
-/// Migrates `vm`, which must succeed, and returns the machine at the destination.
+/// Moves `vm`, which must go well, and returns it as it is at the destination.
 pub fn relocate(
     vm: &Arc<Movable>,
     tls: &Tls,

@@ -55,6 +55,13 @@ pub trait GuestMemory: Send + Sync {
     /// # Errors
     /// The ranges cannot be determined. The engine then sends the whole region.
     fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
+
+    /// At the destination, a lane has written these bytes, which are whole pages; zero
+    /// pages are reported only if they replace other content. The thread of the lane
+    /// calls it, before the pages are acknowledged. Ignored by default.
+    fn received(&self, index: usize, range: Range<u64>) {
+        let _ = (index, range);
+    }
 }
 
 /// A log of the pages written since it was last read: KVM's bitmap or ring,

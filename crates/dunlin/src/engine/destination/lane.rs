@@ -77,6 +77,8 @@ impl DestinationMemory {
                 set &= set - 1;
                 let slice = self.memory.slice(index, page * PAGE_BYTES, ZEROS.len())?;
                 slice.copy_from(&ZEROS);
+                let start = page * PAGE_BYTES;
+                self.memory.received(index, start..start + PAGE_BYTES);
             }
         }
         Ok(())
@@ -250,6 +252,10 @@ impl Lane {
             .map_err(|error| self.failed(error))?;
         if let Some(error) = refused {
             return Err(unwritable(error));
+        }
+        for range in raw() {
+            let written = range.offset..range.offset + range.memory_bytes();
+            self.memory.memory.received(index_of(range.region), written);
         }
         let written = |lanes: &mut Receiving| lanes.written(lane, chunk_number, pages);
         self.barrier
