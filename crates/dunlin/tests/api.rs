@@ -360,7 +360,9 @@ impl Api {
             Item::Trait(one) => {
                 let name = one.ident.to_string();
                 for inner in &one.items {
-                    if let TraitItem::Fn(method) = inner {
+                    if let TraitItem::Fn(method) = inner
+                        && !is_left_out(&method.attrs)
+                    {
                         let given = if method.default.is_some() {
                             " (given)"
                         } else {

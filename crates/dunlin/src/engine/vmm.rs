@@ -59,6 +59,7 @@ pub trait GuestMemory: Send + Sync {
     /// At the destination, a lane has written these bytes, which are whole pages; zero
     /// pages are reported only if they replace other content. The thread of the lane
     /// calls it, before the pages are acknowledged. Ignored by default.
+    #[cfg(feature = "unstable-internals")]
     fn received(&self, index: usize, range: Range<u64>) {
         let _ = (index, range);
     }

@@ -77,8 +77,9 @@ impl DestinationMemory {
                 set &= set - 1;
                 let slice = self.memory.slice(index, page * PAGE_BYTES, ZEROS.len())?;
                 slice.copy_from(&ZEROS);
-                let start = page * PAGE_BYTES;
-                self.memory.received(index, start..start + PAGE_BYTES);
+                #[cfg(feature = "unstable-internals")]
+                self.memory
+                    .received(index, page * PAGE_BYTES..(page + 1) * PAGE_BYTES);
             }
         }
         Ok(())
@@ -253,6 +254,7 @@ impl Lane {
         if let Some(error) = refused {
             return Err(unwritable(error));
         }
+        #[cfg(feature = "unstable-internals")]
         for range in raw() {
             let written = range.offset..range.offset + range.memory_bytes();
             self.memory.memory.received(index_of(range.region), written);
