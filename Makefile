@@ -30,8 +30,9 @@ fuzz:
 audit:
 	cargo deny check advisories
 
-# A change that needs more lines than this states here what for.
-LINES_LIMIT = 54000
+# A change that needs more lines than this states here what for: 54,000, less 258 lines that moved from
+# crates/ to tests/, plus 210 for the demo's check outside the downtime.
+LINES_LIMIT = 53952
 
 # The checks that CI runs before the tests.
 check:
