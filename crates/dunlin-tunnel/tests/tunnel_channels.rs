@@ -386,6 +386,9 @@ fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     });
     let waiting = fill_backlog(&pair.target());
     let channel = pair.connect();
+    // The thread below may be one of another test.
+    let is_up = |event: &Event| matches!(event, Event::TrunkUp { .. });
+    pair.far_events.wait("trunk", is_up);
     let is_connecting = |entry: std::io::Result<fs::DirEntry>| {
         let name = fs::read_to_string(entry.unwrap().path().join("comm"));
         // A thread that has just ended has no name.

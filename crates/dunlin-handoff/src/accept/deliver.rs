@@ -2,7 +2,7 @@
 //! receivers.
 
 use dunlin_lane::sync::lock;
-use std::io::Write;
+use std::io::{self, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -83,9 +83,9 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
     let receiver = match connect_unix(to, deadline, shared.stop.wakeup()) {
         Ok(receiver) => receiver,
         Err(error) => {
-            let refusal = match shared.stop.is_requested() {
-                true => Refusal::Aborted,
-                false => no_receiver(error),
+            let refusal = match error.kind() {
+                io::ErrorKind::ConnectionAborted => Refusal::Aborted,
+                _ => no_receiver(error),
             };
             return Err(reject(shared, keyed, refusal));
         }
