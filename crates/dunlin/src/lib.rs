@@ -25,8 +25,9 @@
 //! # Who may connect
 //!
 //! [`Identity`] loads a host's certificate, key and authority. Each side names the peers that it
-//! accepts; an empty list accepts none, and [`Peers::AnyFromAuthority`] accepts every peer with a
-//! certificate from these authorities.
+//! accepts, by name or by [`Pin`]. [`Peers::AnyFromAuthority`] accepts every peer with a certificate
+//! from these authorities. [`Peers::OneOf`] an empty list accepts none. But an empty list that is
+//! collected into [`Peers`], as below, becomes `AnyFromAuthority`: check a list from a configuration.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -42,6 +43,10 @@
 //! # Ok::<(), dunlin::engine::vmm::VmmError>(())
 //! ```
 //!
+//! The directory has the files `ca-cert.pem` (the authority), `cert.pem` and `key.pem`, which not every
+//! user may read; [`Identity::load`] has the details. If all peers are pinned, no authority is needed:
+//! `examples/page.rs` shows it.
+//!
 //! # Migrate and receive
 //!
 //! [`Migration::run`] and [`Incoming::run`] block the calling thread until the outcome is
@@ -53,6 +58,7 @@
 //!   process that dies after *commit* leaves it to an operator to find the VM.
 //! - **Events** go to an [`Observer`], which may be a closure.
 //! - **Stopping**: [`Cancel`] stops a run from another thread. After *commit* it is too late.
+//!   `Incoming` waits for a source without a limit; only `Cancel` ends this wait.
 //!   [`Tune`] changes the rate cap of a running migration.
 //! - **Threads and connections** come from a [`Host`], by default [`StandardHost`].
 //!
@@ -101,7 +107,8 @@
 //! any promise: each of them may change or disappear in every release.
 //!
 //! `docs/integrating.md` in the repository is a guide to a first migration. `examples/two_logs.rs` has
-//! two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open no socket.
+//! two regions, two dirty logs and a throttle; `examples/own_sockets.rs` is a VMM that may open no socket;
+//! `examples/page.rs` has a dirty bitmap of its own, refuses VMs, pins its peers and keeps journals.
 //!
 //! [`SourceVm`]: engine::vmm::SourceVm
 //! [`SourceVm::throttle`]: engine::vmm::SourceVm::throttle
@@ -119,6 +126,10 @@
 //! [`OwnWrites`]: engine::memory::OwnWrites
 //! [`WriteProtectLog`]: engine::dirty::WriteProtectLog
 //! [`Identity`]: lane::Identity
+//! [`Identity::load`]: lane::Identity::load
+//! [`Pin`]: lane::Pin
+//! [`Peers`]: lane::Peers
+//! [`Peers::OneOf`]: lane::Peers::OneOf
 //! [`Peers::AnyFromAuthority`]: lane::Peers::AnyFromAuthority
 //! [`Journal`]: engine::journal::Journal
 //! [`Observer`]: engine::Observer

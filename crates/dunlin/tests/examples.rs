@@ -63,3 +63,14 @@ fn a_vmm_that_may_not_open_sockets_is_given_them() {
         "connections handed in: 3\nit runs there: true\nmemory is whole: true\n"
     );
 }
+
+/// Each guest is replayed from its start, so memory depends on every step at both hosts.
+#[test]
+fn i1_i3_a_vm_with_its_own_dirty_bitmap_moves_between_pinned_hosts() {
+    let printed = run("page");
+    assert_eq!(
+        printed,
+        "it runs there only: true, digests equal: Some(true), registers equal: true, \
+         memory equal: true\n"
+    );
+}

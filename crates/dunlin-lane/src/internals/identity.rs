@@ -87,6 +87,17 @@ pub struct Summary {
 impl Identity {
     /// Loads and checks the files in `directory`. The caller should log the warnings.
     ///
+    /// | file, in PEM | content |
+    /// | --- | --- |
+    /// | `cert.pem` | this host's certificate, followed by any intermediates |
+    /// | `key.pem` | its private key, which not every user of the host may read |
+    /// | `ca-cert.pem` | the trust anchors; not needed if all peers are pinned ([`Pin`](crate::Pin)) |
+    /// | `ca-crl.pem` | revocation lists; optional |
+    /// | `denied` | not PEM: one key to refuse on each line, as `spki-sha256:…`; optional |
+    ///
+    /// A directory may instead have the layout of QEMU, Cloud Hypervisor or libvirt
+    /// ([`Layout`]); it then needs [`LoadOptions::role`].
+    ///
     /// # Errors
     /// [`IdentityError`], which names the file and the remedy.
     pub fn load(
@@ -97,7 +108,7 @@ impl Identity {
         Self::load_files(files, options)
     }
 
-    /// Like [`Identity::load`], with files at any path.
+    /// Like [`Identity::load`], with files at any path. [`Files`] is an item of `dunlin-lane`.
     ///
     /// # Errors
     /// [`IdentityError`], which names the file and the remedy.

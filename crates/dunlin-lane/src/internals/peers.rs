@@ -33,7 +33,8 @@ pub enum Pin {
     Key([u8; 32]),
 }
 
-/// One allowed peer.
+/// One allowed peer. Parsed from a pin (`sha256:…`, `spki-sha256:…`; see [`Pin`]), or else from a name
+/// ([`PeerName`]): `"host-b.example".parse()?`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Peer {
     /// Any holder of a certificate with this name from an authority in the CA bundle.
@@ -42,12 +43,13 @@ pub enum Peer {
     Pin(Pin),
 }
 
-/// The allowed peers.
+/// The allowed peers. An iterator of [`Peer`] collects into [`Peers::OneOf`], an empty one into
+/// [`Peers::AnyFromAuthority`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Peers {
     /// Every holder of a certificate from the CA bundle.
     AnyFromAuthority,
-    /// Only these peers.
+    /// Only these peers; none if the list is empty.
     OneOf(Vec<Peer>),
 }
 
@@ -271,7 +273,8 @@ impl Peers {
 }
 
 impl FromIterator<Peer> for Peers {
-    /// An empty list means [`Peers::AnyFromAuthority`].
+    /// An empty list means [`Peers::AnyFromAuthority`], so check a list that comes from a
+    /// configuration. To accept no peer, use [`Peers::OneOf`] with an empty list.
     fn from_iter<I: IntoIterator<Item = Peer>>(peers: I) -> Self {
         let peers: Vec<_> = peers.into_iter().collect();
         if peers.is_empty() {

@@ -143,7 +143,7 @@ impl fmt::Display for Features {
 pub enum LaneSecurity {
     /// TLS 1.3, in process or in the kernel.
     Tls,
-    /// No protection: only with the consent of both sides (I6).
+    /// No protection: only with the consent of both sides.
     Plain,
     /// ESP, with security associations set up by a keying session next to the control lane.
     Ipsec,

@@ -56,7 +56,8 @@ impl Cancel {
     }
 
     /// Asks the session to end. Before *commit* the session ends, and the VM continues at
-    /// the source; after *commit* it reports that it is too late.
+    /// the source; after *commit* it goes on, and a warning says that it is too late. Has no
+    /// effect on a session that has ended.
     pub fn cancel(&self) {
         let mut state = lock(&self.0);
         state.cancelled = true;

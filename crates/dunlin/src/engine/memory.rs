@@ -90,8 +90,8 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
     }
 }
 
-/// The VMM's own writes through vm-memory, as a [`DirtyLog`] used in addition to the
-/// hypervisor's.
+/// The VMM's own writes through vm-memory, as a [`DirtyLog`]. A VMM on a hypervisor needs it in
+/// addition to the hypervisor's log; if all writes go through vm-memory, it is the only one.
 ///
 /// vm-memory's bitmap always records, so there is nothing to start or stop.
 #[derive(Debug)]

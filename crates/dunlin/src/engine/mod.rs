@@ -11,6 +11,14 @@
 //!
 //! The session threads execute the decisions of dunlin-proto; the other threads move
 //! bytes. A VMM implements the traits of [`vmm`].
+//!
+//! - *lane*: one authenticated TCP connection. The control lane carries messages, the data
+//!   lanes carry memory in *chunks* of at most 256 KiB; a *mark* separates two iterations.
+//! - *iteration* or *pass*: sending each page that is dirty at its start. Pre-copy is the
+//!   iterations while the guest runs; the *last pass* sends the rest while it is paused.
+//! - *final*, *ready*, *commit*, *running*: the messages of the switchover. The source has sent
+//!   everything; the destination has loaded it; the source gives the VM away; the VM runs.
+//!   *commit* is the point of no return.
 
 mod control;
 mod control_link;

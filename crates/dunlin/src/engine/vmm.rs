@@ -69,7 +69,10 @@ pub trait GuestMemory: Send + Sync {
 /// userfaultfd, the VMM's own writes, vhost. The engine uses the union of all logs that
 /// [`SourceVm::dirty_logs`] returns.
 ///
-/// Reading clears the log (I5). The engine owns the pages that [`DirtyLog::fetch`] has
+/// The first pass sends all that [`GuestMemory::ranges_to_send`] reports, whatever the logs
+/// contain, so a log starts empty.
+///
+/// Reading clears the log. The engine owns the pages that [`DirtyLog::fetch`] has
 /// reported: it sends them, adds them to its own pending set when a lane is lost, or
 /// sends all pages in the next attempt. A log therefore needs no way to take pages
 /// back.
@@ -82,7 +85,9 @@ pub trait DirtyLog: Send {
 
     /// Calls `found` with a region's position in the table and its bitmap, and clears
     /// the log. Each word holds 64 pages of 4 KiB, bit 0 first. This call or an earlier
-    /// one reports every write that happened before the call.
+    /// one reports every write that happened before the call. So record a page after the
+    /// write, not before it: the engine may read the page as soon as it is reported. A lock
+    /// held over both, and taken by this method, ensures it.
     ///
     /// # Errors
     /// The log is lost. The migration fails.
@@ -147,7 +152,9 @@ pub trait SourceVm: Send + Sync {
     /// The dirty logs. Together they must record every write to guest memory.
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>>;
 
-    /// The guest's run state. Called after each iteration and after the pause.
+    /// The guest's run state. Called after each iteration, and immediately before and after
+    /// the pause. [`RunState::Paused`] before the pause means that the VM's owner paused the
+    /// guest; after the pause, `Paused` and `Running` mean the same.
     fn run_state(&self) -> RunState;
 
     /// Pauses the guest. When this returns, nothing writes guest memory: no vCPU, no
@@ -230,7 +237,8 @@ pub trait Builder: Send {
     ///
     /// # Errors
     /// A [`Refusal`] with a reason for the source's operator. Nothing has been moved
-    /// yet.
+    /// yet. Use [`FaultCode::DescriptionRefused`] for a VM that this host cannot build, and
+    /// [`FaultCode::NoMemory`] if only memory is lacking.
     fn build(&mut self, offered: &Offered) -> Built;
 
     /// Path of the control socket of this process, stored in the journal: an operator

@@ -114,7 +114,8 @@ impl<'a> Incoming<'a> {
     }
 
     /// Receives one VM, which `builder` builds, on this thread. Connections from other peers are
-    /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait.
+    /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait. Without a source it
+    /// waits until it is cancelled.
     ///
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is. The VM does not run

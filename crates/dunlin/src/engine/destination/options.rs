@@ -60,7 +60,8 @@ impl Options {
     }
 }
 
-/// Builds [`Options`]. An option that is not set keeps its value.
+/// Builds [`Options`]. An option that is not set keeps its value, which is the default if the
+/// builder is from [`Options::builder`].
 #[derive(Clone, Debug)]
 #[must_use = "a builder has no effect before `build`"]
 pub struct OptionsBuilder(Options);
@@ -92,7 +93,7 @@ impl OptionsBuilder {
     }
 
     /// Whether to allow plain data lanes if the source asks for them. The control lane
-    /// is always encrypted.
+    /// is always encrypted. Default: no.
     pub fn allow_plain(mut self, allow_plain: bool) -> Self {
         self.0.allow_plain = allow_plain;
         self
@@ -105,13 +106,13 @@ impl OptionsBuilder {
         self
     }
 
-    /// Maximum number of data lanes of one session.
+    /// Maximum number of data lanes of one session. Default: 128, the maximum.
     pub fn lanes_max(mut self, lanes_max: u16) -> Self {
         self.0.lanes_max = lanes_max;
         self
     }
 
-    /// Addresses for the data lanes; empty for the control lane's address.
+    /// Addresses for the data lanes; empty, the default, for the control lane's address.
     pub fn endpoints(mut self, endpoints: Vec<String>) -> Self {
         self.0.endpoints = endpoints;
         self
@@ -141,7 +142,7 @@ impl OptionsBuilder {
     /// How long the source may send no chunk, mark or control message before the session
     /// ends, even if it answers pings: no other source can move a VM here in the meantime.
     /// Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer than
-    /// the source holds its VM before *commit*.
+    /// the source holds its VM before *commit*. Default: 300 s.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {
         self.0.idle_limit = idle_limit;
         self

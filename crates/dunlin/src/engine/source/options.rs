@@ -94,7 +94,8 @@ impl Options {
     }
 }
 
-/// Builds [`Options`]. An option that is not set keeps its value.
+/// Builds [`Options`]. An option that is not set keeps its value, which is the default if the
+/// builder is from [`Options::builder`].
 #[derive(Clone, Debug)]
 #[must_use = "a builder has no effect before `build`"]
 pub struct OptionsBuilder(Options);
@@ -136,14 +137,14 @@ impl OptionsBuilder {
         Ok(options)
     }
 
-    /// Number of data lanes, 1 to 128.
+    /// Number of data lanes, 1 to 128. Default: 2.
     pub fn lanes(mut self, lanes: u16) -> Self {
         self.0.lanes = lanes;
         self
     }
 
     /// How the data lanes are secured. Plain lanes need the destination's consent;
-    /// lanes over IPsec need [`OptionsBuilder::ipsec`] on both sides.
+    /// lanes over IPsec need [`OptionsBuilder::ipsec`] on both sides. Default: TLS.
     pub fn security(mut self, security: LaneSecurity) -> Self {
         self.0.security = security;
         self
@@ -156,32 +157,34 @@ impl OptionsBuilder {
         self
     }
 
-    /// Longest acceptable downtime.
+    /// Longest acceptable downtime: pre-copy goes on until the rest is expected to fit into
+    /// it. Default: 300 ms.
     pub fn downtime_limit(mut self, downtime_limit: Duration) -> Self {
         self.0.downtime_limit = downtime_limit;
         self
     }
 
-    /// Longest time for the whole migration; `None` for no limit.
+    /// Longest time for the whole migration; `None`, the default, for no limit.
     pub fn time_limit(mut self, time_limit: impl Into<Option<Duration>>) -> Self {
         self.0.time_limit = time_limit.into();
         self
     }
 
-    /// What to do at the time limit.
+    /// What to do at the time limit. Default: [`AtTimeLimit::Cancel`].
     pub fn at_time_limit(mut self, at_time_limit: AtTimeLimit) -> Self {
         self.0.at_time_limit = at_time_limit;
         self
     }
 
     /// Whether to throttle a guest that dirties memory faster than the link can carry
-    /// it.
+    /// it. Default: yes.
     pub fn throttle(mut self, throttle: bool) -> Self {
         self.0.throttle = throttle;
         self
     }
 
-    /// Rate cap over all data lanes together, in bytes per second.
+    /// Rate cap over all data lanes together, in bytes per second. Default for this and
+    /// the other caps: none.
     pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
         self.0.rate = rate.into();
         self
@@ -201,13 +204,14 @@ impl OptionsBuilder {
     }
 
     /// Compares digests of both memories before *commit*. This adds downtime in
-    /// proportion to the memory that is not zero.
+    /// proportion to the memory that is not zero. Default: no.
     pub fn verify(mut self, verify: bool) -> Self {
         self.0.verify = verify;
         self
     }
 
     /// Limit for connecting, handshakes and the destination's answer to *describe*.
+    /// Default: 10 s.
     pub fn connect_limit(mut self, connect_limit: Duration) -> Self {
         self.0.connect_limit = connect_limit;
         self
@@ -254,7 +258,7 @@ impl OptionsBuilder {
     /// How long to ask the destination for the outcome of an unanswered *commit* before
     /// the VM is left in doubt. Cancelling does not end the inquiries, because only an
     /// answer resolves the doubt: each attempt to connect, name resolution included, ends at
-    /// [`OptionsBuilder::connect_limit`], and the last one at this limit.
+    /// [`OptionsBuilder::connect_limit`], and the last one at this limit. Default: 60 s.
     pub fn doubt_limit(mut self, doubt_limit: Duration) -> Self {
         self.0.doubt_limit = doubt_limit;
         self
