@@ -145,8 +145,13 @@ impl Reading {
 /// Parses peers; an empty list means any peer with a certificate from the trusted
 /// authorities.
 pub(crate) fn allowed_peers(peers: &[String]) -> Result<Peers> {
-    let peers: Result<Vec<Peer>, _> = peers.iter().map(|peer| peer.parse()).collect();
-    Ok(peers?.into_iter().collect())
+    if peers.is_empty() {
+        return Ok(Peers::AnyFromAuthority);
+    }
+    Ok(peers
+        .iter()
+        .map(|peer| peer.parse::<Peer>())
+        .collect::<Result<_, _>>()?)
 }
 
 /// Loads an identity for one side of a migration; returns it with its warnings.

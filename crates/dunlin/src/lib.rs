@@ -26,8 +26,7 @@
 //!
 //! [`Identity`] loads a host's certificate, key and authority. Each side names the peers that it
 //! accepts, by name or by [`Pin`]. [`Peers::AnyFromAuthority`] accepts every peer with a certificate
-//! from these authorities. [`Peers::OneOf`] an empty list accepts none. But an empty list that is
-//! collected into [`Peers`], as below, becomes `AnyFromAuthority`: check a list from a configuration.
+//! from these authorities. An empty list of peers accepts none.
 //!
 //! ```no_run
 //! use std::path::Path;

@@ -43,8 +43,7 @@ pub enum Peer {
     Pin(Pin),
 }
 
-/// The allowed peers. An iterator of [`Peer`] collects into [`Peers::OneOf`], an empty one into
-/// [`Peers::AnyFromAuthority`].
+/// The allowed peers. An iterator of [`Peer`] collects into [`Peers::OneOf`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Peers {
     /// Every holder of a certificate from the CA bundle.
@@ -273,15 +272,9 @@ impl Peers {
 }
 
 impl FromIterator<Peer> for Peers {
-    /// An empty list means [`Peers::AnyFromAuthority`], so check a list that comes from a
-    /// configuration. To accept no peer, use [`Peers::OneOf`] with an empty list.
+    /// An empty list allows no peer.
     fn from_iter<I: IntoIterator<Item = Peer>>(peers: I) -> Self {
-        let peers: Vec<_> = peers.into_iter().collect();
-        if peers.is_empty() {
-            Self::AnyFromAuthority
-        } else {
-            Self::OneOf(peers)
-        }
+        Self::OneOf(peers.into_iter().collect())
     }
 }
 
@@ -548,6 +541,10 @@ mod tests {
         ] {
             assert_eq!(text.parse(), name(text));
         }
-        assert_eq!(Peers::from_iter([]), Peers::AnyFromAuthority);
+    }
+
+    #[test]
+    fn i6_an_empty_list_allows_no_peer() {
+        assert_eq!(Peers::from_iter([]), Peers::OneOf(Vec::new()));
     }
 }
