@@ -1,5 +1,5 @@
-//! A VMM whose guest has memory, a dirty bitmap and registers, and two hosts that pin each
-//! other's certificate and keep a journal.
+//! A VMM with its own dirty bitmap: a guest of memory and registers moves between two hosts
+//! that pin each other's certificate and keep a journal.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
