@@ -177,7 +177,8 @@ fn i6_certificates_that_are_not_trusted() {
     let site = Site::new();
     let other = Ca::root("another site");
     let (near_site, far_site) = (site.near(), site.far());
-    let as_destination = |own: &Issued, appended: &str| far(&site.with(own, appended), names(&[]));
+    let as_destination =
+        |own: &Issued, appended: &str| far(&site.with(own, appended), Peers::AnyFromAuthority);
     let as_source =
         |own: &Issued, appended: &str| near(&site.with(own, appended), names(&[DESTINATION]));
 
@@ -374,7 +375,7 @@ fn i6_certificates_out_of_date_or_revoked() {
     let list = site.ca.revoke(&[bad.serial], 2096);
     let careful = |own: &Issued, list: &str| Host::new(own, "", &site.ca.pem, list);
     let source = careful(&good, &list);
-    let revoked = far(&site.with(&bad, ""), names(&[]));
+    let revoked = far(&site.with(&bad, ""), Peers::AnyFromAuthority);
     table.row(
         meet(
             "revoked destination",
@@ -404,7 +405,7 @@ fn i6_certificates_out_of_date_or_revoked() {
         meet(
             "revoked source",
             &revoked,
-            &far(&careful(&good, &list), names(&[])),
+            &far(&careful(&good, &list), Peers::AnyFromAuthority),
         ),
         &["CertificateRevoked (44)"],
         &["is revoked according to a revocation list"],
@@ -422,7 +423,7 @@ fn i6_certificates_out_of_date_or_revoked() {
         meet(
             "revoked intermediate",
             &chained,
-            &far(&careful(&good, &list), names(&[])),
+            &far(&careful(&good, &list), Peers::AnyFromAuthority),
         ),
         &["CertificateRevoked (44)"],
         &["is revoked according to a revocation list"],
@@ -432,7 +433,7 @@ fn i6_certificates_out_of_date_or_revoked() {
         meet(
             "revocation list out of date",
             &near_site,
-            &far(&careful(&good, &old), names(&[])),
+            &far(&careful(&good, &old), Peers::AnyFromAuthority),
         ),
         &["UnknownCA (48)"],
         &[

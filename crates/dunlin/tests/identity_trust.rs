@@ -61,7 +61,7 @@ fn a_bundle_holds_several_authorities_and_chains_may_have_intermediates() {
     assert_eq!(
         let_in(
             &near(&source, names(&[DESTINATION])),
-            &far(&destination, names(&[]))
+            &far(&destination, Peers::AnyFromAuthority)
         ),
         [
             AuthorisedBy::Name(DESTINATION.parse().unwrap()),
@@ -153,7 +153,7 @@ fn a_revocation_list_is_for_its_authority_alone() {
     let other = one.issue(&wish(&["other.test"]));
     let list = one.revoke(&[other.serial], 2096);
     let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, &list);
-    let there = far(&destination.load(), names(&[]));
+    let there = far(&destination.load(), Peers::AnyFromAuthority);
     // Both peers are refused: the one from the authority with a revocation list, and the one from
     // the authority without.
     for ca in [&one, &two] {
@@ -245,7 +245,9 @@ fn the_files_of_qemu_cloud_hypervisor_and_libvirt_load_as_they_are() {
             &far(&destination, names(&[SOURCE])),
         );
         // A certificate for the other role is refused here, before the peer refuses it.
-        let error = source.server(&Crypto::auto(), names(&[])).unwrap_err();
+        let error = source
+            .server(&Crypto::auto(), Peers::AnyFromAuthority)
+            .unwrap_err();
         assert!(
             matches!(
                 error.kind(),

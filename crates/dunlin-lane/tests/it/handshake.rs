@@ -97,7 +97,7 @@ fn each_side_gets_the_peers_names_and_the_reason_it_was_authorised() {
     let destination = authority.identity(&[DESTINATION]);
     let near = client(&source, names(&[DESTINATION]));
     for (allowed, by) in [
-        (names(&[]), AuthorisedBy::Authority),
+        (Peers::AnyFromAuthority, AuthorisedBy::Authority),
         (
             names(&["other.test", SOURCE]),
             AuthorisedBy::Name(PeerName::Dns(SOURCE.into())),
@@ -162,7 +162,11 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
     ];
     // The peer as the far side identifies it when `peers` are allowed.
     let identify = |identity: &Identity, peers: Peers| {
-        let accepted = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        let accepted = both_control(
+            &client(identity, Peers::AnyFromAuthority),
+            &server(&far, peers),
+        )
+        .1;
         accepted.unwrap().peer().clone()
     };
     for (allowed, same) in [
@@ -177,10 +181,10 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         (Some(vec!["*.hosts.test"]), vec![0, 2]),
         (None, vec![0, 2]),
     ] {
-        let peers = allowed.map_or(names(&[]), |allowed| names(&allowed));
+        let peers = allowed.map_or(Peers::AnyFromAuthority, |allowed| names(&allowed));
         let principal = identify(&host, peers).principal();
         for (number, identity) in hosts.iter().enumerate() {
-            let peer = identify(identity, names(&[]));
+            let peer = identify(identity, Peers::AnyFromAuthority);
             let expected = same.contains(&number);
             assert_eq!(peer.is(&principal), expected, "{number} as {principal:?}");
         }
@@ -188,12 +192,18 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
     // A wildcard certificate does not identify a single host under it.
     let principal = identify(&wild, names(&["*.hosts.test"])).principal();
     for (number, identity) in hosts.iter().enumerate() {
-        assert_eq!(identify(identity, names(&[])).is(&principal), number == 6);
+        assert_eq!(
+            identify(identity, Peers::AnyFromAuthority).is(&principal),
+            number == 6
+        );
     }
     // A certificate without a name is identified by its key.
-    let principal = identify(&nameless, names(&[])).principal();
+    let principal = identify(&nameless, Peers::AnyFromAuthority).principal();
     for (number, identity) in hosts.iter().enumerate() {
-        assert_eq!(identify(identity, names(&[])).is(&principal), number == 7);
+        assert_eq!(
+            identify(identity, Peers::AnyFromAuthority).is(&principal),
+            number == 7
+        );
     }
     // If only the pin authorises a certificate, no trusted authority confirms its names.
     let third = Authority::named("three");
@@ -201,14 +211,18 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
     let pin = stranger.summary().unwrap().pin.to_string();
     let stranger = identify(&stranger, names(&[&pin]));
     assert_eq!(stranger.authority, None);
-    for allowed in [names(&[NAME]), names(&[])] {
+    for allowed in [names(&[NAME]), Peers::AnyFromAuthority] {
         assert!(!stranger.is(&identify(&host, allowed).principal()));
     }
     assert!(stranger.is(&stranger.principal()));
     // If only names are allowed, its names do not authorise it. This is the second case of the
     // rule.
     assert!(names(&[NAME]).authorise_further(&stranger).is_err());
-    assert!(names(&[]).authorise_further(&stranger).is_err());
+    assert!(
+        Peers::AnyFromAuthority
+            .authorise_further(&stranger)
+            .is_err()
+    );
     assert!(names(&[&pin]).authorise_further(&stranger).is_ok());
     let issued = identify(&host, names(&["other.test"]));
     assert!(names(&[NAME]).authorise_further(&issued).is_ok());
@@ -221,7 +235,11 @@ fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
     let far = load(&ours.host_trusting(&[DESTINATION], &[&theirs]));
     let identify = |identity: &Identity, peers: Peers| {
-        let accepted = both_control(&client(identity, names(&[])), &server(&far, peers)).1;
+        let accepted = both_control(
+            &client(identity, Peers::AnyFromAuthority),
+            &server(&far, peers),
+        )
+        .1;
         accepted.unwrap().peer().clone()
     };
     let uri = |bytes: usize| format!("spiffe://site/{}", "h".repeat(bytes - 14));
@@ -239,7 +257,7 @@ fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
         let host = ours.identity(&[name]);
         let twin = load(&theirs.host_trusting(&[name], &[&ours]));
         let others = [ours.identity(&[name]), ours.identity(&[another]), twin];
-        for allowed in [names(&[name]), names(&[])] {
+        for allowed in [names(&[name]), Peers::AnyFromAuthority] {
             let peer = identify(&host, allowed.clone());
             let principal = peer.principal();
             let recorded = principal.encode([7; 16]).unwrap();
@@ -254,7 +272,7 @@ fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
             }
             let recognised = others
                 .each_ref()
-                .map(|one| identify(one, names(&[])).is(&principal));
+                .map(|one| identify(one, Peers::AnyFromAuthority).is(&principal));
             assert_eq!(recognised, [renewed, false, false], "{principal:?}");
         }
     }
@@ -263,7 +281,7 @@ fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
 #[test]
 fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
     let ours = Authority::named("one");
-    let destination = server(&ours.identity(&[DESTINATION]), names(&[]));
+    let destination = server(&ours.identity(&[DESTINATION]), Peers::AnyFromAuthority);
     let source = client(&ours.identity(&[SOURCE]), names(&[DESTINATION]));
     let is_unknown: fn(&HandshakeError) -> bool =
         |error| matches!(error, HandshakeError::UnknownAuthority(_));
@@ -275,7 +293,7 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
         ("one", is_bad_signature, decrypt_error),
     ] {
         let theirs = Authority::named(name);
-        let stranger = server(&theirs.identity(&[DESTINATION]), names(&[]));
+        let stranger = server(&theirs.identity(&[DESTINATION]), Peers::AnyFromAuthority);
         assert_client_refuses(&source, &stranger, is_reason, alert);
         // A stranger that trusts this authority but has no certificate from it.
         let directory = theirs.host(&[SOURCE]);
@@ -306,7 +324,7 @@ fn i6_a_wrong_name_is_refused_on_either_side_and_the_error_has_both_names() {
     let certificate_unknown = Alert(46);
     assert_client_refuses(
         &client(&source, names(&["elsewhere.test"])),
-        &server(&destination, names(&[])),
+        &server(&destination, Peers::AnyFromAuthority),
         |error| is_reason(error, &[DESTINATION, "192.0.2.9"], &["elsewhere.test"]),
         certificate_unknown,
     );
@@ -362,7 +380,7 @@ fn key(directory: &Path) -> PrivateKeyDer<'static> {
 fn i6_a_client_without_a_certificate_is_refused() {
     let authority = Authority::new();
     let directory = authority.host(&[DESTINATION]);
-    let destination = server(&load(&directory), names(&[]));
+    let destination = server(&load(&directory), Peers::AnyFromAuthority);
     let mut roots = rustls::RootCertStore::empty();
     roots
         .add(CertificateDer::from_pem_file(directory.join("ca-cert.pem")).unwrap())
@@ -644,7 +662,10 @@ fn a_key_open_to_all_is_refused_and_one_open_to_the_group_is_a_warning() {
 fn wildcards_match_one_label_and_the_common_name_is_ignored() {
     let authority = Authority::new();
     let source = authority.identity(&[SOURCE]);
-    let destination = server(&authority.identity(&["*.hosts.test"]), names(&[]));
+    let destination = server(
+        &authority.identity(&["*.hosts.test"]),
+        Peers::AnyFromAuthority,
+    );
     assert!(
         both_ends(&client(&source, names(&["a.hosts.test"])), &destination)
             .0
