@@ -325,7 +325,8 @@ impl Held {
             text.split_whitespace()
                 .filter_map(|field| field.strip_prefix(name)?.split_once("ms"))
                 .filter_map(|(milliseconds, _)| milliseconds.parse::<f64>().ok())
-                .sum()
+                // The sum of no numbers would be -0.
+                .fold(0.0, |sum, one| sum + one)
         };
         Self {
             busy_ms: sum("busy:"),

@@ -29,7 +29,7 @@ pub(super) struct Table {
 pub(super) type Cells = Vec<Vec<String>>;
 
 /// All tables.
-pub(super) const TABLES: [Table; 11] = [
+pub(super) const TABLES: [Table; 12] = [
     Table {
         name: "measured",
         page: "README.md",
@@ -64,6 +64,13 @@ pub(super) const TABLES: [Table; 11] = [
         results: &["lanes-before", "lanes-after"],
         has_conditions: true,
         cells: before_and_after,
+    },
+    Table {
+        name: "long-line",
+        page: "docs/benchmarking/long-line.md",
+        results: &["long-line"],
+        has_conditions: true,
+        cells: long_line,
     },
     Table {
         name: "thrash",
@@ -309,6 +316,28 @@ fn before_and_after(kept: &[Kept]) -> Result<Cells> {
             optional(after, &same, "cpu_s_per_gib", Places(2))?,
             optional(after, &same, "gib_per_s", Places(2))?,
             optional(after, &same, "floor_ratio", Places(2))?,
+        ]);
+    }
+    Ok(table)
+}
+
+fn long_line(kept: &[Kept]) -> Result<Cells> {
+    let mut table = vec![header(&[
+        "socket buffers",
+        "round trip, ms",
+        "first pass, GiB/s",
+        "total, s",
+        "held by the receive window, %",
+        "held by the send buffer, %",
+    ])];
+    for row in &kept[0].rows {
+        table.push(vec![
+            row.text("variant")?.to_owned(),
+            row.number("rtt_ms")?.to_string(),
+            cell(row, "gib_per_s", Places(3))?,
+            cell(row, "total_s", Places(1))?,
+            cell(row, "rwnd_limited_percent", Places(0))?,
+            cell(row, "sndbuf_limited_percent", Places(0))?,
         ]);
     }
     Ok(table)
