@@ -92,8 +92,9 @@ pub(crate) fn serve(
                 manager.reloading();
                 let how = match reload() {
                     Ok(()) => {
-                        say(&format!("{what} reloaded"));
-                        format!("{what} reloaded")
+                        let how = format!("{what} reloaded");
+                        say(&how);
+                        how
                     }
                     Err(error) => {
                         let why = chained(&error);
