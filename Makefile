@@ -54,7 +54,7 @@ check:
 		done; \
 	done
 	@$(MAKE) --no-print-directory book
-	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny@0.20.2
+	command -v cargo-deny >/dev/null || cargo install --locked --debug cargo-deny@0.20.2
 	cargo deny check bans licenses sources
 	@tools/publish
 

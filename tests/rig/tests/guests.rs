@@ -2,11 +2,13 @@
 #![cfg(target_arch = "x86_64")]
 #![allow(missing_docs, clippy::unwrap_used)]
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use dunlin_rig::guest::{Content, Guest, Line, Workload};
-use dunlin_rig::machine::{Accelerator, Machine, Setup};
+use dunlin_rig::machine::{Accelerator, Machine, MachineError, Setup};
 use dunlin_rig::need;
+use serde_json::json;
 
 const WORKLOAD: Workload = Workload {
     memory_mib: 64,
@@ -54,6 +56,29 @@ fn the_bare_guest_fills_and_checks_its_pages_with_any_content() {
             "{content:?}"
         );
     }
+}
+
+#[test]
+fn a_failed_command_names_the_state_of_qemu() {
+    let _turn = need::turn();
+    let Some(mut machine) = start(WORKLOAD, Accelerator::Tcg) else {
+        return;
+    };
+    let state = |failed| match failed {
+        Err(MachineError::Command { state, .. }) => state,
+        other => panic!("{other:?}"),
+    };
+    let refused = state(machine.execute("no-such-command", json!({})));
+    let main = format!("{} (", machine.process());
+    assert!(
+        refused.lines().any(|line| line.starts_with(&main)),
+        "{refused}"
+    );
+    let mut signal = Command::new("kill");
+    signal.args(["-SEGV", &machine.process().to_string()]);
+    assert!(signal.status().unwrap().success());
+    let ended = state(machine.execute("query-status", json!({})));
+    assert!(ended.contains("signal: 11"), "{ended}");
 }
 
 #[test]

@@ -114,8 +114,8 @@ fn one_is_cancelled(guest: &Guest, setup: &Setup, source: &mut Machine) {
 fn each_connection_has_its_sa(guest: &Guest, source: &mut Machine, destination: &mut Machine) {
     let wait = json!({"capabilities": [{"capability": "pause-before-switchover", "state": true}]});
     let qmp = |machine: &mut Machine, command: &str, arguments: Value| {
-        let done = machine.qmp().execute(command, arguments);
-        done.unwrap_or_else(|error| panic!("{command}: {error}"))
+        let done = machine.execute(command, arguments);
+        done.unwrap_or_else(|error| panic!("{error}: {error:?}"))
     };
     qmp(source, "migrate-set-capabilities", wait);
     begin(source, destination, &migration(SLOW)).expect("the migration begins");

@@ -77,8 +77,8 @@ fn main() -> ExitCode {
 }
 
 fn execute(machine: &mut Machine, command: &str, arguments: Value) {
-    let done = machine.qmp().execute(command, arguments);
-    done.unwrap_or_else(|error| panic!("{command}: {error}"));
+    let done = machine.execute(command, arguments);
+    done.unwrap_or_else(|error| panic!("{error}: {error:?}"));
 }
 
 /// Creates an authority and certificates for a server and a client, in QEMU's layout.
@@ -91,6 +91,9 @@ fn certificates(guest: &dunlin_kernel_tests::Guest) {
         "req -x509 -newkey rsa:2048 -nodes -batch -days 30 -subj /CN=authority \
          -addext keyUsage=keyCertSign -keyout ca-key.pem -out ca-cert.pem",
     );
+    // Without this file QEMU searches for a random prime each time it loads the credentials of a
+    // server, which takes up to minutes under emulation.
+    openssl("genpkey -genparam -algorithm DH -pkeyopt group:ffdhe2048 -out dh-params.pem");
     for (role, usage) in [("server", "serverAuth"), ("client", "clientAuth")] {
         let extensions = format!(
             "subjectAltName=DNS:localhost\nkeyUsage=digitalSignature,keyEncipherment\n\

@@ -14,6 +14,18 @@ use rcgen::{
 use super::{MachineError, at};
 use dunlin_test_base::Scratch;
 
+/// The group ffdhe2048 (RFC 7919, appendix A.1). Without a file of Diffie-Hellman parameters, QEMU
+/// generates some each time it loads the credentials of a server: up to a second.
+const DH_PARAMETERS: &str = "-----BEGIN DH PARAMETERS-----
+MIIBCAKCAQEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz
++8yTnc4kmz75fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a
+87VXE15/V8k1mE8McODmi3fipona8+/och3xWKE2rec1MKzKT0g6eXq8CrGCsyT7
+YdEIqUuyyOP7uWrat2DX9GgdT0Kj3jlN9K5W7edjcrsZCwenyO4KbXCeAvzhzffi
+7MA0BM0oNC9hkXL+nOmFg/+OTxIy7vKBg8P+OxtMb61zO7X8vC7CIAXFjvGDfRaD
+ssbzSibBsu/6iGtCOGEoXJf//////////wIBAg==
+-----END DH PARAMETERS-----
+";
+
 /// A folder with `ca-cert.pem`, and certificates and keys of a server and a client. Dropping it
 /// removes the folder.
 #[derive(Debug)]
@@ -64,6 +76,7 @@ impl Credentials {
                 &key.serialize_pem(),
             )?;
         }
+        write(&folder.join("dh-params.pem"), DH_PARAMETERS)?;
         Ok(Self(folder))
     }
 

@@ -28,7 +28,7 @@ mod migration;
 mod qmp;
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -97,6 +97,19 @@ pub enum MachineError {
     /// The machine did not answer as expected.
     #[error("QEMU on its control socket")]
     Qmp(#[from] QmpError),
+    /// QEMU failed a command: it refused, did not answer, or ended.
+    #[error("{command}: QEMU {state}\nmessages: {messages:?}")]
+    Command {
+        /// The command's name.
+        command: String,
+        /// How QEMU ended, or what its threads did.
+        state: String,
+        /// QEMU's errors and warnings.
+        messages: String,
+        /// The failure.
+        #[source]
+        source: QmpError,
+    },
     /// An expected line did not arrive.
     #[error("no {what} from the guest within {TIMEOUT:?}; last it said:\n{said}")]
     Silent {
@@ -233,6 +246,48 @@ impl Machine {
     /// Its control socket.
     pub fn qmp(&mut self) -> &mut Qmp {
         &mut self.qmp
+    }
+
+    /// Executes a command and returns its result. If that fails, the error has what is needed to
+    /// find the cause: the state of QEMU's threads, its exit status and its messages.
+    ///
+    /// # Errors
+    /// See [`MachineError::Command`].
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, MachineError> {
+        self.qmp
+            .execute(command, arguments)
+            .map_err(|source| MachineError::Command {
+                command: command.to_owned(),
+                state: self.state(&source),
+                messages: self.messages(),
+                source,
+            })
+    }
+
+    /// How QEMU ended, or what its threads did after `failure`. A QEMU that has closed its control
+    /// socket is ending; killing it does not change its exit status, but bounds the wait.
+    fn state(&mut self, failure: &QmpError) -> String {
+        let closed =
+            matches!(failure, QmpError::Socket(_, error) if error.kind() != ErrorKind::TimedOut);
+        let ended = if closed {
+            let _ = self.child.kill();
+            self.child.wait().ok()
+        } else {
+            self.child.try_wait().ok().flatten()
+        };
+        if let Some(status) = ended {
+            return format!("ended with {status}");
+        }
+        let mut threads = String::from("runs, its threads are");
+        let tasks = format!("/proc/{}/task", self.process());
+        for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
+            let read = |file| fs::read_to_string(task.path().join(file)).unwrap_or_default();
+            threads.push('\n');
+            threads.push_str(read("stat").trim_end());
+            threads.push(' ');
+            threads.push_str(&read("wchan"));
+        }
+        threads
     }
 
     /// The ID of QEMU's process, for instance to kill it.
