@@ -9,7 +9,7 @@ test:
 	@tools/packages build test
 	@tools/test
 
-# The tests of `make test` with more repetitions, and those too long for it.
+# Runs the tests of `make test` with more repetitions, and the tests that are too long for it.
 soak:
 	@tools/packages build test
 	@tools/test soak
@@ -30,11 +30,13 @@ fuzz:
 audit:
 	cargo deny check advisories
 
-# A change that needs more lines than this states here what for: 54,000, less 258 lines that moved from
-# crates/ to tests/, plus 210 for the demo's check outside the downtime.
-LINES_LIMIT = 53952
+# The limit of lines of product code: 54,000, less 258 lines that moved from crates/ to tests/, plus
+# 210 for the demo's check outside the downtime, plus 300 for confinement of the hand-off, special
+# files in journals, revocation in hand-offs and the codes of rejected connections. A change that raises
+# the limit states its reason here.
+LINES_LIMIT = 54252
 
-# The checks that CI runs before the tests.
+# Runs the checks that CI runs before the tests.
 check:
 	@tools/packages build check
 	cargo fmt --all --check

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use dunlin::engine::journal::JournalError;
+use dunlin::engine::journal::{JournalError, Unreadable};
 use dunlin::engine::source::ResolveError;
 use dunlin::engine::{MigrateError, fault_behind};
 use dunlin_handoff::HandoffError;
@@ -43,6 +43,7 @@ fn of_cause(cause: &Cause) -> Option<(FaultCode, AtFault)> {
         .or_else(|| code_by(cause, TunnelError::code))
         .or_else(|| code_by(cause, DemandError::code))
         .or_else(|| code_by(cause, JournalError::code))
+        .or_else(|| code_by(cause, |_: &Unreadable| FaultCode::Journal))
         .or_else(|| code_by(cause, ResolveError::code))?;
     Some((code, code.at_fault()))
 }

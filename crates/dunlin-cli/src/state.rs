@@ -87,7 +87,9 @@ impl StatePath {
                 Ok((entry, record))
             }
             Ok(None) => bail!("the session has no record: it has just started, or never did"),
-            Err(why) => bail!("the journal of this session cannot be relied upon: {why}"),
+            Err(why) => {
+                Err(why.clone()).context("the journal of this session cannot be relied upon")
+            }
         }
     }
 }

@@ -265,6 +265,7 @@ fn i6_a_certificate_that_has_expired_is_refused_by_its_host_and_by_the_peer() {
         "{failed}"
     );
     assert_eq!(failed["vm"], "at-source");
+    assert_eq!(failed["fault"], "certificate-date");
     hosts.assert_runs(&source);
 
     // The peer refuses a certificate that has expired since it was loaded. Certificates have whole

@@ -25,6 +25,7 @@ use super::tables::Tables;
 use super::{Event, Observer, Options};
 use dunlin_lane::accept::{Arrival, accept};
 use dunlin_lane::control::ControlStream;
+use dunlin_lane::fault::of_io;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::ServerTls;
 
@@ -187,20 +188,26 @@ impl Site {
     fn take(&self, listener: &TcpListener, tls: &ServerTls, stopped: &Wakeup) {
         let result = accept(listener, tls, stopped, |arrival| match arrival {
             Arrival::Control { stream, opening } => self.begin_or_reject(stream, &opening),
-            Arrival::Lane { .. } => self.reject("a lane", "a keying session has no lanes"),
-            Arrival::Rejected { from, reason } => {
-                self.reject(&from.to_string(), &harmless(&reason.to_string()));
+            Arrival::Lane { .. } => {
+                let why = "a keying session has no lanes";
+                self.reject("a lane", FaultCode::Malformed, why);
             }
-            Arrival::Starved(error) => self.reject("a connection", &error.to_string()),
+            Arrival::Rejected { from, reason } => {
+                let why = harmless(&reason.to_string());
+                self.reject(&from.to_string(), reason.fault(), &why);
+            }
+            Arrival::Starved(error) => {
+                self.reject("a connection", of_io(&error), &error.to_string());
+            }
         });
         if let Err(error) = result {
-            self.reject("all connections", &error.to_string());
+            self.reject("all connections", of_io(&error), &error.to_string());
         }
     }
 
-    pub(super) fn reject(&self, from: &str, why: &str) {
+    pub(super) fn reject(&self, from: &str, fault: FaultCode, why: &str) {
         let (from, why) = (from.to_owned(), why.to_owned());
-        self.observer.event(&Event::Rejected { from, why });
+        self.observer.event(&Event::Rejected { from, fault, why });
     }
 
     /// Starts the session that an authenticated peer offers, or reports why it cannot
@@ -208,7 +215,7 @@ impl Site {
     pub(super) fn begin_or_reject(&self, control: ControlStream, opening: &Opening) {
         let from = harmless(&control.peer().to_string());
         if let Err(error) = self.begin(control, opening) {
-            self.reject(&from, &chain(&error));
+            self.reject(&from, error.code(), &chain(&error));
         }
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::ipsec::plan::SessionParameters;
 
 /// An event. `Display` writes one line for a log.
@@ -70,6 +71,8 @@ pub enum Event {
     Rejected {
         /// The source address of the connection, or the name of the peer.
         from: String,
+        /// The reason's code.
+        fault: FaultCode,
         /// The reason.
         why: String,
     },
@@ -126,7 +129,7 @@ impl fmt::Display for Event {
                 "lanes of CPU {cpu} used another SA: its own SA carried only {carried} of {sent} \
                  bytes; they are moved back to it"
             ),
-            Self::Rejected { from, why } => write!(formatter, "rejected {from}: {why}"),
+            Self::Rejected { from, why, .. } => write!(formatter, "rejected {from}: {why}"),
         }
     }
 }

@@ -84,6 +84,8 @@ pub enum Event {
     Rejected {
         /// The peer's address or kind.
         from: String,
+        /// The reason's code.
+        fault: FaultCode,
         /// Why.
         why: String,
     },
@@ -100,6 +102,22 @@ pub struct ChannelId {
     pub channel: u32,
     /// The peer's name.
     pub peer: String,
+}
+
+impl Event {
+    /// The fault code of an event that reports a failure.
+    #[must_use]
+    pub fn fault(&self) -> Option<FaultCode> {
+        match self {
+            Self::TrunkFailed { failure, .. }
+            | Self::Refused { failure, .. }
+            | Self::Aborted { failure, .. }
+            | Self::ControlLost { failure, .. } => Some(failure.code()),
+            Self::TrunkEnded { fault, .. } | Self::Rejected { fault, .. } => Some(*fault),
+            Self::LaneLost { .. } => Some(FaultCode::LaneLost),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for ChannelId {
@@ -146,7 +164,7 @@ impl fmt::Display for Event {
             Self::ControlResumed { peer } => {
                 write!(formatter, "control lane to {peer} resumed")
             }
-            Self::Rejected { from, why } => {
+            Self::Rejected { from, why, .. } => {
                 write!(formatter, "connection from {from} was rejected: {why}")
             }
             Self::Warning(text) => write!(formatter, "warning: {text}"),

@@ -1,6 +1,7 @@
 //! The port of the tunnel for its peers: accepts control lanes and data lanes.
 
 use dunlin_lane::sync::lock;
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::text::harmless;
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
@@ -56,22 +57,25 @@ fn take(
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
             let Some(handshake) = Handshake::begin(handshakes, stream.peer()) else {
-                return site.reject(from, "too many control lanes in their handshake");
+                let why = "too many control lanes in their handshake";
+                return site.reject(from, FaultCode::Busy, why);
             };
             let (own, trunks) = (Arc::clone(site), Arc::clone(trunks));
             site.spawn("dunlin-handshake".to_owned(), move || {
                 let _handshake = handshake;
                 if let Err(failure) = trunks.accept(stream, &opening) {
-                    own.reject(from, failure);
+                    own.reject(from, failure.code(), failure);
                 }
             });
         }
         Arrival::Lane { socket, opening } => {
-            if let Err(why) = trunks.accept_lane(socket, &opening) {
-                site.reject("a lane", why);
+            if let Err((fault, why)) = trunks.accept_lane(socket, &opening) {
+                site.reject("a lane", fault, why);
             }
         }
-        Arrival::Rejected { from, reason } => site.reject(from, harmless(&reason.to_string())),
+        Arrival::Rejected { from, reason } => {
+            site.reject(from, reason.fault(), harmless(&reason.to_string()));
+        }
         Arrival::Starved(error) => {
             let text = format!("out of descriptors, cannot accept connections: {error}");
             site.report(Event::Warning(text));

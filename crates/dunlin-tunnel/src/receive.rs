@@ -25,6 +25,7 @@ use dunlin_lane::accept::LaneSocket;
 use dunlin_lane::admit::AdmitError;
 use dunlin_lane::data::{DataReceiver, ReceiveError};
 use dunlin_lane::peers::PeerIdentity;
+use dunlin_proto::fault::FaultCode;
 
 /// How long a lane waits for a consumer, in total for all pieces that it writes one after another.
 ///
@@ -38,9 +39,14 @@ const CONSUMER_WAIT: Duration = Duration::from_millis(2);
 ///
 /// # Errors
 /// Too many lanes are being admitted.
-pub(super) fn start(hub: &Arc<Hub>, lane: u16, socket: LaneSocket) -> Result<(), &'static str> {
+pub(super) fn start(
+    hub: &Arc<Hub>,
+    lane: u16,
+    socket: LaneSocket,
+) -> Result<(), (FaultCode, &'static str)> {
     let admitting = Counted::one_more(&hub.admitting, usize::from(MAX_LANES));
-    let admitting = admitting.ok_or("too many lanes of the trunk are being admitted")?;
+    let too_many = "too many lanes of the trunk are being admitted";
+    let admitting = admitting.ok_or((FaultCode::LaneLimit, too_many))?;
     let own = Arc::clone(hub);
     hub.spawn(format!("dunlin-lane-in-{lane}"), move || {
         let receiver = admit(&own, lane, socket);
@@ -78,7 +84,7 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                     .refuse_lane(lane, failure.code(), failure.for_peer());
                 hub.settle(&mut core);
             }
-            hub.site.reject("a lane", failure);
+            hub.site.reject("a lane", failure.code(), failure);
             None
         }
     }

@@ -174,9 +174,9 @@ impl Site {
     }
 
     /// Reports that a connection of a peer was rejected.
-    pub(super) fn reject(&self, from: impl ToString, why: impl ToString) {
+    pub(super) fn reject(&self, from: impl ToString, fault: FaultCode, why: impl ToString) {
         let (from, why) = (from.to_string(), why.to_string());
-        self.report(Event::Rejected { from, why });
+        self.report(Event::Rejected { from, fault, why });
     }
 
     /// Starts a thread that is joined when the tunnel ends. Reports a failure as an event.

@@ -294,17 +294,20 @@ impl Trunks {
         &self,
         socket: LaneSocket,
         opening: &negotiate::Opening,
-    ) -> Result<(), &'static str> {
+    ) -> Result<(), (FaultCode, &'static str)> {
         let negotiate::Opening::Lane(open) = opening else {
-            return Err("not a lane");
+            return Err((FaultCode::Malformed, "not a lane"));
         };
-        let hub = self.find(&open.session).ok_or("lane of an unknown trunk")?;
+        let unknown = (FaultCode::UnknownSession, "lane of an unknown trunk");
+        let hub = self.find(&open.session).ok_or(unknown)?;
         let terms = &hub.terms;
         if !is_proved(&terms.own_secret, open) {
-            return Err("lane without the proof of its trunk's secret");
+            let why = "lane without the proof of its trunk's secret";
+            return Err((FaultCode::WrongSecret, why));
         }
         if open.version != terms.version {
-            return Err("lane and control lane have different versions");
+            let why = "lane and control lane have different versions";
+            return Err((FaultCode::VersionMismatch, why));
         }
         receive::start(&hub, open.lane, socket)
     }

@@ -219,11 +219,13 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-fn rejected(pair: &Pair, words: &str) {
-    pair.far_events.wait(
-        words,
-        |event| matches!(event, Event::Rejected { why, .. } if why.contains(words)),
-    );
+fn rejected(pair: &Pair, code: FaultCode) {
+    let rejected = is_rejected(code);
+    pair.far_events.wait(code.name(), rejected);
+}
+
+fn is_rejected(code: FaultCode) -> impl Fn(&Event) -> bool {
+    move |event| matches!(event, Event::Rejected { fault, .. } if *fault == code)
 }
 
 #[test]
@@ -232,16 +234,16 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     let peer = Peer::trunk(&pair);
     let secret = peer.secret.0;
     let _stray = peer.lane(&peer.tls, 1, [8; 16], &secret);
-    rejected(&pair, "unknown trunk");
+    rejected(&pair, FaultCode::UnknownSession);
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
-    rejected(&pair, "secret");
+    rejected(&pair, FaultCode::WrongSecret);
     // Admitted peers that are other hosts: one with another name, and one with the same name from
     // another authority.
     let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
-        let another = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("not from the session's peer"));
-        wait_until("a rejection", || pair.far_events.count(another) > before);
+        let another = is_rejected(FaultCode::WrongIdentity);
+        wait_until("a rejection", || pair.far_events.count(&another) > before);
     }
     // The same host with a renewed certificate.
     let renewed = tls(&pair.authority.identity(&[NEAR]));
@@ -322,8 +324,7 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
         }
     };
     assert_eq!(refused, (1, FaultCode::SecurityNotAgreed));
-    let rejected = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("nothing seals it"));
-    events.wait("rejection", rejected);
+    events.wait("rejection", is_rejected(FaultCode::SecurityNotAgreed));
     ipsec.seals.store(true, Ordering::SeqCst);
     let _sealed = peer.plain_lane(1);
     wait_until("the sealed lane", || far.status()[0].lanes == 1);
@@ -338,8 +339,7 @@ fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     let _lanes: Vec<_> = (0..=MAX_LANES)
         .map(|lane| peer.plain_lane(lane + 1))
         .collect();
-    let rejected = |event: &Event| matches!(event, Event::Rejected { why, .. } if why.contains("being admitted"));
-    events.wait("rejection", rejected);
+    events.wait("rejection", is_rejected(FaultCode::LaneLimit));
     drop(held);
     let lanes = usize::from(MAX_LANES);
     wait_until("the others", || far.status()[0].lanes == lanes);
@@ -639,7 +639,7 @@ fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
         );
     });
     dunlin_test_support::tunnel::join(vec![offered]);
-    rejected(&pair, "too many control lanes");
+    rejected(&pair, FaultCode::Busy);
     let other = tls(&pair.authority.identity(&[OTHER]));
     Peer::offer(far, &other, [9; 16], 1).unwrap();
 }

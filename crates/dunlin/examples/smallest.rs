@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use dunlin::engine::memory::{MappedMemory, OwnWrites};
 use dunlin::engine::vmm::*;
-use dunlin::{Incoming, Migration};
+use dunlin::{Incoming, Migration, engine::Cancel};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, bitmap::AtomicBitmap};
 
 const PAGES: u64 = 4096;
@@ -104,12 +104,13 @@ fn main() -> Result<(), VmmError> {
     let (here, there) = (Vm::new()?, Vm::new()?);
     SourceVm::resume(&*here)?;
     thread::sleep(Duration::from_millis(100));
-    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let (cancel, listener) = (Cancel::new(), TcpListener::bind("127.0.0.1:0")?);
     let to = listener.local_addr()?.to_string();
-    let incoming = Incoming::builder(listener, &destination);
+    let incoming = Incoming::builder(listener, &destination).cancel(&cancel);
     let report = thread::scope(|hosts| {
         hosts.spawn(|| incoming.run(&mut |_: &Offered| -> Built { Ok(there.clone()) }));
-        Migration::builder(here, to, &source).run()
+        let result = Migration::builder(here, to, &source).run();
+        result.inspect_err(|_| cancel.cancel())
     })?;
     println!("moved in {:?}", report.total);
     println!("it runs there: {}", there.run_state() == RunState::Running);

@@ -19,11 +19,15 @@ pub(crate) fn log_event(event: &Event) {
         Event::Over { peer, .. } | Event::Rejected { from: peer, .. } => Some(peer.clone()),
         _ => None,
     };
+    let fault = match event {
+        Event::Rejected { fault, .. } => Some(fault.name()),
+        _ => None,
+    };
     match event {
         Event::Up(_) | Event::Over { why: None, .. } | Event::Cleaned { .. } => {
             info!(peer, "{text}")
         }
-        _ => warn!(peer, "{text}"),
+        _ => warn!(peer, fault, "{text}"),
     }
 }
 

@@ -13,6 +13,7 @@ use dunlin_ipsec::lanes::IpsecLanes;
 use dunlin_ipsec::{Observer, Options};
 use dunlin_linux::affinity::keep_to;
 use dunlin_linux::signals::{EndSignals, HangUps};
+use dunlin_proto::fault::FaultCode;
 use dunlin_tunnel::{Event, Identities, Tunnel};
 use tracing::{info, warn};
 
@@ -168,7 +169,7 @@ impl Run {
     }
 }
 
-/// Logs an event with its route, channel, peer and lane.
+/// Logs an event with its route, channel, peer, lane and fault code.
 fn log_event(event: &Event) {
     let (mut route, mut channel, mut peer, mut lane) = (None, None, None, None);
     match event {
@@ -190,6 +191,7 @@ fn log_event(event: &Event) {
         | Event::Rejected { from: to, .. } => peer = Some(to),
         _ => {}
     }
+    let fault = event.fault().map(FaultCode::name);
     match event {
         Event::TrunkUp { .. }
         | Event::TrunkEnded { .. }
@@ -197,7 +199,7 @@ fn log_event(event: &Event) {
         | Event::Opened(_)
         | Event::Closed(_)
         | Event::LeftUnread { .. } => info!(route, channel, peer, lane, "{event}"),
-        _ => warn!(route, channel, peer, lane, "{event}"),
+        _ => warn!(route, channel, peer, lane, fault, "{event}"),
     }
 }
 

@@ -46,7 +46,7 @@ pub use self::acceptor::Acceptor;
 pub use self::proxy::ProxyHeader;
 use super::connect::ConnectionInfo;
 use dunlin_lane::accept::RejectReason;
-use dunlin_lane::fault::{of_handshake, of_io};
+use dunlin_lane::fault::of_io;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 
@@ -211,8 +211,7 @@ impl Refusal {
             Self::Disconnected | Self::Deadline => FaultCode::ControlLost,
             Self::Evicted(_) | Self::TooManyForwarded(_) => FaultCode::LaneLimit,
             Self::UnknownName => FaultCode::UnknownRoute,
-            Self::Tls(RejectReason::Handshake(error)) => of_handshake(error),
-            Self::Tls(_) => FaultCode::ControlLost,
+            Self::Tls(reason) => reason.fault(),
             Self::Incompatible(_) => FaultCode::SecurityNotAgreed,
             Self::Kernel(refused) => refused.fault(),
             Self::NoReceiver { .. } | Self::ReceiverBusy(_) | Self::BackendUnreachable(_) => {

@@ -10,6 +10,7 @@ use dunlin_lane::dial::LaneDialer;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::security::SealedLanes;
 use dunlin_linux::socket::{Liveness, set_liveness};
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::negotiate::{Features, LaneSecurity, Opening};
 use dunlin_proto::text::harmless;
 
@@ -36,7 +37,7 @@ impl SealedLanes for IpsecLanes {
         let offered = |offers: &SyncSender<_>| offers.try_send((stream, opening)).is_ok();
         if !self.0.offers.as_ref().is_some_and(offered) {
             let why = "too many keying sessions requested at once";
-            self.0.shared.site.reject(&from, why);
+            self.0.shared.site.reject(&from, FaultCode::Busy, why);
         }
         None
     }

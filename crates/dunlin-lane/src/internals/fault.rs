@@ -7,6 +7,7 @@ use dunlin_proto::fault::FaultCode;
 
 use super::control::ControlError;
 use super::handshake::HandshakeError;
+use super::identity::IdentityError;
 use super::record::Alert;
 
 /// A TLS alert about a certificate that has expired or is not valid yet.
@@ -39,6 +40,9 @@ pub fn fault_behind(error: &(dyn Error + 'static)) -> Option<FaultCode> {
         if let Some(ControlError::PeerAlert(CERTIFICATE_EXPIRED)) = error.downcast_ref() {
             return Some(FaultCode::CertificateDate);
         }
+        if error.downcast_ref().is_some_and(IdentityError::is_of_date) {
+            return Some(FaultCode::CertificateDate);
+        }
         next = error.source();
     }
     None
@@ -53,7 +57,11 @@ pub fn of_io(error: &io::Error) -> FaultCode {
 /// The fault code of a failed handshake with a program that need not be Dunlin.
 pub fn of_handshake(error: &HandshakeError) -> FaultCode {
     match error {
-        HandshakeError::Incompatible(_) => FaultCode::SecurityNotAgreed,
+        // The alerts protocol_version and insufficient_security. A TLS 1.2 server sends
+        // handshake_failure also to a client without a certificate.
+        HandshakeError::Incompatible(_) | HandshakeError::PeerAlert(Alert(70 | 71)) => {
+            FaultCode::SecurityNotAgreed
+        }
         HandshakeError::TooLong | HandshakeError::Protocol(_) => FaultCode::Malformed,
         HandshakeError::Offload(refused) => refused.fault(),
         HandshakeError::Local(_) => FaultCode::Internal,
@@ -94,6 +102,11 @@ mod tests {
             assert_eq!(fault_behind(&error), code, "{error}");
             let others = code.unwrap_or_else(|| error.of_control_lane());
             assert_eq!(of_handshake(&error), others, "{error}");
+        }
+        let incompatible = HandshakeError::Incompatible("NoCipherSuitesInCommon".to_owned());
+        for error in [alert(70), alert(71), incompatible] {
+            let fault = of_handshake(&error);
+            assert_eq!(fault, FaultCode::SecurityNotAgreed, "{error}");
         }
     }
 }

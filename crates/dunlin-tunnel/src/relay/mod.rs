@@ -50,6 +50,7 @@ use super::site::Site;
 use super::socket::Socket;
 use super::status::Status;
 use super::target;
+use dunlin_lane::fault::of_handshake;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::handshake::relay::{Relayed, client};
 use dunlin_lane::policy::OldestTls;
@@ -414,7 +415,7 @@ fn reach(site: &Site, entrance: &Entrance, oldest: OldestTls) -> Result<Relayed,
             _ => "",
         };
         let text = format!("TLS handshake with {to} failed: {error}{hint}");
-        match error.of_control_lane() {
+        match of_handshake(&error) {
             FaultCode::ControlLost => Failure::of_peer(FaultCode::TargetUnreachable, &text),
             code => Failure::new(code, text),
         }

@@ -1,6 +1,7 @@
 //! The port of a relay, which accepts TLS clients.
 
 use dunlin_lane::sync::lock;
+use dunlin_proto::fault::FaultCode;
 use dunlin_proto::text::harmless;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -90,16 +91,16 @@ fn of(exit: &Mutex<RelayExit>) -> RelayExit {
 /// Returns the client if the route still allows it: the configuration may have changed since the
 /// handshake.
 fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<Relayed>> {
-    let (from, why) = match arrival {
+    let (from, fault, why) = match arrival {
         RelayArrival::Secured(relayed) => match exit.allow.authorise_further(&relayed.peer) {
             Ok(_) => return Some(relayed),
             Err(refused) => {
                 // Fails only if the connection is closed.
                 let _ = set_reset_on_close(&relayed.stream);
-                (relayed.at, refused.to_string())
+                (relayed.at, FaultCode::Unauthorised, refused.to_string())
             }
         },
-        RelayArrival::Rejected { from, reason } => (from, reason.to_string()),
+        RelayArrival::Rejected { from, reason } => (from, reason.fault(), reason.to_string()),
         RelayArrival::Starved(error) => {
             let route = &exit.route;
             let text =
@@ -108,6 +109,6 @@ fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<R
             return None;
         }
     };
-    site.reject(from, harmless(&why));
+    site.reject(from, fault, harmless(&why));
     None
 }

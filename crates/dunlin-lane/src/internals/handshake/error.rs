@@ -153,9 +153,12 @@ impl HandshakeError {
     pub fn of_control_lane(&self) -> FaultCode {
         match self {
             Self::Deadline | Self::Io(_) | Self::PeerClosed => FaultCode::ControlLost,
-            Self::NotTls { .. } | Self::NotDunlin | Self::Mirror | Self::Incompatible(_) => {
-                FaultCode::NotDunlin
-            }
+            Self::NotTls { .. }
+            | Self::NotDunlin
+            | Self::Mirror
+            | Self::Incompatible(_)
+            // protocol_version: Dunlin has TLS 1.3.
+            | Self::PeerAlert(Alert(70)) => FaultCode::NotDunlin,
             _ => FaultCode::Unauthorised,
         }
     }

@@ -21,6 +21,12 @@ pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 pub struct IdentityError(#[from] IdentityErrorKind);
 
 impl IdentityError {
+    /// Whether the clock of this host is outside the validity of its certificate.
+    pub(crate) fn is_of_date(&self) -> bool {
+        use IdentityErrorKind::{Expired, NotYetValid};
+        matches!(self.0, Expired { .. } | NotYetValid { .. })
+    }
+
     /// The cause and its fields.
     #[cfg(feature = "unstable-internals")]
     pub fn kind(&self) -> &IdentityErrorKind {
