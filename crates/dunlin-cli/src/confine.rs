@@ -9,14 +9,16 @@
 //! | --- | --- |
 //! | privileges | no capabilities, and none through `execve` |
 //! | [`files`] | reading identities and system settings; writing in the journal and next to the control socket; no listening TCP ports; no signals to other processes |
-//! | [`calls`] | a list of system calls; no programs, debugging, mounts, or new kinds of socket |
+//! | [`calls`] | a list of system calls; no programs, new code, debugging, mounts, or new kinds of socket |
 //!
 //! A tunnel's routes, and with them the paths that it uses, may change while it runs. It therefore
 //! keeps the capabilities for other users' sockets and for low ports, and reads files and creates
-//! local sockets wherever file permissions allow, but writes, creates and executes nothing else.
+//! local sockets wherever file permissions allow, but writes, creates and executes nothing else. It
+//! removes files only in the directories of the sockets that it had at its start.
 
 mod calls;
 mod files;
+mod names;
 mod needs;
 #[cfg(test)]
 mod tests;
@@ -89,6 +91,7 @@ impl Confining {
         if self.confine == Whether::No {
             return Ok(Applied::new(self.confine).line());
         }
+        names::load_modules();
         // A confined process cannot listen, not even to probe kernel TLS; the results are cached.
         for suite in CipherSuite::ALL {
             let _ = abilities(suite);
@@ -128,9 +131,10 @@ pub(crate) struct ConfiningTunnel {
 }
 
 impl ConfiningTunnel {
-    /// Like [`Confining::apply`]; `control` is the directory of the control socket. `against` is a
-    /// reason not to confine, and its remedy. An example of a reason: the programs of routes with
-    /// `exec` would be confined with the tunnel.
+    /// Like [`Confining::apply`]; `control` is the directory of the control socket, `sockets` are
+    /// those of other sockets that the process removes. `against` is a reason not to confine, and
+    /// its remedy. An example of a reason: the programs of routes with `exec` would be confined with
+    /// the tunnel.
     ///
     /// # Errors
     /// With `yes`, the part that failed; other parts may be in force.
@@ -138,6 +142,7 @@ impl ConfiningTunnel {
         &self,
         against: Option<(&str, &str)>,
         control: Option<&Path>,
+        sockets: &[PathBuf],
     ) -> Result<Line> {
         let mut applied = Applied::new(self.confine);
         if self.confine == Whether::No {
@@ -153,13 +158,14 @@ impl ConfiningTunnel {
             applied.lacks.push(text.to_owned());
             return Ok(applied.line());
         }
+        names::load_modules();
         // Routes may need these.
         let privileges = keep_privileges(
             &[Capability::OthersFiles, Capability::LowPorts],
             "no privileges but for others' sockets and low ports",
         );
         applied.take("privileges", privileges)?;
-        let rules = files::Rules::changing_none(control).and_then(files::Rules::apply);
+        let rules = files::Rules::changing_none(control, sockets).and_then(files::Rules::apply);
         applied.take("files", rules)?;
         applied.take("system calls", calls::apply(calls::Work::Channels))?;
         Ok(applied.line())
@@ -225,15 +231,16 @@ fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     Ok(files::Taken::wholly(left))
 }
 
-/// Forbids new local sockets in all threads: other local services, some of which act as root for
-/// their clients, become unreachable. No effect if system calls are not confined.
+/// Forbids new local sockets and listening sockets in all threads. Other local services, some of
+/// which act as root for their clients, become unreachable. Lanes over `ipsec` still bind their
+/// source ports. No effect if system calls are not confined.
 ///
 /// # Errors
 /// The kernel rejected the filter. The previous confinement stays in force.
-pub(crate) fn make_no_more_sockets(confined: &Line) -> Result<()> {
+pub(crate) fn make_no_more_sockets(confined: &Line, ipsec: bool) -> Result<()> {
     match confined {
         Line::Confined { by, .. } if by.iter().any(|part| part == calls::NAME) => {
-            calls::deny_local_sockets()
+            calls::deny_more_sockets(ipsec)
         }
         _ => Ok(()),
     }

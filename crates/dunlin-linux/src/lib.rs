@@ -9,6 +9,7 @@ pub mod ethtool;
 pub mod fdpass;
 pub mod interrupted;
 pub mod ktls;
+pub mod libraries;
 pub mod mapping;
 pub mod memory;
 pub mod occupancy;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
 use std::time::Duration;
 
 use dunlin_proto::limits::{
@@ -139,6 +140,16 @@ pub enum BadRouteReason {
 pub const MAX_WINDOW_BYTES: u64 = 1 << 30;
 
 impl Routes {
+    /// The unix sockets that the tunnel creates for entrances.
+    pub fn sockets(&self) -> impl Iterator<Item = &Path> {
+        self.entrances
+            .iter()
+            .filter_map(|entrance| match &entrance.listen {
+                Listen::Unix(path) => Some(&**path),
+                _ => None,
+            })
+    }
+
     /// Checks entrances and exits.
     ///
     /// # Errors

@@ -58,7 +58,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_fsync,
     libc::SYS_fdatasync,
     libc::SYS_flock,
-    // Memory; executable mappings are restricted below.
+    // Memory; mmap and mprotect are restricted below.
     libc::SYS_munmap,
     libc::SYS_mremap,
     libc::SYS_madvise,
@@ -100,8 +100,6 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_gettimeofday,
     // Sockets; their kinds are restricted below.
     libc::SYS_connect,
-    libc::SYS_bind,
-    libc::SYS_listen,
     libc::SYS_accept,
     libc::SYS_accept4,
     libc::SYS_getsockname,
@@ -203,11 +201,22 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
         Work::Guest { ipsec: true, .. } => FOR_RECORDS,
         _ => &[],
     };
+    let listening: &[_] = match work {
+        Work::Channels
+        | Work::Guest {
+            makes_sockets: true,
+            ..
+        } => &[libc::SYS_bind, libc::SYS_listen],
+        // Lanes over IPsec bind their source ports.
+        Work::Guest { ipsec: true, .. } => &[libc::SYS_bind],
+        Work::Guest { .. } => &[],
+    };
     for call in ALLOWED
         .iter()
         .chain(ALLOWED_HERE)
         .chain(besides)
         .chain(records)
+        .chain(listening)
     {
         allowed.insert(*call, Vec::new());
     }
@@ -219,12 +228,19 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     Ok(Taken::wholly(NAME))
 }
 
-/// Installs a second filter in every thread, which forbids new local sockets.
-pub(super) fn deny_local_sockets() -> Result<()> {
-    let denied = BTreeMap::from([(
-        libc::SYS_socket,
-        vec![rule(&[equals(0, libc::AF_UNIX as u64)])?],
-    )]);
+/// Installs a second filter in every thread, which forbids new local sockets and listening
+/// sockets. Lanes over `ipsec` still bind their source ports.
+pub(super) fn deny_more_sockets(ipsec: bool) -> Result<()> {
+    let mut denied = BTreeMap::from([
+        (
+            libc::SYS_socket,
+            vec![rule(&[equals(0, libc::AF_UNIX as u64)])?],
+        ),
+        (libc::SYS_listen, Vec::new()),
+    ]);
+    if !ipsec {
+        denied.insert(libc::SYS_bind, Vec::new());
+    }
     let refuse = SeccompAction::Errno(libc::EACCES as u32);
     install(denied, SeccompAction::Allow, refuse)
 }
@@ -242,7 +258,7 @@ fn install(
 
 /// Calls allowed only with certain arguments.
 fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
-    let (execute, write) = (libc::PROT_EXEC as u64, libc::PROT_WRITE as u64);
+    let execute = libc::PROT_EXEC as u64;
     // A socket's type is combined with flags.
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
     let mut sockets = Vec::new();
@@ -257,8 +273,15 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         domains.push(libc::AF_UNIX);
     }
     for domain in domains {
-        for one in [libc::SOCK_STREAM, libc::SOCK_DGRAM] {
-            sockets.push(rule(&[equals(0, domain as u64), kind(one)])?);
+        for (one, usual) in [
+            (libc::SOCK_STREAM, libc::IPPROTO_TCP),
+            (libc::SOCK_DGRAM, libc::IPPROTO_UDP),
+        ] {
+            // Landlock's rules for TCP ports do not apply to other protocols, such as MPTCP.
+            for protocol in [0, usual] {
+                let protocol = equals(2, protocol as u64);
+                sockets.push(rule(&[equals(0, domain as u64), kind(one), protocol])?);
+            }
         }
     }
     if let Work::Guest { ipsec: true, .. } = work {
@@ -325,14 +348,8 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         (libc::SYS_sched_setaffinity, vec![rule(&[equals(0, 0)])?]),
         // Limits may be read, not set.
         (libc::SYS_prlimit64, vec![rule(&[null(2)])?]),
-        // Executable mappings must not be writable; libraries may still be loaded.
-        (
-            libc::SYS_mmap,
-            vec![
-                rule(&[masked(2, execute, 0)])?,
-                rule(&[masked(2, write, 0)])?,
-            ],
-        ),
+        // No new code: libraries are loaded before.
+        (libc::SYS_mmap, vec![rule(&[masked(2, execute, 0)])?]),
         (libc::SYS_mprotect, vec![rule(&[masked(2, execute, 0)])?]),
     ];
     let owner_alone = 0o600;

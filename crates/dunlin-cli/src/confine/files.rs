@@ -102,11 +102,11 @@ impl Rules {
     }
 
     /// Rules for a process that uses files not known when it starts. It may read any file, and
-    /// create and remove local sockets at any path. It may not write, create or execute other
-    /// files. It may create directories for sockets only next to its control socket.
-    pub(super) fn changing_none(control: Option<&Path>) -> Result<Self> {
-        let left =
-            AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::RemoveFile | AccessFs::MakeSock;
+    /// create local sockets at any path. It may not write, create or execute other files. It may
+    /// remove files only in `sockets`, the directories of its sockets, and create directories for
+    /// sockets only next to its `control` socket.
+    pub(super) fn changing_none(control: Option<&Path>, sockets: &[PathBuf]) -> Result<Self> {
+        let left = AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::MakeSock;
         let ruleset = || -> Result<RulesetCreated, RulesetError> {
             Ruleset::default()
                 .set_compatibility(CompatLevel::BestEffort)
@@ -115,8 +115,9 @@ impl Rules {
                 .create()?
                 .add_rules(path_beneath_rules(
                     control,
-                    AccessFs::MakeDir | AccessFs::RemoveDir,
-                ))
+                    AccessFs::MakeDir | AccessFs::RemoveDir | AccessFs::RemoveFile,
+                ))?
+                .add_rules(path_beneath_rules(sockets, AccessFs::RemoveFile))
         };
         Ok(Self {
             ruleset: ruleset().context("cannot create the file rules")?,

@@ -8,7 +8,8 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::net::{TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
@@ -17,15 +18,20 @@ use std::process::Command;
 use dunlin_linux::epoll::{Epoll, Readiness};
 use dunlin_linux::{affinity, clock, poll};
 use dunlin_test_base::Scratch;
+use dunlin_test_base::need::or_skip;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::ptrace;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::kill;
-use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockProtocol, SockType, SockaddrIn, socket,
+};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::{Uid, execv, setuid};
+use vm_memory::FileOffset;
 use vm_memory::mmap::{MmapRegion, MmapRegionError};
 
 use super::*;
@@ -40,10 +46,17 @@ type Outcomes = BTreeMap<String, String>;
 /// A directory with the files of a VM's process.
 fn directory() -> Scratch {
     let scratch = Scratch::new();
-    for directory in ["control", "journal", "identity", "elsewhere"] {
+    for directory in ["control", "journal", "identity", "route", "elsewhere"] {
         fs::create_dir_all(scratch.join(directory)).unwrap();
     }
-    for file in ["identity/key.pem", "elsewhere/secret", "journal/old"] {
+    let files = [
+        "identity/key.pem",
+        "elsewhere/secret",
+        "elsewhere/old",
+        "journal/old",
+        "route/old",
+    ];
+    for file in files {
         fs::write(scratch.join(file), "content").unwrap();
     }
     scratch
@@ -51,7 +64,10 @@ fn directory() -> Scratch {
 
 /// Runs a child that applies `parts`.
 fn confined(parts: &str) -> Outcomes {
-    let scratch = directory();
+    confined_in(&directory(), parts)
+}
+
+fn confined_in(scratch: &Scratch, parts: &str) -> Outcomes {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let name = format!("dunlin-confined-{}-{parts}", std::process::id());
     let abstract_socket = SocketAddr::from_abstract_name(&name).unwrap();
@@ -65,6 +81,8 @@ fn confined(parts: &str) -> Outcomes {
             listener.local_addr().unwrap().to_string(),
         )
         .env("DUNLIN_TEST_ABSTRACT", &name)
+        // For the module of name resolution of one of the tests.
+        .env("LD_LIBRARY_PATH", scratch.path())
         .output()
         .unwrap();
     let out = String::from_utf8(child.stdout).unwrap();
@@ -115,33 +133,56 @@ fn a_confined_process_can_only_do_its_work() {
         "write elsewhere",
         "write an identity",
         "remove an identity",
+        "remove elsewhere",
         "make a file in the control directory",
         "listen on a port",
     ];
     assert_each(&outcomes, "EACCES", &by_files);
-    let by_calls = [
-        "execute a program",
-        "start a program",
-        "debug its parent",
-        "read its parent's memory",
-        "signal its parent",
-        "mount",
-        "change its root",
-        "become another user",
-        "make a user namespace",
-        "raise a limit",
-        "make a packet socket",
-        "make a netlink socket",
-        "make a raw socket",
-        "map memory to write and execute",
-        "rename in the journal",
-        "open the journal to all",
+    assert_each(&outcomes, "ENOSYS", NEVER_CALLED);
+    assert_each(
+        &outcomes,
+        "ENOSYS",
+        &["become another user", "execute a file in memory"],
+    );
+    // With the control socket of the VM that has arrived.
+    let later = [
+        "make a local socket later",
+        // Threads that already ran are restricted too.
+        "make a local socket in an older thread",
+        "bind a port later",
+        "listen later",
     ];
-    assert_each(&outcomes, "ENOSYS", &by_calls);
-    assert_eq!(outcomes["make a local socket later"], "EACCES");
-    // Threads that already ran are restricted too.
-    assert_eq!(outcomes["make a local socket in an older thread"], "EACCES");
+    assert_each(&outcomes, "EACCES", &later);
 }
+
+/// `vm run` has its control socket before it is confined.
+#[test]
+fn a_confined_process_with_a_control_socket_never_listens() {
+    let outcomes = confined("run");
+    assert_each(&outcomes, "ENOSYS", &["bind a port", "listen"]);
+    assert_each(&outcomes, "ENOSYS", NEVER_CALLED);
+}
+
+/// System calls that neither a VM's process nor a tunnel makes.
+const NEVER_CALLED: &[&str] = &[
+    "execute a program",
+    "start a program",
+    "debug its parent",
+    "read its parent's memory",
+    "signal its parent",
+    "mount",
+    "change its root",
+    "make a user namespace",
+    "raise a limit",
+    "make a packet socket",
+    "make a netlink socket",
+    "make a raw socket",
+    "make an MPTCP socket",
+    "map memory to write and execute",
+    "map memory to execute",
+    "rename in the journal",
+    "open the journal to all",
+];
 
 /// In addition to its other work, the process sets up IPsec and binds the source ports of
 /// its lanes.
@@ -151,6 +192,7 @@ fn a_process_with_lanes_over_ipsec_keeps_only_what_they_need() {
     assert_each(&outcomes, "done", STILL_WORKS);
     let kept = [
         "bind a lane's port",
+        "bind a lane's port later",
         "ask about connections",
         "make a netlink socket",
         "rename in the journal",
@@ -160,11 +202,12 @@ fn a_process_with_lanes_over_ipsec_keeps_only_what_they_need() {
     assert_each(
         &outcomes,
         "EACCES",
-        &["listen on a port", "write elsewhere"],
+        &["listen on a port", "write elsewhere", "listen later"],
     );
     let by_calls = [
         "make a netlink socket for packet filters",
         "make a packet socket",
+        "make an MPTCP socket",
         "execute a program",
         "mount",
     ];
@@ -225,6 +268,7 @@ fn a_confined_tunnel_reads_and_connects_but_changes_nothing() {
         "make a local socket later",
         "move bytes in the kernel",
         "make and remove a directory in control",
+        "remove from a route's directory",
     ];
     assert_each(&outcomes, "done", &works);
     let by_files = [
@@ -232,27 +276,13 @@ fn a_confined_tunnel_reads_and_connects_but_changes_nothing() {
         "write the journal",
         "write elsewhere",
         "write an identity",
+        "remove an identity",
+        "remove elsewhere",
+        "remove from the journal",
         "make a file in the control directory",
     ];
     assert_each(&outcomes, "EACCES", &by_files);
-    let by_calls = [
-        "execute a program",
-        "start a program",
-        "debug its parent",
-        "read its parent's memory",
-        "signal its parent",
-        "mount",
-        "change its root",
-        "make a user namespace",
-        "raise a limit",
-        "make a packet socket",
-        "make a netlink socket",
-        "make a raw socket",
-        "map memory to write and execute",
-        "rename in the journal",
-        "open the journal to all",
-    ];
-    assert_each(&outcomes, "ENOSYS", &by_calls);
+    assert_each(&outcomes, "ENOSYS", NEVER_CALLED);
     assert_eq!(outcomes["connect to an abstract socket"], "EPERM");
 }
 
@@ -260,19 +290,22 @@ fn a_confined_tunnel_reads_and_connects_but_changes_nothing() {
 fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     let confining = |confine| ConfiningTunnel { confine };
     let against = Some(("the programs of routes would be confined", "leave them out"));
-    let confined = confining(Whether::Auto).apply(against, None).unwrap();
+    let confined = confining(Whether::Auto).apply(against, None, &[]).unwrap();
     assert!(!is_confined(&confined));
     let text = confined.text().unwrap();
     assert!(text.starts_with("not confined: the programs of routes"));
     let refused = confining(Whether::Yes)
-        .apply(against, None)
+        .apply(against, None, &[])
         .unwrap_err()
         .to_string();
     for part in ["at fault: configuration", "--confine auto"] {
         assert!(refused.contains(part), "{refused}");
     }
     assert_eq!(
-        confining(Whether::No).apply(None, None).unwrap().text(),
+        confining(Whether::No)
+            .apply(None, None, &[])
+            .unwrap()
+            .text(),
         Some("not confined".to_owned())
     );
 }
@@ -309,7 +342,7 @@ fn inside() {
         journal: directory.join("journal"),
         scratch: None,
         identity: Some(directory.join("identity")),
-        makes_sockets: true,
+        makes_sockets: parts != "run",
         ipsec: (parts == "ipsec").then(|| "24576-24639".parse().unwrap()),
     };
     let confining = |confine| Confining {
@@ -324,15 +357,35 @@ fn inside() {
             // The C library changes the user in every thread, and aborts if the result differs
             // between threads.
             report("become another user", setuid(Uid::from_raw(12_345)));
+            let unbound = tcp();
             try_everything(&directory);
-            make_no_more_sockets(&confined).unwrap();
+            make_no_more_sockets(&confined, false).unwrap();
             report("make a local socket later", local_socket());
             report("make a local socket in an older thread", older());
+            report("bind a port later", bind(&unbound, 0));
+            report("listen later", listen(&unbound));
+        }
+        "run" => {
+            confining(Whether::Yes).apply(&needs).unwrap();
+            change_root(&directory);
+            let unbound = tcp();
+            report("bind a port", bind(&unbound, 0));
+            report("listen", listen(&unbound));
+            try_everything(&directory);
+        }
+        "names" => {
+            resolve_by_module(&directory);
+            confining(Whether::Yes).apply(&needs).unwrap();
+            let found = (RESOLVED, 0).to_socket_addrs();
+            let address = found.map(|mut found| found.next().unwrap().ip().to_string());
+            println!(
+                "\ntried resolve: {}",
+                address.unwrap_or_else(|error| error.to_string())
+            );
         }
         "ipsec" => {
-            confining(Whether::Yes).apply(&needs).unwrap();
-            let bound = TcpListener::bind("127.0.0.1:24600").map(drop);
-            report("bind a lane's port", bound.map_err(number));
+            let confined = confining(Whether::Yes).apply(&needs).unwrap();
+            report("bind a lane's port", bind(&tcp(), 24_600));
             let asking = socket(
                 AddressFamily::Netlink,
                 SockType::Raw,
@@ -351,17 +404,26 @@ fn inside() {
             let status = fs::read_to_string("/proc/thread-self/status").unwrap();
             let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
             println!("\ntried privileges: {}", set.unwrap().trim());
+            let later = tcp();
             try_everything(&directory);
+            make_no_more_sockets(&confined, true).unwrap();
+            report("bind a lane's port later", bind(&later, 24_600));
+            report("listen later", listen(&later));
         }
         "tunnel" => {
             let confining = ConfiningTunnel {
                 confine: Whether::Yes,
             };
-            confining.apply(None, Some(&needs.control)).unwrap();
+            let routes = [directory.join("route")];
+            confining
+                .apply(None, Some(&needs.control), &routes)
+                .unwrap();
             change_root(&directory);
             try_everything(&directory);
             report("make a local socket later", local_socket());
             report("move bytes in the kernel", moved_in_the_kernel());
+            let removed = fs::remove_file(directory.join("route/old"));
+            report("remove from a route's directory", removed.map_err(number));
             for parent in ["control", "elsewhere"] {
                 let made = directory.join(parent).join("sockets.d");
                 let both = fs::create_dir(&made).and_then(|()| fs::remove_dir(&made));
@@ -440,6 +502,98 @@ fn waited() -> std::io::Result<()> {
     epoll.wait(&mut ready, limit)?;
     assert_eq!(ready[0].token, 7);
     Ok(())
+}
+
+/// An unbound TCP socket.
+fn tcp() -> OwnedFd {
+    let kind = SockType::Stream;
+    socket(AddressFamily::Inet, kind, SockFlag::empty(), None).unwrap()
+}
+
+fn bind(socket: &OwnedFd, port: u16) -> Result<(), Errno> {
+    let address = SockaddrIn::new(127, 0, 0, 1, port);
+    nix::sys::socket::bind(socket.as_raw_fd(), &address)
+}
+
+fn listen(socket: &OwnedFd) -> Result<(), Errno> {
+    nix::sys::socket::listen(socket, Backlog::new(1).unwrap())
+}
+
+/// Maps memory, of `file` if there is one.
+fn mapped(file: Option<FileOffset>, access: libc::c_int) -> Result<(), Errno> {
+    let anonymous = if file.is_none() {
+        libc::MAP_ANONYMOUS
+    } else {
+        0
+    };
+    match MmapRegion::<()>::build(file, 4096, access, libc::MAP_PRIVATE | anonymous) {
+        Ok(_) => Ok(()),
+        Err(MmapRegionError::Mmap(error)) => Err(number(error)),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// Writes code into a file in memory and maps it.
+fn executed_from_memory() -> Result<(), Errno> {
+    let mut file = fs::File::from(memfd_create(c"code", MFdFlags::empty())?);
+    file.write_all(&[0xc3; 4096]).map_err(number)?;
+    let file = FileOffset::new(file, 0);
+    mapped(Some(file), libc::PROT_READ | libc::PROT_EXEC)
+}
+
+/// A host name that only the module of this test resolves, and its address.
+const RESOLVED: &str = "dunlin-test.example";
+const RESOLVED_TO: &str = "127.9.8.7";
+
+/// The module, for gethostbyname4_r of nss(5): one address for one name.
+const MODULE: &str = r#"
+    #include <nss.h>
+    #include <netdb.h>
+    #include <string.h>
+    #include <arpa/inet.h>
+    enum nss_status _nss_dunlintest_gethostbyname4_r(const char *name, struct gaih_addrtuple **found,
+            char *buffer, size_t size, int *error, int *h_error, int32_t *ttl) {
+        if (strcmp(name, "dunlin-test.example") != 0 || size < sizeof **found + 64) {
+            *h_error = HOST_NOT_FOUND;
+            return NSS_STATUS_NOTFOUND;
+        }
+        if (!*found) *found = (struct gaih_addrtuple *) buffer;
+        memset(*found, 0, sizeof **found);
+        (*found)->name = (char *) name;
+        (*found)->family = AF_INET;
+        inet_pton(AF_INET, "127.9.8.7", (*found)->addr);
+        return NSS_STATUS_SUCCESS;
+    }
+"#;
+
+/// Makes the module the one that resolves names in this process's mount namespace.
+fn resolve_by_module(directory: &Path) {
+    let nsswitch = directory.join("nsswitch.conf");
+    fs::write(&nsswitch, "hosts: files [NOTFOUND=continue] dunlintest\n").unwrap();
+    unshare(CloneFlags::CLONE_NEWNS).unwrap();
+    let none: Option<&str> = None;
+    let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+    mount(none, "/", none, private, none).unwrap();
+    let place = Path::new("/etc/nsswitch.conf");
+    mount(Some(&nsswitch), place, none, MsFlags::MS_BIND, none).unwrap();
+}
+
+/// glibc loads such a module at the first lookup that uses it, which is after confinement.
+#[test]
+fn a_confined_process_resolves_names_with_a_module_outside_the_c_library() {
+    let root = Uid::effective().is_root().then_some(()).ok_or("not root");
+    if or_skip("a mount namespace", root).is_none() {
+        return;
+    }
+    let scratch = directory();
+    let source = scratch.join("module.c");
+    fs::write(&source, MODULE).unwrap();
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-o"]);
+    cc.arg(scratch.join("libnss_dunlintest.so.2")).arg(source);
+    assert!(cc.status().unwrap().success());
+    let outcomes = confined_in(&scratch, "names");
+    assert_eq!(outcomes["resolve"], RESOLVED_TO);
 }
 
 fn local_socket() -> Result<(), Errno> {
@@ -527,6 +681,7 @@ fn try_everything(directory: &Path) {
         "remove an identity",
         fs::remove_file(at("identity/key.pem")),
     );
+    io("remove elsewhere", fs::remove_file(at("elsewhere/old")));
     io(
         "make a file in the control directory",
         write(&at("control/file")),
@@ -595,17 +750,23 @@ fn try_everything(directory: &Path) {
         )
         .map(drop),
     );
-    let both = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
-    let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let mapped = MmapRegion::<()>::build(None, 4096, both, anonymous);
+    report(
+        "make an MPTCP socket",
+        rustix::net::socket(
+            rustix::net::AddressFamily::INET,
+            rustix::net::SocketType::STREAM,
+            Some(rustix::net::ipproto::MPTCP),
+        )
+        .map(drop)
+        .map_err(|error| Errno::from_raw(error.raw_os_error())),
+    );
+    let code = libc::PROT_READ | libc::PROT_EXEC;
     report(
         "map memory to write and execute",
-        match mapped {
-            Ok(_) => Ok(()),
-            Err(MmapRegionError::Mmap(error)) => Err(number(error)),
-            Err(other) => panic!("{other}"),
-        },
+        mapped(None, code | libc::PROT_WRITE),
     );
+    report("map memory to execute", mapped(None, code));
+    report("execute a file in memory", executed_from_memory());
     let name = std::env::var("DUNLIN_TEST_ABSTRACT").unwrap();
     let address = SocketAddr::from_abstract_name(name).unwrap();
     let connected = UnixStream::connect_addr(&address);

@@ -86,9 +86,10 @@ impl Run {
         let control = socket
             .as_ref()
             .map(|socket| Needs::directory_of(&socket.path));
+        let sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
         let confined = self
             .confining
-            .apply(unconfined(&config), control.as_deref())?;
+            .apply(unconfined(&config), control.as_deref(), &sockets)?;
         let sealed = match &config.ipsec {
             Some(ipsec) => Some(self.ipsec_lanes(ipsec)?),
             None => None,

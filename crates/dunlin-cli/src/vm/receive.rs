@@ -152,7 +152,9 @@ impl Receive {
         let (vm, socket) = builder
             .take()
             .context("the engine received a VM that was not built")?;
-        if let Err(error) = confine::make_no_more_sockets(&confined) {
+        if let Err(error) =
+            confine::make_no_more_sockets(&confined, self.own.ipsec_ports().is_some())
+        {
             // This process has the VM; a failure to confine the process must not end the VM.
             service.warn(&format!(
                 "cannot forbid new local sockets: {}",
