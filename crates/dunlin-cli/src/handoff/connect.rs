@@ -25,6 +25,7 @@ use dunlin_linux::fdpass;
 use super::line::handed;
 use crate::code;
 use crate::identity::{Reading, allowed_peers, load_identity};
+use crate::log;
 use crate::options::{named, parse_limit};
 
 /// The byte that carries the sockets; receivers ignore its value.
@@ -95,7 +96,7 @@ impl Connect {
     pub(crate) fn run(&self) -> Result<i32> {
         let deadline = Instant::now() + self.timeout;
         let to = self.caller()?;
-        let tls = self.tls()?;
+        let (tls, warning) = self.tls()?;
         let mut handed = Vec::new();
         for _ in 0..self.connections {
             handed.push(self.one(&tls, deadline)?);
@@ -106,6 +107,7 @@ impl Connect {
         }
         // Flush before the socket is sent: its receiver may end this process.
         out.flush().context("cannot write standard output")?;
+        log::warn(warning);
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
         pass::send_sockets(to, CARRIER, &sockets, deadline)
             .with_context(|| format!("cannot pass the socket to --send-fd {}", self.send_fd))?;
@@ -125,12 +127,21 @@ impl Connect {
         }
     }
 
-    fn tls(&self) -> Result<HandoffTls> {
+    /// The settings of the handshake, and a warning about them.
+    fn tls(&self) -> Result<(HandoffTls, Option<String>)> {
+        let mut warning = None;
         let provider = fastest::auto().provider;
         let offer = Offer::new(self.tls, &self.ciphers, &self.curves, provider)?;
         let trust = match &self.cert_bundle_file {
             Some(path) => {
                 let bundle = Bundle::load(path).context("cannot use --cert-bundle-file")?;
+                if bundle.has_authority() && self.peers.is_empty() {
+                    warning = Some(format!(
+                        "any certificate of the authorities in {} is accepted; name the peer with \
+                         --peer",
+                        path.display()
+                    ));
+                }
                 TrustPolicy::Bundle(Arc::new(bundle), allowed_peers(&self.peers)?)
             }
             None => TrustPolicy::AnyCertificate,
@@ -139,12 +150,8 @@ impl Connect {
             Some(directory) => Some(load_identity(directory, Role::Source, &self.reading)?.0),
             None => None,
         };
-        Ok(HandoffTls::new(
-            offer,
-            trust,
-            self.sni.as_deref(),
-            identity.as_ref(),
-        )?)
+        let tls = HandoffTls::new(offer, trust, self.sni.as_deref(), identity.as_ref())?;
+        Ok((tls, warning))
     }
 
     /// Connects one socket, which its owner can use without TLS code, and describes it.

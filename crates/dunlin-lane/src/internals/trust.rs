@@ -133,7 +133,27 @@ impl Authorities {
         usage: impl ExtendedKeyUsageValidator,
         algorithms: &WebPkiSupportedAlgorithms,
     ) -> Result<[u8; 32], webpki::Error> {
-        let lists: Vec<&CertRevocationList<'_>> = self.revocations.iter().collect();
+        self.verify_with(
+            &self.revocations,
+            leaf,
+            intermediates,
+            now,
+            usage,
+            algorithms,
+        )
+    }
+
+    /// Like [`Self::verify`], with the revocation lists of other authorities.
+    pub(super) fn verify_with(
+        &self,
+        lists: &[CertRevocationList<'static>],
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+        usage: impl ExtendedKeyUsageValidator,
+        algorithms: &WebPkiSupportedAlgorithms,
+    ) -> Result<[u8; 32], webpki::Error> {
+        let lists: Vec<&CertRevocationList<'_>> = lists.iter().collect();
         let revocation = RevocationOptionsBuilder::new(&lists).ok().map(|options| {
             options
                 .with_status_policy(UnknownStatusPolicy::Allow)

@@ -13,7 +13,6 @@ use webpki::KeyUsage;
 use super::{
     ServerSettings, ServerTls, Side, Terms, VERSIONS, no_name, refused, server_config, trust,
 };
-use crate::internals::denied::Denied;
 use crate::internals::fastest;
 use crate::internals::identity::{Identity, Role, SettingsError, SettingsErrorKind};
 use crate::internals::offload::Offload;
@@ -48,7 +47,7 @@ impl HandoffTls {
             .map_err(|error| SettingsErrorKind::Refused(format!("invalid server name: {error}")))?;
         let verifier = PolicyVerifier {
             trust: trust.clone(),
-            denied: identity.map_or_else(Denied::default, |own| own.authorities.denied.clone()),
+            own: identity.map(|own| Arc::clone(&own.authorities)),
             algorithms: offer.rustls.signature_verification_algorithms,
         };
         let versions = versions(offer.version);

@@ -18,7 +18,7 @@ use webpki::KeyUsage;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-use super::{Authorities, UNTRUSTED, in_date, refused, without_chain};
+use super::{Authorities, UNTRUSTED, in_date, refused, to_rustls_error, without_chain};
 use crate::internals::denied::Denied;
 use crate::internals::identity::error::IdentityError;
 use crate::internals::identity::files::certificates;
@@ -34,7 +34,7 @@ pub struct Bundle {
 /// Which servers a hand-off trusts.
 #[derive(Clone, Debug)]
 pub enum TrustPolicy {
-    /// Servers with any certificate that this host's identity does not deny. The connection is
+    /// Servers with any certificate that this host's identity does not deny or revoke. The connection is
     /// protected against eavesdroppers, but not against an attacker that takes the server's place.
     AnyCertificate,
     /// Servers with a certificate that is in the bundle, or was issued by an authority in it, with one of
@@ -63,6 +63,11 @@ impl Bundle {
             certificates,
             authorities,
         })
+    }
+
+    /// Whether the file has an authority, so that it trusts more certificates than it contains.
+    pub fn has_authority(&self) -> bool {
+        !self.authorities.anchors.is_empty()
     }
 
     fn has(&self, leaf: &CertificateDer<'_>) -> bool {
@@ -96,8 +101,8 @@ impl TrustPolicy {
 #[derive(Debug)]
 pub(crate) struct PolicyVerifier {
     pub(crate) trust: TrustPolicy,
-    /// The keys that this host's identity denies.
-    pub(crate) denied: Denied,
+    /// The revocation lists of this host's identity, and the keys that it denies.
+    pub(crate) own: Option<Arc<Authorities>>,
     pub(crate) algorithms: WebPkiSupportedAlgorithms,
 }
 
@@ -112,9 +117,14 @@ impl ServerCertVerifier for PolicyVerifier {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         UNTRUSTED.set(None);
-        self.denied
-            .check(end_entity, intermediates)
-            .map_err(refused)?;
+        let mut lists = &[][..];
+        if let Some(own) = &self.own {
+            own.denied
+                .check(end_entity, intermediates)
+                .map_err(refused)?;
+            own.check_listed(end_entity).map_err(to_rustls_error)?;
+            lists = &own.revocations;
+        }
         let TrustPolicy::Bundle(bundle, peers) = &self.trust else {
             return Ok(ServerCertVerified::assertion());
         };
@@ -124,9 +134,18 @@ impl ServerCertVerifier for PolicyVerifier {
             let usage = KeyUsage::server_auth();
             let authority = bundle
                 .authorities
-                .verify(end_entity, intermediates, now, usage, &self.algorithms)
+                .verify_with(
+                    lists,
+                    end_entity,
+                    intermediates,
+                    now,
+                    usage,
+                    &self.algorithms,
+                )
                 .map_err(|error| without_chain(end_entity, intermediates, error))?;
-            self.denied.check_authority(&authority).map_err(refused)?;
+            if let Some(own) = &self.own {
+                own.denied.check_authority(&authority).map_err(refused)?;
+            }
         }
         peers.authorise(end_entity).map_err(refused)?;
         Ok(ServerCertVerified::assertion())
