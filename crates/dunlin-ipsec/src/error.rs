@@ -47,13 +47,15 @@ pub enum IpsecError {
         /// The file.
         path: PathBuf,
     },
-    /// Other users may write to the directory of records.
-    #[error("record directory {path} has mode {mode:03o}, with which other users could get policies removed: set it to 700", path = path.display())]
+    /// Other users may write to the directory of records, or one of them owns it.
+    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could get policies removed; it must have mode 700 and belong to the user of this process", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
         /// The directory's permission bits.
         mode: u32,
+        /// The directory's owner, a user ID.
+        owner: u32,
     },
     /// A line of a record cannot be parsed.
     #[error("line {line} of record {path} is malformed: compare the file with `ip xfrm state` and `ip xfrm policy`, remove the remaining entries, then the file", path = path.display())]

@@ -31,6 +31,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::socket::own_user;
 use dunlin_proto::ipsec::object::{NotAnObject, Object, Policy};
 use dunlin_proto::negotiate::SessionId;
 
@@ -71,10 +72,11 @@ impl RecordDirectory {
             .mode(0o700)
             .create(directory)
             .map_err(failed("made"))?;
-        let mode = directory.metadata().map_err(failed("read"))?.mode() & 0o777;
-        if mode & 0o022 != 0 {
+        let found = directory.metadata().map_err(failed("read"))?;
+        let (mode, owner) = (found.mode() & 0o777, found.uid());
+        if mode & 0o022 != 0 || owner != own_user() {
             let path = directory.to_owned();
-            return Err(IpsecError::Exposed { path, mode });
+            return Err(IpsecError::Exposed { path, mode, owner });
         }
         Ok(Self {
             directory: directory.to_owned(),

@@ -24,13 +24,15 @@ pub enum JournalError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// Other users may read or write the directory.
-    #[error("journal {path} has mode {mode:03o}: other users could read it, or change where VMs run; `chmod 700 {path}`", path = path.display())]
+    /// Other users may read or write the directory, or one of them owns it.
+    #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; it must have mode 700 and belong to the user of this process", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
         /// The directory's permission bits.
         mode: u32,
+        /// The directory's owner, a user ID.
+        owner: u32,
     },
     /// The file's content is not valid.
     #[error("{path} cannot be relied upon; keep it, and find out where the VM is before running it anywhere", path = path.display())]

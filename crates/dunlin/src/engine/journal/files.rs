@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dunlin_linux::regular;
 use dunlin_proto::journal::peer::{PEER_BLOCK_AT, PEER_BLOCK_BYTES, Principal, RecordedPeer};
 use dunlin_proto::journal::{
-    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, newest,
+    JOURNAL_BYTES, Newest, RECORD_BYTES, Record, SLOT_BYTES, SLOTS_BYTES, Unreadable, newest,
 };
 use dunlin_proto::negotiate::SessionId;
 
@@ -144,8 +145,19 @@ impl Directory {
                 continue;
             };
             let path = self.path.join(&name);
-            let file = match File::open(&path) {
+            let file = match regular::open(&path, false) {
                 Ok(file) => file,
+                // Not a file of a journal: it must not hide the others.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                    entries.push(Entry {
+                        session,
+                        role,
+                        record: Err(Unreadable::BothTorn),
+                        peer: RecordedPeer::Unknown,
+                        lives: false,
+                    });
+                    continue;
+                }
                 // Removed since the directory was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(source) => return Err(io_error("read", &path)(source)),
@@ -175,10 +187,14 @@ impl Directory {
 
     /// Opens and locks an existing file; returns it with its newest record.
     pub(super) fn take(&self, path: PathBuf) -> Result<(HeldFile, Option<Record>), JournalError> {
-        let file = match OpenOptions::new().read(true).write(true).open(&path) {
+        let file = match regular::open(&path, true) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(JournalError::Missing { path });
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                let source = Unreadable::BothTorn;
+                return Err(JournalError::Unreadable { path, source });
             }
             Err(source) => return Err(io_error("opened", &path)(source)),
         };

@@ -6,6 +6,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use dunlin_linux::socket::own_user;
 use dunlin_proto::negotiate::SessionId;
 
 use super::entry::{Disk, Entry, Role, StandardDisk};
@@ -50,11 +51,13 @@ impl Journal {
             .mode(0o700)
             .create(directory)
             .map_err(failed("made"))?;
-        let mode = directory.metadata().map_err(failed("read"))?.mode() & 0o777;
-        if mode & 0o077 != 0 {
+        let found = directory.metadata().map_err(failed("read"))?;
+        let (mode, owner) = (found.mode() & 0o777, found.uid());
+        if mode & 0o077 != 0 || owner != own_user() {
             return Err(JournalError::Exposed {
                 path: directory.into(),
                 mode,
+                owner,
             });
         }
         Ok(Self(Storage::Directory(Directory {

@@ -8,9 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dunlin_lane::peers::{AuthorisedBy, PeerIdentity};
+use dunlin_linux::socket::own_user;
 use dunlin_proto::journal::JOURNAL_BYTES;
 use dunlin_proto::limits::{MAX_ENDPOINT_BYTES, MAX_RECORDS_OF_A_PEER};
 use dunlin_test_base::Scratch;
+use dunlin_test_base::need::or_skip;
 
 use super::files::file_name;
 use super::*;
@@ -258,12 +260,19 @@ fn i7_foreign_files_in_the_directory_are_skipped_or_reported_as_unreadable() {
     let missing = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(missing, Err(JournalError::Missing { .. })));
     // Larger, and with foreign content.
-    std::fs::write(directory.join(&name), vec![0x5a; 1 << 20]).unwrap();
-    assert_eq!(journal.list().unwrap()[0].record, Err(Unreadable::BothTorn));
-    let error = SessionJournal::take(&journal, [0xa5; 16], Role::Destination)
-        .err()
-        .unwrap();
-    assert!(matches!(error, JournalError::Unreadable { .. }));
+    let path = directory.join(&name);
+    std::fs::write(&path, vec![0x5a; 1 << 20]).unwrap();
+    let unreadable = || {
+        assert_eq!(journal.list().unwrap()[0].record, Err(Unreadable::BothTorn));
+        let taken = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
+        assert!(matches!(taken, Err(JournalError::Unreadable { .. })));
+    };
+    unreadable();
+    // A link to a file elsewhere is not followed.
+    let elsewhere = scratch.join("elsewhere");
+    std::fs::rename(&path, &elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+    unreadable();
 }
 
 #[test]
@@ -272,7 +281,21 @@ fn a_directory_readable_by_others_is_refused() {
     let directory = scratch.join("journal");
     DirBuilder::new().mode(0o755).create(&directory).unwrap();
     let error = Journal::open(&directory).err().unwrap();
-    assert!(error.to_string().contains("755"), "{error}");
+    assert!(matches!(error, JournalError::Exposed { mode: 0o755, .. }));
+}
+
+#[test]
+fn a_directory_of_another_user_is_refused() {
+    let scratch = Scratch::new();
+    let directory = scratch.join("journal");
+    DirBuilder::new().mode(0o700).create(&directory).unwrap();
+    let other = own_user() + 1;
+    let given = std::os::unix::fs::chown(&directory, Some(other), None);
+    if or_skip("root, to give a directory to another user", given).is_none() {
+        return;
+    }
+    let error = Journal::open(&directory).err().unwrap();
+    assert!(matches!(error, JournalError::Exposed { owner, .. } if owner == other));
 }
 
 #[test]
