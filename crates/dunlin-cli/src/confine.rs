@@ -1,4 +1,5 @@
-//! Confinement: the privileges that a VM's process or a tunnel drops after its start.
+//! Confinement: the privileges that a VM's process, a tunnel or `handoff accept` drops after its
+//! start.
 //!
 //! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
 //! access only to the files that the process needs, and few system calls. New threads inherit the
@@ -14,7 +15,8 @@
 //! A tunnel's routes, and with them the paths that it uses, may change while it runs. It therefore
 //! keeps the capabilities for other users' sockets and for low ports, and reads files and creates
 //! local sockets wherever file permissions allow, but writes, creates and executes nothing else. It
-//! removes files only in the directories of the sockets that it had at its start.
+//! removes files only in the directories of the sockets that it had at its start. `handoff accept`
+//! may do less: it needs no low ports, and removes no files.
 
 mod calls;
 mod files;
@@ -121,53 +123,80 @@ impl Confining {
     }
 }
 
-/// How far a tunnel is confined.
+/// How far a tunnel or `handoff accept` is confined.
 #[derive(Clone, Debug, Args)]
-pub(crate) struct ConfiningTunnel {
-    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops as much
-    /// as the kernel allows unless a route has `exec`, `yes` everything or the tunnel does not start.
+pub(crate) struct ConfiningService {
+    /// Whether the process, after its start, drops what it does not need: `auto` drops as much as
+    /// the kernel allows (nothing in a tunnel with an `exec` route), `yes` everything or the process
+    /// does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }
 
-impl ConfiningTunnel {
-    /// Like [`Confining::apply`]; `control` is the directory of the control socket, `sockets` are
-    /// those of other sockets that the process removes. `against` is a reason not to confine, and
-    /// its remedy. An example of a reason: the programs of routes with `exec` would be confined with
-    /// the tunnel.
+impl ConfiningService {
+    /// Like [`Confining::apply`], for a tunnel; `control` is the directory of the control socket,
+    /// `sockets` are those of other sockets that the process removes. `against` is a reason not to
+    /// confine, and its remedy. An example of a reason: the programs of routes with `exec` would be
+    /// confined with the tunnel.
     ///
     /// # Errors
     /// With `yes`, the part that failed; other parts may be in force.
-    pub(crate) fn apply(
+    pub(crate) fn tunnel(
         &self,
         against: Option<(&str, &str)>,
         control: Option<&Path>,
         sockets: &[PathBuf],
     ) -> Result<Line> {
-        let mut applied = Applied::new(self.confine);
-        if self.confine == Whether::No {
-            return Ok(applied.line());
-        }
-        if let Some((text, to_do)) = against {
+        if let Some((text, to_do)) = against.filter(|_| self.confine != Whether::No) {
             if self.confine == Whether::Yes {
                 bail!(
                     "cannot confine the tunnel (at fault: configuration): {text}; {to_do}, or \
                      use --confine auto"
                 );
             }
+            let mut applied = Applied::new(self.confine);
             applied.lacks.push(text.to_owned());
             return Ok(applied.line());
         }
-        names::load_modules();
         // Routes may need these.
-        let privileges = keep_privileges(
-            &[Capability::OthersFiles, Capability::LowPorts],
-            "no privileges but for others' sockets and low ports",
-        );
-        applied.take("privileges", privileges)?;
-        let rules = files::Rules::changing_none(control, sockets).and_then(files::Rules::apply);
-        applied.take("files", rules)?;
-        applied.take("system calls", calls::apply(calls::Work::Channels))?;
+        let kept = [Capability::OthersFiles, Capability::LowPorts];
+        let left = "no privileges but for others' sockets and low ports";
+        self.apply((&kept, left), calls::Work::Channels, || {
+            files::Rules::changing_none(control, sockets)
+        })
+    }
+
+    /// Like [`Confining::apply`], for `handoff accept`.
+    ///
+    /// # Errors
+    /// With `yes`, the part that failed; other parts may be in force.
+    pub(crate) fn handoff(&self) -> Result<Line> {
+        // For the sockets of receivers.
+        let kept = [Capability::OthersFiles];
+        let left = "no privileges but for others' sockets";
+        self.apply((&kept, left), calls::Work::Handoff, || {
+            files::Rules::changing_none(None, &[])
+        })
+    }
+
+    fn apply(
+        &self,
+        (kept, left): (&[Capability], &str),
+        work: calls::Work,
+        rules: impl FnOnce() -> Result<files::Rules>,
+    ) -> Result<Line> {
+        let mut applied = Applied::new(self.confine);
+        if self.confine == Whether::No {
+            return Ok(applied.line());
+        }
+        names::load_modules();
+        // The kernel loads its TLS module only for a privileged process; the results are cached.
+        for suite in CipherSuite::ALL {
+            let _ = abilities(suite);
+        }
+        applied.take("privileges", keep_privileges(kept, left))?;
+        applied.take("files", rules().and_then(files::Rules::apply))?;
+        applied.take("system calls", calls::apply(work))?;
         Ok(applied.line())
     }
 }

@@ -163,6 +163,10 @@ const GUEST_REQUESTS: [u64; 1] = [PAGEMAP_SCAN];
 /// Ioctls of a process with channels: the unsent bytes of a socket.
 const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
+/// Ioctls of `handoff accept`: the unsent bytes of a socket, and the features of a network device,
+/// which are part of a socket's description. A change of features needs CAP_NET_ADMIN.
+const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
+
 /// Ioctls of every process: terminal detection and size, blocking mode, close-on-exec.
 const REQUESTS: [u64; 6] = [
     libc::TCGETS,
@@ -188,6 +192,8 @@ pub(super) enum Work {
     },
     /// A tunnel.
     Channels,
+    /// `handoff accept`.
+    Handoff,
 }
 
 /// Installs the filter for every thread.
@@ -195,7 +201,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     let mut allowed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     let besides = match work {
         Work::Guest { .. } => FOR_GUESTS,
-        Work::Channels => FOR_CHANNELS,
+        Work::Channels | Work::Handoff => FOR_CHANNELS,
     };
     let records = match work {
         Work::Guest { ipsec: true, .. } => FOR_RECORDS,
@@ -203,6 +209,7 @@ pub(super) fn apply(work: Work) -> Result<Taken> {
     };
     let listening: &[_] = match work {
         Work::Channels
+        | Work::Handoff
         | Work::Guest {
             makes_sockets: true,
             ..
@@ -284,27 +291,31 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
             }
         }
     }
-    if let Work::Guest { ipsec: true, .. } = work {
-        // For IPsec, connections, and the network device towards the peer.
-        for protocol in [
-            libc::NETLINK_XFRM,
+    // For connections, the network device towards the peer, and IPsec.
+    let netlink: &[_] = match work {
+        Work::Guest { ipsec: true, .. } => &[
             libc::NETLINK_SOCK_DIAG,
             libc::NETLINK_ROUTE,
-        ] {
-            let netlink = equals(0, libc::AF_NETLINK as u64);
-            sockets.push(rule(&[netlink, equals(2, protocol as u64)])?);
-        }
+            libc::NETLINK_XFRM,
+        ],
+        Work::Handoff => &[libc::NETLINK_SOCK_DIAG, libc::NETLINK_ROUTE],
+        _ => &[],
+    };
+    for protocol in netlink {
+        let netlink = equals(0, libc::AF_NETLINK as u64);
+        sockets.push(rule(&[netlink, equals(2, *protocol as u64)])?);
     }
-    let (types, besides): (&[u64], _) = match work {
-        Work::Guest { .. } => (&REQUEST_TYPES, GUEST_REQUESTS),
-        Work::Channels => (&[], CHANNEL_REQUESTS),
+    let (types, besides): (&[u64], &[u64]) = match work {
+        Work::Guest { .. } => (&REQUEST_TYPES, &GUEST_REQUESTS),
+        Work::Channels => (&[], &CHANNEL_REQUESTS),
+        Work::Handoff => (&[], &HANDOFF_REQUESTS),
     };
     let mut requests = Vec::new();
     for kind in types {
         requests.push(rule(&[masked(1, 0xff00, *kind)])?);
     }
-    for request in REQUESTS.into_iter().chain(besides) {
-        requests.push(rule(&[equals(1, request)])?);
+    for request in REQUESTS.iter().chain(besides) {
+        requests.push(rule(&[equals(1, *request)])?);
     }
     let mut controls = Vec::new();
     for what in [

@@ -287,15 +287,47 @@ fn a_confined_tunnel_reads_and_connects_but_changes_nothing() {
 }
 
 #[test]
+fn a_confined_acceptor_of_hand_offs_reads_and_connects_but_changes_nothing() {
+    let outcomes = confined("handoff");
+    let works = [
+        "read an identity",
+        "connect to a port",
+        "wait for sockets",
+        "start a thread",
+        "ask about connections",
+        "move bytes in the kernel",
+    ];
+    assert_each(&outcomes, "done", &works);
+    let by_files = [
+        "write the journal",
+        "write elsewhere",
+        "write an identity",
+        "remove an identity",
+        "remove elsewhere",
+        "remove a control socket",
+        "make a file in the control directory",
+    ];
+    assert_each(&outcomes, "EACCES", &by_files);
+    // Netlink sockets for routes are for the description of the network device.
+    let never = NEVER_CALLED.iter().copied();
+    let never: Vec<_> = never
+        .filter(|call| *call != "make a netlink socket")
+        .collect();
+    assert_each(&outcomes, "ENOSYS", &never);
+    let filters = ["make a netlink socket for packet filters"];
+    assert_each(&outcomes, "ENOSYS", &filters);
+}
+
+#[test]
 fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
-    let confining = |confine| ConfiningTunnel { confine };
+    let confining = |confine| ConfiningService { confine };
     let against = Some(("the programs of routes would be confined", "leave them out"));
-    let confined = confining(Whether::Auto).apply(against, None, &[]).unwrap();
+    let confined = confining(Whether::Auto).tunnel(against, None, &[]).unwrap();
     assert!(!is_confined(&confined));
     let text = confined.text().unwrap();
     assert!(text.starts_with("not confined: the programs of routes"));
     let refused = confining(Whether::Yes)
-        .apply(against, None, &[])
+        .tunnel(against, None, &[])
         .unwrap_err()
         .to_string();
     for part in ["at fault: configuration", "--confine auto"] {
@@ -303,7 +335,7 @@ fn a_tunnel_with_programs_reports_that_it_is_not_confined() {
     }
     assert_eq!(
         confining(Whether::No)
-            .apply(None, None, &[])
+            .tunnel(None, None, &[])
             .unwrap()
             .text(),
         Some("not confined".to_owned())
@@ -411,12 +443,12 @@ fn inside() {
             report("listen later", listen(&later));
         }
         "tunnel" => {
-            let confining = ConfiningTunnel {
+            let confining = ConfiningService {
                 confine: Whether::Yes,
             };
             let routes = [directory.join("route")];
             confining
-                .apply(None, Some(&needs.control), &routes)
+                .tunnel(None, Some(&needs.control), &routes)
                 .unwrap();
             change_root(&directory);
             try_everything(&directory);
@@ -432,6 +464,21 @@ fn inside() {
                     both.map_err(number),
                 );
             }
+        }
+        "handoff" => {
+            let confining = ConfiningService {
+                confine: Whether::Yes,
+            };
+            confining.handoff().unwrap();
+            change_root(&directory);
+            let netlink = |protocol| {
+                let (family, kind) = (AddressFamily::Netlink, SockType::Raw);
+                socket(family, kind, SockFlag::empty(), protocol).map(drop)
+            };
+            let asking = netlink(SockProtocol::NetlinkSockDiag);
+            report("ask about connections", asking);
+            try_everything(&directory);
+            report("move bytes in the kernel", moved_in_the_kernel());
         }
         "files" => {
             let identities: Vec<_> = needs.identity.iter().cloned().collect();

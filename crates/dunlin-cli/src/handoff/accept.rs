@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use super::connect::TLS;
 use super::line::accepted;
 use crate::code::FAILED;
+use crate::confine::ConfiningService;
 use crate::identity::{Reading, allowed_peers, load_identity};
 use crate::log::{self, Format, LogFlags, say};
 use crate::options::{named, parse_limit};
@@ -96,6 +97,8 @@ pub(crate) struct Accept {
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_limit)]
     drain: Duration,
     #[command(flatten)]
+    confining: ConfiningService,
+    #[command(flatten)]
     log: LogFlags,
 }
 
@@ -112,6 +115,8 @@ impl Accept {
         let listener = self.listen.open(&sockets, "--listen")?;
         // Otherwise the port would stay open after the acceptor stops.
         drop(sockets);
+        // Before the first byte of a client, and before there are threads.
+        let confined = self.confining.handoff()?;
         let failed = sender.clone();
         let observer = move |event: &Event| {
             log_event(event);
@@ -123,6 +128,8 @@ impl Accept {
         let acceptor = Acceptor::start(listener, tls.clone(), self.options()?, observer)?;
         wait_for(sender, ends, hang_ups, || ())?;
         println!("listening on {}", acceptor.address());
+        let text = confined.text().unwrap_or_default();
+        text.lines().for_each(say);
         manager.ready(&format!("clients connect to {}", acceptor.address()));
         let ended = serve(events, &manager, "certificates", || {
             tls.replace(&self.tls()?);

@@ -21,7 +21,7 @@ use super::config::table::Port;
 use super::config::{Config, Ipsec};
 use super::control_service::{ControlService, name_of};
 use crate::code::{DONE, FAILED};
-use crate::confine::{self, ConfiningTunnel, Needs};
+use crate::confine::{self, ConfiningService, Needs};
 use crate::control::Socket;
 use crate::identity::{chosen, crypto, load_identity};
 use crate::ipsec::advice;
@@ -45,7 +45,7 @@ pub(crate) struct Run {
     #[command(flatten)]
     state: StatePath,
     #[command(flatten)]
-    confining: ConfiningTunnel,
+    confining: ConfiningService,
     #[command(flatten)]
     log: LogFlags,
 }
@@ -89,7 +89,7 @@ impl Run {
         let sockets: Vec<_> = config.routes.sockets().map(Needs::directory_of).collect();
         let confined = self
             .confining
-            .apply(unconfined(&config), control.as_deref(), &sockets)?;
+            .tunnel(unconfined(&config), control.as_deref(), &sockets)?;
         let sealed = match &config.ipsec {
             Some(ipsec) => Some(self.ipsec_lanes(ipsec)?),
             None => None,
