@@ -349,7 +349,7 @@ impl Trunks {
         let (security, sealed) = (terms.security, self.site.sealed.as_ref());
         let (code, text) = (
             FaultCode::SecurityNotAgreed,
-            "no lanes with the selected security",
+            "cannot open lanes with the selected security",
         );
         let dialer = dialer(security, sealed).or_failure(code, text)?;
         let acceptor = acceptor(security, false, sealed).or_failure(code, text)?;

@@ -184,7 +184,7 @@ impl Channel {
             // A data record after all.
             (bytes, None) => {
                 opening.came(bytes).map_err(|error| self.of_tls(&error))?;
-                self.write(&record[..bytes], true)?;
+                self.write(&record[..bytes], false)?;
                 Ok(false)
             }
         }

@@ -139,7 +139,10 @@ impl Arriving<'_> {
         let admitted = self.lanes.acceptor.admit(socket, &is_peer);
         let receiver = admitted.map_err(|error| (error.fault(), error.to_string()))?;
         if open.version != selection.version {
-            let text = format!("the lane has version {}", open.version);
+            let text = format!(
+                "the lane has version {}, the session {}",
+                open.version, selection.version
+            );
             return Err((FaultCode::VersionMismatch, text));
         }
         Ok(receiver)
