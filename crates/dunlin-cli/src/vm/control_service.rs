@@ -248,22 +248,24 @@ impl ControlService {
 
     // The VM.
 
-    /// Keeps the VM until it ends, moves away, or a signal ends this process; returns the exit
-    /// code.
-    pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
+    /// Takes the VM: from now on it has a status and accepts commands.
+    pub(crate) fn hold(&self, vm: &Arc<Movable>) {
+        let mut state = lock(&self.state);
+        if matches!(state.holds, Holds::Arriving(_))
+            && let Ending::By(signal) = mem::take(&mut state.ending)
         {
-            let mut state = lock(&self.state);
-            if matches!(state.holds, Holds::Arriving(_))
-                && let Ending::By(signal) = mem::take(&mut state.ending)
-            {
-                self.warn(&format!(
-                    "{}: too late to cancel: the VM is here and stays; a second signal ends it",
-                    signal.name()
-                ));
-            }
-            state.holds = Holds::Vm(Arc::clone(vm));
-            self.changed.notify_all();
+            self.warn(&format!(
+                "{}: too late to cancel: the VM is here and stays; a second signal ends it",
+                signal.name()
+            ));
         }
+        state.holds = Holds::Vm(Arc::clone(vm));
+        self.changed.notify_all();
+    }
+
+    /// Keeps the VM, which this service holds, until it ends, moves away, or a signal ends this
+    /// process; returns the exit code.
+    pub(crate) fn keep(self: &Arc<Self>, vm: &Arc<Movable>) -> Result<i32> {
         let (service, watched) = (Arc::clone(self), Arc::clone(vm));
         start("vm-watch", move || {
             let hour = Duration::from_secs(3600);

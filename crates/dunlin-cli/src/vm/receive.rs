@@ -162,7 +162,8 @@ impl Receive {
             ));
         }
         let digests = if self.digests {
-            // No other migration can begin before `keep`.
+            // `digests_at_resume` must precede the VM's next migration, which cannot begin before
+            // `hold`.
             vm.digests_at_resume().unwrap_or_else(|error| {
                 service.warn(&format!("cannot digest the memory: {error}"));
                 Vec::new()
@@ -170,6 +171,8 @@ impl Receive {
         } else {
             Vec::new()
         };
+        // Before a client that has read the line below asks for the VM.
+        service.hold(&vm);
         let name = received.offered.vm.name.clone();
         // A source that missed the confirmation can still query this process.
         let answering = received.answering;

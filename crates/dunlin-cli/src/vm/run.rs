@@ -115,6 +115,9 @@ impl Run {
         })?;
         vm.fill().context("cannot fill the VM's memory")?;
         vm.start().context("cannot start the VM")?;
+        let vm = Movable::new(Arc::new(vm));
+        // Before a client that has read the line below asks for the VM.
+        service.hold(&vm);
         let control = socket.path.display().to_string();
         let started = Line::Started {
             name: self.name.clone(),
@@ -123,6 +126,6 @@ impl Run {
         };
         started.say(self.own.json);
         service.serve(&socket)?;
-        service.keep(&Movable::new(Arc::new(vm)))
+        service.keep(&vm)
     }
 }
