@@ -353,6 +353,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     assert_eq!(destination.code(), 0);
 }
 
+/// Claim H4 of docs/security.
 #[test]
 fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     let mut scene = Scene::new();
@@ -399,6 +400,7 @@ fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     }
 }
 
+/// Claim H4 of docs/security.
 #[test]
 fn a_canary_is_found_in_every_encoding() {
     let canary = Canary {

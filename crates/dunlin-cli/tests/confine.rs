@@ -99,11 +99,13 @@ fn moves(guest: &str) {
     hosts.assert_runs(&third);
 }
 
+/// Claim H9 of docs/security.
 #[test]
 fn processes_with_a_vm_are_confined_before_and_after_it_moves() {
     moves(GUEST);
 }
 
+/// Claim H9 of docs/security.
 #[test]
 fn processes_with_a_kvm_guest_are_confined_too() {
     let Some(_turn) = kvm() else {

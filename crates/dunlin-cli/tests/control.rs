@@ -67,6 +67,7 @@ fn i2_i5_a_signal_at_the_client_cancels_and_the_next_attempt_succeeds() {
     assert_moves(&hosts, source, &destination);
 }
 
+/// Claim P9 of docs/security.
 #[test]
 fn i2_a_third_shell_cancels_on_either_side() {
     let Some(_turn) = kvm() else { return };

@@ -42,6 +42,7 @@ fn both(scene: &Scene, accept: &Accept) {
     scene.delivers(accept, &mut client);
 }
 
+/// Claim F6 of docs/security.
 #[test]
 fn i7_a_thousand_slow_clients_delay_no_other_client() {
     if !are_here(&["openssl"]) {
@@ -88,7 +89,9 @@ fn waits(accept: &Accept, thread: &str) -> u64 {
     waits.unwrap().trim().parse().unwrap()
 }
 
-/// A unit test of `accept::client` checks that the kernel reports no single bytes.
+/// A unit test of `accept::client` checks that the kernel does not report single bytes.
+///
+/// Claim F6 of docs/security.
 #[test]
 fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     if !are_here(&["openssl"]) {

@@ -53,6 +53,7 @@ fn assert_accepted(command: Command) {
     }
 }
 
+/// Claim F1 of docs/security.
 #[test]
 fn k01_without_kernel_tls_it_fails_in_one_line_after_a_full_handshake() {
     if !are_here(&["stunnel4", "openssl"]) || kernel_has_tls() {
@@ -70,6 +71,7 @@ fn k01_without_kernel_tls_it_fails_in_one_line_after_a_full_handshake() {
     }
 }
 
+/// Claim F4 of docs/security.
 #[test]
 fn k14_a_certificate_is_checked_before_the_kernel() {
     if !are_here(&["stunnel4", "openssl", "faketime"]) {

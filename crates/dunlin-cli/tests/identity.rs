@@ -83,6 +83,7 @@ fn a_vm_moves_with_qemus_files_and_pinned_peers() {
     assert!(done.err.contains("64 hexadecimal digits"), "{done:?}");
 }
 
+/// Claim H2 of docs/security.
 #[test]
 fn a_world_readable_key_needs_a_flag() {
     let hosts = Hosts::new();

@@ -1,9 +1,11 @@
-//! Checks docs/security.md and the pages of docs/security/: every named test exists, and every
-//! table row names a test or the reason why there is none.
+//! Checks docs/security.md and the pages of docs/security/: every named test exists, and every claim,
+//! a table row, has a number and names tests, whose comments have that number, or the reason why
+//! there is none.
 #![allow(clippy::unwrap_used)]
 
 mod support;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -45,18 +47,69 @@ fn tests_in(text: &str) -> Vec<(&str, &str)> {
     found
 }
 
-fn assert_there(file: &str, test: &str) {
+/// The lines above a test's declaration: its attributes and comment.
+fn head_of(file: &str, test: &str) -> Vec<String> {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let path = crates.join(file);
-    let code = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{file}: {error}"));
+    let code = fs::read_to_string(crates.join(file)).unwrap_or_else(|e| panic!("{file}: {e}"));
     let declared = format!("fn {test}()");
     let at = code.find(&declared);
     let at = at.unwrap_or_else(|| panic!("no {declared} in {file}"));
-    let before: Vec<_> = code[..at].lines().rev().take(4).collect();
+    let above = code[..at].lines().rev().map(|line| line.trim().to_owned());
+    let head: Vec<_> = above
+        .skip(usize::from(!code[..at].ends_with('\n')))
+        .take_while(|line| line.starts_with("///") || line.starts_with("#["))
+        .collect();
     assert!(
-        before.iter().any(|line| line.trim() == "#[test]"),
+        head.iter().any(|line| line == "#[test]"),
         "{test} in {file} is not a test"
     );
+    head
+}
+
+/// The numbers of the claims that a test's comment names.
+fn claims_of(head: &[String]) -> Vec<String> {
+    let named = head.iter().find_map(|line| {
+        let text = line.strip_prefix("/// Claim")?;
+        let text = text.trim_start_matches('s').trim();
+        text.strip_suffix(" of docs/security.")
+    });
+    let numbers = named.map(|numbers| numbers.split(", ").map(str::to_owned));
+    numbers.into_iter().flatten().collect()
+}
+
+/// The rows of the tables: the number of the claim, and the cell with its tests.
+fn claims() -> Vec<(String, String)> {
+    let text = document();
+    let rows = text.lines().filter(|line| line.starts_with('|'));
+    let cells = rows.map(|row| {
+        let cells: Vec<_> = row.trim_matches('|').split(" | ").map(str::trim).collect();
+        let [number, _, _, tests] = cells[..] else {
+            panic!("{} cells: {row}", cells.len());
+        };
+        (number.to_owned(), tests.to_owned())
+    });
+    let is_head = |number: &str| number == "claim" || number.starts_with("---");
+    cells.filter(|(number, _)| !is_head(number)).collect()
+}
+
+/// The number of comments that name claims, in all Rust files of a directory.
+fn comments_with_claims(directory: &Path) -> usize {
+    let entries = fs::read_dir(directory).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let counts = paths.map(|path| {
+        if path.is_dir() {
+            return comments_with_claims(&path);
+        }
+        if path.extension().is_none_or(|kind| kind != "rs") {
+            return 0;
+        }
+        let code = fs::read_to_string(&path).unwrap();
+        let lines = code.lines().map(str::trim);
+        lines
+            .filter(|line| !claims_of(&[line.to_string()]).is_empty())
+            .count()
+    });
+    counts.sum()
 }
 
 #[test]
@@ -70,7 +123,7 @@ fn every_test_named_in_the_document_exists() {
             vec![part]
         };
         for (file, test) in rows.into_iter().flat_map(tests_in) {
-            assert_there(file, test);
+            head_of(file, test);
             named += 1;
         }
     }
@@ -79,23 +132,42 @@ fn every_test_named_in_the_document_exists() {
 }
 
 #[test]
-fn every_table_row_has_a_test_or_a_reason() {
-    let mut lines = 0;
-    for row in document().lines().filter(|line| line.starts_with('|')) {
-        let cells: Vec<_> = row.trim_matches('|').split(" | ").map(str::trim).collect();
-        let [_, _, tests] = cells[..] else {
-            panic!("{} cells: {row}", cells.len());
-        };
-        if tests == "tests" || tests.starts_with("---") {
-            continue;
-        }
-        lines += 1;
+fn every_claim_has_its_own_number_and_a_test_or_a_reason() {
+    let claims = claims();
+    let mut before = (String::new(), 0);
+    for (number, tests) in &claims {
+        let (page, position) = number.split_at(1);
+        let position: u32 = position.parse().unwrap();
+        let expected = if page == before.0 { before.1 + 1 } else { 1 };
+        assert_eq!(position, expected, "{number} is out of order");
+        before = (page.to_owned(), position);
         let why = tests
             .strip_prefix("not shown: ")
             .is_some_and(|why| !why.is_empty());
-        assert!(why || !tests_in(tests).is_empty(), "{row}");
+        assert!(why || !tests_in(tests).is_empty(), "{number}: {tests}");
     }
-    assert!(lines > 70, "{lines}");
+    assert!(claims.len() > 70, "{}", claims.len());
+}
+
+#[test]
+fn a_test_and_the_claims_that_it_shows_name_each_other() {
+    let mut shown = BTreeMap::<_, Vec<String>>::new();
+    for (number, tests) in claims() {
+        for (file, test) in tests_in(&tests) {
+            let test = (file.to_owned(), test.to_owned());
+            shown.entry(test).or_default().push(number.clone());
+        }
+    }
+    for ((file, test), numbers) in &mut shown {
+        let mut named = claims_of(&head_of(file, test));
+        named.sort();
+        numbers.sort();
+        assert_eq!(&named, numbers, "{file} {test}");
+    }
+    // No comment names a claim that does not name its test.
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let comments = comments_with_claims(crates);
+    assert_eq!(comments, shown.len());
 }
 
 #[test]

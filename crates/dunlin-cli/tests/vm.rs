@@ -168,6 +168,7 @@ struct Refused {
     names: &'static [&'static str],
 }
 
+/// Claim N5 of docs/security.
 #[test]
 fn i6_an_untrusted_peer_gets_nothing_and_the_vm_keeps_running() {
     let Some(_turn) = kvm() else { return };
@@ -276,6 +277,7 @@ fn i6_a_certificate_that_has_expired_is_refused_by_its_host_and_by_the_peer() {
     hosts.assert_runs(&source);
 }
 
+/// Claim N14 of docs/security.
 #[test]
 fn plain_lanes_need_both_sides_and_then_work() {
     let Some(_turn) = kvm() else { return };
@@ -356,6 +358,7 @@ fn invalid_arguments_are_usage_errors() {
     }
 }
 
+/// Claim P15 of docs/security.
 #[test]
 fn a_name_does_not_lead_out_of_the_control_directory() {
     let done = finish(words(

@@ -85,6 +85,7 @@ fn the_guest_finds_a_lost_avx_register() {
     assert_eq!((stop.code, stop.vcpu), (StopCode::LostAvx, 1));
 }
 
+/// Claim P12 of docs/security.
 #[test]
 fn i7_sections_that_are_cut_off_missing_or_garbage_are_errors() {
     let Some(_turn) = kvm() else { return };

@@ -29,6 +29,7 @@ use dunlin_test_support::engine::doubt::{
 };
 use dunlin_test_support::engine::{TestBuilder, tls, verified};
 
+/// Claim P11 of docs/security.
 #[test]
 fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_source() {
     let (client, server) = tls();
@@ -223,6 +224,7 @@ fn i2_a_copy_that_died_in_doubt_is_given_up_but_not_while_its_process_lives() {
     assert_eq!(here.states(), [committing]);
 }
 
+/// Claim N10 of docs/security.
 #[test]
 fn i2_a_destination_that_cannot_be_reached_leaves_the_vm_in_doubt_at_the_limit() {
     let (client, server) = tls();

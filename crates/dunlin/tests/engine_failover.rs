@@ -209,6 +209,7 @@ fn i4_only_what_was_not_acknowledged_is_sent_again() {
     scene.finish(&report);
 }
 
+/// Claim N8 of docs/security.
 #[test]
 fn i4_bytes_held_back_past_the_fence_and_then_released_never_land() {
     let scene = Scene::new(&tls(), 6);

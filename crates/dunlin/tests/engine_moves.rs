@@ -121,6 +121,7 @@ fn i3_an_idle_vm_arrives_whatever_secures_its_lanes() {
     }
 }
 
+/// Claim A8 of docs/security.
 #[test]
 fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
     let vm = running(4 << 20);
@@ -567,6 +568,7 @@ fn i1_a_cancellation_after_commit_is_too_late() {
     assert!(receiving.finish(false).0.unwrap().runs);
 }
 
+/// Claim N6 of docs/security.
 #[test]
 fn i6_plain_lanes_need_the_destinations_consent() {
     let vm = running(4 << 20);

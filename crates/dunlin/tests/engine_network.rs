@@ -15,6 +15,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 const CANARY: &[u8; 32] = b"never to be seen on any wire -->";
 
+/// Claim N1 of docs/security.
 #[test]
 fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
     let (client, server) = tls();
@@ -199,6 +200,7 @@ fn a_control_lane_that_is_cut_in_pre_copy_is_made_anew_and_no_iteration_restarts
     assert!(receiving.finish(false).0.unwrap().runs);
 }
 
+/// Claim N9 of docs/security.
 #[test]
 fn i2_a_control_lane_that_cannot_be_made_anew_leaves_the_vm_at_the_source() {
     let (client, server) = tls();

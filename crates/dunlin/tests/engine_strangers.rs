@@ -136,6 +136,8 @@ fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: 
 }
 
 /// The VM has arrived and its process is alive; the source has received no answer.
+///
+/// Claim A9 of docs/security.
 #[test]
 fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arrived() {
     let site = Site::new();
@@ -246,6 +248,8 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
 }
 
 /// The destination's process has died, and another answers from its journal.
+///
+/// Claim A10 of docs/security.
 #[test]
 fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     let site = Site::new();
@@ -308,6 +312,8 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
 
 /// After *commit* another authorised host answers at the destination's address that the attempt was
 /// aborted, while the VM runs at the destination.
+///
+/// Claim A10 of docs/security.
 #[test]
 fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_it() {
     let site = Site::new();

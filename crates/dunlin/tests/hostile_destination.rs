@@ -119,6 +119,7 @@ fn out_of_turn() -> Vec<Message> {
     ]
 }
 
+/// Claim A5 of docs/security.
 #[test]
 fn i6_i7_a_selection_that_was_not_offered_is_refused() {
     let honest = Selection {
@@ -203,6 +204,7 @@ fn answer(listener: &TcpListener, tls: &ServerTls, opening: &Opening) {
     {}
 }
 
+/// Claim P17 of docs/security.
 #[test]
 fn i7_lies_instead_of_accept_are_refused() {
     let mut messages = out_of_turn();
@@ -266,6 +268,7 @@ fn i7_lies_instead_of_accept_are_refused() {
     }
 }
 
+/// Claim P18 of docs/security.
 #[test]
 fn i7_endpoints_that_lead_elsewhere_are_refused() {
     // Another host with a certificate from the same authority and with the right name.
@@ -308,6 +311,8 @@ fn i7_endpoints_that_lead_elsewhere_are_refused() {
 
 /// A lane reaches a host with a certificate that has the same name but comes from another
 /// authority.
+///
+/// Claim P18 of docs/security.
 #[test]
 fn i7_a_lane_to_another_host_of_the_same_name_is_refused() {
     let _alone = alone();
@@ -389,6 +394,7 @@ fn i7_lies_about_lanes_are_refused() {
     }
 }
 
+/// Claims P17, P19 of docs/security.
 #[test]
 fn i7_lies_during_pre_copy_are_refused() {
     let mut lies: Vec<(String, Message, &str)> = out_of_turn()
@@ -453,6 +459,7 @@ fn i7_lies_during_pre_copy_are_refused() {
     });
 }
 
+/// Claim P17 of docs/security.
 #[test]
 fn i3_i7_lies_instead_of_ready_are_refused() {
     let digest = |digest| Message::Ready { digest };
@@ -496,6 +503,8 @@ fn i3_i7_lies_instead_of_ready_are_refused() {
 
 /// After *commit* the source neither resumes nor destroys its copy, whatever it
 /// receives instead of *running*.
+///
+/// Claim P20 of docs/security.
 #[test]
 fn i1_lies_instead_of_running_leave_the_vm_in_doubt() {
     type Lie = (&'static str, FaultCode, &'static str, fn(&mut Peer));
@@ -577,6 +586,7 @@ fn i8_acknowledgements_repeated_without_end_do_no_harm() {
     );
 }
 
+/// Claim P20 of docs/security.
 #[test]
 fn i7_a_destination_that_never_accepts_but_pings_for_ever_is_given_up() {
     let options = one_lane()

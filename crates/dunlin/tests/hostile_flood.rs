@@ -82,6 +82,7 @@ fn assert_undisturbed(took: Duration, quiet: Duration) {
     );
 }
 
+/// Claims A1, N11 of docs/security.
 #[test]
 fn i7_a_thousand_strangers_do_not_disturb_a_session() {
     let _alone = alone();
@@ -126,6 +127,8 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
 }
 
 /// Clients connect faster than they are rejected.
+///
+/// Claim N11 of docs/security.
 #[test]
 fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
     let _alone = alone();
@@ -182,6 +185,8 @@ fn i7_an_authorised_peer_starts_within_a_second_of_a_flood() {
 }
 
 /// An authorised host requests sessions repeatedly while another session runs.
+///
+/// Claim P10 of docs/security.
 #[test]
 fn i7_an_authenticated_flood_is_refused_as_busy() {
     let _alone = alone();
@@ -246,6 +251,7 @@ fn ask(to: SocketAddr, tls: &dunlin::lane::policy::ClientTls) {
     let _ = stream.receive(&mut [0; 64], dunlin_test_support::lane::soon());
 }
 
+/// Claim H3 of docs/security.
 #[test]
 fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
     let _alone = alone();

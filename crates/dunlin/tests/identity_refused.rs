@@ -171,6 +171,7 @@ impl Site {
     }
 }
 
+/// Claim A2 of docs/security.
 #[test]
 fn i6_certificates_that_are_not_trusted() {
     let mut table = Table::default();
@@ -444,6 +445,7 @@ fn i6_certificates_out_of_date_or_revoked() {
     );
 }
 
+/// Claim A4 of docs/security.
 #[test]
 fn i6_peers_other_than_dunlin() {
     let mut table = Table::default();
@@ -570,6 +572,7 @@ fn refusal_of(stream: &control::ControlStream) -> String {
     }
 }
 
+/// Claim A4 of docs/security.
 #[test]
 fn protocol_versions_that_have_nothing_in_common() {
     let mut table = Table::default();
@@ -612,6 +615,7 @@ fn protocol_versions_that_have_nothing_in_common() {
     table.row(said, &["version-mismatch", "the destination 2 to 3"], &[]);
 }
 
+/// Claim A7 of docs/security.
 #[test]
 fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     let mut table = Table::default();

@@ -430,6 +430,7 @@ fn a_revocation_list_that_is_read_again_holds_from_the_next_handshake_on() {
     assert!(matches!(error, HandshakeError::Revoked), "{error}");
 }
 
+/// Claim N2 of docs/security.
 #[test]
 fn the_key_exchange_is_hybrid_where_both_can_and_classic_where_one_cannot() {
     let ca = Ca::root("site");

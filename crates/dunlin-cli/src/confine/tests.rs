@@ -122,6 +122,7 @@ const STILL_WORKS: &[&str] = &[
     "start a thread",
 ];
 
+/// Claims P12, H8 of docs/security.
 #[test]
 fn a_confined_process_can_only_do_its_work() {
     let outcomes = confined("all");
@@ -216,6 +217,7 @@ fn a_process_with_lanes_over_ipsec_keeps_only_what_they_need() {
     assert_eq!(effective & !(1 << 12), 0, "CAP_NET_ADMIN alone");
 }
 
+/// Claim H8 of docs/security.
 #[test]
 fn landlock_alone_restricts_files_ports_and_signals() {
     let outcomes = confined("files");
@@ -240,6 +242,7 @@ fn landlock_alone_restricts_files_ports_and_signals() {
     assert_each(&outcomes, "EPERM", &denied);
 }
 
+/// Claim H8 of docs/security.
 #[test]
 fn without_capabilities_root_is_an_ordinary_user() {
     let outcomes = confined("privileges");

@@ -183,6 +183,7 @@ impl Builder for Shouting {
     }
 }
 
+/// Claim P14 of docs/security.
 #[test]
 fn i7_a_peers_text_neither_controls_a_terminal_nor_imitates_our_lines() {
     let hosts = Hosts::new();

@@ -74,6 +74,7 @@ impl Drop for Cgroup {
     }
 }
 
+/// Claim P8 of docs/security.
 #[test]
 fn a_vm_larger_than_the_destinations_control_group_is_refused_before_it_moves() {
     let Some(cgroup) = Cgroup::new(192 << 20) else {

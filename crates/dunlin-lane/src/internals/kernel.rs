@@ -497,6 +497,7 @@ mod tests {
         }
     }
 
+    /// Claim F3 of docs/security.
     #[test]
     fn k18_tls_1_2_nonces_start_away_from_the_handshakes() {
         let iv = [7; 12];
@@ -511,6 +512,7 @@ mod tests {
         assert_eq!(first_nonce(iv, Cipher::ChaCha20Poly1305, Version::V1_2), iv);
     }
 
+    /// Claim F2 of docs/security.
     #[test]
     fn k01_a_choice_has_a_reason_and_a_required_kernel_is_never_replaced() {
         for suite in CipherSuite::ALL {

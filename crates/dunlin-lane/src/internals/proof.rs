@@ -29,6 +29,7 @@ fn mac(secret: &SessionSecret, session: &SessionId, lane: u16) -> Hmac<Sha256> {
 mod tests {
     use super::*;
 
+    /// Claim A6 of docs/security.
     #[test]
     fn i7_a_proof_holds_for_its_secret_session_and_lane_only() {
         let secret = SessionSecret([1; 32]);

@@ -205,6 +205,7 @@ fn a_header_that_is_too_long_is_refused_and_the_lane_stays_open() {
     assert!(receive(&mut receiver).is_some());
 }
 
+/// Claim N4 of docs/security.
 #[test]
 fn i7_a_lost_connection_is_an_error() {
     let (sender, mut receiver) = tls(Provider::built_in()[0]);
@@ -256,6 +257,7 @@ fn i7_a_changed_byte_on_the_wire_ends_the_lane_before_any_byte_is_delivered() {
     }
 }
 
+/// Claim N6 of docs/security.
 #[test]
 fn i6_plain_needs_the_consent_of_both_sides_and_is_never_taken_as_tls() {
     assert!(PlainConsent::both(true, false).is_none());
@@ -278,6 +280,7 @@ fn i6_plain_needs_the_consent_of_both_sides_and_is_never_taken_as_tls() {
     );
 }
 
+/// Claim N1 of docs/security.
 #[test]
 fn i6_a_tls_sender_puts_no_plaintext_on_the_wire() {
     let (mut near, mut far) = pair();

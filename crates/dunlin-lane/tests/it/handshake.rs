@@ -278,6 +278,7 @@ fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
     }
 }
 
+/// Claims A3, N5 of docs/security.
 #[test]
 fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
     let ours = Authority::named("one");
@@ -307,6 +308,7 @@ fn i6_another_authority_is_refused_on_either_side_even_under_the_same_name() {
     }
 }
 
+/// Claim A2 of docs/security.
 #[test]
 fn i6_a_wrong_name_is_refused_on_either_side_and_the_error_has_both_names() {
     let authority = Authority::new();
@@ -376,6 +378,7 @@ fn key(directory: &Path) -> PrivateKeyDer<'static> {
     PrivateKeyDer::from_pem_file(directory.join("key.pem")).unwrap()
 }
 
+/// Claim A3 of docs/security.
 #[test]
 fn i6_a_client_without_a_certificate_is_refused() {
     let authority = Authority::new();
@@ -416,6 +419,7 @@ fn any_server() -> ServerTls {
     server(&authority.identity(&[DESTINATION]), names(&[SOURCE]))
 }
 
+/// Claim N7 of docs/security.
 #[test]
 fn i6_a_peer_without_tls_is_an_error_and_gets_only_a_client_hello() {
     let (near, mut far) = pair();
@@ -498,6 +502,7 @@ fn i7_a_handshake_with_a_peer_that_sends_slowly_ends_at_the_deadline() {
     assert!(drip.join().unwrap() > 5);
 }
 
+/// Claim A1 of docs/security.
 #[test]
 fn i7_an_endless_flight_is_refused_at_the_limit() {
     for over_control in [false, true] {

@@ -73,6 +73,7 @@ fn pins(host: &Host) -> [Peers; 2] {
     pins.map(|pin| names(&[&pin.to_string()]))
 }
 
+/// Claim A11 of docs/security.
 #[test]
 fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_intermediate() {
     let root = Ca::root("root");
@@ -177,6 +178,7 @@ fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
     }
 }
 
+/// Claim A11 of docs/security.
 #[test]
 fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
     let root = Ca::root("root");

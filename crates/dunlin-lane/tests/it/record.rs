@@ -206,6 +206,7 @@ fn expected() -> Vec<u8> {
         .collect()
 }
 
+/// Claim N3 of docs/security.
 #[test]
 fn i7_a_changed_byte_anywhere_in_a_record_is_refused() {
     for (provider, suite) in combinations() {
@@ -226,6 +227,7 @@ fn i7_a_changed_byte_anywhere_in_a_record_is_refused() {
     }
 }
 
+/// Claim N3 of docs/security.
 #[test]
 fn i7_reordered_repeated_dropped_and_shortened_records_are_refused() {
     for (provider, suite) in combinations() {

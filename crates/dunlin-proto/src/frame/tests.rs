@@ -87,6 +87,7 @@ fn i8_neither_direction_allocates_when_there_is_room() {
     assert_eq!(before, after);
 }
 
+/// Claim P4 of docs/security.
 #[test]
 fn i7_a_range_ends_within_its_region() {
     assert!(decode(&chunk(&[raw(3, 15, 1)])).is_ok());

@@ -25,6 +25,7 @@ fn changed_chunk(changes: &[(usize, &[u8])]) -> Vec<u8> {
     bytes
 }
 
+/// Claims P2, P4 of docs/security.
 #[test]
 fn i7_chunks_that_lie_end_the_session() {
     let missing = FaultCode::FeatureMissing;
@@ -279,6 +280,8 @@ fn flood_with_zeros(lane: &mut DataSender, time: Duration) -> u64 {
 
 /// Endless zeros cost the destination only its lane's time, and its control lane still
 /// answers.
+///
+/// Claim P5 of docs/security.
 #[test]
 fn i8_endless_zero_chunks_take_no_memory() {
     let _alone = alone();

@@ -95,6 +95,8 @@ fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
 }
 
 /// Opens and closes many more lanes in total than may be open at the same time.
+///
+/// Claim P6 of docs/security.
 #[test]
 fn i8_lane_after_lane_takes_no_memory() {
     refused_by_destination(
@@ -129,6 +131,7 @@ fn stack_kib() -> u64 {
     kib.filter(|kib: &u64| (2000..2100).contains(kib)).sum()
 }
 
+/// Claim A7 of docs/security.
 #[test]
 fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     let _alone = alone();

@@ -10,6 +10,7 @@ use dunlin_test_support::lane::soon;
 
 use crate::{Changed, MALFORMED, out_of_turn};
 
+/// Claim P1 of docs/security.
 #[test]
 fn i7_control_messages_that_lie_end_the_session() {
     for message in out_of_turn() {
@@ -75,6 +76,7 @@ fn i7_control_messages_that_lie_end_the_session() {
     }
 }
 
+/// Claim P1 of docs/security.
 #[test]
 fn i7_counts_that_lie_end_the_session() {
     let text = "memory or state is missing";
@@ -196,6 +198,8 @@ fn i1_a_commit_before_its_time_runs_nothing() {
 }
 
 /// After *running* no message of the source affects the VM.
+///
+/// Claim P13 of docs/security.
 #[test]
 fn i1_i2_lies_after_running_change_nothing() {
     type Lie = (&'static str, fn(&mut Peer));
@@ -235,6 +239,7 @@ fn i1_i2_lies_after_running_change_nothing() {
     }
 }
 
+/// Claim P7 of docs/security.
 #[test]
 fn i7_i8_more_state_than_the_bound_ends_it() {
     refused_by_destination(

@@ -15,6 +15,7 @@ use dunlin_test_support::engine::*;
 use dunlin_test_support::hostile::*;
 use dunlin_test_support::lane::{Authority, SOURCE, soon};
 
+/// Claim P3 of docs/security.
 #[test]
 fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
     let _alone = alone();

@@ -58,6 +58,7 @@ fn shell(directory: &Path, script: &str) -> String {
     String::from_utf8(done.stdout).unwrap()
 }
 
+/// Claim H5 of docs/security.
 #[test]
 fn key_material_is_wiped_when_its_identity_is_dropped() {
     let scratch = Scratch::new();

@@ -133,7 +133,10 @@ pub(in crate::ipsec) mod tests {
         }
     }
 
-    /// On the same ports, policies are replaced one by one, and none is left over.
+    /// If the heir has the same ports, its policies replace the old ones one by one, and no old
+    /// policy is left.
+    ///
+    /// Claim I5 of docs/security.
     #[test]
     fn the_same_ports_are_taken_over_in_place() {
         let dead = parameters(4444, 4446, Mode::Cpu);
