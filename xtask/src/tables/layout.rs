@@ -140,6 +140,17 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
         let best = best.with_context(|| format!("{}: no idle {variant}", whole.name))?;
         Ok(Places(2).write(best))
     };
+    let peers = |name: &str, unit: &str, best: fn(f64, f64) -> f64| -> Result<String> {
+        let both = |vmm: &str| -> Result<String> {
+            let tls = peer(&format!("{vmm}-tls"), name, best)?;
+            let plain = peer(&format!("{vmm}-plain"), name, best)?;
+            Ok(format!("TLS {tls}, plain {plain} {unit}"))
+        };
+        let (cloud_hypervisor, qemu) = (both("cloud-hypervisor")?, both("qemu")?);
+        Ok(format!(
+            "Cloud Hypervisor: {cloud_hypervisor}; QEMU: {qemu}"
+        ))
+    };
     let through = |variant: &str, ends: &str| -> Result<String> {
         let row = tunnel.row(&[
             ("scenario", json!("tunnel-bulk")),
@@ -157,39 +168,30 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
         ])?;
         let total = Places(1).write(median(row, "total_s")?);
         Ok(match median(row, "throttle_percent")? {
-            0.0 => format!("{total} s, not throttled"),
-            percent => format!("{total} s, throttled by {percent:.0} %"),
+            0.0 => format!("{total} s, guest not throttled"),
+            percent => format!("{total} s, guest throttled by {percent:.0} %"),
         })
     };
-    let (faster, less) = (f64::max, f64::min);
     let row = |what: &str, dunlin: String, others: String| vec![what.to_owned(), dunlin, others];
     Ok(vec![
         header(&["measurement", "Dunlin", "compared with"]),
         row(
-            "two TLS lanes, CPU time per GiB",
+            "two TLS lanes alone, CPU time per GiB",
             format!("{} s", lane("tls")?),
             format!(
-                "plain TCP, one seal, one open, over guest memory: {} s",
+                "floor: plain TCP and the cipher, measured apart and added: {} s",
                 lane("floor")?
             ),
         ),
         row(
-            "whole migration, two TLS lanes",
+            "whole migration of an idle guest, two TLS lanes",
             format!("{} GiB/s", Places(2).write(median(dunlin, "gib_per_s")?)),
-            format!(
-                "Cloud Hypervisor, TLS, its best: {} GiB/s; QEMU: {} GiB/s",
-                peer("cloud-hypervisor-tls", "gib_per_s", faster)?,
-                peer("qemu-tls", "gib_per_s", faster)?
-            ),
+            peers("gib_per_s", "GiB/s", f64::max)?,
         ),
         row(
-            "whole migration, CPU time per GiB",
+            "the same, CPU time per GiB",
             format!("{} s", Places(2).write(median(dunlin, "cpu_s_per_gib")?)),
-            format!(
-                "Cloud Hypervisor: {} s; QEMU: {} s",
-                peer("cloud-hypervisor-tls", "cpu_s_per_gib", less)?,
-                peer("qemu-tls", "cpu_s_per_gib", less)?
-            ),
+            peers("cpu_s_per_gib", "s", f64::min)?,
         ),
         row(
             "tunnel, two lanes, unix sockets",
@@ -202,9 +204,9 @@ fn measured(kept: &[Kept]) -> Result<Cells> {
             format!("a pair of stunnels: {} GiB/s", through("stunnel", "tcp")?),
         ),
         row(
-            "guest writes 350 MiB/s, lanes of 300 MiB/s",
+            "guest that writes 350 MiB/s, lanes limited to 300 MiB/s, total time",
             format!("two lanes: {}", writing(2)?),
-            format!("one lane: {}", writing(1)?),
+            format!("Dunlin with one lane: {}", writing(1)?),
         ),
     ])
 }
