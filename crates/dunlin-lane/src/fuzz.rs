@@ -24,8 +24,8 @@ pub const TARGETS: &[Target] = &[
     ("relayed", fuzz_relayed),
 ];
 
-/// Returns two ends of a connection without a network: unix sockets typed as TCP, because every
-/// reader in this crate takes a `TcpStream`.
+/// Returns the two ends of a connection that needs no network. They are unix sockets in the type
+/// `TcpStream`, because every reader in this crate takes that type.
 pub fn pair() -> (std::net::TcpStream, std::net::TcpStream) {
     use std::os::fd::OwnedFd;
     let (near, far) = std::os::unix::net::UnixStream::pair().expect("descriptors are free");
@@ -46,7 +46,7 @@ mod tests {
         match target {
             "connection" => {
                 let mut seeds = vectors("opening/");
-                // The beginning of a record with a ClientHello of two cipher suites.
+                // The beginning of a record with a ClientHello that offers two cipher suites.
                 let mut hello = vec![22, 3, 1, 0, 49, 1, 0, 0, 45, 3, 3];
                 hello.extend([7; 32]);
                 hello.extend([0, 0, 4, 0x13, 1, 0x13, 2, 1, 0, 0, 0]);

@@ -36,7 +36,7 @@
 //! # Modules
 //!
 //! - `identity` loads certificates and keys. `peers` and `names` decide which peers are allowed,
-//!   `denied` which keys are not; `trust` verifies.
+//!   `denied` decides which keys are denied; `trust` verifies certificates.
 //! - `policy` builds the TLS settings of both roles; `provider` has the crypto libraries, and `fastest`
 //!   picks one for this CPU; `kernel` and `offload` decide whether the kernel encrypts.
 //! - `handshake` establishes a TLS session and `proof` ties a lane to its migration session. `accept`
@@ -59,8 +59,8 @@
 //! ```
 
 #![forbid(unsafe_code)]
-// Without the feature, only the items below are reachable; the code behind the rest is unused.
-// Builds of the workspace enable the feature, so that the compiler still reports dead code.
+// Without the feature, only the items below are reachable, and the compiler would report the other
+// code as unused. Builds of the workspace enable the feature, so they still report dead code.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)

@@ -2,10 +2,10 @@
 //! neither uses an intermediate copy.
 //!
 //! Guest memory may change at any time, so this module never forms a Rust reference to it; aws-lc
-//! (C and assembly) gets addresses. If a page changes while it is sealed, the record still opens
-//! and holds a mixture of old and new bytes, like any other read of a changing page: the tag covers
-//! the ciphertext, and each byte of the page is read once (`CRYPTO_gcm128_encrypt` and its siblings
-//! in aws-lc's crypto/fipsmodule/modes/gcm.c).
+//! (C and assembly) gets addresses. If a page changes while it is sealed, the record holds a
+//! mixture of old and new bytes, as after any other read of a changing page. The record still
+//! opens, because the tag covers the ciphertext, and each byte of the page is read only once
+//! (`CRYPTO_gcm128_encrypt` and its siblings in aws-lc's crypto/fipsmodule/modes/gcm.c).
 
 use std::ptr::{NonNull, null, null_mut};
 
@@ -24,7 +24,7 @@ pub const NONCE_BYTES: usize = 12;
 /// Seals guest memory with one key.
 pub struct GuestSealer(Context);
 
-/// Opens into guest memory with one key.
+/// Opens sealed bytes into guest memory with one key.
 pub struct GuestOpener(Context);
 
 impl GuestSealer {
@@ -34,9 +34,9 @@ impl GuestSealer {
         Context::new(key, Direction::Seal).map(Self)
     }
 
-    /// Seals the bytes of `pages` in order, followed by the byte `last`. Writes the ciphertext and
-    /// the tag over it and `aad` to `body`, which must be as long as the pages, 1 and [`TAG_BYTES`]
-    /// together. No two calls may use the same `nonce`.
+    /// Seals the bytes of `pages` in order, followed by the byte `last`. Writes the ciphertext to
+    /// `body`, followed by the tag over the ciphertext and `aad`. The length of `body` must be that
+    /// of the pages plus 1 plus [`TAG_BYTES`]. No two calls may use the same `nonce`.
     ///
     /// Returns `None` if `body` has another length, or if aws-lc fails. `body` must then not be
     /// sent.
@@ -83,9 +83,9 @@ impl GuestOpener {
 
     /// Opens the output of [`GuestSealer::seal`] directly into `pages` and returns the last byte.
     ///
-    /// Returns `None` if the tag does not match `body` and `aad`, if `body` is not as long as the
-    /// pages, 1 and [`TAG_BYTES`] together, or if aws-lc fails. The pages then hold unauthenticated
-    /// bytes, which the caller must not use as content.
+    /// Returns `None` if the tag does not match `body` and `aad`, if the length of `body` is not
+    /// that of the pages plus 1 plus [`TAG_BYTES`], or if aws-lc fails. The pages then hold
+    /// unauthenticated bytes, which the caller must not use as content.
     #[must_use]
     pub fn open(
         &mut self,
@@ -126,8 +126,8 @@ fn content_bytes(pages: &[VolatileSlice<'_>]) -> usize {
         .fold(0, |sum, page| sum.saturating_add(page.len()))
 }
 
-/// The pages' addresses and lengths, with adjacent pages joined: the fixed cost of each aws-lc call
-/// is about that of half a page.
+/// The pages' addresses and lengths. Adjacent pages are joined, because each call of aws-lc has a
+/// fixed cost, which is about the cost of sealing half a page.
 fn joined(pages: &[VolatileSlice<'_>]) -> impl Iterator<Item = (*mut u8, usize)> {
     let mut rest = pages.iter();
     let mut pending: Option<(*mut u8, usize)> = None;
@@ -158,7 +158,7 @@ enum Direction {
     Open,
 }
 
-/// The aws-lc context for one key and direction. Dropping it frees it, which wipes the key.
+/// The aws-lc context for one key and direction. Dropping the context frees it and wipes the key.
 struct Context(NonNull<EVP_CIPHER_CTX>);
 
 // SAFETY: aws-lc does not bind a context to a thread, and every use requires `&mut`.
@@ -193,7 +193,8 @@ impl Context {
         (result == 1).then_some(context)
     }
 
-    /// Starts a message. Keeps the direction (-1), the cipher and the key (null).
+    /// Starts a message. The argument -1 keeps the direction, and null keeps the cipher and the
+    /// key.
     fn begin(&mut self, nonce: &[u8; NONCE_BYTES], aad: &[u8]) -> Option<()> {
         // SAFETY: the context is valid and has a key, and `nonce` has the 12 bytes that GCM reads
         // by default. Null keeps the cipher and the key.
@@ -218,8 +219,8 @@ impl Context {
     /// Encrypts or decrypts `length` bytes.
     ///
     /// # Safety
-    /// `from` must be readable and `to`, unless null, writable for `length` bytes, and they must
-    /// not overlap.
+    /// `from` must be readable for `length` bytes. `to` must be null or writable for `length`
+    /// bytes. The two must not overlap.
     unsafe fn update(&mut self, from: *const u8, to: *mut u8, length: usize) -> Option<()> {
         let length = i32::try_from(length).ok()?;
         let mut done = 0;
@@ -233,7 +234,8 @@ impl Context {
     fn finish(&mut self) -> Option<()> {
         let mut unused = [0; TAG_BYTES];
         let mut done = 0;
-        // SAFETY: the context is valid. GCM has no final block, and the output has room for one.
+        // SAFETY: the context is valid. GCM writes no final block, but the output has room for a
+        // block.
         let result =
             unsafe { EVP_CipherFinal_ex(self.0.as_ptr(), unused.as_mut_ptr(), &raw mut done) };
         (result == 1).then_some(())

@@ -1,5 +1,5 @@
-//! Waits for many sockets at once (epoll(7)). By default a socket is reported once, until the
-//! caller arms it again (`EPOLLONESHOT`).
+//! Waits for many sockets at once (epoll(7)). By default a socket is reported once, and again only
+//! after the caller arms it again (`EPOLLONESHOT`).
 //!
 //! If several threads wait on one set, each report goes to one of them. A socket leaves the set
 //! when its last descriptor is closed.
@@ -17,7 +17,7 @@ use crate::poll::timespec;
 /// The most reports that one call returns.
 const REPORTS: usize = 64;
 
-/// The longest time-out of epoll_pwait(2), in milliseconds.
+/// The longest timeout of epoll_pwait(2), which takes milliseconds as an `int`.
 const LONGEST: Duration = Duration::from_millis(i32::MAX as u64);
 
 const ENDED: EventFlags = EventFlags::RDHUP.union(EventFlags::HUP);
@@ -44,7 +44,7 @@ pub struct Ready {
     pub token: u64,
     /// Whether the socket has a pending error.
     pub failed: bool,
-    /// Whether the peer has ended its side (`EPOLLRDHUP`, only after [`Epoll::add_news`] with
+    /// Whether the peer has ended its direction (`EPOLLRDHUP`, only after [`Epoll::add_news`] with
     /// `wanted`) or the connection has hung up (`EPOLLHUP`).
     pub ended: bool,
 }
@@ -76,8 +76,8 @@ impl Epoll {
 
     /// Adds a socket that is reported on each change only (`EPOLLET`): when new bytes arrive, when
     /// its buffer has room again, and on the end of the peer's data. If `wanted` is false, only
-    /// hang-up and errors are reported. After a report the caller reads and writes until the socket
-    /// would block.
+    /// hang-up and errors are reported. After a report the caller must read and write until the
+    /// socket would block.
     ///
     /// # Errors
     /// An error from epoll_ctl(2).
@@ -89,8 +89,9 @@ impl Epoll {
         self.add_for(socket, token, wanted | EventFlags::ET)
     }
 
-    /// Removes a socket of which other descriptors are open. The kernel removes a socket
-    /// automatically only when its last descriptor is closed.
+    /// Removes a socket from the set. This is necessary while the socket has other open
+    /// descriptors, because the kernel removes a socket automatically only when its last descriptor
+    /// is closed.
     ///
     /// # Errors
     /// An error from epoll_ctl(2).
@@ -211,7 +212,7 @@ mod tests {
             ready
         };
         epoll.add_news(&near, 3, true).unwrap();
-        // It is writable.
+        // The socket is writable. This is reported only once.
         assert_eq!(wait(None).len(), 1);
         assert_eq!(wait(brief), []);
         far.write_all(b"x").unwrap();

@@ -15,8 +15,8 @@ const ETHTOOL_GFEATURES: u32 = 0x3a;
 const ETH_SS_FEATURES: u32 = 4;
 /// Length of a feature's name, in 32-bit words.
 const NAME_WORDS: usize = 8;
-/// Words of `struct ethtool_get_features_block`, one for each of available, requested, active
-/// and never changed; each has a bit for each of 32 features.
+/// Number of words of `struct ethtool_get_features_block`: available, requested, active and never
+/// changed. Each word has one bit for each of 32 features.
 const BLOCK_WORDS: usize = 4;
 /// Upper bound of the number of features; no kernel has that many.
 const FEATURES_LIMIT: u32 = 1024;

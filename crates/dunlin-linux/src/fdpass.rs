@@ -26,7 +26,7 @@ pub struct Received {
 }
 
 /// Sends as much of `payload` as fits, with all of `descriptors` attached to its first byte.
-/// Returns the bytes sent. Never blocks.
+/// Returns the number of bytes sent. Never blocks.
 ///
 /// # Errors
 /// `WouldBlock` if the socket's buffer is full. `InvalidInput` for more than [`MOST`]

@@ -5,7 +5,7 @@ use std::io;
 /// Repeats `call` while a signal interrupts it.
 ///
 /// # Errors
-/// The first other error of `call`.
+/// The first error of `call` that is not `EINTR`.
 pub fn until_not_interrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match call() {

@@ -1,10 +1,10 @@
 //! Kernel TLS: the kernel seals and opens the records of a TCP socket
 //! (Documentation/networking/tls.rst, include/uapi/linux/tls.h).
 //!
-//! [`attach`] enables it on a connected TCP socket; [`install`] sets the key of one direction. A
-//! direction without a key is plaintext, alerts included, so the caller installs both keys before
-//! it sends anything. The kernel then seals everything written and opens everything read. Records
-//! that are not application data are read with [`receive`] and sent with [`send_record`].
+//! [`attach`] enables it on a connected TCP socket; [`install`] sets the key of one direction.
+//! Without a key, even the alerts of a direction are plaintext, so the caller installs both keys
+//! before it sends anything. The kernel then seals everything written and opens everything read.
+//! Records that are not application data are read with [`receive`] and sent with [`send_record`].
 
 use std::fmt;
 use std::io;
@@ -18,14 +18,14 @@ use crate::option;
 
 /// The content type `application_data` (RFC 8446, section 5.1).
 const APPLICATION_DATA: u8 = 23;
-/// The maximum number of pieces of memory that one call uses. A frame of a lane has at most
-/// half as many.
+/// The maximum number of pieces of memory that one call uses. A frame of a lane has at most 65: its
+/// header and 64 pages.
 const PIECES_LIMIT: usize = 128;
 /// The error of a read when a record fails authentication (errno(3)).
 pub const EBADMSG: i32 = libc::EBADMSG;
 /// The errors of a read when the bytes are not a TLS record, and when a record is too long
-/// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns the first one, `EINVAL`, when
-/// the next record is not application data.
+/// (`tls_rx_msg_size`, net/tls/tls_sw.c). splice(2) also returns `EINVAL` when the next record is
+/// not application data.
 pub const NO_RECORD: [i32; 2] = [libc::EINVAL, libc::EMSGSIZE];
 
 /// The TLS version of a key.
@@ -90,8 +90,8 @@ pub struct Installed {
 pub struct Received {
     /// Bytes read; zero at the end of the connection.
     pub bytes: usize,
-    /// The content type of the records that the bytes are from, which is the same for all bytes of
-    /// one read; `None` for application data.
+    /// The content type of the records from which the bytes come; `None` for application data. All
+    /// bytes of one read come from records of one type.
     pub control: Option<u8>,
 }
 
@@ -155,8 +155,8 @@ impl Installed {
 }
 
 impl Key<'_> {
-    /// The key in the kernel's layout, `tls12_crypto_info_aes_gcm_128` or the structure of the
-    /// other cipher. These consist of version, cipher type and byte arrays, without padding.
+    /// The key in the kernel's layout, `tls12_crypto_info_aes_gcm_128` or the structure of another
+    /// cipher. These structures consist of version, cipher type and byte arrays, without padding.
     ///
     /// # Errors
     /// `InvalidInput` if the key does not have the cipher's length.
@@ -176,7 +176,7 @@ impl Key<'_> {
             salt,
             &self.sequence.to_be_bytes(),
         ];
-        // Never grows, so no reallocation leaves a copy of the key behind.
+        // The vector never grows, so no reallocation leaves a copy of the key behind.
         let mut bytes = Zeroizing::new(Vec::with_capacity(64));
         for part in parts {
             bytes.extend_from_slice(part);
@@ -195,8 +195,8 @@ pub fn attach(socket: impl AsFd) -> io::Result<()> {
     option::set(socket, libc::IPPROTO_TCP, libc::TCP_ULP, b"tls")
 }
 
-/// Installs the key of one direction. If the direction has a key, replaces it, which the kernel
-/// supports for TLS 1.3 since Linux 6.14.
+/// Installs the key of one direction. If the direction already has a key, the new key replaces it;
+/// the kernel supports this for TLS 1.3 since Linux 6.14.
 ///
 /// # Errors
 /// `InvalidInput` if the key does not have its cipher's length; otherwise an error from
@@ -205,8 +205,8 @@ pub fn install(socket: impl AsFd, direction: Direction, key: &Key<'_>) -> io::Re
     option::set(socket, libc::SOL_TLS, direction.option(), &key.to_bytes()?)
 }
 
-/// The version and cipher of a direction's key, as the kernel reports them; `None` if it has no
-/// key.
+/// The version and cipher of a direction's key, as the kernel reports them; `None` if the direction
+/// has no key.
 ///
 /// # Errors
 /// An error from getsockopt(2).
@@ -219,16 +219,17 @@ pub fn installed(socket: impl AsFd, direction: Direction) -> io::Result<Option<I
             Ok(Some(Installed { version, cipher }))
         }
         Err(error) => match error.raw_os_error() {
-            // EBUSY means attached without a key; the other errors mean not attached.
+            // EBUSY means that kernel TLS is enabled but has no key. The other errors mean that it
+            // is not enabled.
             Some(libc::EBUSY | libc::ENOPROTOOPT | libc::EOPNOTSUPP) => Ok(None),
             _ => Err(error),
         },
     }
 }
 
-/// Tells the kernel that the peer does not pad TLS 1.3 records, so that it can decrypt directly
-/// into the reader's buffer (`TLS_RX_EXPECT_NO_PAD`, Linux 6.0). If a record is padded anyway, the
-/// kernel decrypts it a second time and counts it (`TlsRxNoPadViolation`).
+/// Tells the kernel that the peer does not pad TLS 1.3 records, so that the kernel can decrypt
+/// directly into the reader's buffer (`TLS_RX_EXPECT_NO_PAD`, Linux 6.0). If a record is padded
+/// anyway, the kernel decrypts it a second time and increments the counter `TlsRxNoPadViolation`.
 ///
 /// # Errors
 /// An error from setsockopt(2).
@@ -254,10 +255,10 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
     let count = fill(&mut pieces, into);
     let mut control = Control::new();
     let mut message = message(&mut pieces[..count], Some(&mut control));
-    // SAFETY: `message` names `count` pieces, each of which is mapped and writable while its
-    // `VolatileSlice` in `into` lives, which includes the call, and a control buffer with its
-    // actual length. The kernel writes to nothing else. The guest may write to its memory during
-    // the call; no Rust reference to that memory exists.
+    // SAFETY: `message` names `count` pieces and a control buffer with its actual length. Each
+    // piece is mapped and writable while its `VolatileSlice` in `into` lives, which includes the
+    // call. The kernel writes to nothing else. The guest may write to its memory during the call;
+    // no Rust reference to that memory exists.
     let status = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, 0) };
     let bytes = usize::try_from(status).map_err(|_| io::Error::last_os_error())?;
     let content_type = control.content_type(message.msg_controllen);
@@ -267,8 +268,8 @@ pub fn receive_into(socket: impl AsFd, into: &[VolatileSlice<'_>]) -> io::Result
     })
 }
 
-/// Sends several pieces of memory, at most the first 128, as application data. Returns the bytes
-/// that the kernel accepted; the last one ends a record.
+/// Sends several pieces of memory, at most the first 128, as application data. Returns the number
+/// of bytes that the kernel accepted; the last of these bytes ends a record.
 ///
 /// # Errors
 /// An error from sendmsg(2).
@@ -298,10 +299,10 @@ fn send(
     let mut pieces = [EMPTY; PIECES_LIMIT];
     let count = fill(&mut pieces, from);
     let message = message(&mut pieces[..count], control);
-    // SAFETY: `message` names `count` pieces, each of which is mapped and readable while its
-    // `VolatileSlice` in `from` lives, which includes the call, and the control buffer, if any,
-    // with its actual length. The call only reads them. The guest may change the pieces during the
-    // call: the kernel reads each byte once and seals what it read.
+    // SAFETY: `message` names `count` pieces and, if there is one, the control buffer with its
+    // actual length. Each piece is mapped and readable while its `VolatileSlice` in `from` lives,
+    // which includes the call. The call only reads them. The guest may change the pieces during the
+    // call, because the kernel reads each byte once and seals what it read.
     let status = unsafe {
         libc::sendmsg(
             socket.as_fd().as_raw_fd(),
@@ -321,7 +322,8 @@ fn fill(pieces: &mut [libc::iovec; PIECES_LIMIT], slices: &[VolatileSlice<'_>]) 
     for (piece, slice) in pieces.iter_mut().zip(slices) {
         let guard = slice.ptr_guard_mut();
         *piece = libc::iovec {
-            // On Linux the guard does nothing, so the address stays valid after its drop.
+            // On Linux the guard does nothing, so the address stays valid after the guard is
+            // dropped.
             iov_base: guard.as_ptr().cast(),
             iov_len: slice.len(),
         };
@@ -452,7 +454,7 @@ mod tests {
     fn a_control_message_encodes_and_decodes_its_content_type() {
         let mut control = Control::of(21);
         assert_eq!(control.content_type(CONTROL_BYTES), None);
-        // The kernel's own message differs only in its type.
+        // A control message from the kernel differs from this one only in its type.
         let at = offset_of!(libc::cmsghdr, cmsg_type);
         control.0[at..at + 4].copy_from_slice(&libc::TLS_GET_RECORD_TYPE.to_ne_bytes());
         assert_eq!(control.content_type(CONTROL_BYTES), Some(21));
@@ -462,7 +464,8 @@ mod tests {
     #[test]
     fn k01_a_failed_attach_is_an_error_and_changes_nothing() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        // The socket is not connected; some kernels also lack kernel TLS.
+        // This fails because the socket is not connected, and on some kernels because they lack
+        // TLS.
         assert!(attach(&listener).is_err());
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert_eq!(installed(&near, Direction::Sending).unwrap(), None);

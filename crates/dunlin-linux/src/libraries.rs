@@ -15,8 +15,8 @@ pub fn load_name_service(service: &str) -> io::Result<()> {
         return Err(io::ErrorKind::InvalidInput.into());
     }
     let name = CString::new(format!("libnss_{service}.so.2"))?;
-    // SAFETY: `name` is a C string. The code that runs when the library is loaded is the code that
-    // getaddrinfo(3), which the standard library treats as safe, runs when it loads the same module.
+    // SAFETY: `name` is a C string. Loading the library runs its code. getaddrinfo(3) loads the
+    // same module and runs the same code, and the standard library treats getaddrinfo(3) as safe.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
     if handle.is_null() {
         return Err(io::ErrorKind::NotFound.into());

@@ -28,7 +28,7 @@ pub const PAGE_BYTES: u64 = 4096;
 /// Bytes of a huge page.
 pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// The upper limit of the low region: the devices of a PC are above it.
+/// The upper limit of the low region, because the devices of a PC are above it.
 pub const HOLE_START: u64 = 3 << 30;
 
 /// The start of the high region, above the devices.
@@ -37,10 +37,10 @@ pub const HOLE_END: u64 = 4 << 30;
 /// The backing of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// Anonymous and private to the process.
+    /// Memory that is anonymous and private to the process.
     Private,
-    /// A memfd per region, mapped shared. The region's `file_offset` is the file, in which
-    /// SEEK_DATA finds the holes.
+    /// A memfd per region, mapped shared. The region's `file_offset` holds the file, so that
+    /// SEEK_DATA can find the holes.
     Memfd,
     /// A memfd per region with 2 MiB huge pages, which the host must have reserved.
     Huge,
@@ -63,8 +63,8 @@ pub enum MappingError {
     },
     /// There are fewer free huge pages than the guest needs.
     #[error(
-        "too few free huge pages for {bytes} bytes of guest memory: needs {} of 2 MiB \
-         (`sysctl vm.nr_hugepages=N` reserves them), or another backing",
+        "too few free huge pages for {bytes} bytes of guest memory: reserve {} pages \
+         of 2 MiB (`sysctl vm.nr_hugepages=N`), or use another backing",
         bytes / HUGE_PAGE_BYTES
     )]
     HugePages {
@@ -86,7 +86,7 @@ pub enum MappingError {
 }
 
 /// The regions of a guest with `memory_bytes` of memory, as (guest-physical address, bytes): the
-/// first below [`HOLE_START`], the rest from [`HOLE_END`].
+/// first one below [`HOLE_START`], and a second one from [`HOLE_END`] if the guest has more memory.
 pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
     let low = memory_bytes.min(HOLE_START);
     let mut regions = vec![(0, low)];
@@ -98,7 +98,7 @@ pub fn layout(memory_bytes: u64) -> Vec<(u64, u64)> {
 
 /// Maps `memory_bytes` (a multiple of 2 MiB) of zero pages for a guest, as [`layout`] places them.
 ///
-/// Populates nothing. Private and memfd mappings reserve no swap. Huge pages are reserved by the
+/// Populates no pages. Private and memfd mappings reserve no swap. Huge pages are reserved by the
 /// mapping, because a later page fault without a free huge page would kill the process (SIGBUS).
 ///
 /// # Errors
@@ -159,15 +159,16 @@ fn region(
 }
 
 /// Requests transparent huge pages for private memory (`MADV_HUGEPAGE`, madvise(2)). Memory of a
-/// memfd is skipped: for shared memory a setting of the host decides
+/// memfd is skipped, because for shared memory a setting of the host decides
 /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), and [`Backing::Huge`] already has huge
 /// pages.
 ///
 /// Call it before the first page is touched: populated pages stay small until khugepaged merges
 /// them.
 ///
-/// Best effort, so it cannot make a guest fail: a kernel without transparent huge pages returns
-/// `EINVAL` and leaves the memory unchanged; under the policy `never` the advice has no effect.
+/// Errors are ignored, so that the advice cannot make a guest fail: a kernel without transparent
+/// huge pages returns `EINVAL` and leaves the memory unchanged; under the policy `never` the advice
+/// has no effect.
 ///
 /// Drawback: the first touch of any page populates the 2 MiB around it.
 pub fn advise_huge_pages(memory: &TrackedMemory) {
@@ -187,14 +188,14 @@ pub fn advise_huge_pages(memory: &TrackedMemory) {
 /// map memory concurrently.
 const ALIGN_ATTEMPTS: usize = 4;
 
-/// Calls `map` until its mapping begins at a multiple of 2 MiB, or the attempts are used up: a huge
+/// Calls `map` until its mapping begins at a multiple of 2 MiB, or the attempts are used up. A huge
 /// page needs an aligned 2 MiB block in this process, and KVM's second-level tables need the same
 /// alignment in this process and in the guest.
 ///
 /// Since 6.7 Linux aligns private memory automatically. Older kernels, and all kernels for memfds,
-/// use the end of the highest gap that fits, without alignment. A placeholder then occupies the end
-/// of that gap down to a multiple of 2 MiB, and the next mapping ends there. (vm-memory neither
-/// accepts an address nor adopts an existing mapping.)
+/// use the end of the highest gap that fits, without alignment. This function then occupies the end
+/// of that gap, down to a multiple of 2 MiB, with a placeholder, so that the next mapping ends at
+/// that multiple. (vm-memory neither accepts an address nor adopts an existing mapping.)
 fn aligned(
     map: impl Fn() -> Result<MmapRegion<AtomicBitmap>, MmapRegionError>,
 ) -> Result<MmapRegion<AtomicBitmap>, MmapRegionError> {
@@ -210,7 +211,8 @@ fn aligned(
         let taken = Placeholder::new(end - excess, excess);
         mapped = match map() {
             Ok(mapped) => mapped,
-            // A limit on address space may allow only one of the two.
+            // A limit on address space may not allow the placeholder and the mapping together. Then
+            // keep a mapping without alignment.
             Err(_) => {
                 drop(taken);
                 return map();
@@ -297,7 +299,7 @@ mod tests {
     #[test]
     fn every_region_begins_at_a_huge_page_boundary() {
         for backing in [Backing::Private, Backing::Memfd] {
-            // All mappings are kept, so that each one is placed in another gap.
+            // All mappings are kept, so that each one is placed in a different gap.
             let all: Vec<_> = (1..40)
                 .map(|blocks| allocate(blocks * HUGE_PAGE_BYTES, backing).unwrap())
                 .chain([allocate(HOLE_START + HUGE_PAGE_BYTES, backing).unwrap()])
@@ -309,7 +311,7 @@ mod tests {
         }
     }
 
-    /// Bytes on huge pages after one write into the second of three blocks.
+    /// Returns the number of bytes on huge pages after one write into the second of three blocks.
     fn huge_after_a_write(backing: Backing, advise: bool) -> u64 {
         let memory = allocate(3 * HUGE_PAGE_BYTES, backing).unwrap();
         if advise {
@@ -331,7 +333,8 @@ mod tests {
         for (region, start) in memory.iter().zip([0, HOLE_END]) {
             let page = GuestAddress(start + HUGE_PAGE_BYTES + 5 * PAGE_BYTES);
             memory.write_slice(&[1], page).unwrap();
-            // Read from the page table: the kernel may have merged the regions into one mapping.
+            // Read the page table instead of /proc/self/smaps, because the kernel may have merged
+            // the regions into one mapping.
             let first = vm_memory::MemoryRegionAddress(0);
             let slice = region.get_slice(first, region.len() as usize).unwrap();
             let huge_kib = crate::pagemap::huge_kib(&crate::memory::untracked(&slice)).unwrap();

@@ -7,14 +7,14 @@
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
-/// The same memory without its bitmap. The engine writes through it at the destination, because
-/// these writes are not the VMM's own and must not mark pages dirty.
+/// Returns the same memory without its dirty bitmap. At the destination the engine writes through
+/// this slice, because the engine's writes are not the VMM's own and must not mark pages dirty.
 #[must_use]
 pub fn untracked<'a, B: BitmapSlice>(slice: &VolatileSlice<'a, B>) -> VolatileSlice<'a> {
     let guard = slice.ptr_guard_mut();
     // SAFETY: `slice` proves that `len` bytes from this address are mapped for 'a. Volatile slices
     // may overlap each other, because they assume nothing about the bytes. On Linux the guard does
-    // nothing (on Xen it maps pages), so the address stays valid after its drop.
+    // nothing (on Xen it maps pages), so the address stays valid after the guard is dropped.
     unsafe { VolatileSlice::new(guard.as_ptr(), slice.len()) }
 }
 
@@ -37,8 +37,8 @@ pub fn is_zero(bytes: &[u8]) -> bool {
 /// `false` for a longer page.
 #[must_use]
 pub fn is_zero_page(page: &VolatileSlice<'_>) -> bool {
-    // Most non-zero pages have a non-zero byte in the first cache line; only that line is then
-    // read.
+    // Most non-zero pages have a non-zero byte in the first cache line. For these pages, only that
+    // line is read.
     let mut head = [0_u8; 64];
     let head_bytes = page.copy_to(&mut head);
     if !is_zero(&head[..head_bytes]) || page.len() > TESTED_BYTES {
@@ -87,7 +87,7 @@ mod x86 {
 
     use super::is_zero_scalar;
 
-    /// Bytes loaded between two tests: four registers.
+    /// The number of bytes that are loaded into four registers before each test.
     const STRIDE_AVX2: usize = 128;
     const STRIDE_AVX512: usize = 256;
 

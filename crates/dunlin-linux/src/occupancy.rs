@@ -1,8 +1,8 @@
 //! Finds the bytes of this process's memory that may hold data, from the kernel's tables.
 //!
-//! [`crate::pagemap`] finds the pages that a source sends. `--verify` needs an independent method:
-//! digests based on the same scan would repeat its mistakes. The two modules share no code and,
-//! where possible, no kernel interface:
+//! [`crate::pagemap`] finds the pages that a source sends. `--verify` needs an independent method,
+//! because digests based on the same scan would repeat its mistakes. The two modules share no code
+//! and, where possible, no kernel interface:
 //!
 //! | memory | a hole is |
 //! | --- | --- |
@@ -15,7 +15,7 @@
 //! mincore(2) distinguishes holes from pages that another process wrote or that are swapped out.
 //! lseek(2) on the file does, so this module finds the file among this process's descriptors by
 //! device and inode. It does not use the caller's file and offset, which could be wrong. lseek(2)
-//! reports no holes in files of huge pages: all of that memory may hold data.
+//! reports no holes in files of huge pages, so all of that memory may hold data.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -30,16 +30,17 @@ use vm_memory::VolatileSlice;
 const ENTRY_BYTES: usize = 8;
 /// The page is in memory.
 const PRESENT: u64 = 1 << 63;
-/// The page is swapped out, or is being migrated.
+/// The page is swapped out, or the kernel is moving it (page migration).
 const SWAPPED: u64 = 1 << 62;
 /// Entries per read: 64 KiB, for 32 MiB of memory.
 const ENTRIES_AT_ONCE: usize = 8192;
-/// Ranges are rounded outwards to multiples of this.
+/// Ranges are rounded outwards to multiples of this length.
 const PAGE_BYTES: u64 = 4096;
-/// The name of a private mapping of huge pages that was made without a file. It still has an inode.
+/// The name of a private mapping of huge pages that was made without a file. Such a mapping has an
+/// inode nevertheless.
 const ANONYMOUS_HUGE: &str = "/anon_hugepage (deleted)";
 
-/// How to find the holes of some memory.
+/// The methods that find the holes in a range of memory.
 #[derive(Debug)]
 pub struct Occupancy {
     /// The first address of the memory.
@@ -47,7 +48,7 @@ pub struct Occupancy {
     areas: Vec<Area>,
 }
 
-/// Addresses with one method of finding holes.
+/// A range of addresses in which one method finds the holes.
 #[derive(Debug)]
 struct Area {
     addresses: Range<u64>,
@@ -60,7 +61,7 @@ enum Method {
     Entries { pagemap: File, page_bytes: u64 },
     /// The file of a shared mapping; `offset` is the file offset of the first address.
     File { file: File, offset: u64 },
-    /// None: everything may hold data.
+    /// No method: everything may hold data.
     None,
 }
 
@@ -73,7 +74,7 @@ impl Occupancy {
     pub fn of(memory: &VolatileSlice<'_>) -> io::Result<Self> {
         let base = memory.ptr_guard().as_ptr() as u64;
         let end = base + memory.len() as u64;
-        // A path need not be UTF-8.
+        // The paths in the file need not be UTF-8.
         let maps = fs::read("/proc/self/maps")?;
         let maps = String::from_utf8_lossy(&maps);
         let mut areas = Vec::new();
@@ -115,7 +116,7 @@ impl Occupancy {
                 continue;
             }
             if at < here.start {
-                // A gap in /proc/self/maps.
+                // A gap between the mappings in /proc/self/maps may hold data.
                 found(at..here.start);
             }
             at = here.end;
@@ -179,8 +180,8 @@ fn by_entries(
     Ok(())
 }
 
-/// Whether private memory with this entry may hold data. The other bits are also set for holes:
-/// soft-dirty (55) and write-protected by userfaultfd (57).
+/// Whether private memory with this entry may hold data. Other bits do not count, because holes may
+/// have them too: soft-dirty (55) and write-protected by userfaultfd (57).
 const fn holds_data(entry: u64) -> bool {
     entry & (PRESENT | SWAPPED) != 0
 }
@@ -189,7 +190,7 @@ fn by_file(file: &File, within: Range<u64>, found: &mut dyn FnMut(Range<u64>)) -
     let mut hole = within.start;
     loop {
         let data = match seek(file, SeekFrom::Data(hole)) {
-            // Only a hole follows.
+            // The rest of the file is a hole.
             Err(Errno::NXIO) => return Ok(()),
             data => data?,
         };
@@ -256,7 +257,8 @@ impl<'a> Mapping<'a> {
             let file = self.open()?;
             return Ok(Method::File { file, offset });
         }
-        // The unwritten pages of a private file mapping are pages of the file.
+        // In a private mapping of a file, a page without an entry has the content of the file, so
+        // it is not a hole.
         if self.inode != 0 && self.name != ANONYMOUS_HUGE {
             return Ok(Method::None);
         }
@@ -266,8 +268,8 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// Opens the file of the mapping again: seeking in the existing descriptor, or a duplicate,
-    /// would move its owner's file position.
+    /// Opens the file of the mapping again. The existing descriptor and its duplicates share one
+    /// file position, and seeking would move it for the descriptor's owner.
     fn open(&self) -> io::Result<File> {
         let is_mapped = |metadata: &fs::Metadata| {
             let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
@@ -383,7 +385,8 @@ mod tests {
         }
     }
 
-    /// The kernel merges two adjacent regions of one file into one mapping.
+    /// A slice can begin within a mapping, because the kernel merges two adjacent regions of one file
+    /// into one mapping.
     #[test]
     fn a_slice_that_begins_within_a_mapping_uses_the_files_offset() {
         let whole = allocate(16 * MIB, Backing::Memfd).unwrap();
@@ -463,7 +466,8 @@ mod tests {
         assert_eq!(occupied(&shared.as_volatile_slice()), all);
     }
 
-    /// Advice for a part of the memory splits the mapping, like mapping it in several steps.
+    /// The test splits the mapping with madvise(2) on a part of the memory, which has the same
+    /// effect as mapping the memory in several steps.
     #[test]
     fn data_is_found_in_memory_of_several_mappings() {
         let memory = allocate(16 * MIB, Backing::Private).unwrap();

@@ -1,7 +1,7 @@
 //! Socket options that `rustix` does not offer (setsockopt(2), getsockopt(2)).
 //!
-//! Private to this crate: the functions are safe only because none of the options that the crate
-//! uses contains an address.
+//! The module is private to this crate, because its functions are safe only for options that
+//! contain no address. The crate uses only such options.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -17,8 +17,8 @@ pub(crate) fn set(
     value: &[u8],
 ) -> io::Result<()> {
     // SAFETY: `value` is initialised, lives through the call, and is passed with its length; the
-    // kernel only reads it. It contains no address (see above). The descriptor is borrowed, hence
-    // open.
+    // kernel only reads it. It contains no address (see the module's documentation). The descriptor
+    // is borrowed, hence open.
     let status = unsafe {
         libc::setsockopt(
             socket.as_fd().as_raw_fd(),
@@ -34,8 +34,8 @@ pub(crate) fn set(
     }
 }
 
-/// Reads at most `BYTES` bytes of an option, in the kernel's layout. Returns them and how many the
-/// kernel has written; the others are zero.
+/// Reads at most `BYTES` bytes of an option, in the kernel's layout. Returns the bytes and the
+/// number of bytes that the kernel has written; the other bytes are zero.
 ///
 /// # Errors
 /// An error from getsockopt(2).

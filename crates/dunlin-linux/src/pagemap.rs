@@ -2,9 +2,9 @@
 //!
 //! Reading an untouched page costs time and, in shared memory, allocates the page. Instead this
 //! module uses `SEEK_DATA`/`SEEK_HOLE` on the file of a shared mapping (lseek(2)), and the
-//! PAGEMAP_SCAN ioctl for private memory (Linux 6.7,
-//! Documentation/admin-guide/mm/pagemap.rst). The same ioctl reports, and resets, which pages of
-//! memory watched by [`crate::uffd`] were written.
+//! PAGEMAP_SCAN ioctl for private memory (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst). The
+//! same ioctl reports, and resets, which pages were written in the memory that [`crate::uffd`]
+//! watches.
 
 use std::fs::File;
 use std::io;
@@ -34,7 +34,7 @@ struct ScanArgument {
     return_mask: u64,
 }
 
-/// `struct page_region` of the same header.
+/// `struct page_region` of include/uapi/linux/fs.h.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct PageRegion {
@@ -54,8 +54,8 @@ const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: Opcode = opcode::read_write::<ScanArgument>(b'f', 16);
 
-/// The maximum number of results of one call: 12 KiB, so that scattered pages in a 1 TiB mapping
-/// cost few calls for each gibibyte.
+/// The maximum number of results of one call, in total 12 KiB. Scattered pages in a large mapping
+/// then cost few calls for each gibibyte.
 const BATCH: usize = 512;
 
 /// Calls `found` with each populated range of bytes of `memory`, relative to its start and in
@@ -98,14 +98,14 @@ pub(crate) fn huge_kib(memory: &VolatileSlice<'_>) -> io::Result<u64> {
 pub(crate) enum Absent {
     /// The page was never written.
     Clean,
-    /// The page may have been written before the kernel dropped its entry. Use it only if all
-    /// unwritten pages have been marked as write-protected.
+    /// The page may have been written before the kernel dropped its entry. Use this value only if
+    /// all unwritten pages have been marked as write-protected.
     Written,
 }
 
 /// Calls `found` with each range of bytes of `memory`, relative to its start and in order, that was
-/// written since it was last reported, and write-protects it again. For each page the two steps are
-/// atomic.
+/// written since it was last reported, and write-protects it again. For each page, reporting and
+/// write-protecting are one atomic step.
 ///
 /// # Errors
 /// `EPERM` if `memory` is not registered for asynchronous write-protection. Ranges reported before
@@ -117,8 +117,8 @@ pub(crate) fn take_written(
     found: impl FnMut(Range<u64>),
 ) -> io::Result<()> {
     // If PAGE_IS_WRITTEN is the only condition, the kernel reports every entry without
-    // write-protection, empty ones included (pagemap_scan_pmd_entry, fs/proc/task_mmu.c). With any
-    // other condition an empty entry has no categories.
+    // write-protection, empty ones included (pagemap_scan_pmd_entry, fs/proc/task_mmu.c). If there
+    // is another condition, the kernel gives an empty entry no categories and does not report it.
     let category_anyof_mask = match absent {
         Absent::Clean => PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         Absent::Written => 0,
@@ -192,7 +192,7 @@ pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) 
     let mut at = within.start;
     while at < within.end {
         let start = match seek(file, SeekFrom::Data(at)) {
-            // Only a hole follows.
+            // The rest of the file is a hole.
             Err(Errno::NXIO) => break,
             start => start?,
         };
@@ -200,11 +200,12 @@ pub fn data(file: &File, within: Range<u64>, mut found: impl FnMut(Range<u64>)) 
             break;
         }
         let end = match seek(file, SeekFrom::Hole(start)) {
-            // The file was truncated in between.
+            // The file was truncated between the two calls.
             Err(Errno::NXIO) => within.end,
             end => end?,
         };
-        // A device such as devdax returns its current position.
+        // A device such as devdax returns its current position instead of the position of data or a
+        // hole.
         if start < at || end <= start {
             return Err(io::Error::other(
                 "the file system reports holes out of order",

@@ -13,17 +13,17 @@ const FIRST: RawFd = 3;
 /// The maximum number of sockets; a larger count is treated as an error in the environment.
 const MOST: usize = 256;
 
-/// A socket that was passed.
+/// A socket that the service manager passed to this process.
 #[derive(Debug)]
 pub struct Passed {
-    /// The name (`FileDescriptorName=` of its unit); "unknown" if it has none.
+    /// The socket's name (`FileDescriptorName=` of its unit); "unknown" if the socket has none.
     pub name: String,
     /// The socket, with close-on-exec set.
     pub socket: OwnedFd,
 }
 
-/// Takes ownership of the sockets that were passed to this process. A second call returns none.
-/// Call it before the process opens any descriptor.
+/// Takes ownership of the sockets that were passed to this process. A second call returns no
+/// sockets. Call it before the process opens any descriptor.
 ///
 /// # Errors
 /// `InvalidData` if the environment contradicts itself or the open descriptors.
@@ -52,7 +52,8 @@ pub fn take() -> io::Result<Vec<Passed>> {
     taken.collect()
 }
 
-/// The names of the descriptors that were passed to the process with ID `own`, this process.
+/// Returns the names of the descriptors that were passed to this process, which has the process ID
+/// `own`.
 fn names(
     own: u32,
     pid: Option<&str>,
@@ -62,7 +63,7 @@ fn names(
     let (Some(pid), Some(count)) = (pid, count) else {
         return Ok(Vec::new());
     };
-    // The sockets were passed to a parent process, from which this process inherited the
+    // The service manager passed the sockets to an ancestor, from which this process inherited the
     // environment.
     if pid.parse() != Ok(own) {
         return Ok(Vec::new());
@@ -81,7 +82,7 @@ fn names(
     let names: Vec<String> = names.split(':').map(str::to_owned).collect();
     if names.len() != count {
         let names = names.len();
-        let text = format!("LISTEN_FDS={count}, names in LISTEN_FDNAMES: {names}");
+        let text = format!("LISTEN_FDS is {count}, but LISTEN_FDNAMES has {names} names");
         return Err(invalid(text));
     }
     Ok(names)

@@ -8,14 +8,15 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-/// The events to wait for on one descriptor. It is also ready after a hang-up or an error.
+/// The events to wait for on one descriptor. The descriptor is also ready after a hang-up or an
+/// error.
 #[derive(Clone, Copy, Debug)]
 pub struct Interest<'a> {
     /// The descriptor.
     pub fd: BorrowedFd<'a>,
-    /// Wait until it is readable.
+    /// Wait until the descriptor is readable.
     pub read: bool,
-    /// Wait until it is writable.
+    /// Wait until the descriptor is writable.
     pub write: bool,
 }
 
@@ -62,7 +63,7 @@ pub fn poll(interests: &[Interest<'_>], timeout: Option<Duration>) -> io::Result
         })
         .collect();
     match rustix::event::poll(&mut entries, timeout.map(timespec).as_ref()) {
-        // `revents` is undefined.
+        // After an interruption `revents` is undefined, so report no descriptor as ready.
         Err(Errno::INTR) => return Ok(vec![false; entries.len()]),
         ready => ready?,
     };

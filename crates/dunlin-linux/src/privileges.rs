@@ -1,5 +1,5 @@
-//! Drops privileges permanently: capabilities (capabilities(7)), and those that executing a program
-//! would grant (Documentation/userspace-api/no_new_privs.rst).
+//! Drops privileges permanently: capabilities (capabilities(7)), and the privileges that executing
+//! a program would grant (Documentation/userspace-api/no_new_privs.rst).
 //!
 //! Both functions affect the calling thread and the threads and processes that it creates later. To
 //! affect the whole process, call them before it has a second thread.
@@ -16,9 +16,9 @@ use rustix::thread::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Capability {
-    /// `CAP_DAC_OVERRIDE`: files and local sockets of other users.
+    /// `CAP_DAC_OVERRIDE`: access to files and local sockets of other users.
     OthersFiles = 1,
-    /// `CAP_NET_BIND_SERVICE`: ports below 1024.
+    /// `CAP_NET_BIND_SERVICE`: listening on ports below 1024.
     LowPorts = 10,
     /// `CAP_NET_ADMIN`: IPsec and all other configuration of the network namespace.
     Network = 12,
@@ -33,8 +33,8 @@ pub fn gain_none() -> io::Result<()> {
     Ok(set_no_new_privs(true)?)
 }
 
-/// Drops all capabilities except `kept`. Those of `kept` that the thread has remain in its
-/// permitted, effective and bounding sets; the inheritable and ambient sets become empty.
+/// Drops all capabilities except `kept`. A capability in `kept` stays in the thread's permitted,
+/// effective and bounding sets if it is in them now; the inheritable and ambient sets become empty.
 ///
 /// # Errors
 /// An error from prctl(2), capget(2) or capset(2). Capabilities dropped before the error stay

@@ -1,4 +1,5 @@
-//! Opens regular files in directories where another user or process may have put something else.
+//! Opens regular files in directories in which another user or process may have put files of other
+//! types.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,7 +24,7 @@ pub fn open(path: &Path, write: bool) -> io::Result<File> {
         .custom_flags(flags.bits().cast_signed())
         .open(path);
     let file = opened.map_err(|error| match Errno::from_io_error(&error) {
-        // A symbolic link, a socket, and a directory opened for writing.
+        // The errors for a symbolic link, a socket, and a directory opened for writing.
         Some(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => not_regular(),
         _ => error,
     })?;

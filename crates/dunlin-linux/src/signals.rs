@@ -1,5 +1,5 @@
-//! Termination and hang-up signals. A thread waits for them (sigwait(3)); a signal handler could
-//! safely call only few functions (signal-safety(7)).
+//! Termination and hang-up signals. A thread waits for them (sigwait(3)), because a signal handler
+//! may safely call only a few functions (signal-safety(7)).
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -22,7 +22,8 @@ pub enum EndSignal {
 }
 
 impl EndSignal {
-    /// The signal's number; the shell's exit code for it is 128 plus this number.
+    /// The signal's number. If the signal terminates a program, a shell reports 128 plus this
+    /// number as the program's exit code.
     pub fn number(self) -> i32 {
         match self {
             Self::Interrupt => libc::SIGINT,
@@ -39,7 +40,8 @@ impl EndSignal {
     }
 }
 
-/// SIGHUP, blocked like [`EndSignals`]: the request to reload the configuration.
+/// SIGHUP, the request to reload the configuration. It is blocked like the signals of
+/// [`EndSignals`].
 #[derive(Debug)]
 pub struct HangUps(libc::sigset_t);
 
@@ -154,7 +156,7 @@ mod tests {
         let signals = EndSignals::block().unwrap();
         for signal in [EndSignal::Terminate, EndSignal::Interrupt] {
             // SAFETY: pthread_self is a live thread, and pthread_kill accesses no memory of this
-            // program. It sends the signal to this thread only, which blocks it.
+            // program. The signal goes to this thread only, and this thread blocks it.
             let code = unsafe { libc::pthread_kill(libc::pthread_self(), signal.number()) };
             assert_eq!(code, 0);
             assert_eq!(signals.wait().unwrap(), signal);

@@ -25,11 +25,11 @@ use crate::poll::{Interest, Wakeup, poll};
 /// unacknowledged; in that case `user_timeout` ends the connection (tcp(7), RFC 5482).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Liveness {
-    /// Silence before the first probe; whole seconds, at least one.
+    /// Time without traffic before the first probe; whole seconds, at least one.
     pub keepalive_idle: Duration,
     /// Time between probes; whole seconds, at least one.
     pub keepalive_interval: Duration,
-    /// Unanswered probes that end the connection.
+    /// The number of unanswered probes that end the connection.
     pub keepalive_probes: u8,
     /// The longest time that sent data may stay unacknowledged, or that the peer's window may stay
     /// closed; whole milliseconds. Zero is the system's default.
@@ -100,12 +100,12 @@ fn stream_socket(family: AddressFamily) -> io::Result<OwnedFd> {
 const BACKLOG_STEP: Duration = Duration::from_millis(10);
 
 /// Connects to the unix socket at `path`; gives up at `deadline` or when `stop` is woken. While the
-/// listener's backlog is full, it tries again; a blocking connect(2) would wait without a limit
-/// (unix(7)). The stream is in non-blocking mode.
+/// listener's backlog is full, the function tries again, because a blocking connect(2) would wait
+/// without a limit (unix(7)). The stream is in non-blocking mode.
 ///
 /// # Errors
-/// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken during the wait for
-/// it; otherwise an error from socket(2) or connect(2).
+/// `TimedOut` if the backlog stays full, `ConnectionAborted` if `stop` was woken while it is full;
+/// otherwise an error from socket(2) or connect(2).
 pub fn connect_unix(path: &Path, deadline: Instant, stop: &Wakeup) -> io::Result<UnixStream> {
     let stream = UnixStream::from(stream_socket(AddressFamily::UNIX)?);
     let address = SocketAddrUnix::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -143,8 +143,8 @@ pub fn remaining(deadline: Instant) -> io::Result<Duration> {
         .ok_or_else(|| io::Error::from(io::ErrorKind::TimedOut))
 }
 
-/// Waits until `socket` is readable, at its end or failed; returns `false` after `deadline`. A
-/// socket that another thread shuts down is readable.
+/// Waits until `socket` is readable, has reached its end or has failed; returns `false` after
+/// `deadline`. A socket that another thread shuts down is readable.
 ///
 /// # Errors
 /// An error from poll(2).
@@ -181,7 +181,7 @@ pub fn set_liveness(socket: impl AsFd, liveness: &Liveness) -> io::Result<()> {
     sockopt::set_tcp_keepidle(&socket, liveness.keepalive_idle.max(second))?;
     sockopt::set_tcp_keepintvl(&socket, liveness.keepalive_interval.max(second))?;
     sockopt::set_tcp_keepcnt(&socket, liveness.keepalive_probes.into())?;
-    // The kernel's value is signed.
+    // The kernel stores the value as a signed number.
     sockopt::set_tcp_user_timeout(&socket, timeout.min(i32::MAX.unsigned_abs()))?;
     Ok(())
 }
@@ -198,8 +198,8 @@ pub fn set_pacing_rate(socket: impl AsFd, bytes_per_second: Option<u64>) -> io::
 }
 
 /// Sets the sizes of the socket's buffers in bytes. A fixed size disables the kernel's auto-tuning
-/// for that direction; `None` keeps it. The kernel reduces a size to the system's limit
-/// (`net.core.wmem_max`, `rmem_max`) without an error.
+/// for that direction; `None` leaves the size and the auto-tuning unchanged. The kernel reduces a
+/// size to the system's limit (`net.core.wmem_max`, `rmem_max`) without an error.
 ///
 /// # Errors
 /// An error from setsockopt(2).
@@ -208,7 +208,7 @@ pub fn set_buffers(
     send_bytes: Option<u32>,
     receive_bytes: Option<u32>,
 ) -> io::Result<()> {
-    // The kernel's value is signed.
+    // The kernel stores the value as a signed number.
     let size = |bytes: u32| bytes.min(i32::MAX.unsigned_abs()) as usize;
     if let Some(bytes) = send_bytes {
         sockopt::set_socket_send_buffer_size(&socket, size(bytes))?;
@@ -220,9 +220,10 @@ pub fn set_buffers(
 }
 
 /// Makes the kernel report a socket as readable only when it has at least `bytes` bytes, its end or
-/// an error (`SO_RCVLOWAT`, socket(7)), so that a reader that leaves the first bytes unread is not
-/// woken for them again. The kernel enlarges the receive buffer for that many bytes, up to its
-/// limit; it may report earlier when buffer memory is short. A new socket has the value 1.
+/// an error (`SO_RCVLOWAT`, socket(7)). A reader that leaves the first bytes unread is then not
+/// woken for them again. The kernel enlarges the receive buffer to that size, up to the system's
+/// limit. If buffer memory is short, the kernel may report the socket earlier. A new socket has the
+/// value 1.
 ///
 /// # Errors
 /// An error from setsockopt(2).
@@ -242,8 +243,8 @@ pub fn set_reset_on_close(socket: impl AsFd) -> io::Result<()> {
 }
 
 /// Whether a process has the unix socket at `path` open, whatever its type. That process does not
-/// notice: the function connects a datagram socket, which a stream socket rejects without a
-/// connection (unix(7)).
+/// notice the check, because the function connects a datagram socket, which a stream socket rejects
+/// without a connection (unix(7)).
 ///
 /// # Errors
 /// An error from connect(2), such as `NotFound`.
@@ -256,8 +257,8 @@ pub fn is_held(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// The user ID of the peer process of a unix socket, at the time it called connect(2) or listen(2)
-/// (`SO_PEERCRED`, unix(7)).
+/// The user ID of the peer process of a unix socket, at the time when that process called
+/// connect(2) or listen(2) (`SO_PEERCRED`, unix(7)).
 ///
 /// # Errors
 /// An error from getsockopt(2).
@@ -279,9 +280,11 @@ pub fn own_user() -> u32 {
 pub enum Accepted<T> {
     /// A connection.
     Connection(T),
-    /// No connection was waiting, or it had already ended: wait for the listener again.
+    /// No connection was waiting, or the waiting connection had already ended. Wait for the
+    /// listener again.
     Nothing,
-    /// Descriptors or memory ran out. Clients can cause this, so it must not stop a listener (I7).
+    /// Descriptors or memory ran out. Clients can cause this, so the shortage must not stop a
+    /// listener (invariant I7).
     Shortage(io::Error),
     /// The listener failed.
     Failed(io::Error),
@@ -451,7 +454,7 @@ mod tests {
 
         let soon = || Instant::now() + Duration::from_secs(5);
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            // Fails on a host without IPv6.
+            // This fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(address) else {
                 continue;
             };
@@ -460,7 +463,7 @@ mod tests {
             let mut near = connect(None, to, soon(), &stop).unwrap();
             let mut far = listener.accept().unwrap().0;
             far.write_all(b"x").unwrap();
-            // The stream is in blocking mode.
+            // The read waits for the byte, because the stream is in blocking mode.
             near.read_exact(&mut [0]).unwrap();
             waker.wake();
             let error = connect(None, to, soon(), &stop).unwrap_err();
@@ -497,7 +500,7 @@ mod tests {
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
         set_readable_from(&near, 6).unwrap();
         assert!(!wait_readable(&near, brief()).unwrap());
-        // The end is reported even if there are fewer bytes.
+        // The end of the connection makes the socket readable, even with fewer bytes.
         drop(far);
         assert!(wait_readable(&near, Instant::now() + Duration::from_secs(5)).unwrap());
     }
@@ -505,7 +508,7 @@ mod tests {
     #[test]
     fn a_connection_uses_the_given_local_port_which_is_then_in_use() {
         for any in ["127.0.0.1:0", "[::1]:0"] {
-            // Fails on a host without IPv6.
+            // This fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(any) else {
                 continue;
             };

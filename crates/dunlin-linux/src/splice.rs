@@ -11,10 +11,10 @@ use rustix::pipe::SpliceFlags;
 /// pipes.
 ///
 /// Formula: the kernel's default for a new pipe. Drawback: a larger pipe would need fewer calls.
-/// Alternative: 256 KiB. From Linux 6.5 to the end of 2025 a kernel TLS socket sends uninitialised
-/// memory if more than seventeen pieces arrive for one record ("tls: trim encrypted message to
-/// match the plaintext on short splice"); a pipe of sixteen pieces cannot cause that. And an
-/// unprivileged user could have only a quarter as many pipes.
+/// Alternative: 256 KiB. But from Linux 6.5 to the end of 2025 a kernel TLS socket sends
+/// uninitialised memory if more than seventeen pieces arrive for one record (the fix is "tls: trim
+/// encrypted message to match the plaintext on short splice"). A pipe of sixteen pieces cannot
+/// cause that. With 256 KiB an unprivileged user could also have only a quarter as many pipes.
 const PIPE_BYTES: usize = 64 << 10;
 
 /// A pipe between two descriptors. Bytes stay in it from [`Conduit::take`] until
@@ -40,7 +40,8 @@ impl Conduit {
         })
     }
 
-    /// The number of bytes in the pipe: those taken but not yet given.
+    /// The number of bytes in the pipe, which [`Conduit::take`] has added and [`Conduit::give`] has
+    /// not removed yet.
     pub fn held(&self) -> usize {
         self.held
     }
@@ -72,8 +73,8 @@ impl Conduit {
 }
 
 fn splice(from: impl AsFd, to: impl AsFd, most: usize) -> io::Result<usize> {
-    // SPLICE_F_NONBLOCK: the call does not wait for a full or empty pipe. Kernel TLS also treats it
-    // as the socket's non-blocking mode.
+    // SPLICE_F_NONBLOCK: the call does not wait for a full or empty pipe. Kernel TLS also treats
+    // this flag as the socket's non-blocking mode.
     let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
     let count = retry_on_intr(|| rustix::pipe::splice(&from, None, &to, None, most, flags))?;
     Ok(count)

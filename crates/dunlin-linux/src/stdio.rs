@@ -1,4 +1,5 @@
-//! Ending a process's standard output, for a reader that waits for the end.
+//! Ends this process's standard output before the process exits, for a reader that waits for the
+//! end.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};

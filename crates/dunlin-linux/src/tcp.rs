@@ -11,33 +11,36 @@ use rustix::net::{AddressFamily, sockopt};
 
 use crate::option;
 
-/// How long the peer has sent nothing, and whether it owes an answer.
+/// How long the peer has sent nothing, and what the peer has not answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Silence {
-    /// Time since the last acknowledgement (also of a probe) or the last data, whichever is later.
-    /// During bulk reception the kernel may update only the time of the data.
+    /// Time since the peer's last acknowledgement (also of a probe) or last data, whichever is
+    /// later. During bulk reception the kernel may update only the time of the data.
     pub since_heard: Duration,
     /// Time since the last data segment was sent or retransmitted.
     pub since_sent: Duration,
-    /// Segments that were sent and not acknowledged.
+    /// The number of segments that were sent and not acknowledged.
     pub unacknowledged: u32,
-    /// Zero-window probes that were not answered.
+    /// The number of zero-window probes that were not answered.
     pub unanswered_probes: u8,
 }
 
 impl Silence {
     /// Whether the peer must answer and has sent nothing for `limit`.
     ///
-    /// Unacknowledged data alone is not sufficient: a peer with a full buffer may drop data and
-    /// answer with an acknowledgement of earlier data, and the kernel doubles the time until the
-    /// next retransmission. The peer must answer only what was sent after it last sent something.
+    /// Unacknowledged data alone is not sufficient, because a peer with a full buffer may drop data
+    /// and answer with an acknowledgement of earlier data, and the kernel doubles the time until
+    /// the next retransmission. The peer must answer only if this side sent data after the peer
+    /// last sent something.
     ///
-    /// Drawback: if the peer fails while its window is closed, this is detected after the next
-    /// retransmission or the third probe, which may be two minutes apart (RFC 9293, 3.8.6.1).
+    /// Drawback: if the peer fails while its window is closed, this method detects the failure only
+    /// after the next retransmission or the third probe; the kernel may wait two minutes between
+    /// two of them (RFC 9293, 3.8.6.1).
     #[must_use]
     pub fn is_overdue(&self, limit: Duration) -> bool {
         let owes_acknowledgement = self.unacknowledged > 0 && self.since_sent < self.since_heard;
-        // A peer limits the rate of its answers to probes (net.ipv4.tcp_invalid_ratelimit).
+        // A peer limits the rate of its answers to probes (net.ipv4.tcp_invalid_ratelimit), so it
+        // may leave one or two probes unanswered.
         let owes_window = self.unanswered_probes > 2;
         (owes_acknowledgement || owes_window) && self.since_heard >= limit
     }
@@ -79,7 +82,8 @@ pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<u64> {
 /// # Errors
 /// An error from getsockopt(2).
 pub fn incoming_cpu(socket: impl AsFd) -> io::Result<u32> {
-    // `rustix` would return the -1 of a connection without packets as a CPU number.
+    // For a connection without packets the kernel returns -1. `rustix` would return that value as a
+    // CPU number.
     let (cpu, _) = option::get(socket, libc::SOL_SOCKET, libc::SO_INCOMING_CPU)?;
     Ok(u32::try_from(i32::from_ne_bytes(cpu)).unwrap_or(0))
 }
@@ -117,20 +121,20 @@ fn info(socket: impl AsFd) -> io::Result<([u8; INFO_BYTES], usize)> {
 /// # Errors
 /// An error from getsockopt(2) or setsockopt(2).
 pub fn set_traffic_class(socket: impl AsFd, class: u8) -> io::Result<()> {
-    // An IPv6 socket may carry an IPv4 connection; it accepts both options.
+    // An IPv6 socket may carry an IPv4 connection, so set the options of both versions.
     if sockopt::socket_domain(&socket)? == AddressFamily::INET6 {
         sockopt::set_ipv6_tclass(&socket, class.into())?;
     }
     Ok(sockopt::set_ip_tos(&socket, class)?)
 }
 
-/// Makes a connection send a window probe immediately, from the CPU of the calling thread: an empty
-/// segment, which the peer answers. A pending route lookup ([`set_traffic_class`]) happens at that
-/// moment.
+/// Makes a connection send a window probe immediately, from the CPU of the calling thread. A window
+/// probe is an empty segment, which the peer answers. A pending route lookup
+/// ([`set_traffic_class`]) happens at that moment.
 ///
 /// The kernel sends the probe at the end of a repair (`TCP_REPAIR_OFF`), even if the connection was
-/// not in repair mode; no other call makes it send without data. A connection that is being closed
-/// sends nothing.
+/// not in repair mode; no other call makes the kernel send a segment without data. A connection
+/// that is being closed sends nothing.
 ///
 /// # Errors
 /// `EPERM` without `CAP_NET_ADMIN` in the network namespace, and an error from getsockopt(2) or
@@ -153,7 +157,7 @@ mod tests {
     #[test]
     fn a_connection_has_a_cpu_and_a_traffic_class_in_both_families() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            // Fails on a host without IPv6.
+            // This fails on a host without IPv6.
             let Ok(listener) = TcpListener::bind(address) else {
                 continue;
             };
@@ -176,7 +180,8 @@ mod tests {
         let (mut far, _) = listener.accept().unwrap();
         let since_heard = || silence(&far).unwrap().since_heard;
         let before = loop {
-            // The kernel counts in milliseconds, some kernels in steps of ten.
+            // The kernel counts in milliseconds, and some kernels count in steps of ten
+            // milliseconds.
             match since_heard() {
                 silent if silent >= Duration::from_millis(100) => break silent,
                 _ => std::thread::sleep(Duration::from_millis(1)),
@@ -184,15 +189,14 @@ mod tests {
         };
         match send_window(&far) {
             Err(error) => assert_eq!(error.kind(), ErrorKind::PermissionDenied),
-            // The peer has answered.
+            // The peer has answered the probe, so its silence is shorter than before.
             Ok(()) => assert!(since_heard() < before),
         }
         far.write_all(b"x").unwrap();
         near.write_all(b"y").unwrap();
         near.read_exact(&mut [0]).unwrap();
         far.read_exact(&mut [0]).unwrap();
-        // This is needed by a restarted server, which binds the port while connections are still
-        // open.
+        // A restarted server binds the port in this way, while connections are still open.
         let at = listener.local_addr().unwrap();
         drop(listener);
         TcpListener::bind(at).unwrap();
@@ -207,7 +211,7 @@ mod tests {
             unacknowledged,
             unanswered_probes,
         };
-        // (since_heard, since_sent, unacknowledged segments, unanswered probes), overdue
+        // (since_heard and since_sent in seconds, unacknowledged segments, unanswered probes), overdue
         for (silence, overdue) in [
             (silence(30, 12, 1, 0), true),
             (silence(29, 12, 1, 0), false),

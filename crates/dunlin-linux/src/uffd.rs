@@ -8,14 +8,14 @@
 //! writes by another process that maps the same file, or by a device to pinned pages.
 //!
 //! Transparent huge pages stay huge until they are written: the first write splits the huge page,
-//! and from then on single pages of 4 KiB are reported. Memory touched for the first time while it
-//! is watched is reported in whole blocks, once for each block; the other pages of the block are
-//! zero and are sent as ranges. Disabling huge pages during the watch (MADV_NOHUGEPAGE) would avoid
-//! this, but the guest would lose its huge pages permanently: the advice replaces the VMM's own
-//! advice, which cannot be restored.
+//! and from then on single pages of 4 KiB are reported. If memory is touched for the first time
+//! while it is watched, its whole block of 2 MiB is reported once. The other pages of the block are
+//! zero, so the source sends them without content. Disabling huge pages during the watch
+//! (MADV_NOHUGEPAGE) would avoid this, but the guest would lose its huge pages permanently: the
+//! advice replaces the VMM's own advice, which cannot be restored.
 //!
-//! No privilege is needed: user space handles no faults, so a descriptor for user-mode faults only
-//! is sufficient.
+//! No privilege is needed: user space handles no faults, so a descriptor that handles only faults
+//! in user mode (`UFFD_USER_MODE_ONLY`) is sufficient.
 
 use std::fs::File;
 use std::io;
@@ -37,14 +37,14 @@ struct Api {
     ioctls: u64,
 }
 
-/// `struct uffdio_range` of the same header.
+/// `struct uffdio_range` of include/uapi/linux/userfaultfd.h.
 #[repr(C)]
 struct Span {
     start: u64,
     length: u64,
 }
 
-/// `struct uffdio_register` of the same header.
+/// `struct uffdio_register` of include/uapi/linux/userfaultfd.h.
 #[repr(C)]
 struct Register {
     range: Span,
@@ -52,7 +52,7 @@ struct Register {
     ioctls: u64,
 }
 
-/// `struct uffdio_writeprotect` of the same header.
+/// `struct uffdio_writeprotect` of include/uapi/linux/userfaultfd.h.
 #[repr(C)]
 struct WriteProtect {
     range: Span,
@@ -70,7 +70,7 @@ const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 /// A userfaultfd request, implemented for its argument structure. The trait is private because
-/// `WriteWatch::control` relies on two facts: each number is that of the request with this
+/// `WriteWatch::control` relies on two facts: each number belongs to the request that takes this
 /// structure, and no request changes the content of memory or whether it is mapped.
 trait Request: Sized {
     const NUMBER: Opcode;
@@ -80,8 +80,8 @@ impl Request for Api {
     const NUMBER: Opcode = read_write::<Self>(0xaa, 0x3f);
 }
 
-/// `UFFDIO_REGISTER`: a range registered for asynchronous write-protection only can be read and
-/// written as before.
+/// `UFFDIO_REGISTER`. A range that is registered only for asynchronous write-protection can be read
+/// and written as before.
 impl Request for Register {
     const NUMBER: Opcode = read_write::<Self>(0xaa, 0x00);
 }
@@ -101,8 +101,8 @@ impl Request for WriteProtect {
 pub enum Behind {
     /// No file: a private, anonymous mapping. Untouched pages cost nothing.
     Anonymous,
-    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with its own
-    /// file. The kernel may unmap a page and keep it in the file, so every page must be
+    /// A file: a memfd, huge pages, or any other shared mapping, which the kernel backs with a file
+    /// that it creates. The kernel may unmap a page and keep it in the file, so every page must be
     /// marked at registration. That allocates page tables for all of the memory, 1/512 of its size.
     File,
 }
@@ -149,8 +149,8 @@ impl WriteWatch {
     /// counts as written.
     ///
     /// # Errors
-    /// `EBUSY` if another userfaultfd watches it, `EINVAL` if this kind of memory cannot be
-    /// watched, `ENOMEM`.
+    /// `EBUSY` if another userfaultfd watches the memory, `EINVAL` if this kind of memory cannot be
+    /// watched, or `ENOMEM`.
     pub fn register(&self, memory: &VolatileSlice<'_>, behind: Behind) -> io::Result<()> {
         let mut register = Register {
             range: span(memory),
@@ -340,8 +340,8 @@ mod tests {
             }
             assert_eq!(taken(&watch, &slice, Behind::File), [4..5, 7..8]);
             write(&slice, 4);
-            // This has the same effect as reclaim: the page stays in the file, but its page table
-            // entry is dropped. The mark of a protected page remains.
+            // MADV_DONTNEED has the same effect as reclaim: the page stays in the file, but its page
+            // table entry is dropped. The mark of a protected page remains.
             let start = slice.ptr_guard_mut().as_ptr();
             // SAFETY: the range is mapped and shared. MADV_DONTNEED drops page table entries, and
             // the file keeps the content.
@@ -404,8 +404,8 @@ mod tests {
         let pages: u64 = block.iter().map(|range| range.end - range.start).sum();
         assert!(pages <= 512, "{block:?}");
         println!(
-            "huge: {before} KiB, {untouched} once watched, {} after 16 writes to two of \
-             them ({writing:?}); a first touch reports {pages} pages",
+            "memory on huge pages: {before} KiB, {untouched} KiB once watched, {} KiB after 16 writes to \
+             two of them ({writing:?}); a first touch reports {pages} pages",
             pagemap::huge_kib(&slice).unwrap()
         );
         // Registering the memory split no huge page.
@@ -439,7 +439,7 @@ mod tests {
         assert_eq!(taken(&watch, &slice, Behind::Anonymous), [1601..1602]);
     }
 
-    /// MADV_COLLAPSE immediately does what khugepaged would do later.
+    /// The test merges pages with MADV_COLLAPSE, which does at once what khugepaged would do later.
     #[test]
     fn no_write_is_lost_when_watched_pages_are_merged() {
         if huge_pages::transparent().is_none() {

@@ -4,8 +4,8 @@
 //! Unauthenticated connections do not get a thread. One poll loop serves all connections in the
 //! handshake. Each has a deadline, and their number is bounded: when a new connection exceeds the
 //! bound, the loop evicts an older one that has made the least progress. A silent client therefore
-//! delays no other client, and a thousand silent clients delay only each other (I7): a connection
-//! without progress cannot evict one with progress.
+//! delays no other client. A thousand silent clients delay only each other (invariant I7), because
+//! a connection without progress cannot evict one with progress.
 //!
 //! ```text
 //!   TCP ──▶ first byte ──▶ TLS handshake ──▶ opening ──▶ Arrival::Control
@@ -14,8 +14,9 @@
 //! ```
 //!
 //! Every connection begins as rustls's buffered type, fed with exactly one record at a time. The
-//! opening message decides its kind: a control lane keeps that type; a data lane's keys are
-//! extracted for [`super::record`]. No byte beyond the opening message has been read.
+//! opening message decides what the connection becomes. A control lane keeps that type; for a data
+//! lane, the keys are extracted for [`super::record`]. No byte beyond the opening message has been
+//! read.
 
 mod arrival;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -37,15 +38,16 @@ pub use arrival::{Arrival, LaneSocket, RelayArrival};
 use pending::{Outcome, Pending, Purpose, Step};
 pub use reading::{OPENING_DEADLINE, PENDING_LIMIT, RejectReason, would_block};
 
-/// Connections accepted before pending ones are served again. Since [`take_least`] never evicts the
-/// newer half, each connection is served four times before it can be evicted as silent.
+/// Number of connections that are accepted before the pending ones are served again. Because
+/// [`take_least`] never evicts the newer half of the pending connections, each connection is served
+/// four times before it can be evicted.
 const ACCEPTS_PER_ROUND: usize = PENDING_LIMIT / 8;
 /// How long to stop accepting after running out of descriptors or memory.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
-/// Minimum age of a connection that is evicted because descriptors or memory ran out. An honest
-/// handshake finishes within this time, so simultaneous lanes of one session do not evict each
-/// other.
+/// Minimum age at which a connection may be evicted because descriptors or memory ran out. An
+/// honest handshake finishes within this time, so simultaneous lanes of one session do not evict
+/// each other.
 const SHORTAGE_GRACE: Duration = Duration::from_millis(300);
 
 /// Accepts connections on `listener` until `stop` is woken, and passes each to `deliver`. Runs on
@@ -160,10 +162,10 @@ fn accept_for(
 
 /// The result of one round of accepting.
 enum Round {
-    /// No connection is waiting, or this round's share has been accepted.
+    /// No connection is waiting, or this round has accepted [`ACCEPTS_PER_ROUND`] connections.
     All,
-    /// Descriptors or memory ran out. A pending connection was evicted; if there was none to evict,
-    /// this is the kernel's error.
+    /// Descriptors or memory ran out. Holds the kernel's error if no connection is pending; `None` if
+    /// a pending connection was evicted or is still too young.
     Short(Option<io::Error>),
 }
 
@@ -196,7 +198,8 @@ fn accept_some(
                     return Ok(Round::Short(Some(error)));
                 };
                 if least.age() < SHORTAGE_GRACE && !least.lingers() {
-                    // Put it back; order within the older half does not matter.
+                    // This connection is too young to be evicted, so put it back. The order in the
+                    // older half does not matter.
                     pending.push_front(least);
                 } else {
                     deliver(least.rejected(RejectReason::Shortage(error)));
@@ -209,8 +212,8 @@ fn accept_some(
     Ok(Round::All)
 }
 
-/// Removes the oldest connection with the least progress among the older half. The newer half has
-/// had too little time to make progress.
+/// Removes the connection with the least progress from the older half; if several have the least
+/// progress, the oldest of them. The newer half has had too little time to make progress.
 fn take_least(pending: &mut VecDeque<Pending>) -> Option<Pending> {
     let older = pending.len().div_ceil(2);
     let progress = pending.iter().take(older).map(Pending::progress);

@@ -12,7 +12,7 @@ use super::accept::LaneSocket;
 use super::data::{DataReceiver, PlainConsent, ReceiveError, STALL_LIMIT};
 use super::peers::PeerIdentity;
 
-/// Admits lanes of one kind: TLS, plain, or sealed below TCP.
+/// Admits lanes of one kind: TLS, plain, or protected by IPsec.
 pub trait LaneAcceptor: Send + Sync {
     /// Turns a connection into a lane. The connection's first message has already been read and
     /// proves that the connection belongs to the session. `is_peer` returns true for the session's
@@ -32,10 +32,10 @@ pub trait LaneAcceptor: Send + Sync {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AdmitError {
-    /// The peer's certificate is allowed, but it is not the session's peer.
+    /// The peer's certificate is allowed, but the peer is not the session's peer.
     #[error("the lane is not from the session's peer")]
     OtherPeer,
-    /// The lane lacks the protection that both sides agreed on.
+    /// The lane lacks the protection that the two hosts agreed on.
     #[error("the lane does not use the agreed security, {agreed}")]
     OtherSecurity {
         /// The agreed protection.
@@ -86,12 +86,12 @@ impl LaneAcceptor for TlsAcceptor {
     }
 }
 
-/// Admits unencrypted lanes. Both sides have consented to them.
+/// Admits unencrypted lanes, to which both hosts have consented.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainAcceptor(PlainConsent);
 
 impl PlainAcceptor {
-    /// Returns an acceptor that acts on `consent`.
+    /// Returns an acceptor. `consent` proves that both hosts allow unencrypted lanes.
     #[must_use]
     pub fn new(consent: PlainConsent) -> Self {
         Self(consent)

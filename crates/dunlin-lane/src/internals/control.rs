@@ -56,7 +56,10 @@ pub enum ControlError {
     #[error("the peer ended the control lane with alert {0}")]
     PeerAlert(Alert),
     /// A record from the peer is invalid.
-    #[error("invalid record on the control lane, modified in transit or a protocol violation: {0}")]
+    #[error(
+        "invalid record on the control lane (modified in transit, or a protocol violation by the peer): \
+         {0}"
+    )]
     Tls(#[source] rustls::Error),
     /// The connection failed.
     #[error("the control lane's connection failed: {0}")]
@@ -66,15 +69,16 @@ pub enum ControlError {
 /// An authenticated control lane.
 pub struct ControlStream {
     stream: TcpStream,
-    /// rustls's state. Locked for computation only, never while waiting.
+    /// rustls's state. A thread locks it only to compute, never while it waits for the socket.
     connection: Mutex<Connection>,
-    /// Sealed bytes to be sent. The lock's holder seals and writes, which keeps records in order.
+    /// Sealed bytes to be sent. The thread that holds the lock both seals and writes, which keeps
+    /// records in order.
     outgoing: Mutex<Outgoing>,
     /// Bytes from the socket that rustls has not processed.
     incoming: Mutex<Incoming>,
     cancelled: AtomicBool,
     peer: PeerIdentity,
-    /// The settings of the handshake, on the accepting side.
+    /// The settings of the handshake; `None` on the connecting side.
     settings: Option<Arc<ServerSettings>>,
 }
 
@@ -102,8 +106,8 @@ pub fn client(
 }
 
 impl ControlStream {
-    /// Returns the control lane on a connection after a complete handshake; `settings` are those of
-    /// the accepting side.
+    /// Returns the control lane on a connection after a complete handshake. On the accepting side,
+    /// `settings` are the settings of that handshake.
     pub(super) fn established(
         stream: TcpStream,
         connection: Connection,
@@ -133,7 +137,7 @@ impl ControlStream {
         &self.peer
     }
 
-    /// The socket, for its addresses and options.
+    /// Returns the socket, to read its addresses or set its options.
     pub fn socket(&self) -> &TcpStream {
         &self.stream
     }
@@ -156,8 +160,8 @@ impl ControlStream {
         Ok(())
     }
 
-    /// Waits for data until `deadline` and returns the number of bytes written to `buffer`, at
-    /// least one. Zero means that the peer closed the lane. One thread at a time may call this.
+    /// Waits for data until `deadline` and returns the number of bytes written to `buffer`. Zero
+    /// means that the peer closed the lane. One thread at a time may call this.
     ///
     /// # Errors
     /// After [`ControlError::Deadline`] no data is lost; every other error ends the lane.
@@ -188,7 +192,8 @@ impl ControlStream {
     ///
     /// # Errors
     /// [`ControlError::Deadline`] if nothing arrived; no data is lost. [`ControlError::Closed`] if
-    /// the peer closed the lane before the first byte, [`ControlError::Truncated`] if after it.
+    /// the peer closed the lane before the first byte, [`ControlError::Truncated`] if it closed the
+    /// lane after the first byte.
     pub fn receive_exact(&self, buffer: &mut [u8], deadline: Instant) -> Result<(), ControlError> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -228,7 +233,7 @@ impl ControlStream {
     /// Sends close_notify. Receiving remains possible.
     ///
     /// # Errors
-    /// [`ControlError`] if it could not be sent.
+    /// [`ControlError`] if close_notify could not be sent.
     pub fn close(&self) -> Result<(), ControlError> {
         let mut outgoing = lock(&self.outgoing);
         lock(&self.connection).send_close_notify();
@@ -238,11 +243,12 @@ impl ControlStream {
             .map_err(|error| self.broken(error))
     }
 
-    /// Ends the lane immediately, from any thread. Threads that wait in it get
-    /// [`ControlError::Cancelled`]; the peer's connection ends without a close.
+    /// Ends the lane immediately, from any thread. Threads that wait on the lane get
+    /// [`ControlError::Cancelled`]; on the peer, the connection ends without a close.
     pub fn shutdown(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
-        // Fails only if the connection has already ended, which wakes waiting threads too.
+        // This fails only if the connection has already ended, and that end also wakes waiting
+        // threads.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
@@ -255,8 +261,8 @@ impl ControlStream {
         }
     }
 
-    /// Passes received bytes to rustls. Called only when its plaintext is used up, so rustls never
-    /// holds more than one record.
+    /// Passes received bytes to rustls. Called only when rustls has no plaintext left, so rustls
+    /// never holds more than one record.
     fn decrypt(&self, incoming: &mut Incoming) -> Result<(), ControlError> {
         let processed = {
             let mut connection = lock(&self.connection);
@@ -264,7 +270,7 @@ impl ControlStream {
             connection.process_new_packets()
         };
         // rustls may have queued a reply to a key update, or the alert for an error. If another
-        // thread is sending, that thread sends it.
+        // thread is sending, that thread also sends the queued bytes.
         match self.outgoing.try_lock() {
             Ok(mut outgoing) if !outgoing.has_failed => {
                 let flushed = self.flush(&mut outgoing);
@@ -351,7 +357,7 @@ impl Incoming {
         self.start == self.end
     }
 
-    /// Reads once from a readable socket; zero at its end.
+    /// Reads once from a readable socket. Returns zero at the end of the connection.
     fn fill(&mut self, mut stream: &TcpStream) -> io::Result<usize> {
         self.start = 0;
         self.end = 0;
@@ -380,7 +386,7 @@ fn drive(
         }
         read_record(stream, deadline, &mut reading)?;
         if let Err(error) = reading.process(connection) {
-            // Best effort: the first error is the one to report.
+            // Ignore a failure to send the alert, because the first error is the one to report.
             let _ = write(connection, stream, deadline);
             return Err(error);
         }
@@ -402,8 +408,9 @@ fn write(
 }
 
 impl ServerTls {
-    /// Keeps the settings of the session's control lane for everything that belongs to the session.
-    /// `control` is a lane that this side accepted; one that it opened has no such settings.
+    /// Makes all later handshakes of the session use the settings of its control lane. `control` is
+    /// a lane that this side accepted. A lane that this side opened has no settings to keep, so the
+    /// call then has no effect.
     #[cfg(feature = "unstable-internals")]
     pub fn keep(&self, control: &ControlStream) {
         if let Some(settings) = &control.settings {

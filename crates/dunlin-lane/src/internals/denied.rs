@@ -1,8 +1,9 @@
 //! Keys that this host denies, in any certificate: the file `denied` beside an identity.
 //!
-//! A revocation list names certificates. It cannot stop an attacker with a stolen key that is
-//! pinned here: the attacker can sign a new certificate with that key. A denied key is refused in
-//! the peer's certificate, in every intermediate that the peer sends, and in the trust anchor.
+//! A revocation list names certificates. It cannot stop an attacker that has stolen a key pinned on
+//! this host, because the attacker can sign a new certificate with that key. A denied key is
+//! refused in the peer's certificate, in every intermediate that the peer sends, and in the trust
+//! anchor.
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzz;
@@ -78,7 +79,8 @@ impl Denied {
         let leaf = [leaf].into_iter().map(|leaf| (leaf, false));
         let issuers = intermediates.iter().map(|issuer| (issuer, true));
         for (certificate, issuer) in leaf.chain(issuers) {
-            // A certificate that cannot be parsed fails the handshake as a leaf and joins no chain.
+            // A certificate that cannot be parsed is skipped here. If it is the leaf, the handshake
+            // fails later; if it is an intermediate, no chain uses it.
             if let Some(key) = Pin::of_key(certificate).filter(|key| self.keys.contains(key)) {
                 return Err(PeerRefused::Denied {
                     key,
@@ -120,7 +122,8 @@ mod tests {
         let text = format!("# stolen in May\n\n  {KEY}  # host-c\n{KEY}\n");
         let denied = Denied::parse(Path::new("denied"), text.as_bytes()).unwrap();
         assert_eq!(denied.len(), 1);
-        // Editors and tools differ in line ends, letter case and colons.
+        // Editors and tools differ in line ends, letter case and colons, so all these forms are
+        // accepted. A colon between only some of the digits is an error.
         let colons = KEY.replacen("0011", "00:11", 1);
         assert!(Denied::parse(Path::new("denied"), colons.as_bytes()).is_err());
         let (prefix, digits) = KEY.split_once(':').unwrap();

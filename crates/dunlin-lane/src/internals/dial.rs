@@ -24,21 +24,23 @@ use super::policy::ClientTls;
 use super::resolve;
 use super::splice::Stop;
 
-/// Each address of a name gets an equal share of the remaining time, and at least this much, so that
-/// one unreachable address does not use it all.
+/// Minimum time for connecting to one address of a name. Each address gets an equal share of the
+/// remaining time if that is more than this minimum, so that one unreachable address does not use
+/// all the time.
 const LEAST_SHARE: Duration = Duration::from_millis(200);
 
 /// Opens TCP connections for lanes.
 pub trait Connector: Send + Sync {
     /// Connects to `endpoint`, a host and a port. The caller makes the descriptor `stop`
-    /// ([`AsFd`](std::os::fd::AsFd)) readable to cancel the attempt; do not read from it. A
-    /// connector that ignores `stop` delays the cancellation until it has connected.
+    /// ([`AsFd`](std::os::fd::AsFd)) readable to cancel the attempt. A connector must not read from
+    /// `stop`. If it ignores `stop`, a cancellation takes effect only after it has connected.
     ///
     /// # Errors
     /// No connection was established by `deadline` or before `stop` became readable.
     fn connect(&self, endpoint: &str, deadline: Instant, stop: &Wakeup) -> io::Result<TcpStream>;
 
-    /// Connects from the address and port `local` to `remote`. Only lanes over IPsec need it.
+    /// Connects from the address and port `local` to `remote`. Only lanes over IPsec need this
+    /// method.
     ///
     /// # Errors
     /// Same as [`Connector::connect`]. `AddrInUse` if the local port is in use, and `Unsupported` if
@@ -109,11 +111,11 @@ pub fn connect_to_any(
 pub struct LaneRequest<'a> {
     /// Host and port of the peer's listener.
     pub endpoint: &'a str,
-    /// The only peer that may answer. `tls` may allow others.
+    /// The only peer that may answer. `tls` may allow other peers.
     pub peer: &'a Principal,
-    /// This side's certificate and the peers that it accepts.
+    /// This side's certificate and the peers that this side accepts.
     pub tls: &'a ClientTls,
-    /// The dial fails at this time.
+    /// The time at which the dial fails if it has not completed.
     pub deadline: Instant,
     /// Cancels the dial from another thread.
     pub cancel: &'a DialCancel,
@@ -121,10 +123,10 @@ pub struct LaneRequest<'a> {
     pub connector: &'a Arc<dyn Connector>,
 }
 
-/// Opens lanes of one kind: TLS, plain, or sealed below TCP.
+/// Opens lanes of one kind: TLS, plain, or protected by IPsec.
 pub trait LaneDialer: Send + Sync {
     /// Opens one lane to an authenticated peer, without sending on it. Call this on the thread that
-    /// will send on the lane: the dialer may bind that thread to one CPU.
+    /// will send on the lane, because the dialer may bind that thread to one CPU.
     ///
     /// # Errors
     /// The deadline passed, another peer answered, or the request was cancelled.
@@ -163,7 +165,7 @@ pub enum DialError {
     /// The lane failed before its first use.
     #[error(transparent)]
     Send(#[from] SendError),
-    /// A dialer that seals below TCP failed.
+    /// A dialer that protects lanes below TCP failed.
     #[error("cannot open a lane protected below TCP to {endpoint}")]
     Sealed {
         /// Host and port.
@@ -214,7 +216,7 @@ impl DialCancel {
         let stream = lock(&self.0.stream);
         self.0.stop.request();
         if let Some(stream) = &*stream {
-            // Fails only if the connection has already closed.
+            // This fails only if the connection has already closed.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -231,9 +233,9 @@ impl DialCancel {
         self.0.stop.wakeup()
     }
 
-    /// Shuts down `stream` on cancellation, immediately if that has already happened. Replaces the
-    /// connection of an earlier call. Holds a duplicate of its descriptor until
-    /// [`DialCancel::release`] or the drop of the last clone.
+    /// Shuts down `stream` when the dial is cancelled, or immediately if it is already cancelled.
+    /// Replaces the connection of an earlier call. Keeps a duplicate of the stream's descriptor
+    /// until [`DialCancel::release`] is called or the last clone of this handle is dropped.
     ///
     /// # Errors
     /// The process has no free file descriptor.
@@ -241,14 +243,15 @@ impl DialCancel {
         let same = stream.try_clone()?;
         let mut covered = lock(&self.0.stream);
         if self.is_cancelled() {
-            // Fails only if the connection has already closed.
+            // This fails only if the connection has already closed.
             let _ = same.shutdown(Shutdown::Both);
         }
         *covered = Some(same);
         Ok(())
     }
 
-    /// Opens the connection of the dial, covers it, and enables the kernel's detection of a dead peer.
+    /// Opens the dial's connection, makes cancellation shut it down ([`DialCancel::covers`]), and
+    /// enables the kernel's detection of a dead peer.
     pub(super) fn connect(
         &self,
         connector: &dyn Connector,
@@ -265,7 +268,8 @@ impl DialCancel {
         Ok(stream)
     }
 
-    /// The dial has ended: cancellation no longer shuts down its connection.
+    /// Ends the effect of [`DialCancel::covers`]: cancellation no longer shuts down the connection.
+    /// Call it when the dial has ended.
     pub fn release(&self) {
         *lock(&self.0.stream) = None;
     }
@@ -294,12 +298,12 @@ impl LaneDialer for TlsDialer {
     }
 }
 
-/// Opens unencrypted lanes. Both sides have consented to them.
+/// Opens unencrypted lanes, to which both hosts have consented.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainDialer(PlainConsent);
 
 impl PlainDialer {
-    /// Returns a dialer that acts on `consent`.
+    /// Returns a dialer. `consent` proves that both hosts allow unencrypted lanes.
     #[must_use]
     pub fn new(consent: PlainConsent) -> Self {
         Self(consent)

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::internals::provider::{CipherSuite, Crypto, Provider};
 use crate::internals::record::{CONTENT_BYTES, OpenHalf, RECORD_BYTES, SealHalf};
 
-/// The choice of [`auto`] and the measurements behind it.
+/// The library that [`auto`] chose, and the measurements that led to the choice.
 #[derive(Clone, Debug)]
 pub struct Choice {
     /// The library to use.
@@ -55,11 +55,12 @@ fn probe() -> Choice {
     Choice { provider, speeds }
 }
 
-/// The best of five short runs: other load on this host slows down some of the runs.
+/// Returns the best speed of five short runs, because other load on this host slows down some of
+/// the runs.
 fn measure(provider: Provider) -> f64 {
     const RUN: Duration = Duration::from_micros(400);
     const SUITE: CipherSuite = CipherSuite::Aes256Gcm;
-    // The key protects nothing: both halves are local to this function.
+    // A fixed key is safe here: it only seals records that this function itself opens again.
     let key = [7; SUITE.key_bytes()];
     let (Ok(mut seal), Ok(mut open)) = (
         SealHalf::new(provider, SUITE, &key, [0; 12], 0),
@@ -82,7 +83,7 @@ fn measure(provider: Provider) -> f64 {
             }
         }
     };
-    // Warm-up: the first record fills the tables that later ones use.
+    // Warm up: the first record fills the tables that later records use.
     run(Duration::ZERO);
     (0..5).map(|_| run(RUN)).fold(0.0, f64::max)
 }

@@ -1,4 +1,4 @@
-//! The fault codes that an error has in every context.
+//! Fault codes that depend only on the error, not on the context in which it occurs.
 
 use std::error::Error;
 use std::io;
@@ -13,8 +13,8 @@ use super::record::Alert;
 /// A TLS alert about a certificate that has expired or is not valid yet.
 const CERTIFICATE_EXPIRED: Alert = Alert(45);
 
-/// The fault code of an error or one of its causes, if it is the same in every context:
-/// no descriptor or memory was left, or a certificate's validity contradicts the clock.
+/// Returns the fault code of an error or of one of its causes, if the code is the same in every
+/// context: no descriptor or memory was left, or a certificate's validity contradicts the clock.
 #[must_use]
 pub fn fault_behind(error: &(dyn Error + 'static)) -> Option<FaultCode> {
     let mut next = Some(error);
@@ -24,7 +24,8 @@ pub fn fault_behind(error: &(dyn Error + 'static)) -> Option<FaultCode> {
             if shortage.is_some() {
                 return shortage;
             }
-            // The source of an `io::Error` that wraps an error skips that error.
+            // If an `io::Error` wraps an error, its `source` returns the source of the wrapped
+            // error, so the wrapped error itself is checked here.
             if let Some(inner) = error.get_ref() {
                 return fault_behind(inner);
             }
@@ -54,11 +55,11 @@ pub fn of_io(error: &io::Error) -> FaultCode {
     fault_behind(error).unwrap_or(FaultCode::Kernel)
 }
 
-/// The fault code of a failed handshake with a program that need not be Dunlin.
+/// The fault code of a failed handshake with a program that may not be Dunlin.
 pub fn of_handshake(error: &HandshakeError) -> FaultCode {
     match error {
-        // The alerts protocol_version and insufficient_security. A TLS 1.2 server sends
-        // handshake_failure also to a client without a certificate.
+        // 70 and 71 are protocol_version and insufficient_security. handshake_failure is not
+        // included, because a TLS 1.2 server also sends it to a client without a certificate.
         HandshakeError::Incompatible(_) | HandshakeError::PeerAlert(Alert(70 | 71)) => {
             FaultCode::SecurityNotAgreed
         }
@@ -69,7 +70,8 @@ pub fn of_handshake(error: &HandshakeError) -> FaultCode {
     }
 }
 
-/// The errors of `dunlin_linux::socket::Accepted::Shortage`, by what ran out.
+/// The fault code for an error of `dunlin_linux::socket::Accepted::Shortage`. It names the resource
+/// that ran out.
 fn of_shortage(error: &io::Error) -> Option<FaultCode> {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;

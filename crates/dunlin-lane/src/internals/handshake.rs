@@ -1,8 +1,9 @@
 //! The TLS handshake of a data lane, on a blocking socket with a deadline.
 //!
 //! rustls performs the handshake. Its traffic keys are then extracted and become the two halves of
-//! [`record`](super::record), or are given to the kernel. Reads are exact, header and then body, so
-//! no byte of the peer's first data is consumed here: the kernel must find it in the socket.
+//! [`record`](super::record), or are given to the kernel. Each record is read exactly, first its
+//! header and then its body. The peer's first data therefore stays in the socket, where the kernel
+//! must find it if it gets the keys.
 //!
 //! In TLS 1.3 the client finishes before the server verifies the client's certificate. A source
 //! therefore learns of a refusal later, from an alert on its lane.
@@ -55,25 +56,26 @@ pub struct Secured {
     pub peer: PeerIdentity,
     /// The negotiated parameters.
     pub parameters: Parameters,
-    /// What seals and opens the records, with the keys.
+    /// The keys that seal and open the records, in this process or in the kernel.
     pub records: Records,
 }
 
 /// Where records are sealed and opened.
 #[derive(Debug)]
 pub enum Records {
-    /// This process does it.
+    /// In this process.
     Process {
         /// Seals outgoing records.
         seal: SealHalf,
         /// Opens incoming records.
         open: OpenHalf,
     },
-    /// The kernel: it seals what is written to the socket and opens what is read.
+    /// In the kernel, which seals what is written to the socket and opens what is read.
     Kernel(InKernel),
 }
 
-/// Key usage of the keys in the kernel.
+/// Counts the records that the kernel seals with a connection's key, because a key has a record
+/// limit.
 #[derive(Debug)]
 pub struct InKernel {
     /// The sequence number of the next outgoing record.
@@ -128,7 +130,7 @@ fn secure<C: Unbuffered>(
     drive(&mut connection, &stream, deadline).inspect_err(|_| linger(&stream, deadline))?;
     let peer = peer_identity(connection.common(), &side.trust)?;
     let parameters = parameters(connection.common(), side.provider)?;
-    // The key updater is unused: lanes are replaced instead of rekeyed.
+    // Dunlin replaces lanes instead of renewing their keys, so it does not use the key updater.
     let (secrets, _) = connection.into_secrets()?;
     let records = records(&stream, secrets, parameters, side.offload)?;
     Ok(Secured {
@@ -156,7 +158,7 @@ pub(super) fn check_alpn(connection: &CommonState) -> Result<(), HandshakeError>
     }
 }
 
-/// Returns the peer's identity after a complete handshake, for any program.
+/// Returns the peer's identity after a complete handshake; the peer may be any program.
 fn identity_of(connection: &CommonState, trust: &Trust) -> Result<PeerIdentity, HandshakeError> {
     let (leaf, intermediates) = connection
         .peer_certificates()
@@ -184,7 +186,7 @@ pub(super) fn parameters(
     })
 }
 
-/// Returns the cipher of a complete handshake.
+/// Returns the cipher suite that a complete handshake negotiated.
 fn negotiated_suite(connection: &CommonState) -> Result<CipherSuite, HandshakeError> {
     let suite = connection.negotiated_cipher_suite();
     let suite = suite.map(|suite| suite.suite());
@@ -195,12 +197,14 @@ fn negotiated_suite(connection: &CommonState) -> Result<CipherSuite, HandshakeEr
     })
 }
 
-/// Returns the version of a complete handshake.
+/// Returns the TLS version that a complete handshake negotiated.
 fn negotiated_version(connection: &CommonState) -> Result<Version, HandshakeError> {
     match connection.protocol_version() {
         Some(ProtocolVersion::TLSv1_2) => Ok(Version::V1_2),
         Some(ProtocolVersion::TLSv1_3) => Ok(Version::V1_3),
-        other => Err(local(format!("TLS {other:?} was negotiated"))),
+        other => Err(local(format!(
+            "the handshake negotiated version {other:?}, which was not offered"
+        ))),
     }
 }
 
@@ -238,8 +242,9 @@ pub(super) fn write_all(
     Ok(())
 }
 
-/// Waits until the peer has read this side's alert. Closing a socket with unread bytes
-/// resets the connection, and a reset discards what the peer has not read yet.
+/// Waits until the peer has read this side's alert. Without this wait, the close could discard the
+/// alert: closing a socket with unread bytes resets the connection, and a reset discards data that
+/// the peer has not read yet.
 pub fn linger(mut stream: &TcpStream, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let mut budget = FLIGHT_LIMIT_BYTES;
@@ -300,8 +305,8 @@ fn drive<C: Unbuffered>(
                 return stream.set_write_timeout(None).map_err(HandshakeError::Io);
             }
             Err(error) => {
-                // Best effort: the connection may have ended, and the first error is the one to
-                // report.
+                // Ignore a failure to send the alert: the connection may have ended, and the first
+                // error is the one to report.
                 let _ = write_all(stream, deadline, &outgoing);
                 return Err(error);
             }
@@ -312,7 +317,7 @@ fn drive<C: Unbuffered>(
 /// The next action of a handshake.
 enum Next {
     Go,
-    /// Send the outgoing bytes, a whole flight.
+    /// Send the outgoing bytes, which are a whole flight.
     Write,
     /// Read one more record.
     Read,
@@ -340,7 +345,7 @@ fn step<C: Unbuffered>(
         }
         Ok(_) => return Err(local("application data during the handshake")),
         Err(error) => {
-            // Best effort: the first error is the one to report.
+            // Ignore a failure to add the alert, because the first error is the one to report.
             let _ = add_alert(connection, outgoing);
             return Err(error.into());
         }
@@ -353,8 +358,8 @@ fn step<C: Unbuffered>(
     }
 }
 
-/// Appends the output that rustls queued when it failed. rustls reads no input while output is
-/// queued; afterwards it would continue with the rest of the invalid input.
+/// Appends the output that rustls queued when it failed. The loop ends when no output is queued,
+/// because after that rustls would continue with the rest of the invalid input.
 fn add_alert<C: Unbuffered>(
     connection: &mut C,
     outgoing: &mut Vec<u8>,
@@ -368,8 +373,8 @@ fn add_alert<C: Unbuffered>(
     Ok(())
 }
 
-/// Appends one message to `outgoing`. The first attempt returns the required length if the
-/// message does not fit.
+/// Appends one message to `outgoing`. If the message does not fit, the first attempt returns the
+/// required length, and the second attempt succeeds.
 pub(crate) fn encode<D>(
     part: &mut EncodeTlsData<'_, D>,
     outgoing: &mut Vec<u8>,
@@ -434,7 +439,7 @@ pub(crate) trait Unbuffered: Sized {
 
     fn common(&self) -> &CommonState;
 
-    /// Returns the traffic keys and the source of their successors.
+    /// Returns the traffic keys, and the object that derives the next keys.
     fn into_secrets(self) -> Result<(ExtractedSecrets, Box<dyn Renewal>), rustls::Error>;
 }
 

@@ -90,7 +90,7 @@ impl Identity {
     /// | file, in PEM | content |
     /// | --- | --- |
     /// | `cert.pem` | this host's certificate, followed by any intermediates |
-    /// | `key.pem` | its private key, which not every user of the host may read |
+    /// | `key.pem` | its private key, which must not be readable by every user of the host |
     /// | `ca-cert.pem` | the trust anchors; not needed if all peers are pinned ([`Pin`](crate::Pin)) |
     /// | `ca-crl.pem` | revocation lists; optional |
     /// | `denied` | not PEM: one key to refuse on each line, as `spki-sha256:…`; optional |
@@ -108,7 +108,7 @@ impl Identity {
         Self::load_files(files, options)
     }
 
-    /// Like [`Identity::load`], with files at any path. [`Files`] is an item of `dunlin-lane`.
+    /// Like [`Identity::load`], with files at any path. Only `dunlin-lane` exports [`Files`], not `dunlin`.
     ///
     /// # Errors
     /// [`IdentityError`], which names the file and the remedy.
@@ -146,8 +146,8 @@ impl Identity {
             let mut scopes = HashSet::new();
             for (position, (list, decoded)) in lists {
                 let scope = decoded.issuing_distribution_point().map(<[u8]>::to_vec);
-                // Ignore the date of a list that a newer list replaces: it may be out of date
-                // without harm.
+                // Ignore the date of a list that a newer list replaces, because the older list is
+                // not used.
                 if scopes.insert((issuer_and_date(list).map(|(issuer, _)| issuer), scope)) {
                     dates.extend(Dated::of_revocation_list(path, position, list));
                 }
@@ -217,8 +217,8 @@ impl Identity {
         })
     }
 
-    /// Checks a peer against the denied keys and revocation lists. The peer was admitted earlier,
-    /// perhaps by a previously loaded identity.
+    /// Checks a peer that was admitted earlier against the denied keys and revocation lists of this
+    /// identity. A previously loaded identity may have admitted the peer.
     ///
     /// # Errors
     /// [`PeerRefused::Denied`] or [`PeerRefused::Revoked`].
@@ -265,7 +265,8 @@ impl Identity {
             })?;
         match CertifiedKey::new(self.chain.clone(), signer).keys_match() {
             Ok(()) => Ok(()),
-            // The library cannot compare them; the first handshake detects a mismatch.
+            // The library cannot compare the key with the certificate, so the key is accepted here.
+            // The first handshake detects a mismatch.
             Err(rustls::Error::InconsistentKeys(rustls::InconsistentKeys::Unknown)) => Ok(()),
             Err(rustls::Error::InconsistentKeys(_)) => Err(IdentityErrorKind::KeyMismatch {
                 key: self.files.key.clone(),
@@ -278,18 +279,18 @@ impl Identity {
         }
     }
 
-    /// Checks the extended key usage (RFC 5280, section 4.2.1.12) as a peer does, but names the
-    /// file.
+    /// Checks the extended key usage (RFC 5280, section 4.2.1.12) as a peer does, but with an error
+    /// that names the file.
     pub(super) fn check_purpose(&self, role: Role) -> Result<(), IdentityErrorKind> {
         let certificate = self.leaf()?;
         let Ok(Some(usage)) = certificate.extended_key_usage() else {
             return Ok(());
         };
         let (fits, wanted) = match role {
-            Role::Source => (usage.value.client_auth, "TLS clients, which a source is"),
+            Role::Source => (usage.value.client_auth, "TLS clients, as a source needs"),
             Role::Destination => (
                 usage.value.server_auth,
-                "TLS servers, which a destination is",
+                "TLS servers, as a destination needs",
             ),
         };
         if fits || usage.value.any {
@@ -347,7 +348,7 @@ impl Dated {
         Ok(Self::new(item, path, position, dates))
     }
 
-    /// Returns `None` if the list does not state when its successor is due.
+    /// Returns `None` if the list does not state when the next list is due.
     fn of_revocation_list(path: &Path, position: usize, list: &[u8]) -> Option<Self> {
         let (_, list) = CertificateRevocationList::from_der(list).ok()?;
         let dates = (list.last_update(), list.next_update()?);

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! If the kernel rejects a connection's keys although it accepted the probe's, the connection is
-//! closed and never used with other keys: one direction might be unencrypted. With `auto`, later
-//! connections then use this process until the kernel is probed again.
+//! closed. It is not used with keys in this process, because one direction might be unencrypted.
+//! With `auto`, later connections then use this process until the kernel is probed again.
 
 mod chosen;
 mod driver;
@@ -36,7 +36,7 @@ use super::sync::lock;
 pub use chosen::{Acceleration, Chosen, Device, Inspector, RecordEngine, RecordEngines};
 pub use driver::Driver;
 
-/// The time after which a kernel that refused is probed again.
+/// Time after a refusal until the kernel is probed again.
 const REFUSAL_LIFETIME: Duration = Duration::from_secs(30);
 /// Timeout of the probe's connection.
 const PROBE_LIMIT: Duration = Duration::from_secs(2);
@@ -68,10 +68,10 @@ pub enum Refused {
         /// The kernel's error.
         reason: String,
     },
-    /// The kernel's cipher is slower than this process's.
+    /// The kernel's cipher is slower than the cipher of this process.
     #[error(
-        "this kernel's driver is {driver}, which does not use the processor's AES instructions: \
-         load the module that does (`modprobe aesni-intel`), or require the kernel explicitly"
+        "this kernel's cipher driver is {driver}, which does not use the processor's AES instructions: \
+         load a driver that does (`modprobe aesni-intel`), or require kernel TLS explicitly"
     )]
     Slow {
         /// The kernel's driver.
@@ -79,8 +79,8 @@ pub enum Refused {
     },
     /// This process cannot see which driver the kernel uses.
     #[error(
-        "cannot read this kernel's cipher driver from /proc/crypto, so it may be slow: let this \
-         process read that file (a service's ProcSubset=pid hides it), or require the kernel \
+        "cannot read this kernel's cipher driver from /proc/crypto, so the driver may be slow: let \
+         this process read that file (a service's ProcSubset=pid hides it), or require kernel TLS \
          explicitly"
     )]
     Untold,
@@ -110,14 +110,14 @@ impl Refused {
 pub struct Abilities {
     /// The driver that seals and opens records; `None` if the kernel does not report it.
     pub driver: Option<Driver>,
-    /// The kernel can replace a connection's keys (Linux 6.14).
+    /// Whether the kernel can replace a connection's keys (since Linux 6.14).
     pub renews_keys: bool,
 }
 
-/// What seals and opens records, and why.
+/// Whether the kernel or this process seals and opens records, and why.
 #[derive(Clone, Debug)]
 pub struct Choice {
-    /// Whether the kernel does.
+    /// Whether the kernel seals and opens records.
     pub is_kernel: bool,
     /// A line for the log.
     pub reason: String,
@@ -125,8 +125,9 @@ pub struct Choice {
     pub driver: Option<Driver>,
 }
 
-/// Chooses what seals and opens `suite` under the setting `offload`. The first call for a suite
-/// opens a connection to this host and may load the kernel's module.
+/// Chooses by the setting `offload` whether the kernel or this process seals and opens the records
+/// of `suite`. The first call for a suite opens a connection to this host and may load the kernel's
+/// module.
 ///
 /// # Errors
 /// [`Refused`], if the setting requires the kernel.
@@ -166,8 +167,8 @@ fn process(reason: &dyn fmt::Display) -> Choice {
 
 /// Returns what the kernel supports for `suite`, from a cached probe. A refusal is cached for half
 /// a minute, because the module may be loaded later. A failure of this process (for example, no
-/// free descriptor) is not cached. A process that will lose the ability to connect to itself should
-/// call this first: the cached result then stays.
+/// free descriptor) is not cached. A process that will later lose the ability to connect to itself
+/// should call this function before; the cached result then remains valid.
 ///
 /// # Errors
 /// [`Refused`].
@@ -189,8 +190,8 @@ pub fn abilities(suite: CipherSuite) -> Result<Abilities, Refused> {
     result
 }
 
-/// Makes `auto` choose this process for a while, after the kernel rejected a connection that it
-/// should have accepted.
+/// Caches a refusal, so that `auto` chooses this process for [`REFUSAL_LIFETIME`]. Called when the
+/// kernel rejects a connection's keys although the probe succeeded.
 fn remember(suite: CipherSuite, refused: &Refused) {
     if let Some(found) = Cached::of(&Err(refused.clone())) {
         cache()[suite as usize] = Some(found);
@@ -244,8 +245,8 @@ pub fn install(
 }
 
 /// Prepares a connection for [`give`]. Returns false if the peer has already closed the connection;
-/// the kernel then has no key, and this process can read the peer's final message, usually the reason
-/// for a refusal.
+/// the kernel then has no key, and this process can read the peer's final message, which usually
+/// contains the peer's reason.
 ///
 /// # Errors
 /// Same as [`install`].
@@ -283,7 +284,8 @@ pub(crate) fn give(
     Ok(())
 }
 
-/// Caches a refusal in TLS 1.3 for later connections; the probe covers that version.
+/// If the version is TLS 1.3, caches a refusal for later connections. A refusal of another version
+/// is not cached, because the probe tests only TLS 1.3.
 fn remembered(
     result: Result<(), Refused>,
     suite: CipherSuite,
@@ -316,7 +318,7 @@ pub fn choose_for_relay(
     Ok(choice)
 }
 
-/// Why a connection ends when its keys must be renewed.
+/// Why a connection ends when its keys must be renewed and the kernel cannot renew them.
 pub const CANNOT_RENEW: &str = "this kernel cannot replace a connection's keys (needs Linux \
  6.14): let this process seal the records of this route";
 
@@ -339,7 +341,8 @@ pub fn renew(
 fn attach(stream: &TcpStream) -> Result<(), Refused> {
     ktls::attach(stream).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Refused::Absent,
-        // One closed direction is enough for this (tls_init, net/tls/tls_main.c).
+        // The kernel returns this error even if only one direction is closed (tls_init,
+        // net/tls/tls_main.c).
         io::ErrorKind::NotConnected => Refused::Gone,
         _ => failed(error),
     })
@@ -389,11 +392,11 @@ fn try_give(
     }
 }
 
-/// The first nonce for the kernel. AES-GCM in TLS 1.2 sends eight bytes of each nonce. The
-/// handshake derives them by adding the record number to the key block's value; the kernel counts
-/// up from the value that it receives. Starting at the key block's value would reuse the nonce of
-/// *Finished*, and two records with the same nonce reveal the key. So the kernel starts at a
-/// distance of 2^63.
+/// Returns the first nonce for the kernel. With AES-GCM in TLS 1.2 each record contains eight bytes
+/// of its nonce. The handshake derives them by adding the record number to the value from the key
+/// block. The kernel counts up from the value that it receives. If the kernel started at the key
+/// block's value, it would reuse the nonce of *Finished*, and two records with the same nonce
+/// reveal the key. So the kernel starts at a distance of 2^63.
 fn first_nonce(mut iv: [u8; 12], cipher: Cipher, version: Version) -> [u8; 12] {
     if version == Version::V1_2 && cipher != Cipher::ChaCha20Poly1305 {
         iv[4] ^= 0x80;
@@ -415,7 +418,7 @@ fn probe(suite: CipherSuite) -> Result<Abilities, Refused> {
     })?;
     attach(&near)?;
     attach(&far)?;
-    // These keys protect nothing: both ends are in this process.
+    // Fixed keys are safe here, because both ends of the connection are in this process.
     let keys = [[1; 32], [2; 32], [3; 32]];
     let key = |number: usize| (suite, &keys[number][..suite.key_bytes()], [0; 12]);
     let give =
@@ -504,7 +507,8 @@ mod tests {
         for cipher in [Cipher::Aes128Gcm, Cipher::Aes256Gcm] {
             let first = first_nonce(iv, cipher, Version::V1_2);
             assert_eq!(first[..4], iv[..4]);
-            // The handshake's nonces are the key block's value plus a small number, without carry.
+            // The handshake's nonces have the same highest bit as the key block's value, because
+            // only small record numbers are added to that value.
             let number = |iv: [u8; 12]| u64::from_be_bytes(*iv.last_chunk().unwrap());
             assert_eq!(number(first) ^ number(iv), 1 << 63);
         }

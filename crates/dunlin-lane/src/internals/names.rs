@@ -26,8 +26,9 @@ const ANY_LABEL: &str = "*.";
 /// consulted (RFC 9525, section 2).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum PeerName {
-    /// A DNS name. A leading `*.` matches one label: in a certificate, any label, as the authority
-    /// certified; in a list of allowed names, any host in that domain.
+    /// A DNS name. A leading `*.` matches exactly one label. In a certificate it covers every
+    /// host name in that domain, as the authority certified. In a list of allowed names it allows
+    /// every host in that domain.
     Dns(String),
     /// An IP address.
     Ip(IpAddr),
@@ -93,13 +94,13 @@ impl PeerName {
     }
 }
 
-/// Whether this is the address of a service, `host.example:4444`, rather than a URI.
+/// Whether `text` is the address of a service, such as `host.example:4444`, and not a URI.
 fn has_port(text: &str) -> bool {
     let is_service = |(host, port): (&str, &str)| port.parse::<u16>().is_ok() && is_host(host);
     text.parse::<SocketAddr>().is_ok() || text.rsplit_once(':').is_some_and(is_service)
 }
 
-/// Whether this is a DNS name or a wildcard pattern.
+/// Whether `text` is a DNS name or a wildcard pattern.
 fn is_host(text: &str) -> bool {
     DnsName::try_from(text.strip_prefix(ANY_LABEL).unwrap_or(text)).is_ok()
 }
@@ -135,7 +136,7 @@ impl FromStr for PeerName {
 impl fmt::Display for PeerName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // Escape the name: a certificate may hold any bytes, and logs print them.
+            // Escape the name, because a certificate may hold any bytes, and logs print them.
             Self::Dns(name) => write!(f, "DNS {}", name.escape_debug()),
             Self::Ip(address) => write!(f, "IP {address}"),
             Self::Uri(uri) => write!(f, "URI {}", uri.escape_debug()),

@@ -11,7 +11,7 @@ pub enum Offload {
     /// The kernel if it supports the cipher and has a fast implementation, otherwise this process.
     #[default]
     Auto,
-    /// The kernel only; fail if it cannot.
+    /// The kernel only; fail if it cannot seal and open the records.
     Kernel,
     /// This process.
     Process,

@@ -27,9 +27,9 @@ use super::names::{BadName, PeerName, names};
 /// the certificate is renewed for the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pin {
-    /// Of the whole certificate (DER).
+    /// SHA-256 of the whole certificate (DER).
     Certificate([u8; 32]),
-    /// Of its SubjectPublicKeyInfo (RFC 5280, section 4.1.2.7; DER).
+    /// SHA-256 of the certificate's SubjectPublicKeyInfo (RFC 5280, section 4.1.2.7; DER).
     Key([u8; 32]),
 }
 
@@ -46,7 +46,7 @@ pub enum Peer {
 /// The allowed peers. An iterator of [`Peer`] collects into [`Peers::OneOf`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Peers {
-    /// Every holder of a certificate from the CA bundle.
+    /// Every holder of a certificate that an authority in the CA bundle issued.
     AnyFromAuthority,
     /// Only these peers; none if the list is empty.
     OneOf(Vec<Peer>),
@@ -55,12 +55,11 @@ pub enum Peers {
 /// Why a peer was admitted, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AuthorisedBy {
-    /// An authority of the CA bundle issued its certificate, and nothing else is required.
+    /// An authority of the CA bundle issued the peer's certificate, and nothing else is required.
     Authority,
-    /// An authority of the CA bundle issued its certificate, which carries this allowed
-    /// name.
+    /// An authority of the CA bundle issued the peer's certificate, which carries this allowed name.
     Name(PeerName),
-    /// Its certificate or key is pinned.
+    /// The peer's certificate or key is pinned.
     Pin(Pin),
 }
 
@@ -87,7 +86,7 @@ pub enum BadPeer {
     /// The text is neither a pin nor a name.
     #[error(transparent)]
     Name(#[from] BadName),
-    /// The text begins like a pin.
+    /// The text begins like a pin, but is not a valid pin.
     #[error(
         "invalid pin {text:?}: use sha256: for a certificate or spki-sha256: for its key, followed by 64 hexadecimal digits, with or without colons"
     )]
@@ -128,17 +127,17 @@ pub enum PeerRefused {
         list: PathBuf,
     },
     /// A revocation list of this host contains the certificate.
-    #[error("the peer's certificate is revoked: give the peer another one")]
+    #[error("the peer's certificate is revoked: give the peer another certificate")]
     Revoked,
     /// Only pins are allowed, and none of them matches.
     #[error(
-        "the peer's certificate is not the pinned one: it is {certificate}, its key {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise another host answers at that address",
+        "the peer's certificate is not the pinned one: it is {certificate}, its key is {key}, and pinned {} {}; if the peer's certificate was replaced, pin the new one on this host; otherwise another host answers at that address",
         if .allowed.len() == 1 { "is" } else { "are" }, list(.allowed)
     )]
     Pin {
         /// The pin of the certificate.
         certificate: Pin,
-        /// The pin of its key.
+        /// The pin of the certificate's key.
         key: Pin,
         /// The allowed peers.
         allowed: Vec<Peer>,
@@ -184,8 +183,8 @@ impl Peers {
         }
     }
 
-    /// Whether both lists contain the same entry. A name and a pin of the same peer are different
-    /// entries.
+    /// Whether the two lists have an entry in common. A name and a pin of the same peer are
+    /// different entries.
     #[cfg(feature = "unstable-internals")]
     pub fn share_one(&self, other: &Self) -> bool {
         match (self, other) {
@@ -205,17 +204,18 @@ impl Peers {
         })
     }
 
-    /// Returns the reason why the holder of `leaf` may connect. Unless `leaf` is pinned, its chain
-    /// must have been verified.
+    /// Returns the reason why the holder of `leaf` may connect. The caller must have verified the
+    /// chain of `leaf`, except if `leaf` is pinned.
     ///
     /// # Errors
-    /// [`PeerRefused`] if it may not. A certificate that cannot be parsed carries no names.
+    /// [`PeerRefused`] if the holder may not connect. A certificate that cannot be parsed carries
+    /// no names.
     pub(super) fn authorise(&self, leaf: &CertificateDer<'_>) -> Result<AuthorisedBy, PeerRefused> {
         let Self::OneOf(allowed) = self else {
             return Ok(AuthorisedBy::Authority);
         };
-        // Check pins first: the names in a pinned certificate may not be certified by any
-        // authority.
+        // Check pins first, because possibly no authority certifies the names in a pinned
+        // certificate.
         if let Some(pin) = self.pinned(leaf) {
             return Ok(AuthorisedBy::Pin(pin));
         }
@@ -232,8 +232,8 @@ impl Peers {
     /// Returns the reason why a peer that another list admitted is also allowed by this list.
     ///
     /// # Errors
-    /// [`PeerRefused`] if it is not. No authority certifies the names of a peer that a pin
-    /// admitted, so only pins can allow it.
+    /// [`PeerRefused`] if this list does not allow the peer. No authority certifies the names of a
+    /// peer that a pin admitted, so only a pin in this list can allow such a peer.
     #[cfg(feature = "unstable-internals")]
     pub fn authorise_further(&self, peer: &PeerIdentity) -> Result<AuthorisedBy, PeerRefused> {
         if !matches!(peer.authorised_by, AuthorisedBy::Pin(_)) {
@@ -259,7 +259,7 @@ impl Peers {
         }
     }
 
-    /// The name to send as SNI: the first one that SNI can express.
+    /// The name to send as SNI: the first allowed name that SNI can express.
     pub(super) fn server_name(&self) -> Option<ServerName<'static>> {
         let Self::OneOf(allowed) = self else {
             return None;
@@ -302,14 +302,15 @@ impl PeerIdentity {
     ///
     /// A peer admitted by a pin is identified by that pin. A peer admitted by name is identified by
     /// that name and the authority that certifies it. A peer admitted by `*.DOMAIN` or by any
-    /// certificate of an authority is identified by all of its names, or by its key if it has none:
-    /// hosts may share one of their names.
+    /// certificate of an authority is identified by all of its names, because other hosts may share
+    /// one of them. A peer without names is identified by its key.
     pub fn principal(&self) -> Principal {
         let itself = || Principal::Certificate(self.fingerprint);
         match (&self.authorised_by, self.authority) {
             (AuthorisedBy::Pin(Pin::Certificate(digest)), _) => Principal::Certificate(*digest),
             (AuthorisedBy::Pin(Pin::Key(digest)), _) => Principal::Key(*digest),
-            // The server of a hand-off. Hand-offs have no sessions.
+            // A peer without an authority is the server of a hand-off. Hand-offs have no sessions,
+            // so this principal is never compared with a later peer.
             (_, None) => itself(),
             (AuthorisedBy::Name(allowed), Some(authority)) if !allowed.is_pattern() => {
                 match recorded(allowed) {
@@ -328,7 +329,8 @@ impl PeerIdentity {
     }
 
     /// Whether this peer is `principal`. Every privilege of a session's own peer depends on this
-    /// comparison. A handshake must have admitted this peer, so its certificate is valid now.
+    /// comparison. Call this only for a peer that a handshake has admitted, so that its certificate
+    /// is valid.
     pub fn is(&self, principal: &Principal) -> bool {
         match principal {
             Principal::Certificate(digest) => self.fingerprint == *digest,
@@ -344,9 +346,9 @@ impl PeerIdentity {
         }
     }
 
-    /// Returns a list that admits this peer for the same reason, even with a renewed
-    /// certificate. Use the list for handshakes; [`PeerIdentity::is`] decides whether it is
-    /// the same peer.
+    /// Returns a list that admits this peer for the reason for which it was admitted, even with a
+    /// renewed certificate. Use the list for handshakes; then check with [`PeerIdentity::is`]
+    /// whether the admitted peer is this peer.
     #[cfg(feature = "unstable-internals")]
     pub fn alone(&self) -> Peers {
         match &self.authorised_by {
@@ -364,8 +366,8 @@ fn recorded(name: &PeerName) -> Option<String> {
     same.then_some(text)
 }
 
-/// SHA-256 of all names of a certificate, sorted, DNS names in lower case, each after its length;
-/// `None` if there are none.
+/// SHA-256 of all names of a certificate. The names are sorted, DNS names are in lower case, and
+/// the length of each name precedes it. `None` if there are no names.
 fn all_names(names: &[PeerName]) -> Option<[u8; 32]> {
     let mut texts: Vec<String> = names
         .iter()

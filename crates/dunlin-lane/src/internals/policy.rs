@@ -18,8 +18,8 @@
 //! whether to present this host's certificate.
 //!
 //! A source's settings never change, so all lanes of a session use the same ones. A destination can
-//! replace its settings while it runs: [`ServerTls::replace`] affects every later handshake, except
-//! those of a session in progress: its lanes keep its settings.
+//! replace its settings while it runs. [`ServerTls::replace`] affects every later handshake, except
+//! those of a session in progress: its lanes keep the settings with which the session began.
 
 pub(super) mod handoff;
 
@@ -47,7 +47,8 @@ use super::trust::Trust;
 pub use super::provider::OldestTls;
 pub use super::trust::bundle::{Bundle, TrustPolicy};
 
-/// The protocol's name in both hellos (RFC 7301). Its versions are negotiated above TLS.
+/// The name of Dunlin's protocol in both hellos (ALPN, RFC 7301). Protocol versions are negotiated
+/// above TLS.
 pub const ALPN: &[u8] = b"dunlin";
 
 const VERSIONS: &[&SupportedProtocolVersion] = &[&version::TLS13];
@@ -97,7 +98,7 @@ pub(super) struct Side {
     pub(super) offload: Offload,
 }
 
-/// The TLS settings of the accepting side. Clones share what [`ServerTls::replace`] changes.
+/// The TLS settings of the accepting side. [`ServerTls::replace`] replaces them in all clones.
 #[derive(Clone, Debug)]
 pub struct ServerTls {
     current: Arc<Mutex<Arc<ServerSettings>>>,
@@ -133,7 +134,7 @@ impl Identity {
     }
 
     /// Returns settings for a relay that connects to `peers` at `host`. The peers need not be
-    /// Dunlin. SNI carries `host` if no name in `peers` fits.
+    /// Dunlin. SNI carries `host` if it cannot carry any name in `peers`.
     #[cfg(feature = "unstable-internals")]
     pub fn relay_client(
         &self,
@@ -295,12 +296,14 @@ impl ServerTls {
         kept.unwrap_or_else(|| Arc::clone(&lock(&self.current)))
     }
 
-    /// Uses `settings` for everything that belongs to the session.
+    /// Uses `settings` for all later handshakes, because these belong to the session that began
+    /// with `settings`.
     pub(super) fn keep_settings(&self, settings: &Arc<ServerSettings>) {
         *lock(&self.kept) = Some(Arc::clone(settings));
     }
 
-    /// Returns the same settings for one more session, which keeps its own.
+    /// Returns these settings for another session. [`ServerTls::replace`] affects both objects, but
+    /// each of the two sessions keeps the settings with which it began.
     #[cfg(feature = "unstable-internals")]
     pub fn of_session(&self) -> Self {
         Self {
@@ -310,7 +313,8 @@ impl ServerTls {
     }
 }
 
-/// rustls requires a name even if it sends none; no verifier in this crate reads it.
+/// A placeholder for the server name, which rustls requires even if it sends none. No verifier in
+/// this crate reads it.
 fn no_name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([0, 0, 0, 0]).into())
 }

@@ -1,9 +1,9 @@
-//! The crypto library that seals and opens records, and the parts of rustls's provider.
+//! The crypto library that seals and opens records, and the rustls provider for handshakes.
 //!
-//! ring and aws-lc-rs are both fast, but on different processors: they use different vector
-//! extensions, and one can be twice as fast as the other. [`fastest`](super::fastest) measures both for a few
-//! milliseconds. If built in, aws-lc-rs provides key exchange and signatures for the handshake,
-//! because ring has no X25519MLKEM768; that choice does not affect speed.
+//! ring and aws-lc-rs use different vector extensions. Which of them is faster depends on the
+//! processor, and one can be twice as fast as the other. [`fastest`](super::fastest) measures both
+//! for a few milliseconds. If built in, aws-lc-rs provides key exchange and signatures for the
+//! handshake, because ring has no X25519MLKEM768; that choice does not affect speed.
 
 mod named;
 mod older;
@@ -27,9 +27,9 @@ compile_error!("no crypto library: enable the feature `ring`, `aws-lc-rs` or bot
 /// A crypto library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Provider {
-    /// ring.
+    /// The library ring.
     Ring,
-    /// aws-lc-rs.
+    /// The library aws-lc-rs.
     AwsLcRs,
 }
 
@@ -76,7 +76,7 @@ pub struct Crypto {
     pub provider: Provider,
     /// Offered and accepted suites, best first.
     pub suites: Vec<CipherSuite>,
-    /// Whether the kernel seals and opens records instead.
+    /// Whether the kernel seals and opens records instead of the library.
     pub offload: Offload,
 }
 
@@ -126,7 +126,8 @@ impl Provider {
     }
 }
 
-/// The suites have the same names in both libraries.
+/// Returns the suites of a cipher. This is a macro because the libraries are separate modules; both
+/// use the same names.
 macro_rules! suites {
     ($library:ident, $suite:expr) => {{
         use rustls::crypto::$library::cipher_suite as suites;
@@ -164,7 +165,7 @@ impl CipherSuite {
 
     /// The cipher of a negotiated suite of any TLS version.
     pub(super) fn of(negotiated: rustls::CipherSuite) -> Option<Self> {
-        // A suite has the same number in every library.
+        // A suite has the same number in every library, so any of the libraries can be searched.
         let provider = Provider::built_in()[0];
         Self::ALL.into_iter().find(|cipher| {
             let suites = cipher.rustls(provider);
@@ -198,7 +199,8 @@ pub(super) fn handshake_algorithms() -> WebPkiSupportedAlgorithms {
     handshake_provider().signature_verification_algorithms
 }
 
-/// The provider of the handshake without its suites; none of this affects speed.
+/// The provider of the handshake, without its suites. Its library does not affect the speed of
+/// records.
 fn handshake_provider() -> CryptoProvider {
     #[cfg(feature = "aws-lc-rs")]
     {
@@ -221,14 +223,15 @@ fn handshake_provider() -> CryptoProvider {
 
 /// An AEAD key in one of the two libraries. The caller must never use a nonce twice.
 pub(super) enum AeadKey {
-    // Boxed: ring stores the key schedule inline, aws-lc-rs behind a pointer.
+    // Boxed, because ring stores the key schedule inline. aws-lc-rs stores it behind a pointer.
     #[cfg(feature = "ring")]
     Ring(Box<ring::aead::LessSafeKey>),
     #[cfg(feature = "aws-lc-rs")]
     AwsLcRs(aws_lc_rs::aead::LessSafeKey),
 }
 
-/// The libraries' types differ, but their names and signatures match.
+/// Makes a key. This is a macro because the libraries' types differ; their names and signatures
+/// match.
 macro_rules! new_key {
     ($library:ident, $wrap:expr, $suite:expr, $key:expr) => {{
         use $library::aead;
@@ -324,7 +327,8 @@ impl AeadKey {
 #[cfg(feature = "aws-lc-sys")]
 pub(super) use dunlin_linux::aead::{GuestOpener, GuestSealer};
 
-/// Without aws-lc-sys this type has no values: ring and aws-lc-rs work only on references.
+/// Takes the place of `GuestOpener` and `GuestSealer` in a build without aws-lc-sys. The type has
+/// no values, because ring and aws-lc-rs work only on references, not on guest memory.
 #[cfg(not(feature = "aws-lc-sys"))]
 mod without {
     use vm_memory::VolatileSlice;

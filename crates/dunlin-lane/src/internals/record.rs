@@ -37,9 +37,9 @@ pub const RECEIVED_RECORD_BYTES: usize = HEADER_BYTES + CONTENT_BYTES + 256;
 /// A sealed close_notify.
 pub const CLOSE_NOTIFY_BYTES: usize = 2 + OVERHEAD_BYTES;
 /// Maximum number of data records under one key in one direction. 2^24 full AES-GCM records keep an
-/// attacker's advantage near 2^-57 (RFC 8446, section 5.5). At 16 KiB that is 256 GiB; then the
-/// lane is replaced. ChaCha20-Poly1305 needs no such limit but gets the same one, so that peers
-/// behave the same with every suite.
+/// attacker's advantage near 2^-57 (RFC 8446, section 5.5). With 16 KiB in each record that is 256
+/// GiB of content. The lane is replaced before it reaches the limit. ChaCha20-Poly1305 does not
+/// need a limit but has the same one, so that peers behave the same with every suite.
 pub const RECORD_LIMIT: u64 = 1 << 24;
 
 pub(super) const TAG_BYTES: usize = 16;
@@ -48,8 +48,8 @@ pub(super) const HANDSHAKE: u8 = 22;
 pub(super) const ALERT: u8 = 21;
 /// The version in every protected record (RFC 8446, section 5.2).
 pub(super) const LEGACY_VERSION: [u8; 2] = [3, 3];
-/// Maximum number of consecutive records without content. Each costs the peer 22 bytes and this
-/// side an AEAD call, so a longer sequence is an attack or a fault.
+/// Maximum number of consecutive records without content. Each of these records costs the peer 22
+/// bytes and this side an AEAD call, so a longer sequence is an attack or a fault.
 pub(super) const EMPTY_RUN_LIMIT: u32 = 32;
 /// Records reserved for alerts after the last data record, so that a lane at its limit can still be
 /// closed.
@@ -100,7 +100,7 @@ pub enum OpenError {
     /// The length in the header is outside the range of RFC 8446.
     #[error("record length {bytes} from the peer is outside the range of RFC 8446")]
     Length {
-        /// The length of the record's body in its header.
+        /// The length of the record's body, as the record's header states it.
         bytes: usize,
     },
     /// The tag is invalid: the record was modified, reordered, dropped or sealed with another key.
@@ -141,12 +141,12 @@ pub enum OpenError {
         "the peer sealed more than {RECORD_LIMIT} records with one key: the lane must be replaced"
     )]
     Limit,
-    /// An earlier record has already ended this half.
+    /// An earlier record has already ended this half of the lane.
     #[error("this lane already failed or was closed")]
     Spent,
 }
 
-/// A handshake message after the handshake.
+/// A handshake message that the peer sends after the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LateMessage {
@@ -191,22 +191,23 @@ impl std::fmt::Display for Alert {
             40 | 71 => "no cipher suite or key exchange in common: allow one on both hosts",
             42 | 46 | 49 => {
                 "it does not allow this host as a peer: compare this host's certificate (names and pin) with \
-                 the peers that it allows, and its key with those that it denies"
+                 the peer's list of allowed peers, and the certificate's key with the peer's list of denied \
+                 keys"
             }
             43 => {
-                "it does not accept this host's certificate for this side of a connection: a source needs \
-                 one for TLS clients, a destination one for TLS servers (extended key usage)"
+                "it does not accept this host's certificate for this side of a connection: a source needs a \
+                 certificate for TLS clients, a destination one for TLS servers (extended key usage)"
             }
             44 => "it considers this host's certificate revoked: replace it",
             45 => "it considers this host's certificate expired: renew it, or correct the clocks",
             48 => {
                 "it does not trust the authority of this host's certificate, has no current revocation \
-                 list of it, or lacks an intermediate's certificate: give both hosts \
-                 certificates of one authority, and append intermediates to this host's"
+                 list of that authority, or lacks an intermediate certificate: give both hosts certificates \
+                 of one authority, and append intermediate certificates to this host's certificate file"
             }
             51 => {
-                "it cannot verify a signature from this host: its authority may have the same name as the \
-                 one that issued this host's certificate, but another key"
+                "it cannot verify a signature from this host: an authority that it trusts may have the same \
+                 name as the issuer of this host's certificate, but another key"
             }
             70 => "it does not speak TLS 1.3",
             116 => "it requires a certificate and received none",
@@ -219,19 +220,19 @@ impl std::fmt::Display for Alert {
 /// The content of an opened record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Opened {
-    /// Data: the number of bytes, in place after the record's header.
+    /// Data of this many bytes, in place after the record's header.
     Data(usize),
     /// close_notify: the peer sends nothing more on this lane, and this close is authentic.
     Closed,
 }
 
-/// The content of a record from a peer that need not be Dunlin.
+/// The content of a record from a peer that may be a program other than Dunlin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
-    /// Content that a lane's record may hold.
+    /// Content that is also allowed on a lane.
     Usual(Opened),
-    /// Handshake messages: the number of bytes, in place after the record's header, and the first
-    /// message. They end a lane.
+    /// Handshake messages: the number of their bytes, which begin after the record's header, and
+    /// the first message. On a lane these messages are an error.
     Late(usize, LateMessage),
 }
 
@@ -251,7 +252,7 @@ impl Content {
     pub(super) fn of_control(content_type: u8, content: &[u8]) -> Result<Self, OpenError> {
         match content_type {
             ALERT => match *content {
-                // The level is ignored in TLS 1.3 (section 6).
+                // TLS 1.3 ignores the alert's level (RFC 8446, section 6).
                 [_, 0] => Ok(Self::Usual(Opened::Closed)),
                 [_, alert] => Err(OpenError::Alert {
                     alert: Alert(alert),
@@ -329,8 +330,8 @@ impl SealHalf {
         RECORD_LIMIT.saturating_sub(self.sequence)
     }
 
-    /// Seals one data record in place. `record` is the whole record: [`HEADER_BYTES`] to fill in,
-    /// the content, and [`TRAILER_BYTES`] to fill in.
+    /// Seals one data record in place. `record` is the whole record: [`HEADER_BYTES`] that this
+    /// call fills in, the content, and [`TRAILER_BYTES`] that this call fills in.
     ///
     /// # Errors
     /// [`SealError`]. No part of the record may be sent.
@@ -391,8 +392,7 @@ impl SealHalf {
     /// Seals the close_notify alert, which ends this direction.
     ///
     /// # Errors
-    /// [`SealError`], as for [`SealHalf::seal`], but this also works on a lane at its
-    /// record limit.
+    /// [`SealError`], as for [`SealHalf::seal`]. The call also works on a lane at its record limit.
     pub fn close_notify(&mut self) -> Result<[u8; CLOSE_NOTIFY_BYTES], SealError> {
         if self.sequence >= RECORD_LIMIT + ALERT_ROOM {
             return Err(SealError::Limit);
@@ -493,9 +493,9 @@ impl OpenHalf {
     /// record's length without [`OVERHEAD_BYTES`], which is the content's length if there is no
     /// padding.
     ///
-    /// If the record holds anything else (padded data or an alert), the result is that of
-    /// [`OpenHalf::open`], in place after the header, as [`Landed::InRecord`]. The pages then
-    /// contain other bytes, and the caller must still fill them.
+    /// If the record holds padded data or an alert instead, the content stays in `record`, after
+    /// the header, as after [`OpenHalf::open`], and the result is [`Landed::InRecord`]. The pages
+    /// then hold undefined bytes, and the caller must still fill them.
     ///
     /// # Errors
     /// [`OpenError`]. The content of the pages is then undefined and must be overwritten or never
@@ -537,7 +537,7 @@ impl OpenHalf {
             self.empty_run = 0;
             return Ok(Landed::InGuest);
         }
-        // Copy the plaintext back over the ciphertext, which can be overwritten.
+        // Copy the plaintext over the ciphertext, which is no longer needed.
         let (inner, _) = body.split_at_mut(body.len() - TAG_BYTES);
         let mut at = 0;
         for page in pages {
@@ -568,8 +568,8 @@ impl OpenHalf {
         Ok((*header, body))
     }
 
-    /// Like [`OpenHalf::open`], for a peer that may send messages after the handshake. The caller
-    /// must not open more records after an error or a close.
+    /// Like [`OpenHalf::open`], for a peer that may send TLS messages after the handshake. The
+    /// caller must not open more records after an error or a close.
     pub(super) fn open_next(&mut self, record: &mut [u8]) -> Result<Content, OpenError> {
         let (header, body) = self.checked(record)?;
         let inner_bytes = self

@@ -1,8 +1,9 @@
-//! The TLS records of a relay: the connection to another program, which two threads serve.
+//! The TLS records of a relay's connection to another program. Two threads serve the connection,
+//! one for each direction.
 //!
 //! With [`session`], rustls seals and opens the records in this process. With [`in_kernel`], the
-//! kernel does, and this process handles only TLS's own messages. A lane connects to Dunlin only
-//! and needs neither: it never renews keys and accepts only data.
+//! kernel does, and this process handles only TLS's own messages. Lanes use neither of the two
+//! modules, because the peer of a lane is always Dunlin, which never renews keys.
 
 mod error;
 #[cfg(any(test, feature = "fuzzing"))]

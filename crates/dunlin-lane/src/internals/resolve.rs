@@ -14,9 +14,9 @@ use dunlin_linux::poll::{Interest, Wakeup, poll, waker};
 use dunlin_linux::socket::remaining;
 use dunlin_proto::limits::MAX_LANES;
 
-/// Maximum number of lookups, and so of their threads, that run at the same time in this process: all
-/// lanes of a session may look up their host simultaneously. A lookup that its caller has abandoned counts
-/// until the resolver returns.
+/// Maximum number of lookups that run at the same time in this process, each on a thread. All lanes
+/// of a session may look up their host simultaneously. A lookup that its caller has abandoned
+/// counts until the resolver returns.
 pub const LOOKUPS_MAX: usize = MAX_LANES as usize;
 
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
@@ -50,7 +50,8 @@ pub fn host(
     host_by(look_up, &RUNNING, host, port, deadline, stop)
 }
 
-/// Without brackets, the last group of an IPv6 address would be parsed as the port.
+/// Splits an endpoint into host and port. An IPv6 address needs brackets, because its last group
+/// would otherwise be parsed as the port.
 fn parts(endpoint: &str) -> Option<(&str, u16)> {
     let (host, port) = endpoint.rsplit_once(':')?;
     let is_host = !host.is_empty() && (in_brackets(host).is_some() || !host.contains(':'));
@@ -61,7 +62,7 @@ fn in_brackets(host: &str) -> Option<&str> {
     host.strip_prefix('[')?.strip_suffix(']')
 }
 
-/// Calls `look_up` for a name, on a thread that `running` counts.
+/// Parses `host` as an address, or calls `look_up` on a thread that `running` counts.
 fn host_by(
     look_up: impl FnOnce(&str) -> io::Result<Vec<SocketAddr>> + Send + 'static,
     running: &'static AtomicUsize,
@@ -79,7 +80,8 @@ fn host_by(
     let (waker, ended) = waker()?;
     let thread = thread::Builder::new().name("dunlin-resolver".to_owned());
     let thread = thread.spawn(move || {
-        // Dropped after the lookup or a panic: frees the slot and makes `ended` readable.
+        // Both values are dropped after the lookup, even if the lookup panics. The drop frees the
+        // slot and makes `ended` readable.
         let _held = (slot, waker);
         look_up(&name)
     })?;
@@ -101,7 +103,7 @@ fn host_by(
     thread.join().map_err(panicked)?
 }
 
-/// A lookup that counts as running until this is dropped.
+/// Counts one lookup as running until this value is dropped.
 struct Slot(&'static AtomicUsize);
 
 impl Slot {
@@ -131,7 +133,7 @@ mod tests {
 
     const FOUND: &str = "192.0.2.7:80";
 
-    /// Bounds a test that fails.
+    /// A deadline that only a failing test reaches.
     fn late() -> Instant {
         Instant::now() + Duration::from_secs(60)
     }
@@ -140,10 +142,11 @@ mod tests {
         vec![FOUND.parse().unwrap()]
     }
 
-    /// The time after which a lookup ends if a failing test waits for it.
+    /// Maximum time that a lookup of a test hangs, so that a failing test ends too.
     const HANG: Duration = Duration::from_secs(20);
 
-    /// A lookup that reports its start on the first channel and returns when the second is dropped.
+    /// A lookup that reports its start on `started` and returns when the sender of `end` is
+    /// dropped.
     fn hanging(
         started: Sender<()>,
         end: Receiver<()>,

@@ -11,14 +11,14 @@ use super::admit::{LaneAcceptor, PlainAcceptor, TlsAcceptor};
 use super::data::PlainConsent;
 use super::dial::{LaneDialer, PlainDialer, TlsDialer};
 
-/// Lanes that a layer below TCP protects (IPsec), as this process opens and accepts them.
+/// Opens and accepts the lanes of this process that a layer below TCP (IPsec) protects.
 pub trait SealedLanes: LaneAcceptor + fmt::Debug {
-    /// Returns a dialer for the lanes of one session. Dropping the dialer tears down its setup; the
-    /// drop may block until the connections of its lanes have closed.
+    /// Returns a dialer for the lanes of one session. Dropping the dialer removes what it has set
+    /// up for the session; the drop may block until the connections of its lanes have closed.
     fn dialer(&self) -> Arc<dyn LaneDialer>;
 
-    /// Consumes `arrival` if it is a connection that negotiates the protection of sealed lanes;
-    /// returns every other connection that arrives at the lane listener.
+    /// Consumes `arrival` if it is a connection that negotiates the protection of these lanes.
+    /// Returns every other arrival.
     fn take(&self, arrival: Arrival) -> Option<Arrival>;
 }
 
@@ -29,7 +29,7 @@ pub enum Unavailable {
     /// IPsec is selected, but this process has no [`SealedLanes`].
     #[error("IPsec lanes are selected, but this process was not set up for them")]
     NoIpsec,
-    /// Plain is selected, but this side does not allow it (I6).
+    /// Plain lanes are selected, but this side does not allow it (invariant I6).
     #[error("this side does not allow plain lanes")]
     PlainNotAllowed,
 }
@@ -69,7 +69,8 @@ pub fn acceptor(
     }
 }
 
-/// The peer has consented: it offered or confirmed plain lanes.
+/// Returns the consent of both hosts if `ours` is true. The peer has consented, because it offered
+/// or confirmed plain lanes.
 fn consent(ours: bool) -> Result<PlainConsent, Unavailable> {
     PlainConsent::both(ours, true).ok_or(Unavailable::PlainNotAllowed)
 }

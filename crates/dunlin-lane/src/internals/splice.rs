@@ -2,8 +2,8 @@
 //! process.
 //!
 //! One thread serves one direction: it runs [`carry`] until the sender closes, a connection fails,
-//! or it is stopped. The caller decides what an end or a failure means for the other direction: TLS
-//! does not accept an end that is not authenticated.
+//! or [`Stop::request`] is called. The caller decides what an end or a failure means for the other
+//! direction, because TLS does not accept an end that is not authenticated.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -17,18 +17,19 @@ use dunlin_linux::splice::Conduit;
 pub enum Pause {
     /// The sender has closed, and everything is delivered.
     Ended,
-    /// The [`Stop`] was used.
+    /// [`Stop::request`] was called.
     Stopped,
     /// The sender's connection failed. Everything received before that is delivered.
     ///
-    /// A socket with kernel TLS returns `EINVAL` here for a record that is not data. That record is
-    /// the next to be read; after reading it, the caller can continue.
+    /// If the next record on a socket with kernel TLS is not data, the error is `EINVAL`. After the
+    /// caller has read that record, it can call [`carry`] again.
     From(io::Error),
     /// The receiver's connection failed.
     To(io::Error),
 }
 
-/// Stops both directions of a connection, immediately or at their next wait.
+/// Stops both directions of a connection. A direction that does not wait at that time stops at its
+/// next wait.
 #[derive(Debug)]
 pub struct Stop {
     is_requested: AtomicBool,
@@ -37,10 +38,7 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Returns a stop that is not set.
-    ///
-    /// # Errors
-    /// The process has no free file descriptor.
+    /// Returns a stop that has not been requested.
     pub fn new() -> io::Result<Self> {
         let (waker, wakeup) = waker()?;
         Ok(Self {
@@ -53,11 +51,11 @@ impl Stop {
     /// Ends every wait that uses this stop.
     pub fn request(&self) {
         self.is_requested.store(true, Ordering::SeqCst);
-        // Never cleared: every later wait ends immediately.
+        // The wake-up is never cleared, so every later wait ends immediately.
         self.waker.wake();
     }
 
-    /// Becomes readable when the stop is set, for threads that wait elsewhere.
+    /// Becomes readable when the stop is requested, for threads that wait elsewhere.
     pub fn wakeup(&self) -> &Wakeup {
         &self.wakeup
     }
@@ -68,8 +66,9 @@ impl Stop {
     }
 }
 
-/// Carries one direction between two non-blocking sockets and calls `carried` with the number of
-/// bytes after each step. When it returns, `conduit` holds what `to` has not accepted.
+/// Moves the bytes of one direction between two non-blocking sockets and calls `carried` with the
+/// number of bytes moved after each step. When this function returns, `conduit` holds the bytes
+/// that `to` has not accepted.
 pub fn carry(
     conduit: &mut Conduit,
     from: &impl AsFd,
@@ -216,7 +215,7 @@ mod tests {
                 });
                 if is_full {
                     near.set_nonblocking(true).unwrap();
-                    // Fill both sockets and the pipe between them until nothing moves.
+                    // Fill both sockets and the pipe between them until no more bytes move.
                     let still = Duration::from_millis(100);
                     while wait_writable(&near, Instant::now() + still).unwrap() {
                         near.write_all(&[7]).unwrap();
@@ -229,7 +228,8 @@ mod tests {
                 assert!(paused.try_recv().is_err(), "it carries until it is stopped");
                 stop.request();
                 let pause = paused.recv_timeout(LIMIT);
-                // If `carry` did not stop, the scope would not end.
+                // Shut down the sockets in any case, because the scope would not end if `carry` did
+                // not stop.
                 for end in [from, to] {
                     let _ = end.shutdown(Shutdown::Both);
                 }

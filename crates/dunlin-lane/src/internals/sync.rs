@@ -1,5 +1,5 @@
-//! Locks that ignore poisoning: no thread that holds one panics between two steps that belong
-//! together.
+//! Locks that ignore poisoning. This is safe, because no thread panics between two dependent
+//! changes while it holds a lock.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

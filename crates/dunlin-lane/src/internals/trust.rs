@@ -75,7 +75,7 @@ pub(super) struct Authorities {
 /// Why a certificate has no chain to a trusted authority.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum UntrustedReason {
-    /// It is signed with its own key.
+    /// The certificate is signed with its own key.
     #[error(
         "it is self-signed and not pinned here: if it is the right certificate, allow it on this host \
          as {pin}; otherwise give both hosts certificates of one authority"
@@ -93,13 +93,13 @@ pub enum UntrustedReason {
         /// The authority's name.
         authority: String,
     },
-    /// The chain is incomplete: this issuer is not trusted here, and the peer did not send its
-    /// certificate.
+    /// The chain is incomplete: this issuer is not trusted here, and the peer did not send the
+    /// issuer's certificate.
     #[error(
         "it was issued by an unknown authority, {issuer}, and the peer did not send that authority's \
          certificate: if this is an intermediate of an authority in this host's CA bundle, append its \
-         certificate to the peer's; if it is a root, add it to this host's CA bundle, or give both \
-         hosts certificates of one authority"
+         certificate to the peer's certificate file; if it is a root, add it to this host's CA bundle, or \
+         give both hosts certificates of one authority"
     )]
     IncompleteChain {
         /// The issuer's name.
@@ -115,16 +115,18 @@ pub(super) struct Trust {
     peers: Peers,
     /// The required extended key usage of a peer's certificate.
     usage: KeyUsage,
-    /// Sent to clients, so that a client with several certificates can choose.
+    /// Names of authorities. The server sends them, so that a client with several certificates can
+    /// choose one.
     hints: Vec<DistinguishedName>,
 }
 
 impl Authorities {
-    /// Builds a chain from `leaf` to a trust anchor, in which nothing is revoked. Returns the
-    /// SHA-256 of the anchor's SubjectPublicKeyInfo (DER).
+    /// Builds a chain from `leaf` to a trust anchor, in which no certificate is revoked. Returns
+    /// the SHA-256 of the anchor's SubjectPublicKeyInfo (DER).
     ///
     /// A certificate is accepted if its authority has no revocation list here, because the file
-    /// layouts do not define which authorities need one. It is refused if that list is out of date.
+    /// layouts do not define which authorities need one. A certificate is refused if its
+    /// authority's list is out of date.
     pub(super) fn verify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -143,7 +145,8 @@ impl Authorities {
         )
     }
 
-    /// Like [`Self::verify`], with the revocation lists of other authorities.
+    /// Like [`Self::verify`], but with `lists` instead of the revocation lists of these
+    /// authorities.
     pub(super) fn verify_with(
         &self,
         lists: &[CertRevocationList<'static>],
@@ -179,7 +182,7 @@ impl Authorities {
     /// and after a key change.
     ///
     /// # Errors
-    /// [`webpki::Error::CertRevoked`], or `leaf` or a list cannot be parsed.
+    /// [`webpki::Error::CertRevoked`], or a parse error of `leaf` or of a list.
     fn check_listed(&self, leaf: &CertificateDer<'_>) -> Result<(), webpki::Error> {
         let leaf = EndEntityCert::try_from(leaf)?;
         for list in &self.revocations {
@@ -199,13 +202,15 @@ impl Authorities {
         if let Some(authority) = &peer.authority {
             self.denied.check_authority(authority)?;
         }
-        // The certificate was parsed on admission, and the lists when they were loaded.
+        // The certificate was parsed on admission, and the lists when they were loaded, so parsing
+        // does not fail here.
         self.check_listed(&peer.leaf)
             .map_err(|_| PeerRefused::Revoked)
     }
 }
 
-/// SHA-256 of a SubjectPublicKeyInfo (DER). webpki keeps only the content of its SEQUENCE.
+/// SHA-256 of a SubjectPublicKeyInfo (DER). webpki keeps only the content of its SEQUENCE, so this
+/// function adds the header.
 fn key_digest(content: &[u8]) -> [u8; 32] {
     const SEQUENCE: u8 = 0x30;
     let length = content.len().to_be_bytes();
@@ -230,7 +235,8 @@ impl Trust {
         peers: Peers,
         usage: KeyUsage,
     ) -> Self {
-        // A client that honours hints might withhold a pinned certificate.
+        // Send hints only if no certificate is pinned: a client that honours hints might withhold a
+        // pinned certificate that none of these authorities issued.
         let hints = if peers.pins().next().is_none() {
             authorities.anchors.subjects()
         } else {
@@ -248,7 +254,7 @@ impl Trust {
     /// Returns the identity of a peer after its handshake passed this check.
     ///
     /// # Errors
-    /// The list of peers does not allow this one, or a certificate has expired since the check.
+    /// The list of peers does not allow this peer, or a certificate has expired since the check.
     pub(super) fn identify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -287,7 +293,8 @@ impl Trust {
         let chain = self
             .authorities
             .verify(leaf, intermediates, now, self.usage, &self.algorithms);
-        // Its certificate need not be sent.
+        // The peer need not send the trust anchor's certificate, so check the anchor's key
+        // separately.
         if let Ok(authority) = &chain {
             denied.check_authority(authority).map_err(refused)?;
         }
@@ -313,8 +320,8 @@ fn refused(refused: PeerRefused) -> CertificateError {
 
 thread_local! {
     /// Holds the details of an unknown issuer: rustls's error has no field for them, and any other
-    /// error would change the alert. The check and the code that reads its result run on the thread
-    /// that drives the handshake.
+    /// error would change the alert. The check and the code that reads its result both run on the
+    /// thread that drives the handshake, so a variable of the thread is sufficient.
     static UNTRUSTED: Cell<Option<UntrustedReason>> = const { Cell::new(None) };
 }
 
@@ -350,7 +357,8 @@ pub(super) fn peer_refused(error: &rustls::Error) -> Option<&PeerRefused> {
 }
 
 impl UntrustedReason {
-    /// Finds where the chain ends. `None` if `error` has another cause.
+    /// Returns the reason why the chain ends without a trust anchor; `None` if `error` has another
+    /// cause.
     pub(super) fn of(
         leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
@@ -396,7 +404,8 @@ impl UntrustedReason {
     }
 }
 
-/// Escapes and truncates a name for logs: a certificate may hold any bytes, in any number.
+/// Escapes and truncates a name for logs, because a name in a certificate may be long and hold any
+/// bytes.
 pub(super) fn readable(name: &str) -> String {
     const CHARACTERS: usize = 200;
     name.chars()
@@ -429,8 +438,7 @@ fn in_date(leaf: &CertificateDer<'_>, now: UnixTime) -> Result<(), CertificateEr
     Ok(())
 }
 
-/// Converts an error of webpki to one of rustls. The latter determines the alert for the
-/// peer.
+/// Converts an error of webpki to an error of rustls, which determines the alert for the peer.
 fn to_rustls_error(error: webpki::Error) -> CertificateError {
     use webpki::Error as Chain;
     match error {

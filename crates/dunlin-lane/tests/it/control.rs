@@ -175,7 +175,7 @@ fn i7_injected_bytes_end_the_lane_on_both_sides() {
     let error = far.receive(&mut [0; 9], soon()).unwrap_err();
     assert!(matches!(error, ControlError::Tls(_)), "{error}");
     let error = near.receive(&mut [0; 9], soon()).unwrap_err();
-    // bad_record_mac
+    // Alert 20 is bad_record_mac.
     assert!(
         matches!(error, ControlError::PeerAlert(Alert(20))),
         "{error}"
@@ -205,8 +205,8 @@ fn a_refused_certificate_reaches_the_source_at_its_first_receive() {
     accept.join().unwrap();
 }
 
-/// Nothing may follow a partially written record, and closing does not wait for the peer a
-/// second time if it does not read.
+/// After a partially written record this side must not send anything. If the peer does not read,
+/// closing must not wait for it a second time.
 #[test]
 fn after_a_stalled_write_nothing_is_sent_and_receiving_still_works() {
     const STALL: Duration = Duration::from_millis(300);

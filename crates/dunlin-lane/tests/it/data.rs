@@ -52,7 +52,7 @@ fn page(seed: u64) -> [u8; PAGE_BYTES] {
     pattern(PAGE_BYTES, seed).try_into().unwrap()
 }
 
-/// The pages `numbers` without every fifth one.
+/// The content of the pages `numbers`, without every fifth page.
 fn pages(numbers: std::ops::Range<u64>) -> Vec<u8> {
     numbers
         .filter(|number| number % 5 != 4)
@@ -342,7 +342,7 @@ fn an_idle_lane_stays_open_and_an_idle_timeout_loses_nothing() {
     let error = receiver.next(&mut [0; 8], Some(stall)).unwrap_err();
     assert!(matches!(error, ReceiveError::Idle { .. }), "{error}");
     let late = thread::spawn(move || {
-        // The wait is the assertion: between frames the stall limit does not apply.
+        // Wait longer than the stall limit, which does not apply between frames.
         thread::sleep(2 * stall);
         sender.send(&header(8, 0)).unwrap();
         sender

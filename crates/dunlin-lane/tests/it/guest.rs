@@ -126,7 +126,7 @@ fn i3_zero_pages_are_left_out_and_whole_pages_follow_one_another() {
     for (name, mut sender, mut receiver) in every_lane() {
         let (source, target) = guests();
         slice(&source, 1, 1).copy_from(&[0_u8; PAGE_BYTES]);
-        // Zero except for the last byte.
+        // This page is zero except for its last byte, so it must be sent.
         slice(&source, 2, 1).copy_from(&[0_u8; PAGE_BYTES]);
         slice(&source, 2, 1)
             .offset(PAGE_BYTES - 1)

@@ -51,8 +51,8 @@ fn both_control(near: &ClientTls, far: &ServerTls) -> Outcome<control::ControlSt
     })
 }
 
-/// Asserts that the client refuses a data lane and a control lane for this reason, and that the
-/// server gets this alert.
+/// Asserts that the client refuses a data lane and a control lane with an error for which
+/// `is_reason` is true, and that the server gets `alert`.
 fn assert_client_refuses(
     near: &ClientTls,
     far: &ServerTls,
@@ -120,8 +120,7 @@ fn each_side_gets_the_peers_names_and_the_reason_it_was_authorised() {
     }
 }
 
-/// How the first certificate was authorised determines which other certificates count as
-/// the same peer.
+/// How a certificate was authorised determines which other certificates count as the same peer.
 #[test]
 fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewals() {
     const NAME: &str = "source.hosts.test";
@@ -160,7 +159,7 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         &nameless,
         &nameless_too,
     ];
-    // The peer as the far side identifies it when `peers` are allowed.
+    // Returns the peer's identity as the far side determines it when `peers` are allowed.
     let identify = |identity: &Identity, peers: Peers| {
         let accepted = both_control(
             &client(identity, Peers::AnyFromAuthority),
@@ -170,14 +169,15 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         accepted.unwrap().peer().clone()
     };
     for (allowed, same) in [
-        // The certificate itself.
+        // The certificate is pinned: only that certificate matches.
         (Some(vec![&*pin]), vec![0]),
-        // The key, with any name.
+        // The key is pinned: certificates with that key match, with any name.
         (Some(vec![&*key_pin]), vec![0, 3]),
-        // Certificates with that name from that authority; a wildcard in a certificate matches the
-        // name too.
+        // A name is allowed: certificates with that name from that authority match. A wildcard in a
+        // certificate matches the name too.
         (Some(vec![NAME]), vec![0, 1, 2, 6]),
-        // Certificates with all of its names: other hosts under the wildcard may share one of them.
+        // A wildcard, or any peer, is allowed: a certificate matches only if it has all names of
+        // the first one, because other hosts may share one of the names.
         (Some(vec!["*.hosts.test"]), vec![0, 2]),
         (None, vec![0, 2]),
     ] {
@@ -189,7 +189,7 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
             assert_eq!(peer.is(&principal), expected, "{number} as {principal:?}");
         }
     }
-    // A wildcard certificate does not identify a single host under it.
+    // A certificate for a wildcard name does not identify any other host with a name under it.
     let principal = identify(&wild, names(&["*.hosts.test"])).principal();
     for (number, identity) in hosts.iter().enumerate() {
         assert_eq!(
@@ -215,8 +215,7 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
         assert!(!stranger.is(&identify(&host, allowed).principal()));
     }
     assert!(stranger.is(&stranger.principal()));
-    // If only names are allowed, its names do not authorise it. This is the second case of the
-    // rule.
+    // The stranger was admitted by a pin, so a list with its name does not authorise it.
     assert!(names(&[NAME]).authorise_further(&stranger).is_err());
     assert!(
         Peers::AnyFromAuthority
@@ -229,7 +228,7 @@ fn i6_a_peer_is_recognised_by_its_pin_or_by_its_name_and_authority_after_renewal
     assert!(names(&["third.test"]).authorise_further(&issued).is_err());
 }
 
-/// Names that are not host names, and a name that is too long for a journal record.
+/// Covers names that are not host names, and a name that is too long for a journal record.
 #[test]
 fn i6_a_peer_is_recognised_by_its_address_or_uri_or_else_by_its_certificate() {
     let (ours, theirs) = (Authority::named("one"), Authority::named("two"));
@@ -348,7 +347,7 @@ fn i6_an_expired_certificate_does_not_load_and_is_refused_from_a_peer() {
         "{error}"
     );
 
-    // A peer that does not check the dates of its certificate.
+    // A peer that does not check the dates of its own certificate.
     let mut config = rustls::ServerConfig::builder_with_provider(Crypto::auto().rustls().unwrap())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
@@ -681,7 +680,7 @@ fn wildcards_match_one_label_and_the_common_name_is_ignored() {
             .0
             .is_err()
     );
-    // rcgen gives every certificate this common name.
+    // rcgen gives every certificate this common name, which must not match an allowed name.
     let common = "rcgen self signed cert";
     assert!(
         both_ends(
@@ -770,7 +769,7 @@ fn a_dial_is_cancelled_while_it_connects_and_while_the_peer_is_silent() {
     let own = cancel.clone();
     let silent = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        // The handshake has begun and gets no answer.
+        // The handshake has begun, and this peer does not answer.
         stream.read_exact(&mut [0]).unwrap();
         own.cancel();
         stream

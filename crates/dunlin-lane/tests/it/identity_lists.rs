@@ -1,4 +1,4 @@
-//! Several revocation lists of one authority in a file, as after a new list was appended: the
+//! If a file has several revocation lists of one authority, because a new list was appended, the
 //! newest list applies, wherever it is in the file.
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use dunlin_lane::provider::Crypto;
 use dunlin_test_support::identity::{Ca, Host, Issued, wish};
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, pair, soon};
 
-/// Returns whether a destination accepts a source, or the destination's error.
+/// Runs a handshake. Returns the destination's error if the destination refuses the source.
 fn accept(source: &Identity, destination: &Identity) -> Result<(), HandshakeError> {
     let crypto = Crypto::auto();
     let near = source.client(&crypto, names(&[DESTINATION])).unwrap();
@@ -32,7 +32,7 @@ fn i6_the_newest_list_of_an_authority_applies() {
     let (revoked, good) = (issue(), issue());
     let load = |own: &Issued| Host::new(own, "", &bundle, "").load();
     let sources = (load(&revoked), load(&good));
-    // The old list does not contain the certificate, and it has expired.
+    // The old list has expired and does not contain the certificate.
     let old = ca.revoke_in(2010, &[], 2012);
     let new = ca.revoke_in(2024, &[revoked.serial], 2096);
     let others = other.revoke_in(2005, &[], 2095);

@@ -1,5 +1,6 @@
 //! A revocation applies whether or not the peer sends the intermediate certificate, and a denied
-//! key applies in every certificate: for control lanes and data lanes, in either role.
+//! key is refused in every certificate. Both rules apply to control lanes and data lanes, in either
+//! role.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -14,8 +15,9 @@ use dunlin_test_support::identity::{Ca, Host, Issued, chain, denies, key_pin, se
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, pair, set_mode, soon};
 use rcgen::CrlScope;
 
-/// The results of `judge` in all four kinds of handshake with `peer`: an error, or `None` if it
-/// accepts the peer. Each of the two hosts has one identity for both roles.
+/// Runs the four kinds of handshake between the hosts `judge` and `peer`. Returns the error of
+/// `judge` for each, or `None` if `judge` accepts the peer. Each of the two hosts has one identity
+/// for both roles.
 fn verdicts(judge: &Host, allowed: &Peers, peer: &Host) -> Vec<Option<HandshakeError>> {
     let crypto = Crypto::auto();
     let (ours, theirs) = (judge.load(), peer.load());
@@ -126,7 +128,8 @@ fn i6_a_pinned_certificate_that_is_revoked_is_refused_with_and_without_its_inter
     }
 }
 
-/// Authorities divide their lists by the kind of certificate and by distribution point.
+/// An authority may have several revocation lists, each for one kind of certificate or one
+/// distribution point. A newer list replaces only an older list of the same scope.
 #[test]
 fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
     use CrlScope::{CaCertsOnly, UserCertsOnly};
@@ -168,7 +171,7 @@ fn i6_a_list_of_one_scope_neither_hides_nor_replaces_one_of_another() {
         }
         let dates = judge.load().dates().to_vec();
         let is_list = |date: &&Dated| date.item == Item::RevocationList;
-        // Each list that applies has an expiry date; a replaced one is not reported.
+        // Each list that applies is reported with its expiry date; a replaced list is not reported.
         let dated = dates.iter().filter(is_list).count();
         assert_eq!(
             dated,
@@ -187,7 +190,7 @@ fn i6_a_denied_key_is_refused_in_every_certificate_and_as_an_issuer() {
     let stolen = root.issue(&wish(&[SOURCE]));
     let judge = Host::new(&own, "", &root.pem, "");
     let denied = key_pin(&stolen.certificate);
-    // A thief signs a new certificate with the stolen key; no revocation list can contain it.
+    // An attacker signs a new certificate with the stolen key; no revocation list can contain it.
     let fresh = resigned(&stolen);
     let by_name = Host::new(&stolen, "", &root.pem, "");
     let by_pin = Host::new(&fresh, "", &root.pem, "");

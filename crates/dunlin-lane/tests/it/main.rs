@@ -1,5 +1,5 @@
 //! Identities, handshakes, records, control and data connections, between two ends on loopback.
-//! `lane_allocations` counts what the allocator returns, so that test is a separate program.
+//! `lane_allocations` replaces the process's allocator, so that test is a separate program.
 
 mod control;
 mod data;

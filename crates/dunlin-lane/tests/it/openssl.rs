@@ -88,7 +88,7 @@ fn openssl_reads_what_a_lane_sends() {
         let mut peer = openssl("s_server", &directory, suite, &more);
         let mut output = BufReader::new(peer.0.stdout.take().unwrap());
         let mut line = String::new();
-        // It prints "ACCEPT 127.0.0.1:PORT" once it listens.
+        // s_server prints "ACCEPT 127.0.0.1:PORT" once it listens.
         while !line.starts_with("ACCEPT ") {
             line.clear();
             assert_ne!(output.read_line(&mut line).unwrap(), 0, "s_server ended");
@@ -164,8 +164,8 @@ fn a_lane_reads_what_openssl_sends() {
             .payload(BYTES as u64, |part| digest.update(part))
             .unwrap();
         assert_eq!(digest.finalize(), expected, "{provider} {suite}");
-        // s_client may reach the end of its input only now: with -quiet it runs until the peer
-        // closes.
+        // s_client may reach the end of its input only now, because with -quiet it runs until the
+        // peer closes.
         let input = feeding.join().unwrap();
         receiver.close().unwrap();
         let mut rest = Vec::new();

@@ -186,7 +186,7 @@ where
 {
     let mut stream = rustls::Stream::new(&mut connection, &mut socket);
     let mut got = Vec::new();
-    // Fails without a close_notify.
+    // rustls returns an error here if close_notify is missing.
     stream.read_to_end(&mut got).unwrap();
     assert_eq!(got, expected());
     for (position, size) in SIZES.into_iter().enumerate() {

@@ -35,7 +35,7 @@ pub enum Arrival {
     Rejected {
         /// The peer's address.
         from: SocketAddr,
-        /// Why.
+        /// The reason.
         reason: RejectReason,
     },
     /// Descriptors or memory ran out, and no pending connection could be evicted. Not reported
@@ -43,7 +43,8 @@ pub enum Arrival {
     Starved(io::Error),
 }
 
-/// An accepted data lane: blocking, with nothing read beyond its opening message.
+/// An accepted data lane. Its socket is in blocking mode, and nothing beyond the opening message
+/// has been read from it.
 #[derive(Debug)]
 pub enum LaneSocket {
     /// The peer is authenticated.
@@ -53,7 +54,7 @@ pub enum LaneSocket {
 }
 
 impl LaneSocket {
-    /// The connection, for its socket options.
+    /// Returns the connection, to read or set its socket options.
     #[cfg(feature = "unstable-internals")]
     pub fn stream(&self) -> &TcpStream {
         match self {
@@ -71,7 +72,7 @@ pub enum RelayArrival {
     Rejected {
         /// The peer's address.
         from: SocketAddr,
-        /// Why.
+        /// The reason.
         reason: RejectReason,
     },
     /// Like [`Arrival::Starved`].

@@ -89,7 +89,7 @@ fn connect(bytes: &[u8], purpose: Purpose<'_>) {
         .map_or(0, |&byte| usize::from(byte) % bytes.len());
     let mut step = Step::Wait;
     for part in [&bytes[..at], &bytes[at..]] {
-        // The connection may have been refused and closed by now.
+        // The write fails if the connection has already been refused and closed.
         let _ = near.write_vectored(&[IoSlice::new(part)]);
         if matches!(step, Step::Wait) {
             step = pending.advance(purpose);
@@ -105,8 +105,8 @@ fn connect(bytes: &[u8], purpose: Purpose<'_>) {
         assert!(handshake.reading.record.len() <= RECEIVED_RECORD_BYTES);
     }
     match step {
-        Step::Wait => panic!("it waits although the peer has closed"),
-        Step::Gone => panic!("it ended without being refused"),
+        Step::Wait => panic!("the connection waits although the peer has closed"),
+        Step::Gone => panic!("the connection ended without being refused"),
         Step::Refused(_) => pending.linger(Instant::now()),
         Step::Complete => {
             let opening = pending.opening.clone();

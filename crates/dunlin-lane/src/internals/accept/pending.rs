@@ -88,9 +88,10 @@ impl Pending {
         })
     }
 
-    /// The progress of the connection: refused, silent, first byte, first handshake record. Only
-    /// attackers that reach the last stage, where each costs this host a signature, compete with
-    /// honest peers.
+    /// The progress of the connection: 0 if refused, 1 if silent, 2 after the first byte, 3 after
+    /// the first handshake record. The connection with the least progress is evicted first. Honest
+    /// peers reach the last stage, so an attacker's connection can displace them only if it reaches
+    /// that stage too, where each connection costs this host a signature.
     pub(super) fn progress(&self) -> u8 {
         match &self.stage {
             Stage::Lingering => 0,
@@ -102,7 +103,7 @@ impl Pending {
         }
     }
 
-    /// The time since it was accepted.
+    /// The time since the connection was accepted.
     pub(super) fn age(&self) -> Duration {
         OPENING_DEADLINE.saturating_sub(self.deadline.saturating_duration_since(Instant::now()))
     }
@@ -126,10 +127,10 @@ impl Pending {
         }
     }
 
-    /// Waits before closing: closing a socket with unread bytes resets the connection, and a
-    /// reset discards an alert in transit.
+    /// Waits before closing, because closing a socket with unread bytes resets the connection, and
+    /// a reset discards an alert in transit.
     pub(super) fn linger(&mut self, now: Instant) {
-        // Fails only if the connection has ended; then no peer can read the alert.
+        // This fails only if the connection has ended. In that case no peer can read the alert.
         let _ = self.stream.shutdown(Shutdown::Write);
         self.stage = Stage::Lingering;
         self.deadline = now + LINGER;
@@ -144,8 +145,8 @@ impl Pending {
         }
     }
 
-    /// Continues until the socket would block (`false`) or the opening message is complete
-    /// (`true`).
+    /// Advances the connection until the socket would block (`false`) or the opening message is
+    /// complete (`true`).
     fn try_advance(&mut self, purpose: Purpose<'_>) -> Result<bool, RejectReason> {
         loop {
             match &mut self.stage {
@@ -157,7 +158,7 @@ impl Pending {
                         Err(error) => return would_block(error),
                     }
                     self.stage = match (first[0], purpose) {
-                        // The content type of a handshake (RFC 8446, section 5.1).
+                        // 22 is the content type of a handshake record (RFC 8446, section 5.1).
                         (22, Purpose::Lanes(tls)) => Stage::Tls(Box::new(Handshake::new(tls)?)),
                         (22, Purpose::Relay(tls)) => Stage::Relay(Box::new(Greeting::new(tls)?)),
                         (byte, Purpose::Lanes(_)) if byte == MAGIC[0] => Stage::Plain,
@@ -181,7 +182,8 @@ impl Pending {
                         return would_block(error);
                     }
                     if !handshake.connection.is_handshaking() {
-                        // Another program may never send an opening message.
+                        // Check the protocol now, because a program other than Dunlin may never
+                        // send an opening message.
                         check_alpn(&handshake.connection)?;
                         let wanted = wanted(&self.opening)?;
                         if wanted == 0 {
@@ -195,7 +197,8 @@ impl Pending {
                         return Ok(false);
                     }
                     if let Err(error) = handshake.reading.process(&mut handshake.connection) {
-                        // Best effort: the first error is the one to report.
+                        // Ignore a failure to send the alert, because the first error is the one to
+                        // report.
                         let _ = handshake.write(&self.stream);
                         return Err(error.into());
                     }
@@ -205,7 +208,8 @@ impl Pending {
                     let mut scrap = [0; 4096];
                     match self.stream.read(&mut scrap) {
                         Ok(0) => return Err(HandshakeError::PeerClosed.into()),
-                        // One read per turn, so a peer that sends endlessly gets only its share.
+                        // One read per turn, so that a peer that never stops sending does not delay
+                        // the other connections.
                         Ok(_) => return Ok(false),
                         Err(error) => return would_block(error),
                     }

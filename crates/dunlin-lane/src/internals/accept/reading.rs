@@ -13,9 +13,9 @@ use crate::internals::fault::{of_handshake, of_io};
 use crate::internals::handshake::{FLIGHT_LIMIT_BYTES, HandshakeError};
 use crate::internals::record::{HEADER_BYTES, RECEIVED_RECORD_BYTES};
 
-/// Maximum number of unauthenticated connections. Each costs at most
-/// [`FLIGHT_LIMIT_BYTES`](crate::internals::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state, less than 8
-/// MiB in total.
+/// Maximum number of unauthenticated connections. Each connection uses at most
+/// [`FLIGHT_LIMIT_BYTES`](crate::internals::handshake::FLIGHT_LIMIT_BYTES) plus rustls's state; all
+/// of them together use less than 8 MiB.
 pub const PENDING_LIMIT: usize = 64;
 /// Time from accepting a connection to the end of its opening message.
 pub const OPENING_DEADLINE: Duration = Duration::from_secs(10);
@@ -30,14 +30,15 @@ pub enum RejectReason {
     /// The deadline passed.
     #[error("the peer did not complete its opening message within {} s", OPENING_DEADLINE.as_secs())]
     Deadline,
-    /// Newer connections took its place.
+    /// The limit of pending connections was reached, so the connection was evicted in favour of a
+    /// newer one.
     #[error("evicted before authentication: limit of {PENDING_LIMIT} pending connections reached")]
     Evicted,
     /// Descriptors or memory ran out, so the connection was evicted in favour of a newer
     /// one.
     #[error(
         "evicted before authentication: this process or host is out of file descriptors or memory; \
-         raise the limit of open files (`ulimit -n`), or close what uses them: {0}"
+         raise the limit of open files (`ulimit -n`), or free descriptors and memory: {0}"
     )]
     Shortage(io::Error),
     /// The opening message is malformed.
@@ -73,7 +74,7 @@ impl RejectReason {
 pub(crate) struct Reading {
     /// The record that is being read or has been read; its consumer clears it.
     pub(crate) record: Vec<u8>,
-    /// Total bytes of all whole records.
+    /// Number of bytes in all complete records so far.
     pub(crate) received: usize,
 }
 
@@ -98,8 +99,8 @@ impl Reading {
                 None => HEADER_BYTES - self.record.len(),
                 Some(&start) => {
                     let [content_type, major, _, high, low] = start;
-                    // The four types of RFC 8446, section 5.1; the major version has been 3 since
-                    // SSL 3.
+                    // The content type must be one of the four in RFC 8446, section 5.1. The major
+                    // version has been 3 since SSL 3.
                     if !(20..=23).contains(&content_type) || major != 3 {
                         return Err(HandshakeError::NotTls { start });
                     }

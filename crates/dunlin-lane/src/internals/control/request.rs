@@ -19,7 +19,7 @@ use crate::internals::policy::ClientTls;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// No authenticated connection.
+    /// No authenticated connection could be opened.
     #[error(transparent)]
     Dial(#[from] DialError),
     /// The control lane failed.
@@ -44,7 +44,8 @@ impl OpenError {
     #[must_use]
     pub fn fault(&self) -> FaultCode {
         match self {
-            // The peer rejects this side's certificate after this side's handshake has ended.
+            // The peer rejects this side's certificate only after this side's handshake has ended,
+            // so the peer's alert arrives on the lane.
             Self::Control(ControlError::PeerAlert(_)) => FaultCode::Unauthorised,
             Self::Dial(DialError::Handshake { source, .. }) => source.of_control_lane(),
             Self::Dial(_) | Self::Control(_) => FaultCode::ControlLost,
@@ -56,8 +57,8 @@ impl OpenError {
     }
 }
 
-/// Connects a control lane, sends `offer` and checks the peer's selection against it. `cancel` covers
-/// the returned lane too, until [`DialCancel::release`].
+/// Connects a control lane, sends `offer` and checks the peer's selection against it. Until
+/// [`DialCancel::release`] is called, `cancel` also shuts down the returned lane.
 ///
 /// # Errors
 /// [`OpenError`]; the connection is closed.
@@ -75,7 +76,7 @@ pub fn open(
         source,
     })?;
     let mut bytes = Vec::new();
-    // Cannot fail: every field has a fixed length.
+    // Encoding cannot fail, because every field has a fixed length.
     let encoded = offer.encode(&mut bytes).map_err(io::Error::other);
     encoded.map_err(ControlError::Io)?;
     control.send(&bytes)?;

@@ -1,4 +1,4 @@
-//! A resource that a lane holds while it is open.
+//! A resource that the dialer attaches to a lane, and that is dropped when the lane ends.
 
 /// A resource that the dialer attaches to its lane until the lane ends.
 pub trait LaneGuard: Send {

@@ -3,7 +3,7 @@
 //! A [`DataSender`] seals the records of a frame into one buffer that stays in the cache, and
 //! writes them to the socket in one call. A [`DataReceiver`] reads large blocks and opens records
 //! one by one. If the crypto library supports it, pages are sealed straight from the source's
-//! memory ([`Frame::guest_page`]) and opened straight into the destination's
+//! memory ([`Frame::guest_page`]) and opened straight into the destination's memory
 //! ([`DataReceiver::payload_into`]); otherwise each side copies them once. The kernel's own copies
 //! are additional. Nothing is allocated after the lane is set up.
 //!
@@ -36,10 +36,10 @@ pub const PAGE_BYTES: usize = 4096;
 pub const PAGES_PER_RECORD: usize = CONTENT_BYTES / PAGE_BYTES;
 /// Payload records in a full frame, not counting the header's record.
 pub const RECORDS_PER_FRAME: usize = 16;
-/// Payload of a full frame: [`PAGES_PER_FRAME`] pages, sealed and written in one piece. From 128 KiB to
-/// 1 MiB the measured cost per byte is the same (two cores, 1 GiB over loopback, 2 MiB second-level
-/// caches). This size also fits caches of 512 KiB, and adds less latency in the tunnel and less
-/// memory per lane than a larger one.
+/// Payload of a full frame: [`PAGES_PER_FRAME`] pages, sealed and written in one piece. For sizes
+/// from 128 KiB to 1 MiB the measured cost per byte is the same (two cores, 1 GiB over loopback, 2
+/// MiB second-level caches). The chosen size also fits caches of 512 KiB, and adds less latency in
+/// the tunnel and less memory per lane than a larger size.
 pub const BATCH_BYTES: usize = RECORDS_PER_FRAME * CONTENT_BYTES;
 /// Maximum number of pages in a frame.
 pub const PAGES_PER_FRAME: usize = RECORDS_PER_FRAME * PAGES_PER_RECORD;
@@ -62,8 +62,8 @@ impl PlainConsent {
         (ours && theirs).then_some(Self(()))
     }
 
-    /// Returns the consent for a connection that is protected by a keying session between
-    /// both sides. The caller guarantees the protection.
+    /// Returns the consent for a connection that IPsec protects, with a keying session between the
+    /// two hosts. The caller guarantees the protection.
     #[must_use]
     pub fn sealed_below() -> Self {
         Self(())
@@ -77,7 +77,7 @@ pub struct Counters {
     pub content_bytes: u64,
     /// Bytes on the connection, including the records' overhead.
     pub wire_bytes: u64,
-    /// Data records; zero on a plain lane.
+    /// The number of data records; zero on a plain lane.
     pub records: u64,
     /// Read or write calls on the socket.
     pub calls: u64,
@@ -88,11 +88,11 @@ pub struct Counters {
 pub struct Canceller(Link);
 
 impl Canceller {
-    /// Wakes the thread that is blocked in the lane. That call and every later one return a
-    /// `Cancelled` error; the peer's connection ends without a close.
+    /// Wakes the thread that is blocked in a call on the lane. The blocked call and every later one
+    /// return a `Cancelled` error; the peer's connection ends without a close.
     pub fn shutdown(&self) {
         self.0.cancelled.store(true, Ordering::SeqCst);
-        // Fails only if the connection has already ended, which wakes the thread too.
+        // This fails only if the connection has already ended, and that end also wakes the thread.
         let _ = self.0.stream.shutdown(Shutdown::Both);
     }
 }
@@ -118,8 +118,8 @@ impl Link {
     }
 }
 
-/// The lane's protection. Each side keeps the keys of both directions: the direction without data
-/// carries the close and alerts.
+/// The lane's protection. Each end of the lane keeps the keys of both directions, because the
+/// direction without data still carries the close and alerts.
 enum Security {
     Tls(Box<Keys>),
     Kernel(InKernel),

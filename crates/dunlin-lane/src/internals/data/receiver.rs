@@ -29,12 +29,13 @@ const RECEIVE_BYTES: usize = 256 << 10;
 
 const _: () = assert!(RECEIVE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
 
-/// Maximum number of guest memory pieces that one record is opened into. A record that spans more
-/// is opened in place and copied. A record of a [`DataSender`](super::DataSender) holds four pages.
+/// Maximum number of pieces of guest memory into which one record is opened. A record that spans
+/// more pieces is opened in the receive buffer and then copied. A record of a
+/// [`DataSender`](super::DataSender) needs at most four pieces, one for each page.
 const TARGETS_PER_RECORD: usize = 8;
 
-/// The number of bytes to read from a record that is not data. An alert has two bytes; a
-/// third one shows that it is malformed.
+/// The number of bytes to read from a record that is not data. An alert has two bytes, so a third
+/// byte shows that the record is malformed.
 const CONTROL_START: usize = 3;
 
 /// Why a data lane failed. Every error ends the lane, except [`ReceiveError::Idle`], after which no
@@ -122,7 +123,7 @@ impl DataReceiver {
         security: Security,
         stall_limit: Duration,
     ) -> Result<Self, ReceiveError> {
-        // The socket's timeout saves a system call per read.
+        // With a timeout on the socket, reads need no separate call of poll(2).
         stream
             .set_read_timeout(Some(stall_limit))
             .map_err(ReceiveError::Io)?;
@@ -140,7 +141,7 @@ impl DataReceiver {
 
     /// Fills `header` with the beginning of the next frame; returns false if the peer closed the
     /// lane cleanly. Waits without limit, or for `idle_limit` (in steps of the stall limit). On a
-    /// plain lane, every end between frames counts as clean.
+    /// plain lane, the connection may end between any two frames, and this counts as a clean close.
     ///
     /// # Errors
     /// [`ReceiveError`].
@@ -190,8 +191,9 @@ impl DataReceiver {
     }
 
     /// Passes the next `bytes` of the frame to `take`, in order, in pieces that refer to the opened
-    /// records. Pieces may have any length: those of a [`DataSender`](super::DataSender)'s pages
-    /// end at page boundaries, but another implementation may split elsewhere.
+    /// records. Pieces may have any length. Pieces of pages from a
+    /// [`DataSender`](super::DataSender) end at page boundaries; another implementation may split
+    /// the pages elsewhere.
     ///
     /// # Errors
     /// [`ReceiveError`]; `take` may have received some of the pieces.
@@ -225,7 +227,7 @@ impl DataReceiver {
     ///
     /// # Errors
     /// [`ReceiveError`]. Targets may then be partly filled, or contain bytes that the peer never
-    /// sent: everything that the frame was meant to write must be sent again or never used.
+    /// sent. Before the targets are used, the peer must send the frame's whole content again.
     #[cfg(feature = "unstable-internals")]
     pub fn payload_into<'m>(
         &mut self,
@@ -287,8 +289,8 @@ impl DataReceiver {
                     bytes,
                     control: None,
                 }) => waiting.drop_first(bytes),
-                // The record's bytes are now in guest pages; this error makes the caller discard
-                // them.
+                // The record is not data, but its bytes are now in guest pages. The error below
+                // makes the caller discard these pages' content.
                 Ok(Received {
                     bytes,
                     control: Some(content_type),
@@ -354,8 +356,8 @@ impl DataReceiver {
         }
     }
 
-    /// Replies to the peer's close, or announces early that this side will no longer read. If
-    /// the peer's connection has already ended, no reply is needed.
+    /// Sends close_notify, either as the reply to the peer's close or to announce early that this
+    /// side no longer reads. If the peer's connection has already ended, no reply is needed.
     ///
     /// # Errors
     /// The socket's error; the lane is closed in any case.
@@ -423,8 +425,8 @@ impl DataReceiver {
                 return Ok(self.record_opened(opened, start));
             }
         }
-        // Move the partial record to the front: every read then has the whole buffer available, and
-        // reuses the same cached bytes.
+        // Move the partial record to the front, so that every read has the whole buffer available
+        // and reuses the same cached bytes.
         self.buffer.copy_within(self.sealed.clone(), 0);
         self.sealed = 0..self.sealed.len();
         if self.fill()? == 0 {
@@ -437,8 +439,8 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Remembers the content of an opened record, which begins at `start`. Returns false at a
-    /// clean close.
+    /// Stores the position of an opened record's content, which begins at `start`. Returns false at
+    /// a clean close.
     fn record_opened(&mut self, opened: Opened, start: usize) -> bool {
         match opened {
             Opened::Data(count) => {
@@ -477,13 +479,14 @@ impl DataReceiver {
     /// Whether part of the next frame has arrived, although none of it can be read yet.
     fn has_begun(&self) -> bool {
         match &self.security {
-            // The kernel holds a record back until it is complete.
+            // The kernel returns a record only after all of it has arrived, so check for unread
+            // bytes.
             Security::Kernel(_) => unread_bytes(&*self.link.stream).is_ok_and(|bytes| bytes > 0),
             _ => !self.sealed.is_empty(),
         }
     }
 
-    /// Reads once what the kernel has opened. Returns data or an error.
+    /// Reads once from a socket on which the kernel opens records. Returns data or an error.
     fn read_opened(
         &mut self,
         read: impl FnMut(&TcpStream) -> io::Result<Received>,
@@ -494,7 +497,7 @@ impl DataReceiver {
             None if content == 0 && self.link.is_cancelled() => Err(ReceiveError::Cancelled),
             None if content == 0 => Err(ReceiveError::Truncated),
             None => {
-                // The kernel does not report the number of records; this is the minimum.
+                // The kernel does not report the number of records, so count the minimum.
                 let records = content.div_ceil(CONTENT_BYTES as u64);
                 self.counters.records += records;
                 self.counters.content_bytes += content;
@@ -514,7 +517,8 @@ impl DataReceiver {
         mut count: usize,
     ) -> Result<bool, ReceiveError> {
         if content_type == ALERT && count == 1 {
-            // A read of one byte returned one byte; the rest of the alert is still in the socket.
+            // The caller read only one byte, so the second byte of the alert is still in the
+            // socket.
             let rest = &mut content[1..];
             count += self.read_once(|stream| ktls::receive(stream, rest))?.bytes;
         }
@@ -543,7 +547,7 @@ impl DataReceiver {
         Ok(true)
     }
 
-    /// Reads once and appends to the buffered bytes; zero at the connection's end.
+    /// Reads once and appends to the buffered bytes; returns zero at the connection's end.
     fn fill(&mut self) -> Result<usize, ReceiveError> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let end = self.sealed.end;
@@ -622,8 +626,8 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
         content.len() - rest.len()
     }
 
-    /// Writes the pieces that hold the first `bytes` to `pages` and returns their number; `None` if
-    /// there are fewer bytes than that.
+    /// Stores the pieces that hold the first `bytes` bytes in `pages`, and returns the number of
+    /// these pieces; `None` if all pieces together hold fewer bytes.
     fn first_bytes(&self, bytes: usize, pages: &mut [VolatileSlice<'m>; ROOM]) -> Option<usize> {
         let mut left = bytes;
         for (position, target) in self.slots.iter().flatten().enumerate() {
@@ -637,7 +641,7 @@ impl<'m, const ROOM: usize> Targets<'m, ROOM> {
         None
     }
 
-    /// Removes the first `bytes`; there must be at least that many.
+    /// Removes the first `bytes` bytes; the pieces must hold at least that many.
     fn drop_first(&mut self, mut bytes: usize) {
         self.bytes -= bytes;
         let mut removed = 0;

@@ -28,8 +28,8 @@ use crate::internals::record::{
 /// Maximum wait for the peer's alert after a failed write.
 const REASON_WAIT: Duration = Duration::from_millis(200);
 
-/// Maximum length of a payload that shares a record with its header: copying a page costs less than
-/// sealing and opening one more record.
+/// Maximum length of a payload that shares a record with its header. It is one page, because
+/// copying a page costs less than sealing and opening one more record.
 const SHARED_BYTES: usize = PAGE_BYTES;
 const _: () = assert!(HEADER_LIMIT_BYTES + SHARED_BYTES <= CONTENT_BYTES);
 
@@ -51,7 +51,7 @@ pub enum SendError {
     #[error("the peer ended the lane with alert {0}")]
     PeerAlert(Alert),
     /// The peer closed the connection without an alert.
-    #[error("the peer closed the lane without an alert: it died, or closed the lane; see its log")]
+    #[error("the peer closed the connection without an alert: see the peer's log for the reason")]
     PeerClosed,
     /// Sealing failed. Replace the lane after [`SealError::Limit`].
     #[error(transparent)]
@@ -106,7 +106,7 @@ pub struct Frame<'a> {
     sender: &'a mut DataSender,
     /// Payload bytes added so far.
     filled: usize,
-    /// The payload, in guest memory: one slice per page, of which the last may be shorter. Unused
+    /// The payload, in guest memory: one slice per page; the last slice may be shorter. Unused
     /// slices are empty.
     guest: [VolatileSlice<'a>; PAGES_PER_FRAME],
 }
@@ -137,7 +137,7 @@ impl DataSender {
         security: Security,
         stall_limit: Duration,
     ) -> Result<Self, SendError> {
-        // The socket's timeout saves a system call per write.
+        // With a timeout on the socket, writes need no separate call of poll(2).
         stream
             .set_write_timeout(Some(stall_limit))
             .map_err(SendError::Io)?;
@@ -201,7 +201,7 @@ impl DataSender {
             mac: prove(secret, &session, lane),
         };
         let mut bytes = Vec::new();
-        // Cannot fail: every field has a fixed length.
+        // Encoding cannot fail, because every field has a fixed length.
         open.encode(&mut bytes)
             .map_err(|error| SendError::Io(io::Error::other(error)))?;
         self.send(&bytes)
@@ -239,7 +239,7 @@ impl DataSender {
     }
 
     /// The number of data records that this lane may still send; `None` if it has no limit. A full
-    /// frame takes [`RECORDS_PER_FRAME`] plus one for its header.
+    /// frame takes [`RECORDS_PER_FRAME`] records, plus one record for its header.
     fn records_left(&self) -> Option<u64> {
         match &self.security {
             Security::Tls(keys) => Some(keys.seal.records_left()),
@@ -252,7 +252,7 @@ impl DataSender {
     /// after `most` records.
     #[cfg(feature = "unstable-internals")]
     pub fn key_usage(&self, most: u64) -> KeyUsage {
-        /// Records reserved for a chunk in progress, a mark and the close.
+        /// Records reserved for a chunk in progress, a mark frame and the close.
         const FOR_END: u64 = 2 * RECORDS_PER_FRAME as u64;
         let used = self.counters.records;
         if self.records_left().is_none() {
@@ -280,13 +280,14 @@ impl DataSender {
         Canceller(self.link.clone())
     }
 
-    /// The socket, for its addresses and options.
+    /// Returns the socket, to read its addresses or set its options.
     #[cfg(feature = "unstable-internals")]
     pub fn socket(&self) -> &TcpStream {
         &self.link.stream
     }
 
-    /// Seals and writes the header and the payload, the `filled` bytes of the pages in `guest`.
+    /// Seals and writes the header and the payload. The payload is the first `filled` bytes of the
+    /// pages in `guest`.
     fn transmit(
         &mut self,
         header: &[u8],
@@ -320,7 +321,8 @@ impl DataSender {
         };
         self.buffer[start + lead..][..bytes].copy_from_slice(header);
         let mut end = front;
-        // A frame that fails partway can never be resent with the same sequence numbers.
+        // Until all of the frame is written, the lane counts as failed, because a frame that fails
+        // partway must not be resent with the same sequence numbers.
         self.spent = true;
         if let Security::Tls(keys) = &mut self.security
             && shares
@@ -340,7 +342,7 @@ impl DataSender {
                 let content = (filled - record * CONTENT_BYTES).min(CONTENT_BYTES);
                 end = at + content + OVERHEAD_BYTES;
                 let sealed = &mut self.buffer[at..end];
-                // Below a page, a copy is cheaper.
+                // For less than a page, a copy is cheaper than sealing straight from guest memory.
                 if content >= PAGE_BYTES {
                     keys.seal.seal_guest(pages, sealed)?;
                 } else {
@@ -432,9 +434,8 @@ impl DataSender {
         }
     }
 
-    /// Reads the peer's alert. A destination that refuses this side's certificate sends its
-    /// alert only after this side has completed the handshake, so a source learns the reason
-    /// here.
+    /// Reads the peer's alert. A destination that refuses this side's certificate sends its alert
+    /// only after this side has completed the handshake, so a source can read the reason only here.
     fn reason(&mut self) -> Option<Alert> {
         self.link.stream.set_read_timeout(Some(REASON_WAIT)).ok()?;
         let keys = match &mut self.security {
@@ -474,8 +475,9 @@ impl<'a> Frame<'a> {
     /// Adds a page of guest memory, unless it is zero. Returns whether it was added. If the crypto
     /// library supports it, the page is sealed straight from guest memory, without a copy.
     ///
-    /// The page is read again when [`Frame::finish`] seals the frame. As for every page that is
-    /// sent, a dirty log that is fetched later must contain concurrent writes.
+    /// The page is read again when [`Frame::finish`] seals the frame. If the guest writes to the
+    /// page in the meantime, a dirty log that is fetched later must contain the write, as for every
+    /// page that is sent.
     ///
     /// # Errors
     /// [`FrameError`]; nothing was added.
@@ -503,8 +505,8 @@ impl<'a> Frame<'a> {
     /// supports it, the memory is sealed in place, without a copy.
     ///
     /// # Errors
-    /// [`FrameError::Full`] if it is longer than [`BATCH_BYTES`], or if the frame is not empty;
-    /// nothing was added.
+    /// [`FrameError::Full`] if `memory` is longer than [`BATCH_BYTES`], or if the frame is not
+    /// empty; nothing was added.
     pub fn memory(&mut self, memory: &VolatileSlice<'a>) -> Result<(), FrameError> {
         let bytes = memory.len();
         if self.filled > 0 || bytes > BATCH_BYTES {
@@ -559,7 +561,8 @@ fn copy_out(guest: &[VolatileSlice<'_>], content: &mut [u8]) {
     }
 }
 
-/// Positions in the buffer, with or without the records' overhead.
+/// The positions of records and their content in the buffer. They depend on whether this process
+/// makes TLS records, which have an overhead.
 #[derive(Clone, Copy)]
 struct Layout {
     /// The position at which the header's record ends and the first payload record begins.

@@ -17,7 +17,7 @@ use super::super::trust::{UntrustedReason, peer_refused, take_untrusted};
 /// certificates needs an eighth of this.
 pub const FLIGHT_LIMIT_BYTES: usize = 64 << 10;
 
-/// Why a handshake failed. Only handshake messages have been sent.
+/// Why a handshake failed. Until the failure, only handshake messages have been sent.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
@@ -30,7 +30,9 @@ pub enum HandshakeError {
     #[error("the connection failed during the TLS handshake: {0}")]
     Io(#[source] io::Error),
     /// The peer closed the connection.
-    #[error("the peer closed the connection during the TLS handshake: see its log for the reason")]
+    #[error(
+        "the peer closed the connection during the TLS handshake: see the peer's log for the reason"
+    )]
     PeerClosed,
     /// The peer's bytes are not TLS.
     #[error("the peer does not speak TLS (its first bytes are \"{}\"){}: check the port, and that both sides use TLS", start.escape_ascii(), resembles(start))]
@@ -66,7 +68,7 @@ pub enum HandshakeError {
     UnknownAuthority(Option<UntrustedReason>),
     /// The peer's certificate is revoked.
     #[error(
-        "the peer's certificate, or an intermediate's, is revoked according to a revocation list on this host: give the peer another certificate"
+        "the peer's certificate, or an intermediate certificate, is revoked according to a revocation list on this host: give the peer another certificate"
     )]
     Revoked,
     /// The local revocation list is too old to tell whether the peer's certificate is revoked.
@@ -79,12 +81,12 @@ pub enum HandshakeError {
     },
     /// The peer's certificate has the wrong extended key usage.
     #[error(
-        "the peer's certificate is not for its side of the connection (extended key usage): a source needs one for TLS clients, a destination one for TLS servers"
+        "the peer's certificate is not for its side of the connection (extended key usage): a source needs a certificate for TLS clients, a destination one for TLS servers"
     )]
     WrongPurpose,
     /// A signature is invalid.
     #[error(
-        "invalid signature from the peer: most likely its authority has the same name as one in this host's CA bundle, but another key; give both hosts certificates of one authority"
+        "invalid signature from the peer: most likely the peer's authority has the same name as an authority in this host's CA bundle, but another key; give both hosts certificates of one authority"
     )]
     BadSignature,
     /// The peer's certificate has expired.
@@ -92,7 +94,7 @@ pub enum HandshakeError {
         "the peer's certificate has expired ({detail}): renew it on the peer, or correct this host's clock"
     )]
     Expired {
-        /// When it expired.
+        /// When the certificate expired.
         detail: String,
     },
     /// The peer's certificate is not valid yet.
@@ -100,7 +102,7 @@ pub enum HandshakeError {
         "the peer's certificate is not valid yet ({detail}): correct the clock of one of the hosts"
     )]
     NotYetValid {
-        /// When it becomes valid.
+        /// When the certificate becomes valid.
         detail: String,
     },
     /// The peer's certificate is invalid for another reason.
@@ -115,7 +117,7 @@ pub enum HandshakeError {
     )]
     Incompatible(String),
     /// The kernel is required to seal and open records, but rejected the keys. No data was sent
-    /// with them; another connection may let the process seal and open records.
+    /// with them; on another connection the process may seal and open the records itself.
     #[error("the connection was closed before any data was sent: {0}")]
     Offload(#[from] Refused),
     /// Any other protocol violation.
@@ -157,7 +159,7 @@ impl HandshakeError {
             | Self::NotDunlin
             | Self::Mirror
             | Self::Incompatible(_)
-            // protocol_version: Dunlin has TLS 1.3.
+            // Alert 70 is protocol_version. A Dunlin peer supports TLS 1.3 and does not send it.
             | Self::PeerAlert(Alert(70)) => FaultCode::NotDunlin,
             _ => FaultCode::Unauthorised,
         }

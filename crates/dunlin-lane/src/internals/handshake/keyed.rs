@@ -42,7 +42,7 @@ pub fn client(
     tls: &HandoffTls,
     deadline: Instant,
 ) -> Result<Keyed, HandshakeError> {
-    // Read the address now: a reset connection has none.
+    // Read the address now, because it cannot be read after the peer resets the connection.
     let at = stream.peer_addr().map_err(HandshakeError::Io)?;
     let mut connection =
         UnbufferedClientConnection::new(tls.config.clone(), tls.server_name.clone())?;
@@ -51,7 +51,7 @@ pub fn client(
 }
 
 impl Keyed {
-    /// The cipher of the keys.
+    /// The cipher suite that the keys are for.
     pub fn cipher(&self) -> Result<provider::CipherSuite, Refused> {
         parts(&self.secrets.tx.1)
             .map(|(cipher, _, _)| cipher)
@@ -94,7 +94,7 @@ pub(super) fn finish<C: Unbuffered>(
         .iter()
         .map(|one| one.clone().into_owned())
         .collect();
-    // The key updater is unused: the socket's owner cannot renew keys.
+    // The socket's owner cannot renew keys, so the key updater is not used.
     let (secrets, _) = connection.into_secrets()?;
     Ok(Keyed {
         stream,

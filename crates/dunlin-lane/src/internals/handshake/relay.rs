@@ -1,5 +1,5 @@
-//! The handshake of a relay. The peer is another program: no ALPN is sent, and the version is one
-//! that both sides allow ([`policy`](super::super::policy)).
+//! The handshake of a relay. The peer is another program, so no ALPN is sent, and any version that
+//! both sides allow may be negotiated ([`policy`](super::super::policy)).
 
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -23,7 +23,7 @@ use crate::internals::relayed::Records;
 use crate::internals::relayed::in_kernel::halves;
 use crate::internals::relayed::session::Session;
 
-/// A connection to an authenticated peer that need not be Dunlin.
+/// A connection to an authenticated peer, which may be a program other than Dunlin.
 pub struct Relayed {
     /// A blocking socket without timeouts, from which none of the peer's data has been
     /// read.
@@ -32,7 +32,7 @@ pub struct Relayed {
     pub at: SocketAddr,
     /// The peer.
     pub peer: PeerIdentity,
-    /// What seals and opens the connection's records.
+    /// The keys that seal and open the records, in this process or in the kernel.
     pub records: Records,
 }
 
@@ -45,7 +45,7 @@ pub fn client(
     tls: &ClientTls,
     deadline: Instant,
 ) -> Result<Relayed, HandshakeError> {
-    // Read the address now: a reset connection has none.
+    // Read the address now, because it cannot be read after the peer resets the connection.
     let at = stream.peer_addr().map_err(HandshakeError::Io)?;
     stream.set_nodelay(true).map_err(HandshakeError::Io)?;
     let mut connection =
@@ -83,7 +83,7 @@ fn finish<C: Unbuffered + Send + 'static>(
     })
 }
 
-/// The handshake of the accepting side, one of many on a thread.
+/// The accepting side of a relay's handshake. One thread can advance many of them.
 pub struct Greeting {
     settings: Arc<ServerSettings>,
     connection: UnbufferedServerConnection,
@@ -118,7 +118,8 @@ impl Greeting {
         !self.outgoing.is_empty()
     }
 
-    /// Continues until the socket would block (`false`) or the handshake is complete (`true`).
+    /// Advances the handshake until the socket would block (`false`) or the handshake is complete
+    /// (`true`).
     pub fn advance(&mut self, stream: &TcpStream) -> Result<bool, RejectReason> {
         loop {
             if let Err(error) = self.flush(stream) {
@@ -134,7 +135,8 @@ impl Greeting {
                     self.incoming.append(&mut self.reading.record);
                 }
                 Err(error) => {
-                    // Best effort: the first error is the one to report.
+                    // Ignore a failure to send the alert, because the first error is the one to
+                    // report.
                     let _ = self.flush(stream);
                     return Err(error.into());
                 }

@@ -14,7 +14,7 @@ use crate::internals::fastest;
 use crate::internals::provider::parts;
 use crate::internals::record::{Content, HEADER_BYTES, LateMessage, OpenHalf};
 
-/// Maximum number of records with tickets. More than that are an attack or a fault.
+/// Maximum number of records with tickets. A peer that sends more is faulty or an attacker.
 const RECORD_LIMIT: u64 = 16;
 /// The length of a ticket with every field at its maximum (RFC 8446, section 4.6.1), with a header
 /// of four bytes.
@@ -24,9 +24,9 @@ const MESSAGE_LIMIT_BYTES: usize = 4 + 8 + 1 + 255 + 2 + 0xffff + 2 + 0xfffe;
 /// begins, and returns the number of records. Tickets would make a read by the socket's owner fail
 /// with EIO.
 ///
-/// Records are peeked and opened as copies, with a key that is then dropped. They stay in the
-/// socket until they turn out to be tickets, or the beginning of a ticket that continues in the
-/// next record.
+/// Each record is peeked, and a copy of it is opened with a key that is dropped at the end. The
+/// record is removed from the socket only if it contains tickets, or the beginning of a ticket that
+/// continues in the next record.
 pub(super) fn take(
     stream: &TcpStream,
     (first, secrets): (u64, &ConnectionTrafficSecrets),
@@ -51,7 +51,7 @@ pub(super) fn take(
             return done(taken, &partial);
         };
         let whole = record.len();
-        // Data, a close or an error: the socket's owner handles it.
+        // If the record is data, a close or an error, the socket's owner handles it.
         let Ok(Content::Late(bytes, message)) = open.open_next(&mut record) else {
             return done(taken, &partial);
         };
@@ -67,7 +67,7 @@ pub(super) fn take(
     }
 }
 
-/// Succeeds unless a ticket is incomplete.
+/// Returns the number of records, or an error if a ticket is incomplete.
 fn done(taken: u64, partial: &[u8]) -> Result<u64, HandshakeError> {
     match partial {
         [] => Ok(taken),
@@ -105,7 +105,7 @@ fn protocol(text: &str) -> HandshakeError {
     HandshakeError::Protocol(rustls::Error::General(text.to_owned()))
 }
 
-/// Returns a copy of the next record if all of it arrives in time.
+/// Returns a copy of the next record if all of it arrives before `until`.
 fn peek_record(stream: &TcpStream, until: Instant) -> io::Result<Option<Vec<u8>>> {
     let mut record = vec![0; HEADER_BYTES];
     let mut seen = 0;
@@ -128,7 +128,8 @@ fn peek_record(stream: &TcpStream, until: Instant) -> io::Result<Option<Vec<u8>>
             record.resize(whole, 0);
         }
         if count == seen {
-            // Readable, but no new bytes: the rest is in transit.
+            // The socket is readable, but no new bytes have arrived: the rest of the record is in
+            // transit.
             if Instant::now() >= until {
                 return Ok(None);
             }
@@ -153,8 +154,8 @@ mod tests {
     const KEY: [u8; 32] = [7; 32];
     const QUIET: Duration = Duration::from_millis(50);
 
-    /// Returns the result of [`take`] for handshake messages in these records, followed by data,
-    /// and the number of handshake bytes left.
+    /// Sends records with these handshake messages, followed by a record with data. Returns the
+    /// result of [`take`], and the number of handshake bytes that are left in the socket.
     fn taken(parts: &[&[u8]]) -> (Result<u64, HandshakeError>, usize) {
         let provider = fastest::auto().provider;
         let suite = CipherSuite::Aes256Gcm;
@@ -189,7 +190,8 @@ mod tests {
     }
 
     fn ticket(bytes: u8) -> Vec<u8> {
-        // The body would parse as the beginning of a key update.
+        // Each byte of the body is 24, the type of a key update. If a part of the body is parsed as
+        // a message by mistake, parsing fails.
         [&[4, 0, 0, bytes][..], &vec![24; bytes.into()]].concat()
     }
 

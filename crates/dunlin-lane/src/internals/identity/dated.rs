@@ -20,16 +20,16 @@ pub enum Item {
 pub struct Dated {
     /// The kind of item.
     pub item: Item,
-    /// The file that contains it.
+    /// The file that contains the item.
     pub path: PathBuf,
     /// The item's position in that file, from zero.
     pub position: usize,
-    /// The beginning of its validity; for a revocation list, its date.
+    /// The beginning of the item's validity; for a revocation list, the date of the list.
     pub not_before: SystemTime,
-    /// The end of its validity; for a revocation list, the date on which its successor is
+    /// The end of the item's validity; for a revocation list, the date on which the next list is
     /// due.
     pub not_after: SystemTime,
-    /// The end of its validity, for display.
+    /// The end of the item's validity, for display.
     pub until: String,
 }
 

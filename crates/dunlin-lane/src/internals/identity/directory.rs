@@ -15,7 +15,7 @@ impl Files {
     ///
     /// # Errors
     /// The directory matches no layout or several, or cannot be read; or its layout has separate
-    /// roles and `role` is `None`.
+    /// files for the two roles and `role` is `None`.
     pub fn in_directory(
         directory: &Path,
         layout: Option<Layout>,
@@ -26,7 +26,7 @@ impl Files {
             None => Layout::in_directory(directory)?,
         };
         let present = |path: PathBuf| path.exists().then_some(path);
-        // A file that cannot be examined counts as present: loading it then fails.
+        // A file that cannot be examined counts as present, so that loading the identity fails.
         let denied = directory.join(DENIED_FILE);
         let denied = match denied.symlink_metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -75,9 +75,9 @@ impl Files {
     }
 }
 
-/// The directories of libvirt's authorities, certificates and keys. A system has three directories
-/// under `/etc/pki`; `directory` may be that directory or `/etc/pki/libvirt`. A user's files, and
-/// those at a configured path, are in one directory.
+/// The directories of libvirt's authorities, certificates and keys. A system-wide installation has
+/// three directories under `/etc/pki`; `directory` may be `/etc/pki` or `/etc/pki/libvirt`. The
+/// files of a user, and files at a configured path, are all in one directory.
 fn libvirt_directories(directory: &Path) -> (PathBuf, PathBuf, PathBuf) {
     let system = |pki: &Path| {
         let certificates = pki.join("libvirt");
@@ -106,7 +106,8 @@ impl Layout {
     }
 
     fn in_directory(directory: &Path) -> Result<Self, IdentityError> {
-        // `.` instead of the directory itself: this also fails without search permission.
+        // Examine `.` in the directory instead of the directory itself, so that the call also fails
+        // without search permission.
         std::fs::metadata(directory.join(".")).map_err(|source| IdentityErrorKind::Unreadable {
             path: directory.to_owned(),
             source,

@@ -1,4 +1,4 @@
-//! The reasons why an identity cannot be used, and warnings about an identity that can.
+//! The reasons why an identity cannot be used, and warnings about an identity that can be used.
 
 use std::fmt;
 use std::io;
@@ -14,8 +14,8 @@ use super::layout::Layout;
 /// Maximum size of an identity file; a bundle of all public authorities needs a quarter of it.
 pub(super) const FILE_LIMIT_BYTES: u64 = 1 << 20;
 
-/// Why an identity cannot be used: a file, its permissions or its content. The message names the file
-/// and the remedy.
+/// Why an identity cannot be used. The cause is a file, its permissions or its content. The message
+/// names the file and the remedy.
 #[derive(Debug, Error)]
 #[error(transparent)]
 pub struct IdentityError(#[from] IdentityErrorKind);
@@ -149,7 +149,7 @@ pub enum IdentityErrorKind {
     Expired {
         /// The file.
         path: PathBuf,
-        /// The end of its validity.
+        /// The end of the certificate's validity.
         not_after: String,
     },
     /// This host's certificate is not valid yet.
@@ -157,7 +157,7 @@ pub enum IdentityErrorKind {
     NotYetValid {
         /// The file.
         path: PathBuf,
-        /// The beginning of its validity.
+        /// The beginning of the certificate's validity.
         not_before: String,
     },
     /// A local revocation list contains this host's certificate.
@@ -167,7 +167,7 @@ pub enum IdentityErrorKind {
         path: PathBuf,
     },
     /// This host's certificate has the wrong extended key usage.
-    #[error("the certificate in {} is not for {wanted} (extended key usage), so peers would refuse it: obtain one that is", path.display())]
+    #[error("the certificate in {} is not for {wanted} (extended key usage), so peers would refuse it: obtain a certificate for this use", path.display())]
     WrongPurpose {
         /// The file.
         path: PathBuf,
@@ -214,10 +214,10 @@ impl<E: Into<SettingsErrorKind>> From<E> for SettingsError {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SettingsErrorKind {
-    /// The crypto library or the cipher suites.
+    /// The crypto library or a cipher suite cannot be used.
     #[error(transparent)]
     Provider(#[from] super::super::provider::ProviderError),
-    /// Peers must be verified by an authority, but none is trusted.
+    /// An authority must verify the peers, but no authority is trusted.
     #[error(
         "no trusted authority, so peer names cannot be verified: put the authorities' certificates into a CA bundle, or allow peers by pins only"
     )]
@@ -244,7 +244,7 @@ pub enum Warning {
         /// The file's permission bits.
         mode: u32,
     },
-    /// Every user of this host can read the key, which the options allow.
+    /// Every user of this host can read the key. The load options allow this.
     KeyOpenToAll {
         /// The key's file.
         path: PathBuf,
@@ -255,7 +255,7 @@ pub enum Warning {
     Expires {
         /// The item and its validity.
         what: Dated,
-        /// Whole days until it expires; `None` if it has expired.
+        /// Whole days until the item expires; `None` if it has expired.
         days: Option<u64>,
     },
     /// This host's certificate has no chain to any of its own trust anchors.
@@ -300,17 +300,17 @@ impl fmt::Display for Warning {
                 }
                 f.write_str(match item {
                     Item::Certificate => ": renew it before peers refuse it",
-                    Item::Authority => ": certificates that it issued are invalid without it",
+                    Item::Authority => ": renew it, or certificates that it issued may be refused",
                     Item::RevocationList => {
-                        ": fetch the next one; without it, peers of that authority are refused"
+                        ": install the next list; without it, peers of the authority are refused"
                     }
                 })
             }
             Self::NoChain { path, issuer } => write!(
                 f,
                 "the certificate in {} has no chain to an authority in this host's CA bundle; if \
-                 {issuer} is an intermediate authority, append its certificate to the file, or \
-                 peers will refuse it",
+                 {issuer} is an intermediate authority, append its certificate to the file; \
+                 otherwise peers will refuse this host's certificate",
                 path.display()
             ),
         }

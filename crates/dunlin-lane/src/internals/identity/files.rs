@@ -37,8 +37,8 @@ pub(super) fn read_key(
             mode,
         });
     }
-    // The marks of RFC 7468, section 11, and of RFC 1421, section 4.6.1.1; OpenSSL still writes the
-    // latter.
+    // The strings that mark an encrypted key in RFC 7468, section 11, and in RFC 1421, section
+    // 4.6.1.1. OpenSSL still writes the second one.
     let marks: [&[u8]; 2] = [b"BEGIN ENCRYPTED PRIVATE KEY", b"Proc-Type: 4,ENCRYPTED"];
     if marks
         .iter()
@@ -56,7 +56,7 @@ pub(super) fn read_key(
     })
 }
 
-/// Reads the certificates of a file, at least one.
+/// Reads the certificates of a file, which must contain at least one.
 pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityErrorKind> {
     items(path, "certificate in PEM form")
 }
@@ -75,8 +75,8 @@ pub(super) fn anchors(
     Ok(store)
 }
 
-/// Reads the revocation lists of a file, at least one: an empty file would suggest protection
-/// that does not exist.
+/// Reads the revocation lists of a file. A file without a list is an error, because it would
+/// suggest protection that does not exist.
 pub(super) fn revocation_lists(
     path: &Path,
 ) -> Result<Vec<CertificateRevocationListDer<'static>>, IdentityErrorKind> {
@@ -116,8 +116,8 @@ fn items<T: PemObject>(path: &Path, wanted: &'static str) -> Result<Vec<T>, Iden
     Ok(items)
 }
 
-/// Reads a file and its permission bits through one descriptor, so that the bits belong to the
-/// bytes that were read. The buffer is wiped on drop because it may hold a key.
+/// Reads a file and its permission bits through one descriptor, so that the permissions are those
+/// of the file that was read. The buffer is wiped on drop because it may hold a key.
 pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityErrorKind> {
     let unreadable = |source| IdentityErrorKind::Unreadable {
         path: path.to_owned(),
@@ -126,7 +126,8 @@ pub(super) fn read(path: &Path) -> Result<(Zeroizing<Vec<u8>>, u32), IdentityErr
     let file = File::open(path).map_err(unreadable)?;
     let metadata = file.metadata().map_err(unreadable)?;
     let mode = metadata.permissions().mode() & 0o7777;
-    // A growing buffer would leave copies behind. `read_to_end` needs some spare capacity.
+    // Reserve the whole size, because a buffer that grows would leave copies of the key in freed
+    // memory. `read_to_end` needs some spare capacity.
     let expected = metadata.len().min(FILE_LIMIT_BYTES) as usize + 64;
     let mut text = Zeroizing::new(Vec::with_capacity(expected));
     file.take(FILE_LIMIT_BYTES + 1)

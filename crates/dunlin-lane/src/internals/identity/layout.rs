@@ -26,8 +26,8 @@ pub const KEY_FILE: &str = "key.pem";
 /// The optional file with revocation lists in Dunlin's own layout.
 pub const REVOCATIONS_FILE: &str = "ca-crl.pem";
 
-/// The optional file with denied keys beside an identity of any layout: each line holds the pin of
-/// a key, `spki-sha256:…`.
+/// The optional file with denied keys, next to an identity's files in any layout. Each line holds
+/// the pin of a key, `spki-sha256:…`.
 pub const DENIED_FILE: &str = "denied";
 
 /// The side of a migration that an identity is for. Layouts of other programs have a certificate
@@ -43,24 +43,24 @@ pub enum Role {
 /// The layout of an identity's files in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// One certificate for both roles.
+    /// Dunlin's own layout, with one certificate for both roles.
     Dunlin,
-    /// QEMU's `tls-creds-x509`, and Cloud Hypervisor's `tls_dir`.
+    /// The layout of QEMU's `tls-creds-x509`, and of Cloud Hypervisor's `tls_dir`.
     Qemu,
-    /// libvirt's, for a system or a user.
+    /// The layout of libvirt, for system-wide files or for the files of a user.
     Libvirt,
 }
 
 /// The paths of an identity's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Files {
-    /// The certificates of the trust anchors, one or more; `None` if peers are pinned.
+    /// The certificates of the trust anchors, one or more; `None` if all peers are pinned.
     pub authorities: Option<PathBuf>,
     /// Revocation lists of those authorities, if any.
     pub revocations: Option<PathBuf>,
     /// This host's certificate, followed by any intermediates.
     pub certificate: PathBuf,
-    /// Its private key.
+    /// This host's private key.
     pub key: PathBuf,
     /// Keys that this host denies, if any.
     pub denied: Option<PathBuf>,

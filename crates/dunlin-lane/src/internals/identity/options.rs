@@ -11,13 +11,14 @@ pub(super) const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 pub struct LoadOptions {
     /// The layout of the directory; if `None`, the files that exist determine it.
     pub layout: Option<Layout>,
-    /// The side of a migration. Dunlin's own layout serves both.
+    /// The side of a migration that the identity is for. An identity in Dunlin's own layout serves
+    /// both sides.
     pub role: Option<Role>,
     /// Accepts a key that every user of this host can read. For tests and for file systems without
     /// permissions.
     pub allow_key_open_to_all: bool,
-    /// Time before the end of a validity from which warnings are issued, limited to the last third
-    /// of the validity so that short-lived items do not always warn.
+    /// A warning is issued if an item expires within this time, but only in the last third of the
+    /// item's validity, so that short-lived items do not always cause a warning.
     pub warn_before: Duration,
 }
 

@@ -23,7 +23,7 @@ fn found(digits: &str) -> usize {
     };
     let memory = File::open("/proc/self/mem").unwrap();
     let mut part = vec![0; 1 << 20];
-    // The read buffer holds copies of earlier matches.
+    // The read buffer holds copies of earlier matches, so skip it.
     let own = part.as_ptr().addr() as u64;
     let own = own..own + part.len() as u64;
     let mut count = 0;
@@ -42,7 +42,7 @@ fn found(digits: &str) -> usize {
             count += windows
                 .filter(|(address, window)| !own.contains(address) && matches(window))
                 .count();
-            // Parts overlap, so that matches across their boundary are found.
+            // Consecutive parts overlap, so that matches across their boundary are found.
             at += (bytes - length + 1) as u64;
         }
     }
@@ -75,10 +75,10 @@ fn key_material_is_wiped_when_its_identity_is_dropped() {
         let script = format!("{from} | od -An -v -tx1 | tr -d ' \\n'");
         shell(directory, &script)
     };
-    // Search for text that contains a line break: no decoder buffers it as one line.
+    // A decoder may keep copies of single lines, so search for text across a line break.
     let text = digits("head -c 110 key.pem | tail -c 40");
-    // Search for the private number with its ASN.1 prefix. A library that keeps the number does not
-    // keep the prefix.
+    // Search for the private number with its ASN.1 prefix. A library may keep the number in memory,
+    // but not with the prefix.
     let content =
         digits("openssl pkcs8 -topk8 -nocrypt -in key.pem -outform DER | head -c 68 | tail -c 37");
     assert!(content.starts_with("020101"), "{} digits", content.len());

@@ -1,5 +1,5 @@
-//! What the kernel chose for a connection with kernel TLS: the driver, whether a network card
-//! does the work, and its counters.
+//! What the kernel chose for a connection with kernel TLS: the driver, and whether a network card
+//! seals and opens the records. Also the kernel's counters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,20 +12,21 @@ use crate::internals::provider::CipherSuite;
 /// The counters of the calling thread's network namespace. `/proc/net` shows the namespace of the
 /// process's first thread, and is missing in a service with `ProcSubset=pid`.
 const COUNTERS: &str = "/proc/thread-self/net/tls_stat";
-/// The features' names in ethtool(8): sending, receiving.
+/// The names in ethtool(8) of the features with which a network card seals and opens records: first
+/// for sending, then for receiving.
 const FLAGS: [&str; 2] = ["tls-hw-tx-offload", "tls-hw-rx-offload"];
-/// Parts of the names of counters about network cards and failures
-/// (Documentation/networking/tls.rst).
+/// Counters are reported if their name contains one of these parts. They count connections on
+/// network cards, and failures (Documentation/networking/tls.rst).
 const REPORTED: [&str; 4] = ["Device", "Error", "Retry", "Violation"];
 
-/// Queries the kernel about a connection over netlink, for which this crate has no socket.
-/// `dunlin_ipsec::inspect` implements this trait; the implementation for `()` reports
-/// nothing.
+/// Queries the kernel about a connection. This needs netlink, for which this crate has no socket,
+/// so `dunlin_ipsec::inspect` implements this trait. The implementation for `()` reports nothing.
 pub trait Inspector: fmt::Debug + Send + Sync {
     /// What seals and opens the connection's records; `None` if the kernel does not report it.
     fn record_engines(&self, connection: &TcpStream) -> Option<RecordEngines>;
 
-    /// The device through which its segments leave now; `None` if the kernel does not report it.
+    /// The device through which the connection's segments leave now; `None` if the kernel does not
+    /// report it.
     fn device(&self, connection: &TcpStream) -> Option<Device>;
 }
 
@@ -48,12 +49,12 @@ pub enum RecordEngine {
     Card,
 }
 
-/// The engines of both directions; `None` is a direction without a key.
+/// The engines of both directions; `None` if a direction has no key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordEngines {
-    /// For what this side sends.
+    /// The engine for what this side sends.
     pub sending: Option<RecordEngine>,
-    /// For what the peer sends.
+    /// The engine for what the peer sends.
     pub receiving: Option<RecordEngine>,
 }
 
@@ -78,18 +79,18 @@ pub struct Chosen {
     /// The device through which the connection left when its keys were installed, and whether that
     /// device accepts keys; `None` if the kernel does not report it.
     pub device: Option<Device>,
-    /// Counters of all sockets in this network namespace since its creation, under the kernel's
-    /// names: connections on a network card, and failures. Empty if the kernel does not report
-    /// them. No counter is specific to this connection.
+    /// Counters of connections on a network card and of failures, under the kernel's names. They
+    /// cover all sockets in this network namespace since its creation; no counter is specific to
+    /// this connection. Empty if the kernel does not report them.
     pub counters: BTreeMap<String, u64>,
 }
 
 /// Where records are sealed and opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Acceleration {
-    /// For what this side sends.
+    /// The engine for what this side sends.
     pub sending: RecordEngine,
-    /// For what the peer sends.
+    /// The engine for what the peer sends.
     pub receiving: RecordEngine,
 }
 
@@ -99,7 +100,8 @@ impl Chosen {
         let listed = fs::read_to_string(COUNTERS).unwrap_or_default();
         Self {
             driver: Driver::of(suite),
-            // A failure to find out is not an error: this is informational.
+            // A kernel that does not report this causes no error, because the value is only for
+            // display.
             acceleration: match inspector.record_engines(connection) {
                 Some(RecordEngines {
                     sending: Some(sending),
@@ -116,9 +118,10 @@ impl Chosen {
     }
 }
 
-/// For kernels that do not report on one socket (before Linux 6.15 without `CAP_NET_ADMIN`): if no
-/// card has ever sealed or opened records for any socket of this namespace, no card does so for
-/// this socket.
+/// Derives the acceleration from the counters in `listed`, for a kernel that does not report on
+/// single sockets (before Linux 6.15 without `CAP_NET_ADMIN`). If no card has ever sealed or opened
+/// records for any socket of this namespace, the kernel's software serves this socket. Otherwise
+/// the result is `None`.
 fn software_only(listed: &str) -> Option<Acceleration> {
     let never = |wanted: &str| counters(listed).any(|found| found == (wanted, 0));
     (never("TlsTxDevice") && never("TlsRxDevice")).then_some(Acceleration {

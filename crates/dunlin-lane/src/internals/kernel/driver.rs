@@ -6,7 +6,7 @@ use std::fs;
 use crate::internals::provider::CipherSuite;
 
 /// Drivers with a lower priority use generic code, at least in part. Drivers with AES instructions
-/// have 300 on arm64 and at least 400 on x86.
+/// have priority 300 on arm64 and at least 400 on x86.
 const FAST_PRIORITY: u32 = 300;
 
 /// A cipher driver of the kernel.
@@ -22,8 +22,9 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Returns the kernel's driver for `suite`; the kernel lists it after the first use. `None` if
-    /// the list cannot be read, for example in a service with `ProcSubset=pid`.
+    /// Returns the kernel's driver for `suite`. Call it after the first use of the cipher, because
+    /// the kernel lists a driver only then. `None` if the list cannot be read, for example in a
+    /// service with `ProcSubset=pid`.
     pub(super) fn of(suite: CipherSuite) -> Option<Self> {
         let algorithm = match suite {
             CipherSuite::Aes128Gcm | CipherSuite::Aes256Gcm => "gcm(aes)",

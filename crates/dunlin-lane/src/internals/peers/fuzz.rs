@@ -1,4 +1,4 @@
-//! Fuzz target: certificates that peers present. A peer for tests.
+//! Fuzz target: certificates that peers present. Also a constructor of peers for tests.
 
 use rustls::pki_types::CertificateDer;
 
@@ -20,8 +20,8 @@ impl PeerIdentity {
     }
 }
 
-/// For any certificate: only listed peers are admitted, and text printed about it contains no
-/// control characters.
+/// Checks for any certificate that only listed peers are admitted, and that text printed about it
+/// contains no control characters.
 pub fn fuzz_certificate(bytes: &[u8]) {
     let leaf = CertificateDer::from(bytes);
     let allowed = PeerName::Dns("source.test".to_owned());

@@ -65,7 +65,8 @@ impl HandoffTls {
         config.enable_secret_extraction = true;
         config.resumption = Resumption::disabled();
         config.enable_sni = server_name.is_some();
-        // The socket's owner cannot process a ticket. Few servers honour this extension (RFC 9149).
+        // Request no tickets (RFC 9149), because the socket's owner cannot process them. Few
+        // servers honour the request.
         config.send_ticket_request = Some(TicketRequest {
             new_session_count: 0,
             resumption_count: 0,
@@ -83,7 +84,8 @@ impl HandoffTls {
         self.version
     }
 
-    /// Returns the identity behind a certificate that a handshake has verified.
+    /// Returns the identity of the peer that presented `leaf`. A handshake must have verified
+    /// `leaf`.
     pub fn identity_of(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         self.trust.identity(leaf)
     }
@@ -91,8 +93,8 @@ impl HandoffTls {
 
 #[cfg(feature = "unstable-internals")]
 impl Identity {
-    /// Returns settings for a hand-off that accepts what `offer` contains. If `clients` is given,
-    /// a client must present a certificate that it allows.
+    /// Returns settings for a hand-off that accepts what `offer` contains. If `clients` is given, a
+    /// client must present a certificate that `clients` allows.
     ///
     /// # Errors
     /// [`SettingsError`].
@@ -103,7 +105,7 @@ impl Identity {
     ) -> Result<ServerTls, SettingsError> {
         self.check_purpose(Role::Destination)?;
         let asked = clients.is_some();
-        // A client that is not asked presents no certificate.
+        // Without `clients` the server requests no certificate, so this list is never used.
         let clients = clients.unwrap_or(Peers::OneOf(Vec::new()));
         let trust = trust(self, &offer.rustls, clients, KeyUsage::client_auth())?;
         let verifier: Arc<dyn ClientCertVerifier> = match asked {
@@ -120,7 +122,8 @@ impl Identity {
             side: Side {
                 trust,
                 provider: fastest::auto().provider,
-                // Unused: a hand-off decides this after the handshake.
+                // This value is not used, because a hand-off chooses between kernel and process
+                // after the handshake.
                 offload: Offload::Auto,
             },
         }))

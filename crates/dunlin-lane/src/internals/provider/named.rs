@@ -44,7 +44,7 @@ const SUITES: [(&str, Suite); 9] = [
     ),
 ];
 
-/// All groups. The first name of each is the one to print.
+/// All groups, each with its names. Output uses the first name.
 const GROUPS: [(&[&str], NamedGroup); 4] = [
     (&["X25519MLKEM768"], NamedGroup::X25519MLKEM768),
     (&["X25519"], NamedGroup::X25519),
@@ -173,7 +173,7 @@ fn chosen<T: Copy>(
         .collect()
 }
 
-/// The OpenSSL name of a suite. Hand-offs negotiate only suites that have one.
+/// The OpenSSL name of a suite. Hand-offs negotiate only suites that have an OpenSSL name.
 pub fn suite_name(suite: Suite) -> &'static str {
     SUITES
         .iter()
@@ -181,7 +181,7 @@ pub fn suite_name(suite: Suite) -> &'static str {
         .map_or("unknown", |(name, _)| name)
 }
 
-/// The OpenSSL name of a group. Hand-offs negotiate only groups that have one.
+/// The OpenSSL name of a group. Hand-offs negotiate only groups that have an OpenSSL name.
 pub fn group_name(group: NamedGroup) -> &'static str {
     GROUPS
         .iter()

@@ -18,8 +18,8 @@ pub enum OldestTls {
 }
 
 impl Crypto {
-    /// Like [`Crypto::rustls`], with P-256 and P-384 after the usual key exchange, and with the TLS
-    /// 1.2 suites if `oldest` allows them.
+    /// Like [`Crypto::rustls`], with P-256 and P-384 after the key exchange groups of lanes, and
+    /// with the TLS 1.2 suites if `oldest` allows them.
     ///
     /// # Errors
     /// [`ProviderError::NotBuiltIn`] and [`ProviderError::NoSuite`].

@@ -7,8 +7,8 @@ use crate::internals::record::{Alert, OpenError, RECORD_LIMIT, SealError};
 /// Maximum bytes of incomplete handshake messages. The format allows longer session tickets, but
 /// no implementation in use sends tickets that large.
 pub(super) const MESSAGE_LIMIT_BYTES: usize = 32 << 10;
-/// Maximum number of TLS messages without data in between. More than that are an attack or
-/// a fault.
+/// Maximum number of TLS messages without data in between. A longer sequence is an attack or a
+/// fault.
 pub(super) const LATE_RUN_LIMIT: u32 = 32;
 
 /// Why the TLS connection of a relay ended.
@@ -36,10 +36,10 @@ pub enum RelayError {
     /// A handshake message that is not allowed after the handshake.
     #[error("the peer sent handshake message {0} after the handshake, which violates the protocol")]
     Late(u8),
-    /// Too many or too long messages that are not data.
+    /// Too many messages without data in between, or a message that is too long.
     #[error(
-        "the peer sent more than {LATE_RUN_LIMIT} TLS messages without data in a row, or one of more \
-         than {MESSAGE_LIMIT_BYTES} bytes"
+        "the peer sent more than {LATE_RUN_LIMIT} TLS messages in a row without data, or a TLS message \
+         of more than {MESSAGE_LIMIT_BYTES} bytes"
     )]
     LateRun,
     /// The next keys could not be derived or installed.

@@ -11,7 +11,7 @@ use super::in_kernel::{Opening, Sealing, Verdict, halves};
 use crate::internals::handshake::Renewal;
 use crate::internals::record::{ALERT, APPLICATION_DATA, EMPTY_RUN_LIMIT, HANDSHAKE};
 
-/// In place of a connection's keys: no kernel is involved, so no key is needed.
+/// Returns no keys, because this fuzz target has no kernel in which to install them.
 struct NoKeys;
 
 impl Renewal for NoKeys {
@@ -72,8 +72,9 @@ fn messages(partial: &mut Vec<u8>, content: &[u8]) -> Result<Option<bool>, ()> {
     Ok(None)
 }
 
-/// Processes any records that an authentic peer may seal: a close ends the connection, both
-/// sides agree on key renewals, and memory for everything else is bounded (I7).
+/// Processes any records that an authentic peer may seal. Checks that a close ends the connection,
+/// that both sides agree on key renewals, and that all other messages use a bounded amount of
+/// memory (invariant I7).
 pub fn fuzz_relayed(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let is_1_3 = choices.byte() & 1 == 0;
@@ -113,8 +114,8 @@ pub fn fuzz_relayed(bytes: &[u8]) {
             (HANDSHAKE, [0, 0, 0, 0]) if !is_1_3 => Some(Verdict::Nothing),
             (HANDSHAKE, content) if is_1_3 => match messages(&mut partial, content) {
                 Ok(Some(requested)) => {
-                    // The first unanswered request is legitimate; this test never answers a
-                    // request.
+                    // The first request is legitimate. Every further one is not, because this test
+                    // never answers a request.
                     if requested && !asked {
                         (asked, late) = (true, 0);
                     }

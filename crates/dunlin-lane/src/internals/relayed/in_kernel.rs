@@ -1,9 +1,9 @@
-//! A relay's records in the kernel: data moves between sockets. This module handles the records
-//! that are not data, and counts records.
+//! A relay's connection with kernel TLS. The kernel moves data from socket to socket. This module
+//! handles the records that are not data, and counts all records.
 //!
 //! In TLS 1.3 the peer may send session tickets, renew its keys and request new keys from this side
 //! (RFC 8446, section 4.6). This side also renews keys that reach their record limit, because a
-//! relay's connection cannot be replaced. TLS 1.2 cannot renew keys: a connection ends at its
+//! relay's connection cannot be replaced. TLS 1.2 cannot renew keys, so its connections end at the
 //! record limit.
 
 use crate::internals::sync::lock;
@@ -22,7 +22,7 @@ use crate::internals::record::{
     ALERT, Alert, CONTENT_BYTES, Content, EMPTY_RUN_LIMIT, HANDSHAKE, OpenError, RECORD_LIMIT,
 };
 
-/// A record that is not data, in the form of `ktls::send_record`.
+/// A record that is not data: content type and content, as `ktls::send_record` takes them.
 pub type Control = (u8, Vec<u8>);
 
 /// The `user_canceled` alert, a warning.
@@ -34,11 +34,11 @@ const CALL_RECORDS: u64 = 16;
 struct Keys {
     next: Mutex<Box<dyn Renewal>>,
     is_1_3: bool,
-    /// The kernel can replace keys.
+    /// Whether the kernel can replace keys.
     renews: bool,
-    /// The peer has requested our next key.
+    /// Whether the peer has requested this side's next key and has not received it.
     asked: AtomicBool,
-    /// We request the peer's next key.
+    /// Whether this side must still request the peer's next key.
     asking: AtomicBool,
     /// Maximum number of records under one key, for both directions.
     limit: AtomicU64,
@@ -114,8 +114,8 @@ pub fn halves(
     (sealing, opening)
 }
 
-/// The number of data records written by one call; each call ends with a complete record. A read
-/// returns bytes of only one record.
+/// The number of data records in `bytes` that one call wrote; each call ends with a complete
+/// record. For a read the result is 1, because a read returns bytes of only one record.
 fn records_of(bytes: usize) -> u64 {
     bytes.div_ceil(CONTENT_BYTES) as u64
 }
@@ -125,7 +125,8 @@ fn not_renewed(error: impl ToString) -> RelayError {
 }
 
 impl Sealing {
-    /// Renews keys after `records`, if that is below their record limit.
+    /// Sets the number of records after which a key is renewed, if `records` is below the key's
+    /// record limit.
     pub fn renew_after(&self, records: u64) {
         let limit = records.min(RECORD_LIMIT);
         self.keys.limit.store(limit, Ordering::Relaxed);
@@ -133,8 +134,8 @@ impl Sealing {
 
     /// Whether a TLS message should be sent although there is no data.
     ///
-    /// Nothing may be sent after the close of a direction: the peer would reset the connection,
-    /// which would discard data in transit to this side.
+    /// Nothing may be sent after the close of a direction, because the peer would reset the
+    /// connection, which would discard data in transit to this side.
     pub fn is_asking(&self) -> bool {
         !self.is_closed && self.keys.asking.load(Ordering::SeqCst)
     }
@@ -197,7 +198,7 @@ impl Opening {
     /// [`RelayError`]; the data must not be used.
     pub fn came(&mut self, bytes: usize) -> Result<(), RelayError> {
         if let Some(&kind) = self.message.first() {
-            // No message may be interrupted (RFC 8446, section 5.1).
+            // Data must not come between the parts of a message (RFC 8446, section 5.1).
             return Err(RelayError::Late(kind));
         }
         self.late_run = 0;
@@ -260,8 +261,8 @@ impl Opening {
         match Content::of_control(content_type, content) {
             Ok(Content::Late(..)) => self.late(content),
             Ok(Content::Usual(_)) => Ok(Verdict::Closed),
-            // A close or an error alert follows; some programs send this alert before every close
-            // (RFC 8446, section 6.1).
+            // This alert is not an error. A close or an error alert follows it; some programs send
+            // it before every close (RFC 8446, section 6.1).
             Err(OpenError::Alert {
                 alert: USER_CANCELED,
             }) => self.count_late().map(|()| Verdict::Nothing),
@@ -298,11 +299,12 @@ impl Opening {
             }
             match (kind, &self.message[4..whole]) {
                 (4, _) => {}
-                // Nothing may follow in this record: the old key sealed it.
+                // No message may follow the key update in the same record, because the old key
+                // sealed this record.
                 (24, [requested @ (0 | 1)]) if self.message.len() == whole => {
                     // A request that arrives after the previous one was answered does not count as
-                    // a flood: a peer without data to send has no other way to request this side's
-                    // next key.
+                    // a flood, because a peer without data to send has no other way to request this
+                    // side's next key.
                     if *requested == 1 && !self.keys.asked.swap(true, Ordering::SeqCst) {
                         self.late_run = 0;
                     }

@@ -1,8 +1,8 @@
 //! A relay's connection with rustls, shared by two threads.
 //!
 //! rustls keeps one state for both directions, behind a lock. The lock is held while records are
-//! sealed or opened, never while a socket is read or written, so each direction proceeds while the
-//! other is blocked. rustls handles session tickets and the peer's key updates itself.
+//! sealed or opened, never while a socket is read or written, so one direction continues while the
+//! other direction is blocked. rustls handles session tickets and the peer's key updates itself.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,8 +15,8 @@ use crate::internals::handshake::{Unbuffered, encode};
 use crate::internals::record::{Alert, CONTENT_BYTES, RECORD_LIMIT};
 use crate::internals::sync::lock;
 
-/// Maximum number of key requests without data from this side in between. A peer may treat
-/// more than that as an attack; rustls does so at 33.
+/// Maximum number of key requests without data from this side in between. A peer may treat a longer
+/// sequence as an attack; rustls does so at 33 requests.
 const ASKS_LIMIT: u32 = 16;
 
 /// A connection after a complete handshake.
@@ -34,13 +34,13 @@ pub struct Opened {
     pub is_over: bool,
 }
 
-/// Either role's connection.
+/// The connection of either role.
 trait Connection: Send {
     fn seal(&mut self, content: Option<&[u8]>, records: &mut Vec<u8>) -> Result<usize, RelayError>;
 
     fn open(&mut self, bytes: &mut [u8], content: &mut Vec<u8>) -> Result<Opened, RelayError>;
 
-    /// rustls's own records, which must be sent before any other.
+    /// Records with rustls's own messages, which must be sent before any other record.
     fn pending(&mut self) -> &mut Vec<u8>;
 
     fn renew_after(&mut self, records: u64);
@@ -50,7 +50,7 @@ struct Shared<C> {
     connection: C,
     pending: Vec<u8>,
     /// The input that the last [`Connection::open`] did not consume: the beginning of a record or
-    /// message. rustls keeps positions in these bytes, so every call must pass them.
+    /// message. rustls keeps positions in these bytes, so the next call must pass them again.
     partial: Vec<u8>,
     /// Maximum number of records under one key, for both directions.
     limit: u64,
@@ -58,7 +58,7 @@ struct Shared<C> {
     sealed: u64,
     /// Data records opened since the last request for the peer's next key.
     opened: u64,
-    /// Requests since this side last sent data.
+    /// The number of requests for the peer's next key since this side last sent data.
     asks: u32,
     is_closed: bool,
 }
@@ -81,14 +81,14 @@ impl Session {
         }
     }
 
-    /// Renews keys after `records`, if that is below their record limit. TLS 1.2 cannot renew keys:
-    /// the connection ends with [`RelayError::UsedUp`].
+    /// Sets the number of records after which a key is renewed, if `records` is below the key's
+    /// record limit. TLS 1.2 cannot renew keys, so the connection ends with [`RelayError::UsedUp`].
     pub fn renew_after(&self, records: u64) {
         lock(&self.connection).renew_after(records);
     }
 
     /// Seals `content`, or the close of this direction if `None`, into the front of `records`,
-    /// which grows as needed. Returns the number of bytes to send; they must follow those of the
+    /// which grows as needed. Returns the number of bytes to send. Send them after the bytes of the
     /// previous call.
     ///
     /// # Errors
@@ -118,8 +118,8 @@ impl Session {
         self.is_pending.load(Ordering::SeqCst)
     }
 
-    /// Removes and returns that message. Send it in order with the bytes of
-    /// [`Session::seal`].
+    /// Removes and returns the message that [`Session::is_pending`] reports. Send it in order with
+    /// the bytes of [`Session::seal`].
     pub fn take_pending(&self) -> Vec<u8> {
         let mut connection = lock(&self.connection);
         self.is_pending.store(false, Ordering::SeqCst);
@@ -198,8 +198,8 @@ impl<C: Unbuffered + Send> Connection for Shared<C> {
                 }
                 ConnectionState::TransmitTlsData(sent) => sent.done(),
                 ConnectionState::PeerClosed | ConnectionState::Closed => break true,
-                // The peer need not renew its keys without a request. Nothing may be sent after
-                // this direction's close.
+                // Request the peer's next key, because the peer need not renew its keys without a
+                // request. Nothing may be sent after this direction's close.
                 ConnectionState::WriteTraffic(traffic)
                     if is_1_3
                         && !self.is_closed

@@ -1,5 +1,6 @@
-//! The certificates that a hand-off trusts: one file, as toolstacks keep it. Besides authorities
-//! the file may hold the peers' own self-signed certificates, which often carry no name to check.
+//! The certificates that a hand-off trusts, in one file, which is the form that toolstacks use.
+//! Besides authorities the file may hold the peers' own self-signed certificates, which often carry
+//! no name to check.
 //! ```text
 //!   in the file itself? ── yes ──▶ in date? ──────────────▶ name required? ──▶ trusted
 //!      │ no                                                       ▲
@@ -37,8 +38,8 @@ pub enum TrustPolicy {
     /// Servers with any certificate that this host's identity does not deny or revoke. The connection is
     /// protected against eavesdroppers, but not against an attacker that takes the server's place.
     AnyCertificate,
-    /// Servers with a certificate that is in the bundle, or was issued by an authority in it, with one of
-    /// these names if any are required.
+    /// Servers with a certificate that is in the bundle or was issued by an authority in it. If
+    /// names are required, the certificate must have one of them.
     Bundle(Arc<Bundle>, Peers),
 }
 
@@ -51,7 +52,8 @@ impl Bundle {
         let certificates = certificates(path)?;
         let mut anchors = RootCertStore::empty();
         for certificate in certificates.iter().filter(|it| is_authority(it)) {
-            // A certificate that webpki cannot parse is not a trust anchor, but may be a peer's own.
+            // A certificate that webpki cannot parse is not a trust anchor, but it may be a peer's
+            // own certificate.
             let _ = anchors.add(certificate.clone());
         }
         let authorities = Authorities {
@@ -65,7 +67,7 @@ impl Bundle {
         })
     }
 
-    /// Whether the file has an authority, so that it trusts more certificates than it contains.
+    /// Whether the file has an authority and therefore trusts more certificates than it contains.
     pub fn has_authority(&self) -> bool {
         !self.authorities.anchors.is_empty()
     }
@@ -76,13 +78,14 @@ impl Bundle {
 }
 
 /// webpki trusts every anchor as an authority. Without this check, each host of a pool could use
-/// its own key to issue certificates for the others.
+/// its own key to issue certificates for the other hosts.
 fn is_authority(certificate: &CertificateDer<'_>) -> bool {
     X509Certificate::from_der(certificate).is_ok_and(|(_, certificate)| certificate.is_ca())
 }
 
 impl TrustPolicy {
-    /// Returns the identity behind `leaf`, which a handshake must have verified.
+    /// Returns the identity of the peer that presented `leaf`. A handshake must have verified
+    /// `leaf`.
     pub fn identity(&self, leaf: &CertificateDer<'_>) -> Option<PeerIdentity> {
         let Self::Bundle(bundle, peers) = self else {
             return None;
@@ -101,7 +104,7 @@ impl TrustPolicy {
 #[derive(Debug)]
 pub(crate) struct PolicyVerifier {
     pub(crate) trust: TrustPolicy,
-    /// The revocation lists of this host's identity, and the keys that it denies.
+    /// The revocation lists of this host's identity, and the keys that this host denies.
     pub(crate) own: Option<Arc<Authorities>>,
     pub(crate) algorithms: WebPkiSupportedAlgorithms,
 }
@@ -111,7 +114,8 @@ impl ServerCertVerifier for PolicyVerifier {
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        // SNI only selects the server's certificate, which need not contain the name.
+        // Unused: the name was only sent as SNI to select the server's certificate, which need not
+        // contain the name.
         _server_name: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,

@@ -14,12 +14,12 @@ use super::{
 use crate::internals::data::Keys;
 use crate::internals::record::fuzz::halves;
 
-/// Bytes that a socket buffers without a reader.
+/// The number of bytes that a socket buffers while no thread reads from it.
 const ROOM_BYTES: usize = 64 << 10;
 
-/// Reads records of any length, which are truncated, modified or closed properly, with any mixture
-/// of calls. The output must equal what was sealed, up to the position of the tampering and not
-/// beyond it.
+/// Reads records of any length, with any mixture of the receiver's calls. The sequence of records
+/// ends with a close, is truncated, or is modified. The output must equal what was sealed, up to
+/// the truncation or modification and not beyond it.
 pub fn fuzz_data_lane(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let choice = choices.byte();
@@ -104,7 +104,7 @@ pub fn fuzz_data_lane(bytes: &[u8]) {
         "received bytes that were not sent"
     );
     match ended {
-        // The close is sealed too, so tampering can never imitate it.
+        // The close is sealed like data, so a modified record cannot appear to be a close.
         None => assert!(damage == 0 && taken == sent),
         Some(ReceiveError::ClosedInside) => assert_eq!(damage, 0),
         Some(ReceiveError::Truncated | ReceiveError::Record(_)) => assert_ne!(damage, 0),

@@ -7,7 +7,7 @@ use super::*;
 /// side renews its key unprompted when only the records of one call are left.
 const LIMIT: u64 = 64;
 
-/// Returns two sides of a connection.
+/// Returns both sides of a connection.
 fn pair(version: Version) -> ((Sealing, Opening), (Sealing, Opening)) {
     (
         halves_without_kernel(version),
@@ -45,7 +45,7 @@ fn a_split_ticket_is_ignored_and_data_within_it_is_an_error() {
     for piece in [&ticket[..1], &ticket[1..100], &ticket[100..]] {
         assert_eq!(open.interpret(HANDSHAKE, piece).unwrap(), Verdict::Nothing);
     }
-    // Two in one record.
+    // Two tickets in one record.
     let two = [&ticket[..], &ticket[..]].concat();
     assert_eq!(open.interpret(HANDSHAKE, &two).unwrap(), Verdict::Nothing);
     open.came(4).unwrap();
@@ -76,7 +76,8 @@ fn keys_are_renewed_at_the_limit_and_on_request() {
     assert!(!renew(&mut far_seal, &mut near_open));
 }
 
-/// A peer without data to send has no other way to request keys.
+/// A peer without data to send can request this side's next key only with a key update of its own.
+/// This side must accept any number of these updates if it answers each of them.
 #[test]
 fn answered_key_requests_are_not_a_flood() {
     let ((mut near_seal, mut near_open), (mut far_seal, mut far_open)) = pair(Version::V1_3);
@@ -103,7 +104,7 @@ fn answered_key_requests_are_not_a_flood() {
     assert!(matches!(flood, Err(RelayError::LateRun)), "{flood:?}");
 }
 
-/// Java sends this alert before every close.
+/// Java sends the `user_canceled` alert before every close.
 #[test]
 fn user_canceled_is_not_an_error_and_the_close_follows() {
     let mut open = open();
@@ -117,8 +118,8 @@ fn user_canceled_is_not_an_error_and_the_close_follows() {
     );
 }
 
-/// The peer would treat a request as a violation and reset the connection, discarding data in
-/// transit.
+/// After this side's close, the peer would treat a key request as a violation and reset the
+/// connection, which discards data in transit.
 #[test]
 fn no_key_is_requested_after_the_close() {
     let ((mut near_seal, _), (mut far_seal, mut far_open)) = pair(Version::V1_3);

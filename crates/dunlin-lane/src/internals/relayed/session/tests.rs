@@ -172,14 +172,14 @@ fn tls_1_2_ends_at_its_record_limit_and_tls_1_3_renews_keys() {
     for _ in 0..400 {
         let records = sealed(&near, Some(b"data"));
         assert_eq!(opened(&far, &records, 1 << 20).0, b"data");
-        // The far side has no data to send, and requests keys.
+        // The far side has no data to send, so it requests keys.
         if far.is_pending() {
             asked += 1;
             let pending = far.take_pending();
             assert_eq!(opened(&near, &pending, 1 << 20), (Vec::new(), false));
         }
     }
-    // More would look like an attack.
+    // More requests would look like an attack.
     assert_eq!(asked, ASKS_LIMIT);
     let back = sealed(&far, Some(b"back"));
     assert_eq!(opened(&near, &back, 1 << 20).0, b"back");
