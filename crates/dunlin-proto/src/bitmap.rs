@@ -1,7 +1,7 @@
 //! A bitmap of the guest pages that are still to be sent.
 //!
-//! A dirty log is merged in by union; chunks are cut by removing runs of set
-//! bits. Pending work costs one bit per page, however much of it there is (I8).
+//! [`PageBitmap::union`] adds the pages of a dirty log, and [`PageBitmap::take_run`] removes pages
+//! for a chunk. The bitmap needs one bit per guest page, however many pages are pending (I8).
 
 /// Pages of one region that are waiting to be sent, one bit each.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl PageBitmap {
         self.set
     }
 
-    /// Whether `page` is set; pages past the end are not.
+    /// Whether `page` is set; false for a page past the end.
     #[must_use]
     pub fn contains(&self, page: u64) -> bool {
         page < self.pages && self.words[(page / WORD_BITS) as usize] >> (page % WORD_BITS) & 1 == 1
@@ -67,9 +67,9 @@ impl PageBitmap {
         }
     }
 
-    /// Sets every page that `log` has set, in the format of KVM's dirty bitmap:
-    /// bit 0 of word 0 is page 0. Bits and words past the end are ignored.
-    /// Returns the number of pages set in `log`.
+    /// Sets the pages that are set in `log`, which has the format of KVM's dirty bitmap: bit 0 of
+    /// word 0 is page 0. Bits and words past the end are ignored. Returns the number of pages set
+    /// in `log`.
     pub fn union(&mut self, log: &[u64]) -> u64 {
         let last = self.words.len().saturating_sub(1);
         let mut named = 0;
@@ -131,7 +131,7 @@ impl PageBitmap {
     }
 }
 
-/// `count` ones, starting with bit `first`; `first + count` is at most 64.
+/// A word with `count` ones from bit `first` on; `first + count` is at most 64.
 fn mask(first: u64, count: u64) -> u64 {
     if count == 0 {
         return 0;

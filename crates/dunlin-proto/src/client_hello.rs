@@ -1,12 +1,11 @@
-//! Reads the server name that a TLS client asks for from its first bytes,
-//! before any reply is sent.
+//! Reads the server name from the first bytes that a TLS client sends, before any reply is sent.
 //!
 //! [`look`] takes everything that the connection has received so far; the bytes
 //! stay in the socket. It keeps no state and allocates only the name. If bytes
 //! are missing, it returns the minimum total needed for progress. That minimum
-//! never exceeds what an honest client sends, and each look shrinks the missing
-//! part of the hello by a fixed share, however finely the client splits it: a
-//! caller that waits for the minimum looks about fifty times at most.
+//! never exceeds what an honest client sends. Each look shrinks the missing part
+//! of the hello by a fixed share, even if the client splits it into tiny records.
+//! A caller that waits for the minimum therefore looks at most about fifty times.
 //!
 //! A ClientHello is a handshake message and may span several records (RFC 8446,
 //! section 5.1). Only the server name is read (RFC 6066, section 3). Of the
@@ -26,17 +25,18 @@ const RECORD_HEADER_BYTES: usize = 5;
 const MAX_RECORD_BYTES: usize = 16 * 1024;
 const MESSAGE_HEADER_BYTES: usize = 4;
 const CLIENT_HELLO: u8 = 1;
-/// Version, random, empty session, one cipher suite, one compression method.
+/// The shortest body: version, random, empty session, one cipher suite, one compression method.
 const LEAST_BODY_BYTES: usize = 2 + 32 + 1 + 4 + 2;
 const MAX_SESSION_BYTES: usize = 32;
 /// The extension `server_name`, and the only name type that it defines.
 const SERVER_NAME: usize = 0;
 const HOST_NAME: u8 = 0;
 
-/// Result of a look at the bytes received so far.
+/// The result of [`look`] for the bytes received so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// Incomplete; at least this many bytes are needed, counted from the first.
+    /// The hello is incomplete. The next look needs at least this many bytes in total, including
+    /// those already received.
     Needs(usize),
     /// The hello is complete.
     Hello(Hello),
@@ -49,7 +49,7 @@ pub struct Hello {
     pub server_name: Option<String>,
 }
 
-/// No readable ClientHello. The client is at fault.
+/// The first bytes are not a readable ClientHello. The client is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum NoHello {
     /// The client does not speak TLS.
@@ -68,7 +68,7 @@ pub enum NoHello {
 /// Looks at the first bytes of a connection.
 ///
 /// # Errors
-/// [`NoHello`]: more bytes would not change the result.
+/// [`NoHello`] if the bytes are not a readable ClientHello. More bytes would not change this.
 pub fn look(bytes: &[u8]) -> Result<Look, NoHello> {
     match needed(bytes)? {
         Some(least) if least > MAX_CLIENT_FLIGHT_BYTES => Err(NoHello::TooLong),
@@ -82,7 +82,8 @@ pub fn look(bytes: &[u8]) -> Result<Look, NoHello> {
     }
 }
 
-/// Minimum number of bytes before the hello can be complete; `None` if it is.
+/// Returns the minimum total number of bytes that a complete hello needs; `None` if the hello is
+/// complete.
 fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
     let Some(&first) = bytes.first() else {
         return Ok(Some(1));
@@ -126,7 +127,7 @@ fn needed(bytes: &[u8]) -> Result<Option<usize>, NoHello> {
         start.take(content)?;
         let missing = start.missing();
         if missing > 0 && content.len() < length {
-            // The part that does not fit this record needs another one, with a header.
+            // The part of the hello after this record needs another record, with its own header.
             let left = length - content.len();
             let beyond = match missing.saturating_sub(left) {
                 0 => missing,
@@ -181,13 +182,13 @@ impl Start {
     }
 }
 
-/// Reads the fields of a complete hello across its records.
+/// Reads the fields of a complete hello, which may span several records.
 struct Fields<'a> {
-    /// Unread bytes, starting inside the current record.
+    /// All unread bytes. They start inside the current record.
     rest: &'a [u8],
-    /// Bytes left in that record.
+    /// Unread bytes of the current record.
     record: usize,
-    /// Bytes left in the message, or in the field being read.
+    /// Unread bytes of the message, or of the field that is being read.
     left: usize,
 }
 
@@ -281,7 +282,7 @@ fn server_name(hello: &mut Fields<'_>) -> Result<Option<String>, NoHello> {
     hello.skip_field::<2>()?;
     hello.skip_field::<1>()?;
     if hello.left == 0 {
-        // A client without extensions (TLS 1.0).
+        // A client of TLS 1.0 may send no extensions, and so no server name.
         return Ok(None);
     }
     hello.field::<2, _>(|extensions| {
@@ -300,7 +301,7 @@ fn server_name(hello: &mut Fields<'_>) -> Result<Option<String>, NoHello> {
     })
 }
 
-/// The only name in the list: RFC 6066 allows one name per type and defines one type.
+/// Returns the only name in the list; RFC 6066 allows one name per type and defines one type.
 fn host_name(list: &mut Fields<'_>) -> Result<String, NoHello> {
     if list.u8()? != HOST_NAME {
         return Err(NoHello::Malformed("the server name has an unknown type"));

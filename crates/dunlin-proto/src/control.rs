@@ -47,14 +47,14 @@ pub type Digest = [u8; DIGEST_BYTES];
 pub struct Envelope {
     /// The session.
     pub session: SessionId,
-    /// The control lane of the attempt, as in its offer.
+    /// The number of the control lane within the attempt, as in its *offer*.
     pub epoch: u32,
-    /// Counts the sender's messages in the session from 1, across epochs. A
-    /// repeated message is not applied again.
+    /// The number of the message among those of its sender in the session, from 1. A new epoch
+    /// continues the count. A repeated message is not applied again.
     pub sequence: u64,
 }
 
-/// The header of a control message, within its limits; the kind may be unknown.
+/// The header of a control message. Its length is within the limit; its kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     start: Start,
@@ -98,8 +98,8 @@ impl Header {
 
 /// Consecutive chunk numbers.
 ///
-/// The peer chooses the count: compare the set with the chunks in flight, never
-/// iterate over it.
+/// The peer chooses the count. Therefore compare the set with the chunks in flight, and never
+/// iterate over the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkSet {
     /// The first chunk.
@@ -108,9 +108,9 @@ pub struct ChunkSet {
     pub count: u32,
 }
 
-/// How far the destination has read on a lane. *ack* confirms chunks; this confirms marks
-/// and ends, so that the source can tell a stalled lane from one that waits at a mark for
-/// another lane.
+/// How far the destination has read on a lane: the last mark, or the end. From this report the
+/// source can distinguish a stalled lane from a lane that waits at a mark until another lane
+/// reaches it. Chunks are acknowledged separately ([`ChunkSet`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reached {
     /// The lane's number.
@@ -122,9 +122,9 @@ pub struct Reached {
 /// A position in the stream of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Position {
-    /// The mark that ends this iteration; 0 before the first.
+    /// The mark that ends the iteration with this number; 0 before the lane's first mark.
     Mark(u32),
-    /// The lane's end: nothing on this lane is in flight.
+    /// The lane's end: the destination has read everything that was sent on this lane.
     End,
 }
 
@@ -144,20 +144,20 @@ pub enum Verdict {
 /// The first message: the description from which the destination builds the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Describe {
-    /// The VM's UUID, in the order of RFC 9562's text form.
+    /// The VM's UUID, with the bytes in the order of its text form (RFC 9562).
     pub vm_uuid: [u8; 16],
     /// The VM's name, at most [`crate::limits::MAX_NAME_BYTES`].
     pub vm_name: String,
-    /// Page size in bytes for every count of pages; version 1 accepts only
+    /// Bytes of a page, the unit of every page count in the session. Version 1 accepts only
     /// [`crate::limits::PAGE_BYTES`].
     pub page_bytes: u32,
-    /// Whether the VM's owner had paused it when the migration started. If so, it arrives
-    /// paused.
+    /// Whether the VM's owner had paused it when the migration started. If so, the VM stays paused
+    /// at the destination.
     pub paused: bool,
-    /// Opaque to Dunlin, passed from VMM to VMM: configuration, CPU features,
-    /// TSC rate; at most [`crate::limits::MAX_DESCRIPTION_BYTES`].
+    /// The VMM's description of the VM, such as configuration, CPU features and TSC rate.
+    /// Dunlin does not interpret it. At most [`crate::limits::MAX_DESCRIPTION_BYTES`].
     pub description: Vec<u8>,
-    /// The VM's memory; frozen for the session.
+    /// The regions of the VM's memory. They do not change during the session.
     pub regions: RegionTable,
 }
 
@@ -177,20 +177,21 @@ pub struct Accept {
 /// One piece of device state.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Section {
-    /// Which device or subsystem, at most [`crate::limits::MAX_NAME_BYTES`].
+    /// The name of the device or subsystem, at most [`crate::limits::MAX_NAME_BYTES`].
     pub name: String,
-    /// The instance, if there are several.
+    /// The number of the instance, if the VM has several such devices; otherwise 0.
     pub instance: u32,
     /// The version of the content's layout.
     pub version: u32,
-    /// Whether a destination must refuse the section if it is unknown.
+    /// Whether a destination that does not support the section must refuse it.
     pub required: bool,
     /// The content, at most [`crate::limits::MAX_SECTION_BYTES`].
     pub bytes: Vec<u8>,
 }
 
 impl Section {
-    /// A section that a destination must support, of a device with one instance.
+    /// Creates a section of a device with one instance. A destination that does not support the
+    /// section must refuse it.
     #[must_use]
     pub fn required(name: &str, version: u32, bytes: Vec<u8>) -> Self {
         Self {
@@ -223,40 +224,40 @@ impl fmt::Debug for Section {
 pub struct Final {
     /// Chunks of the whole session, not counting those of lost lanes.
     pub chunks: u64,
-    /// The last iteration.
+    /// The number of the last iteration.
     pub iteration: u32,
     /// Sections sent, at most [`crate::limits::MAX_SECTIONS`].
     pub sections: u32,
     /// Pages sent in the whole session, including zero pages and repetitions, but not those
     /// of lost lanes.
     pub pages: u64,
-    /// Number of *fenced* reports that the source has received. A *final* with
-    /// fewer than the destination has sent is outdated, and another follows.
+    /// The number of *fenced* messages that the source has received. If the destination has sent
+    /// more, this *final* is outdated, and the source sends another.
     pub fenced: u32,
-    /// The source's memory, if verification was negotiated.
+    /// The digest of the source's memory, if verification was negotiated.
     pub digest: Option<Digest>,
 }
 
 /// A control message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Source: see [`Describe`].
+    /// From the source; see [`Describe`].
     Describe(Describe),
-    /// Destination: see [`Accept`].
+    /// From the destination; see [`Accept`].
     Accept(Accept),
-    /// Destination: this VM is refused.
+    /// The destination refuses the described VM.
     Refuse {
         /// The reason as a code.
         fault: FaultCode,
         /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Destination: a lane's proof is valid, and the lane is being read.
+    /// The destination has accepted a lane's proof and reads the lane.
     LaneUp {
         /// The lane's number.
         lane: u16,
     },
-    /// Destination: a lane was closed without being read.
+    /// The destination has closed a lane without reading it.
     LaneRefused {
         /// The lane's number.
         lane: u16,
@@ -265,85 +266,81 @@ pub enum Message {
         /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Destination: these chunks are in guest memory, and these lanes have
-    /// reached these positions. Both may be repeated.
+    /// The destination has written these chunks to guest memory and has read these lanes up to
+    /// these positions. Chunks and positions may be repeated.
     Ack {
-        /// At most [`crate::limits::MAX_ACK_SETS`].
+        /// The chunks, at most [`crate::limits::MAX_ACK_SETS`] sets.
         sets: Vec<ChunkSet>,
-        /// At most [`crate::limits::MAX_LANES`].
+        /// The positions, of at most [`crate::limits::MAX_LANES`] lanes.
         reached: Vec<Reached>,
     },
-    /// Source: see [`Section`].
+    /// From the source; see [`Section`].
     Section(Section),
-    /// Source: see [`Final`].
+    /// From the source; see [`Final`].
     Final(Final),
-    /// Destination: everything has arrived, every lane thread is joined, and the
-    /// state is loaded and checked.
+    /// The destination has received everything, joined every lane thread, and loaded and checked
+    /// the state.
     Ready {
-        /// The destination's memory, if verification was negotiated.
+        /// The digest of the destination's memory, if verification was negotiated.
         digest: Option<Digest>,
     },
-    /// Source, the point of no return: the VM is the destination's.
+    /// The source hands the VM over. This is the point of no return: from now on the VM belongs to
+    /// the destination.
     Commit {
-        /// Whether the VM is to run or stay paused.
+        /// Whether the destination resumes the VM; otherwise the VM stays paused.
         run: bool,
     },
-    /// Destination: *running* is recorded, and the guest is resumed if *commit*
-    /// said so.
+    /// The destination has recorded *running*, and has resumed the guest if *commit* requires it.
     Running {
         /// CPU time of the session's threads at the destination, in
         /// nanoseconds, for the source's report.
         cpu_ns: u64,
-        /// How long the guest was paused as seen by the guest, in nanoseconds;
-        /// 0 is unknown.
+        /// The downtime as the guest sees it, in nanoseconds; 0 if it is unknown.
         downtime_ns: u64,
     },
-    /// Source: the copy there is destroyed, and the destination may forget the
-    /// session.
+    /// The source has destroyed its copy, and the destination may forget the session.
     Release,
-    /// Either side, before *commit*: the migration is cancelled. The destination
-    /// has recorded *aborted* before it sends this: if the message crosses
-    /// *commit*, it counts as an answer.
+    /// Either side cancels the migration, before *commit*. The destination records *aborted* before
+    /// it sends *cancel*. If the destination's *cancel* crosses the source's *commit*, the source
+    /// treats it as the answer *aborted*.
     Cancel {
         /// The reason as a code.
         fault: FaultCode,
         /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// Either side: requests *pong* with the same token.
+    /// Either side requests *pong* with the same token.
     Ping {
         /// Any number.
         token: u64,
     },
-    /// Either side: the answer to *ping*.
+    /// Either side answers *ping*.
     Pong {
         /// The ping's token.
         token: u64,
     },
-    /// Source: a lane is lost or not needed, and the destination ends all writes
-    /// on it (I4).
+    /// The source asks the destination to end all writes of a lane that is lost or not needed (I4).
     Fence {
         /// The lane's number.
         lane: u16,
     },
-    /// Destination: the answer to *fence*, or unprompted when the destination has lost the
-    /// lane. The lane is closed and its thread joined. Chunks not acknowledged by now never
-    /// will be.
+    /// The destination answers *fence*, or reports without a *fence* that it has lost the lane. The
+    /// lane is closed and its thread joined. Chunks of the lane that are not acknowledged by this
+    /// message will never be acknowledged.
     Fenced {
         /// The lane's number.
         lane: u16,
-        /// The lane's last acknowledgements, at most
-        /// [`crate::limits::MAX_ACK_SETS`].
+        /// The lane's last acknowledgements, at most [`crate::limits::MAX_ACK_SETS`] sets.
         acks: Vec<ChunkSet>,
     },
-    /// Source, on a new control lane after *commit*: asks which side runs the VM.
+    /// The source asks, on a new control lane after *commit*, which side runs the VM.
     Inquire {
         /// The attempt that is in doubt.
         attempt: u32,
     },
-    /// Destination: the answer to *inquire*, or unsolicited if the VM could not
-    /// be resumed after *running* was recorded. It names the attempt, so an old
-    /// *aborted* does not answer for a new attempt (I1).
+    /// The destination answers *inquire*, or reports without an inquiry that the VM could not be
+    /// resumed after *running* was recorded. The message names the attempt, so that the *aborted*
+    /// of an earlier attempt does not count for a new one (I1).
     Answer {
         /// The attempt in the inquiry.
         attempt: u32,

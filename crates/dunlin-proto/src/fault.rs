@@ -26,7 +26,8 @@ pub enum AtFault {
 }
 
 impl AtFault {
-    /// The same party from the point of view of the side that receives the fault.
+    /// Returns this party from the point of view of the side that receives the fault. For example,
+    /// `Local` becomes `Peer`.
     #[must_use]
     pub fn seen_by_peer(self) -> Self {
         match self {
@@ -55,16 +56,17 @@ impl fmt::Display for AtFault {
     }
 }
 
-/// A code unknown to this release. Only decoding creates it, so it never holds
-/// a known code.
+/// A code unknown to this release. Only decoding creates a value, so the value is never a known
+/// code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnknownFault(u16);
 
-/// One row per code: number on the wire, name, party at fault, advice. The
-/// table keeps the four consistent.
+/// Defines the fault codes. Each row has a code's number on the wire, its name, the party at fault
+/// and the advice.
 macro_rules! faults {
     ($( $(#[$doc:meta])* $variant:ident = $number:literal, $name:literal, $at_fault:ident, $advice:literal; )*) => {
-        /// Why something was refused or ended; 16 bits on the wire.
+        /// The reason why a peer refused a request or ended a session, a lane or a channel; 16 bits
+        /// on the wire.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum FaultCode {
@@ -102,8 +104,8 @@ macro_rules! faults {
             }
 
             /// The party that has to change something, from the point of view
-            /// of the side that raises the fault. For an unknown code: the
-            /// raising side.
+            /// of the side that raises the fault. For an unknown code, it is the
+            /// side that raises the fault.
             pub fn at_fault(self) -> AtFault {
                 match self {
                     $( Self::$variant => AtFault::$at_fault, )*
@@ -126,7 +128,7 @@ faults! {
     /// The two sides have no protocol version in common.
     VersionMismatch = 1, "version-mismatch", Configuration,
         "Upgrade the older side: each release interoperates with the one before it.";
-    /// One side requires a feature that the other lacks.
+    /// One side requires a feature that the other side lacks.
     FeatureMissing = 2, "feature-missing", Configuration,
         "Upgrade the side that lacks the feature, or do not require it.";
     /// The two sides do not agree on the lane security (I6).
@@ -141,10 +143,10 @@ faults! {
     /// The host lacks the memory for this VM.
     NoMemory = 6, "no-memory", Local,
         "Free memory or huge pages on that host, raise the memory limit of its cgroup, or choose another destination.";
-    /// The bytes violate the protocol.
+    /// Bytes from the peer violate the protocol.
     Malformed = 7, "malformed", Peer,
         "Report it with both logs: one of the two programs has a defect.";
-    /// More lanes than were agreed.
+    /// The peer opened more lanes than were agreed.
     LaneLimit = 8, "lane-limit", Peer,
         "Ask for fewer lanes, or raise the destination's limit.";
     /// A lane's proof does not match the session's secret.
@@ -153,7 +155,7 @@ faults! {
     /// A lane's peer is not the control lane's peer.
     WrongIdentity = 10, "wrong-identity", Peer,
         "Use one identity for all lanes of a session, and check load balancers in between.";
-    /// A lane number that was used before (I4).
+    /// A lane has a number that was used before (I4).
     DuplicateLane = 11, "duplicate-lane", Peer,
         "Report it unless a replay is expected: a session uses each lane number once.";
     /// The guest powered itself off during the migration.
@@ -165,13 +167,13 @@ faults! {
     /// The guest writes memory faster than the link carries it.
     NotConverging = 14, "not-converging", Guest,
         "Add lanes or bandwidth, raise the downtime limit, or allow throttling or stopping the guest.";
-    /// The time limit passed.
+    /// The migration reached its time limit.
     TimeLimit = 15, "time-limit", Configuration,
         "Raise the time limit, or choose the strategy that stops the guest.";
-    /// An operator cancelled.
+    /// An operator cancelled the migration.
     Cancelled = 16, "cancelled", Local,
         "Migrate again if wanted.";
-    /// The two memories differ (I3).
+    /// The memories of source and destination differ (I3).
     VerificationFailed = 17, "verification-failed", Local,
         "Report it with both logs, and test the memory of both hosts.";
     /// The destination's VMM could not load the device state.
@@ -186,7 +188,7 @@ faults! {
     /// A defect of this program.
     Internal = 21, "internal", Local,
         "Report it with both logs.";
-    /// A lane, or an inquiry, for an unknown session.
+    /// A lane or an inquiry names an unknown session.
     UnknownSession = 22, "unknown-session", Peer,
         "Check the address; a session ends with its process.";
     /// A kernel interface failed or is missing.
@@ -233,11 +235,11 @@ faults! {
     /// of another program.
     PortsTaken = 36, "ports-taken", Configuration,
         "Choose ports that no other session between these hosts uses and no policy of another program covers (`ip xfrm policy`).";
-    /// The peer sees a host under a different address.
+    /// The two sides see different addresses for the same host.
     AddressTranslated = 37, "address-translated", Configuration,
         "Use an address that is configured on the peer itself: IPsec transport mode does not pass address translation.";
-    /// A consumer closed a channel's connection after the other side had ended, without
-    /// reading the last bytes.
+    /// The program that receives a channel's bytes closed its connection without reading the last
+    /// bytes, after the sending program had ended the channel.
     LeftUnread = 38, "left-unread", Local,
         "Ignore it if the migration succeeded; otherwise read the log of the hypervisor on that host.";
 }

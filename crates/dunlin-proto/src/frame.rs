@@ -19,10 +19,10 @@ use crate::wire::{
     over_limit, unsupported, wide, within,
 };
 
-/// Bytes of the header of a chunk, a mark or an end.
+/// Number of bytes in a frame's header, the same for a chunk, a mark and an end.
 pub const FRAME_HEADER_BYTES: usize = 24;
 
-/// Bytes of one range in a chunk.
+/// Number of bytes that describe one range in a chunk, without the payload.
 pub const RANGE_BYTES: usize = 24;
 
 const KIND_CHUNK: u16 = 1;
@@ -35,15 +35,15 @@ const ENCODING_ZERO: u8 = 1;
 /// A frame, as its header announces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
-    /// Pages; ranges and payload follow.
+    /// A chunk of pages. Its ranges and payload follow the header.
     Chunk(ChunkHeader),
     /// The end of this iteration on this lane (I4).
     Mark {
         /// The iteration that ends, counted from 1.
         iteration: u32,
     },
-    /// The end of this lane. End-of-file without it means that the lane is
-    /// lost.
+    /// The end of this lane. An end of file without this frame means that the
+    /// lane is lost.
     End {
         /// Number of chunks that this lane has carried.
         chunks: u64,
@@ -135,8 +135,8 @@ impl ChunkHeader {
     /// of each raw range follows on the lane, in the order of the ranges.
     ///
     /// # Errors
-    /// No range or too many, a payload over its limit, a range without pages,
-    /// or a number that cannot be acknowledged; `out` is then unchanged.
+    /// No range or too many ranges, a payload over its limit, a range without pages, or a chunk
+    /// number that an acknowledgement cannot express; `out` is then unchanged.
     pub fn encode(
         number: u64,
         iteration: u32,
@@ -186,27 +186,28 @@ impl ChunkHeader {
         self.iteration
     }
 
-    /// Ranges of the chunk, 1 to [`MAX_RANGES_PER_CHUNK`].
+    /// Number of ranges in the chunk, 1 to [`MAX_RANGES_PER_CHUNK`].
     #[must_use]
     pub fn range_count(&self) -> usize {
         usize::from(self.range_count)
     }
 
-    /// Bytes of the ranges, between header and payload.
+    /// Number of bytes that the ranges take between the header and the payload.
     #[must_use]
     pub fn ranges_bytes(&self) -> usize {
         self.range_count() * RANGE_BYTES
     }
 
-    /// Bytes of payload after the ranges, at most [`MAX_CHUNK_PAYLOAD_BYTES`].
+    /// Number of payload bytes after the ranges, at most [`MAX_CHUNK_PAYLOAD_BYTES`].
     #[must_use]
     pub fn payload_bytes(&self) -> u32 {
         self.payload_bytes
     }
 
     /// Reads the ranges, exactly [`ChunkHeader::ranges_bytes`] bytes, into
-    /// `ranges`, which is cleared first. Does not allocate if it has room for
-    /// [`MAX_RANGES_PER_CHUNK`]. After an error its content is unspecified.
+    /// `ranges`, which is cleared first. Does not allocate if `ranges` has room for
+    /// [`MAX_RANGES_PER_CHUNK`]. After an error, the content of `ranges` is
+    /// unspecified.
     ///
     /// # Errors
     /// A range outside its region or in an unknown region, an encoding that was
@@ -224,13 +225,13 @@ impl ChunkHeader {
         for _ in 0..self.range_count {
             let offset = reader.offset();
             let (range, payload_bytes) = Range::decode(&mut reader, regions)?;
-            let why = "the ranges' payloads exceed the chunk's";
+            let why = "the payloads of the ranges exceed the payload of the chunk";
             let excess = inconsistent("payload length", why, offset);
             payload_left = payload_left.checked_sub(payload_bytes).ok_or(excess)?;
             ranges.push(range);
         }
         if payload_left != 0 {
-            let why = "the chunk's payload exceeds its ranges'";
+            let why = "the payload of the chunk exceeds the payloads of its ranges";
             return Err(inconsistent("payload length", why, reader.offset()));
         }
         reader.finish("ranges")
@@ -245,7 +246,7 @@ impl ChunkHeader {
         if range_count == 0 {
             return Err(bad_value("range count", 0, 2));
         }
-        // A larger number could not be acknowledged: `first + count` would overflow.
+        // A larger number could not be acknowledged, because `first + count` would overflow.
         within("number", number, u64::MAX - 1, 8)?;
         within(
             "range count",
@@ -273,7 +274,7 @@ impl ChunkHeader {
 pub enum Encoding {
     /// The content of the pages.
     Raw,
-    /// No payload: every byte of every page is zero.
+    /// Every byte of every page is zero, so the range has no payload.
     Zero,
 }
 
@@ -361,8 +362,8 @@ impl Range {
         if !offset.is_multiple_of(PAGE_BYTES) {
             return Err(bad_value("offset", offset, start + 8));
         }
-        // Neither sum nor product can overflow: a 32-bit page count times the
-        // page size stays below 2^44.
+        // The product cannot overflow, because a 32-bit page count times the page size is below
+        // 2^44. The addition is checked.
         let end = offset.checked_add(range.memory_bytes());
         if end.is_none_or(|end| end > region.length) {
             let end = end.unwrap_or(u64::MAX);

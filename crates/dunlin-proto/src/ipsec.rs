@@ -2,10 +2,10 @@
 //! and how two sides agree on them.
 //!
 //! [`plan`] lists what each side installs and removes, [`message`] the messages that the two sides
-//! exchange over a control lane, [`exchange`] when they do so. [`ports`] splits ranges of ports
-//! into blocks that a selector can express, [`object`] has the kernel's objects as values, in the
-//! form that records on disk use too, and [`key`] the context from which a key is derived. This
-//! module never holds key material.
+//! exchange over a control lane, and [`exchange`] decides the order of both. [`ports`] splits
+//! ranges of ports into blocks that a selector can express. [`object`] has the kernel's objects as
+//! values and in the text form of records on disk. [`key`] has the context from which a key is
+//! derived. This module never holds key material.
 //!
 //! ```text
 //!  initiator                                                    responder
@@ -22,10 +22,10 @@
 //! ```
 //!
 //! The two directions are independent: the sending side requests SAs, and the receiving side
-//! installs each inbound SA before it sends its SPI. So the sender's outbound SA never leads to a
-//! host that cannot open its packets. New keys are a new *epoch*: all SAs of a direction are
-//! installed again beside the old ones, the sender switches its policies once, and then the old SAs
-//! are removed.
+//! installs each inbound SA before it sends the SA's SPI. Therefore the receiver can open every
+//! packet that the sender seals. New keys are a new *epoch*: all SAs of a direction are installed
+//! again beside the old ones, the sender switches its policies once, and then the old SAs are
+//! removed.
 
 pub mod exchange;
 pub mod key;
@@ -43,11 +43,11 @@ use std::fmt;
 /// How traffic is spread over SAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// One SA for each CPU that sends, chosen by the kernel (`XFRMA_SA_PCPU`:
-    /// Linux 6.13, or a backport).
+    /// One SA for each CPU that sends. For each packet, the kernel chooses the SA of the CPU on
+    /// which it runs (`XFRMA_SA_PCPU`, Linux 6.13 or a backport).
     Cpu,
-    /// One SA for each connection, selected by its two ports: for threads that this process cannot
-    /// pin, and for older kernels.
+    /// One SA for each connection, selected by the connection's two ports. This mode is for threads
+    /// that this process cannot pin to a CPU, and for older kernels.
     Connection,
 }
 
@@ -63,7 +63,7 @@ impl fmt::Display for Mode {
 /// The packets that the sending host seals with an SA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sender {
-    /// All packets without another SA.
+    /// All packets for which there is no other SA.
     Fallback,
     /// Packets that leave from one CPU of the sending host.
     Cpu(u32),
@@ -89,8 +89,8 @@ impl fmt::Display for Sender {
 /// An SA that a sender requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slot {
-    /// The SA's number in this direction: ascending, and never reused in a session, so that no
-    /// two SAs share a key.
+    /// The SA's number in this direction. The numbers ascend and are never reused in a session, so
+    /// that no two SAs share a key.
     pub index: u32,
     /// The packets that it seals.
     pub sender: Sender,
@@ -104,7 +104,7 @@ impl Slot {
     }
 }
 
-/// A slot with the SPI under which the receiver installed it.
+/// A slot with the SPI under which the receiver installed its SA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grant {
     /// The slot.

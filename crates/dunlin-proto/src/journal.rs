@@ -27,15 +27,14 @@ use crate::wire::codec::{Codec, NOT_ZERO};
 use crate::wire::numbered::numbered;
 use crate::wire::{DecodeError, EncodeError, Reader, Writer, bad_value};
 
-/// Bytes of a record. All records have this size: the longest name, peer and
-/// path fit, and one write covers it.
+/// Bytes of a record. All records have this size. The longest name, peer and path
+/// fit, and one write call writes the whole record.
 pub const RECORD_BYTES: usize = 1024;
 
 /// Distance between the starts of the two slots; the bytes between them are zero.
 pub const SLOT_BYTES: usize = 4096;
 
-/// Bytes of the two slots. Releases without the peer block wrote files of this
-/// length.
+/// Bytes of the two slots. Earlier releases, which had no peer block, wrote files of this length.
 pub const SLOTS_BYTES: usize = 2 * SLOT_BYTES;
 
 /// Bytes of a journal file: two slots and the peer block.
@@ -44,7 +43,7 @@ pub const JOURNAL_BYTES: usize = SLOTS_BYTES + SLOT_BYTES;
 const MAGIC: [u8; 8] = *b"DUNLJRNL";
 const VERSION: u16 = 1;
 const CHECKSUM_AT: usize = RECORD_BYTES - 8;
-/// All fields except the three texts.
+/// Bytes of all fields except the three texts.
 const FIXED_BYTES: usize = 8 + 2 + 1 + 1 + 4 + 8 + 16 + 4 + 4 + 16 + 8 + 8;
 
 const _: () = assert!(
@@ -56,17 +55,17 @@ const _: () = assert!(RECORD_BYTES <= SLOT_BYTES);
 numbered! {
     /// What the source remembers of an attempt.
     SourceRecord: u8 {
-        /// Pre-copy: the VM is here and has not been paused.
+        /// Pre-copy. The VM is at the source and has not been paused.
         Migrating = 1, "migrating";
-        /// *commit* may have been sent: the VM must not be resumed here before
+        /// *commit* may have been sent. Therefore the VM must not be resumed at the source before
         /// the destination has answered *aborted*.
         Committing = 2, "committing";
         /// The migration ended early; the VM is here.
         Kept = 3, "kept";
         /// The destination runs the VM; the copy here may be destroyed.
         Released = 4, "released";
-        /// The destination said that the VM ran there and died: the copy here
-        /// is paused, and an operator decides.
+        /// The destination said that the VM ran there and died. The copy at the source is paused,
+        /// and an operator decides.
         RanThenDied = 5, "ran, then died";
         /// The operator has decided that the VM continues here.
         RunHere = 6, "run here";
@@ -78,14 +77,14 @@ numbered! {
 numbered! {
     /// What the destination remembers of an attempt.
     DestinationRecord: u8 {
-        /// The attempt is known here and undecided.
+        /// The destination has recorded the attempt, but neither *running* nor *aborted*.
         Prepared = 1, "prepared";
         /// The VM runs here, or ran until its process died.
         Running = 2, "running";
         /// This attempt's VM will never run here.
         Aborted = 3, "aborted";
-        /// The VM ran here and a later migration moved it on: the copy that
-        /// this attempt's source may still hold is outdated.
+        /// The VM ran here and a later migration moved it to another host. The copy that this
+        /// attempt's source may still have is outdated.
         MovedOn = 4, "moved on";
     }
 }
@@ -111,30 +110,30 @@ impl fmt::Display for State {
 /// What one side remembers of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Which side, and its state.
+    /// The side that wrote the record, and the state of that side.
     pub state: State,
     /// The session.
     pub session: SessionId,
     /// The attempt, counted from 1.
     pub attempt: u32,
-    /// The epoch of the newest control lane. A restarted source inquires with a
-    /// higher one.
+    /// The epoch of the newest control lane. A restarted source inquires with a higher epoch.
     pub epoch: u32,
     /// The VM's UUID.
     pub vm_uuid: [u8; 16],
     /// The VM's name, at most [`MAX_NAME_BYTES`].
     pub vm_name: String,
-    /// The other side, at most [`MAX_ENDPOINT_BYTES`]. At the source, the
-    /// address to inquire at (`host:port`).
+    /// The other side as text, at most [`MAX_ENDPOINT_BYTES`]. At the source, this is the address
+    /// for inquiries (`host:port`).
     pub peer: String,
-    /// The control socket of the process that holds the VM, empty if it has
-    /// none. While that process lives, it alone answers inquiries; another
-    /// process that receives one must not. At most [`MAX_SOCKET_PATH_BYTES`].
+    /// The path of the control socket of the process that holds the VM; empty if
+    /// the process has none. While that process lives, it alone answers inquiries.
+    /// Another process that receives an inquiry must not answer it. At most
+    /// [`MAX_SOCKET_PATH_BYTES`].
     pub owner: String,
     /// When the attempt started, in milliseconds since 1970 by this host's
     /// clock; only for display.
     pub started_ms: u64,
-    /// When this record was written, in the same unit.
+    /// When this record was written, in milliseconds since 1970.
     pub written_ms: u64,
 }
 
@@ -142,10 +141,10 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SlotError {
-    /// It has never been written.
+    /// The slot has never been written.
     #[error("the slot is empty")]
     Empty,
-    /// The record's checksum is wrong: the record was being written when the host or the
+    /// The record's checksum is wrong, because the record was being written when the host or the
     /// disk failed.
     #[error("checksum {found:#018x} does not match the content ({computed:#018x})")]
     Torn {
@@ -154,7 +153,7 @@ pub enum SlotError {
         /// The checksum of the slot's bytes.
         computed: u64,
     },
-    /// The checksum is right, but this is not one of our records.
+    /// The checksum is right, but the slot does not start with Dunlin's magic.
     #[error("not a Dunlin journal record")]
     Foreign,
     /// Written by a newer release.
@@ -174,7 +173,8 @@ pub enum SlotError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Unreadable {
-    /// A slot has a valid checksum but is not understood; the other may be older.
+    /// A slot has a valid checksum, but this release cannot read it. The record in the other slot
+    /// is not used, because it may be older.
     #[error("slot {slot}: {why}")]
     Slot {
         /// 0 or 1.
@@ -182,8 +182,11 @@ pub enum Unreadable {
         /// The slot's error.
         why: SlotError,
     },
-    /// No interrupted write causes this: the file was damaged.
-    #[error("both slots are damaged; check for a foreign writer or a failing disk")]
+    /// Both slots are damaged. An interrupted write damages only one slot, so something
+    /// else damaged the file.
+    #[error(
+        "both slots are damaged; check for another program that writes to the file, or a failing disk"
+    )]
     BothTorn,
     /// The slots contradict each other.
     #[error("the slots belong to different sessions, or have the same generation")]
@@ -193,13 +196,13 @@ pub enum Unreadable {
 /// The content of a journal file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newest {
-    /// The newest valid record; `None` if the first was never completed.
+    /// The newest valid record; `None` if no record was ever written completely.
     pub record: Option<Record>,
-    /// Its generation, 0 without one.
+    /// The generation of the newest record; 0 if there is none.
     pub generation: u64,
     /// The slot that the next write goes to.
     pub next_slot: usize,
-    /// Whether a later write was torn.
+    /// Whether the write that followed `record` was torn.
     pub torn: bool,
 }
 
@@ -240,8 +243,8 @@ impl Record {
         if bytes.iter().all(|byte| *byte == 0) {
             return Err(SlotError::Empty);
         }
-        // The positions of magic, version and checksum are the same in every
-        // version, so a newer record is not mistaken for a torn one.
+        // The positions of magic, version and checksum are the same in every version, so the record
+        // of a newer release is not treated as torn.
         let (body, tail) = bytes.split_at(CHECKSUM_AT);
         let found = Reader::new(tail).u64("checksum")?;
         let computed = checksum(body);
@@ -294,8 +297,8 @@ impl Record {
 
 /// Finds the newest valid record of a file.
 ///
-/// [`Unreadable`]: nothing may be concluded from the file. In particular, a
-/// slot of a newer release is never skipped in favour of an older one.
+/// Returns [`Unreadable`] if nothing may be concluded from the file. In particular, a
+/// slot that a newer release wrote is never skipped in favour of the other slot.
 pub fn newest(slots: &[[u8; RECORD_BYTES]; 2]) -> Result<Newest, Unreadable> {
     let mut found: [Option<(Record, u64)>; 2] = [None, None];
     let mut torn = 0;
@@ -335,7 +338,7 @@ pub fn newest(slots: &[[u8; RECORD_BYTES]; 2]) -> Result<Newest, Unreadable> {
     })
 }
 
-/// A block with the fields that `write` appends, zeros, and a checksum at its end.
+/// Returns a block with the fields that `write` appends, zeros, and a checksum at its end.
 fn sealed(
     write: impl FnOnce(&mut Writer<'_>) -> Result<(), EncodeError>,
 ) -> Result<[u8; RECORD_BYTES], EncodeError> {
@@ -349,8 +352,8 @@ fn sealed(
 }
 
 /// CRC-64/XZ (ECMA-182, reflected, as in the .xz file format, section 1.4).
-/// It detects torn writes, not tampering. Computed bit by bit: a session writes
-/// few records.
+/// It detects torn writes, not tampering. It is computed bit by bit, because a
+/// session writes few records.
 fn checksum(bytes: &[u8]) -> u64 {
     const POLYNOMIAL: u64 = 0xc96c_5795_d787_0f42;
     !bytes.iter().fold(u64::MAX, |crc, byte| {
@@ -429,8 +432,8 @@ mod tests {
         }
     }
 
-    /// A write that stops after any byte, written from either end, leaves the
-    /// previous record or the new one.
+    /// A write may start at either end of the slot and stop after any byte. The file then
+    /// holds the previous record or the new one.
     #[test]
     fn i1_a_torn_write_leaves_the_previous_record() {
         let old = record(PREPARED).encode(3).unwrap();
@@ -479,7 +482,7 @@ mod tests {
         assert_eq!(newest(&[whole, other]), Err(Unreadable::Mixed));
     }
 
-    /// Recomputes the checksum after a change.
+    /// Returns the bytes with a recomputed checksum.
     fn sealed(mut bytes: [u8; RECORD_BYTES]) -> [u8; RECORD_BYTES] {
         let checksum = checksum(&bytes[..CHECKSUM_AT]);
         bytes[CHECKSUM_AT..].copy_from_slice(&checksum.to_le_bytes());
@@ -492,7 +495,7 @@ mod tests {
     fn i1_a_valid_slot_that_is_not_understood_is_never_skipped() {
         let old = record(PREPARED).encode(1).unwrap();
         let new = record(RUNNING).encode(2).unwrap();
-        // version, role, state, reserved, generation, padding
+        // Wrong bytes in magic, version, role, state, reserved field and padding.
         for (position, value) in [(0, 0), (8, 2), (10, 3), (11, 99), (12, 1), (1000, 1)] {
             let mut changed = new;
             changed[position] = value;
@@ -502,6 +505,7 @@ mod tests {
                 "byte {position}"
             );
         }
+        // Generation, attempt and epoch must not be zero.
         for zero in [16..24, 40..44, 44..48] {
             let mut changed = new;
             changed[zero.clone()].fill(0);

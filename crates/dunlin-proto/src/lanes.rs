@@ -15,11 +15,10 @@
 //! the states of a lane, for [`Sending`] and for [`crate::stripe`].
 //! [`Receiving`] at the destination owns the marks.
 //!
-//! A lane is stalled if something that it carries is not confirmed in time. If
-//! it may be waiting at a mark for another lane, the other lane is the stalled
-//! one. The destination confirms chunks with *ack*, and marks and ends with
-//! [`crate::control::Reached`]. A lane that is lost while it opens is fenced
-//! too, because the destination may have admitted it.
+//! A lane is stalled if something that it carries is not confirmed in time. A lane that may be
+//! waiting at a mark for another lane is not stalled; the other lane is. The destination confirms
+//! chunks with *ack*, and marks and ends with [`crate::control::Reached`]. A lane that is lost
+//! while it opens is fenced too, because the destination may have admitted it.
 
 pub(crate) mod lifecycle;
 mod receiving;

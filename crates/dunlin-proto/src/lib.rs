@@ -5,16 +5,15 @@
 //! connections, [`control`] and [`frame`] define what they carry, [`limits`]
 //! has every bound, and [`fault`] has every reason to refuse or give up.
 //!
-//! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends
-//! next, [`lanes`] tracks the lanes, [`received`] and [`marks`] track what has
-//! arrived and keep iterations apart, [`pace`] caps the rate, [`precopy`]
-//! decides when to pause the guest, and [`switchover`] decides which side runs
-//! the VM from the records in the [`journal`].
+//! Decisions: [`bitmap`] and [`schedule`] choose the pages that each lane sends next, [`lanes`]
+//! tracks the lanes, [`received`] and [`marks`] track what has arrived and keep iterations apart,
+//! [`pace`] caps the rate, [`precopy`] decides when to pause the guest, and [`switchover`] decides,
+//! from the records in the [`journal`], which side runs the VM.
 //!
 //! Other products: [`stripe`] spreads the tunnel's connections over lanes,
 //! [`client_hello`] reads the server name that a TLS client asks for
-//! (hand-off), and [`ipsec`] plans security associations and how two hosts
-//! agree on them.
+//! (hand-off), and [`ipsec`] plans security associations and decides how two
+//! hosts agree on them.
 //!
 //! [`text`] escapes a peer's text for display. [`mistake`] plants errors in the
 //! decisions, for the tests that must find them.

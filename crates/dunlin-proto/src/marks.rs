@@ -1,7 +1,7 @@
 //! Keeps iterations apart at the destination (I4).
 //!
-//! A page that is sent in two iterations may travel on two lanes, and the first
-//! version must not overtake the second. Therefore each lane carries a *mark*
+//! A page that is sent in two iterations may travel on two lanes, and its older
+//! version must not be written last. Therefore each lane carries a *mark*
 //! at the end of an iteration, and no lane passes a mark before every live lane
 //! has reached it. The source never waits.
 //!
@@ -24,7 +24,7 @@ pub struct Marks {
 #[derive(Clone, Copy, Debug)]
 struct Progress {
     reached: u32,
-    /// The lane has carried nothing yet: its first mark may have any number.
+    /// The lane has carried nothing yet, so its first mark may have any number.
     new: bool,
     /// The lane has carried a mark.
     marked: bool,
@@ -33,7 +33,7 @@ struct Progress {
 /// A lane that violated the order of marks. The peer is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum MarkError {
-    /// A mark that does not follow the lane's last one.
+    /// A mark that does not follow the lane's last mark.
     #[error("lane {lane} carried the mark of iteration {found}, expected {expected}")]
     OutOfOrder {
         /// The lane.
@@ -52,9 +52,9 @@ pub enum MarkError {
 }
 
 impl Marks {
-    /// A lane was opened: from now on no other lane passes a mark before it. It
-    /// starts at the lowest position of all lanes. Its first mark, set by the
-    /// source, then shows in which iteration it starts.
+    /// Adds a lane that was opened. From now on no other lane passes a mark that this lane has not
+    /// reached. The new lane starts at the lowest position of all lanes. Its first mark, which the
+    /// source sends, then shows in which iteration it starts.
     pub fn open(&mut self, lane: u16) {
         let reached = self.live.values().map(|one| one.reached).min().unwrap_or(0);
         self.live.insert(
@@ -82,17 +82,17 @@ impl Marks {
         progress.marked.then_some(progress.reached)
     }
 
-    /// `lane` carried a chunk.
+    /// Records that `lane` carried a chunk.
     pub fn used(&mut self, lane: u16) {
         if let Some(progress) = self.live.get_mut(&lane) {
             progress.new = false;
         }
     }
 
-    /// `lane` carried the mark that ends `iteration` (counted from 1).
+    /// Records that `lane` carried the mark that ends `iteration` (counted from 1).
     ///
     /// # Errors
-    /// The lane is not open, or the mark is not its next one.
+    /// The lane is not open, or the mark is not the lane's next one.
     pub fn reach(&mut self, lane: u16, iteration: u32) -> Result<(), MarkError> {
         let progress = self
             .live
@@ -120,8 +120,8 @@ impl Marks {
         planted(Mistake::MarkPassedEarly) || self.live.values().all(|one| one.reached >= iteration)
     }
 
-    /// `lane` closed without an error, or was lost and its thread joined: nothing
-    /// of it is in flight.
+    /// Removes `lane`, which closed without an error, or was lost and its thread joined. In both
+    /// cases nothing on the lane is in flight.
     pub fn end(&mut self, lane: u16) {
         self.live.remove(&lane);
     }

@@ -22,35 +22,35 @@ macro_rules! mistakes {
 mistakes! {
     /// Every mistake in a migration.
     ALL {
-        /// The source pauses and commits while its journal says *migrating*.
-        /// Right: *committing* is recorded before the pause.
+        /// The source pauses the guest and commits while its journal says *migrating*. Right: the
+        /// source records *committing* before the pause.
         PauseBeforeRecord,
-        /// The source resumes when the control lane is lost after *commit*.
-        /// Right: it inquires.
+        /// The source resumes when the control lane is lost after *commit*. Right: the source
+        /// inquires at the destination.
         ResumeWithoutAsking,
-        /// The source accepts an answer about another attempt as one about its own.
+        /// The source accepts an answer about another attempt as an answer about its own attempt.
         BelieveAnyAttempt,
         /// The source sends *release* before it has recorded *released*.
         ReleaseBeforeRecord,
         /// The destination answers an inquiry while the old control lane is open. Right:
         /// the old control lane is closed and its reader joined first.
         AnswerBeforeClose,
-        /// The destination answers an inquiry before it has processed what the old
+        /// The destination answers an inquiry before it has processed the messages that the old
         /// control lane's reader had read.
         AnswerBeforeDrain,
         /// The destination runs the VM before it has recorded *running*.
         RunBeforeRecord,
-        /// The destination sends *running* before it has recorded it.
+        /// The destination sends *running* before it has recorded *running*.
         TellBeforeRecord,
-        /// The destination sends *aborted* before it has recorded it.
+        /// The destination sends *aborted* before it has recorded *aborted*.
         TellAbortedBeforeRecord,
-        /// The destination could not acquire all disks and devices and sends
-        /// *aborted* while it still holds some.
+        /// If the destination cannot acquire all disks and devices, it sends *aborted* while it
+        /// still holds some of them.
         TellBeforeLettingGo,
         /// A restarted destination answers *running* for a VM that died with its
         /// process. Right: *ran, then died*.
         DeadAnswersRunning,
-        /// The source resends a lost lane's pages immediately. Right: after the
+        /// The source resends a lost lane's pages immediately. Right: it waits until the
         /// destination has fenced the lane.
         NoFence,
         /// The source forgets the pages of a lost lane. Right: they become pending again.
@@ -59,7 +59,7 @@ mistakes! {
         /// which the log was read, so nothing orders them after their older
         /// versions.
         CutBeforeIteration,
-        /// A lane passes a mark that another has not reached.
+        /// A lane passes a mark that another lane has not reached.
         MarkPassedEarly,
         /// The destination acknowledges the chunk that follows the written one.
         WrongChunkAcknowledged,
@@ -69,40 +69,42 @@ mistakes! {
         /// A tunnel channel is granted twice its window regardless of the other
         /// channels. Right: all channels together stay within the peer's bound.
         CreditOverWindow,
-        /// A tunnel frame is acknowledged while its bytes are still being buffered.
-        /// Right: afterwards.
+        /// A tunnel frame is acknowledged while its bytes are still being buffered. Right: the
+        /// frame is acknowledged after its bytes are buffered.
         AckBeforeKept,
         /// A channel is connected while bytes of earlier channels are in flight.
         BarrierIgnored,
         /// A channel's end is forwarded before its last byte.
         EndBeforeLastByte,
-        /// Duplicate bytes are delivered twice.
+        /// Bytes that arrive twice are delivered twice.
         DuplicateDelivered,
         /// The chunks of a lost tunnel lane are not resent.
         LostChunkForgotten,
-        /// An abort waits until all earlier bytes are delivered.
+        /// An abort waits until all earlier bytes are delivered. Right: the abort takes effect
+        /// immediately.
         ResetBehindData,
     }
     /// Every mistake in keying sessions.
     IPSEC {
-        /// The SAs of new keys are numbered from 0 again, and so are the inputs of
-        /// their key derivation. Right: a session never reuses a number.
+        /// The SAs of a new epoch are numbered from 0 again. Right: a session never
+        /// reuses a number.
         SaNumberedAgain,
-        /// New keys keep the request id of the previous ones. Right: only policies
-        /// lead from one epoch's SAs to the next.
+        /// The SAs of a new epoch keep the request id of the previous epoch. Right: each
+        /// epoch has its own request id, and only a policy moves traffic to the new SAs.
         RequestIdKept,
-        /// This side asks the peer to retire an epoch while policies still lead to its SAs.
+        /// This side asks the peer to retire an epoch while its own policies still use the
+        /// epoch's SAs.
         RetiredBeforeSwitch,
-        /// IPsec state is removed while policies still protect traffic. Right: the policies
-        /// block first.
+        /// SAs are removed while policies still protect traffic with them. Right: before that, the
+        /// policies are changed to block.
         TakenBackUnblocked,
-        /// A successor removes the policies that block its ports before it installs
-        /// its own. Right: it replaces them atomically.
+        /// Before a session installs its own policies, it removes the blocking policies of an
+        /// earlier session. Right: it replaces them atomically.
         HeirOpens,
     }
 }
 
-/// Whether the mistake is planted: never, without the feature `mistakes`.
+/// Whether the mistake is planted. Without the feature `mistakes`, always false.
 #[cfg(not(feature = "mistakes"))]
 #[must_use]
 #[inline(always)]
@@ -120,12 +122,13 @@ mod switch {
 
     use super::Mistake;
 
-    /// The mistake's number, from 1, or 0. Model checker and simulator use many
-    /// threads, so the switch is process-wide.
+    /// The number of the planted mistake, counted from 1; 0 if none is planted. The
+    /// switch is process-wide, because the model checker and the simulator use many
+    /// threads.
     static SWITCH: AtomicU32 = AtomicU32::new(0);
     static TURN: Mutex<()> = Mutex::new(());
 
-    /// While this value lives, its mistake is planted and no other can be.
+    /// While this value lives, its mistake is planted, and no other mistake can be planted.
     #[derive(Debug)]
     pub struct Planted {
         _turn: MutexGuard<'static, ()>,

@@ -40,8 +40,8 @@ use terms::LANE_SECURITY;
 /// Bytes of the prelude.
 pub const PRELUDE_BYTES: usize = 16;
 
-/// The first eight bytes of every connection. The line end exposes a transfer that rewrites
-/// text, and makes a server of a line-based protocol answer immediately.
+/// The first eight bytes of every connection. The line end exposes a path that rewrites line
+/// ends, and makes a server of a line-based protocol answer immediately.
 pub const MAGIC: [u8; 8] = *b"DUNLIN\r\n";
 
 /// Identifies one migration of one VM: random, chosen by the source.
@@ -73,18 +73,18 @@ const KIND: OneOf<u16, OpeningKind> = OneOf {
 /// The first 16 bytes of an opening message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prelude {
-    /// What follows.
+    /// The message that follows.
     pub kind: OpeningKind,
-    /// Offer: the source's versions. Refuse: the destination's versions.
-    /// Select and lane open: the one version that was selected.
+    /// In *offer*, the source's versions. In *refuse*, the destination's versions. In *select* and
+    /// *lane open*, the one version that was selected.
     pub versions: VersionRange,
     /// Length of the body, at most [`MAX_OPENING_BODY_BYTES`].
     pub body_bytes: usize,
 }
 
 impl Prelude {
-    /// Reads a prelude. Versions that this release does not support are not an
-    /// error here: [`select`] refuses them with a reason.
+    /// Reads a prelude. Versions that this release does not support are not an error here, because
+    /// [`select`] refuses them with a reason.
     ///
     /// # Errors
     /// Wrong magic, an unknown kind, an empty version range, or a body over the
@@ -165,8 +165,8 @@ pub struct Offer {
     pub session: SessionId,
     /// The migration attempt within this session, counted from 1.
     pub attempt: u32,
-    /// The control lane of this attempt, counted from 1. A higher epoch
-    /// replaces the lower ones.
+    /// The number of the control lane within this attempt, counted from 1. A control lane with a
+    /// higher epoch replaces the earlier control lanes.
     pub epoch: u32,
 }
 
@@ -199,7 +199,7 @@ impl Offer {
     }
 }
 
-/// What the destination chose from an offer.
+/// The destination's choice from an offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// The version that both sides use from now on.
@@ -245,7 +245,7 @@ pub struct Refusal {
 layout! { Refusal { fault: "fault" as Fields, text: "text" as Text(MAX_TEXT_BYTES) } }
 
 impl Refusal {
-    /// Appends the refusal with its prelude; `versions` are this side's.
+    /// Appends the refusal with its prelude; `versions` are the versions that this side supports.
     ///
     /// # Errors
     /// The text exceeds its limit, or the version range is empty; `out` is then

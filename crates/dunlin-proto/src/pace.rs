@@ -3,12 +3,12 @@
 //! A shared virtual clock enforces the cap: each sending lane reserves its bytes and gets
 //! the time until which it must wait. The caller supplies the current time, so the same
 //! code runs in a simulator. Kernel pacing (SO_MAX_PACING_RATE) applies to one connection,
-//! so the unused share of a slow lane could not go to the others; Dunlin uses it only to
-//! imitate slow links.
+//! so other lanes could not use the share that a slow lane leaves unused. Dunlin uses kernel
+//! pacing only to imitate slow links.
 
-/// How far the virtual clock may lag behind real time, in nanoseconds: the
-/// burst allowed after a pause in sending. A larger burst fills queues on the
-/// path; a smaller one loses rate to late wake-ups.
+/// How far the virtual clock may lag behind real time, in nanoseconds: the burst allowed after a
+/// pause in sending. A larger burst fills queues on the path. A smaller burst reduces the rate when
+/// threads wake up late.
 pub const BURST_NS: u64 = 10_000_000;
 
 /// A rate cap over the session's lanes.
@@ -19,7 +19,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// A cap of `bytes_per_s`, or none.
+    /// Creates a cap of `bytes_per_s`; `None` means no cap.
     #[must_use]
     pub fn new(bytes_per_s: Option<u64>) -> Self {
         Self {

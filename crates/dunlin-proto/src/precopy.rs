@@ -2,40 +2,43 @@
 //! throttle it.
 //!
 //! After each iteration the engine fetches the dirty log and calls
-//! [`Precopy::after_iteration`]. The rules, in this order:
+//! [`Precopy::after_iteration`]. The rules:
 //!
 //! 1. The predicted downtime is the remainder divided by the measured
 //!    bandwidth, plus a quarter because both vary, plus the fixed costs (state,
 //!    round trips, the journal's sync).
-//! 2. Above the downtime limit: another iteration. If the remainder does not
-//!    shrink either, the guest outruns the link and is throttled if the VMM
-//!    supports it.
-//! 3. At or below the limit: continue while an iteration still shrinks the
-//!    remainder by a quarter, because that reduces downtime at little cost;
-//!    then switch over.
-//! 4. If the fixed costs alone exceed the limit and almost nothing remains, no
-//!    iteration helps: end pre-copy.
-//! 5. At the time limit: cancel, or switch over regardless.
+//! 2. If the prediction is within the downtime limit, iterations continue while
+//!    each one shrinks the remainder by a quarter, because that reduces the
+//!    downtime at little cost. Then the source switches over.
+//! 3. Otherwise, if almost nothing remains and the fixed costs alone exceed the
+//!    downtime limit, pre-copy ends, because no iteration helps.
+//! 4. Otherwise, at the time limit, the source cancels, or switches over whatever
+//!    the downtime ([`AtTimeLimit`]).
+//! 5. Otherwise another iteration starts. If several iterations do not shrink the
+//!    remainder by a quarter, the guest dirties memory faster than the link
+//!    carries it, and the guest is throttled if that is allowed.
 
-/// The first throttle step, in percent of the guest's dirty rate; QEMU's
-/// `cpu-throttle-initial` has the same default.
+/// The first throttle step, in percent by which the guest is slowed. QEMU's `cpu-throttle-initial`
+/// has the same default.
 pub const THROTTLE_FIRST: u8 = 20;
-/// The increase for each further iteration that does not shrink the remainder.
+/// The increase, in percentage points, after each further iteration that does not shrink the
+/// remainder.
 pub const THROTTLE_STEP: u8 = 10;
-/// The maximum throttle. At 100 percent the guest would not run, and might as well be
+/// The maximum throttle, in percent. At 100 percent the guest would not run, as if it were
 /// paused.
 pub const THROTTLE_LAST: u8 = 99;
-/// Consecutive iterations that do not shrink the remainder before the guest is throttled. A
-/// single one may be caused by a change of the working set.
+/// The number of consecutive iterations without a smaller remainder after which the guest is
+/// throttled. A change of the guest's working set can cause a single such iteration.
 const FRUITLESS_BEFORE_THROTTLE: u32 = 2;
-/// A remainder this small is not worth another iteration (4 MiB: about a
-/// millisecond on a 25 GbE link, less than the fixed costs).
+/// The number of pages up to which a remainder is not worth another iteration. 1024
+/// pages are 4 MiB, which take about a millisecond on a 25 GbE link, less than the
+/// fixed costs.
 const NEGLIGIBLE_PAGES: u64 = 1024;
 
 /// What the source does at the time limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtTimeLimit {
-    /// Cancels the migration: the VM continues at the source.
+    /// Cancels the migration, so that the VM continues at the source.
     #[default]
     Cancel,
     /// Pauses the guest and switches over, whatever the downtime.
@@ -47,7 +50,7 @@ pub enum AtTimeLimit {
 pub struct Goals {
     /// Longest acceptable downtime, in nanoseconds.
     pub downtime_limit_ns: u64,
-    /// Longest duration of the migration, in nanoseconds; `None` is unlimited.
+    /// Longest duration of the migration up to the pause, in nanoseconds; `None` is unlimited.
     pub time_limit_ns: Option<u64>,
     /// What the source does at the time limit.
     pub at_time_limit: AtTimeLimit,
@@ -62,8 +65,8 @@ pub struct Pass {
     pub since_start_ns: u64,
     /// Bytes per second that the destination received.
     pub bytes_per_s: u64,
-    /// Bytes that the remaining pages take on the wire: dirty now, or in flight
-    /// and not acknowledged.
+    /// Bytes that the remaining pages take on the wire. These are the pages that are
+    /// dirty now, or in flight and not acknowledged.
     pub remaining_bytes: u64,
     /// Pages that the guest dirtied during the iteration.
     pub dirtied_pages: u64,
@@ -82,10 +85,10 @@ pub enum Decision {
     },
     /// Pauses the guest and switches over.
     SwitchOver,
-    /// Ends pre-copy: almost nothing remains, and the fixed costs alone exceed
-    /// the downtime limit, so another iteration cannot help.
+    /// Ends pre-copy, because almost nothing remains and the fixed costs alone exceed the downtime
+    /// limit, so another iteration cannot help.
     OutOfReach,
-    /// Ends pre-copy: the time limit is reached, and the operator chose
+    /// Ends pre-copy, because the time limit is reached and the operator chose
     /// [`AtTimeLimit::Cancel`].
     GiveUp,
 }
@@ -101,7 +104,7 @@ pub struct Precopy {
 }
 
 impl Precopy {
-    /// Creates the decisions for `goals`, with pages of `page_bytes`.
+    /// Creates the state before the first iteration, for pages of `page_bytes`.
     #[must_use]
     pub fn new(goals: Goals, page_bytes: u64) -> Self {
         Self {
@@ -116,10 +119,10 @@ impl Precopy {
     /// Upper estimate of the downtime if the guest were paused now, in
     /// nanoseconds.
     ///
-    /// The last iteration's bandwidth does not hold exactly: on a capped link with both
-    /// hosts busy, one transfer in four took longer than predicted, up to 1.27 times as
-    /// long (30 migrations, `namespaces.rs` among the command's tests). The downtime limit
-    /// must hold nevertheless, so the estimate adds a quarter.
+    /// The bandwidth of the last iteration is not exactly that of the switchover. On a capped
+    /// link with both hosts busy, one transfer in four took longer than predicted, up to 1.27
+    /// times as long (30 migrations, `namespaces.rs` among the command's tests). The downtime
+    /// limit must hold nevertheless, so the estimate adds a quarter.
     #[must_use]
     pub fn predict_ns(pass: &Pass) -> u64 {
         let transfer =
@@ -129,7 +132,7 @@ impl Precopy {
             .saturating_add(pass.fixed_ns)
     }
 
-    /// An iteration ended. Decides by the rules at the top of this module.
+    /// Decides what happens after an iteration, by the rules at the top of this module.
     pub fn after_iteration(&mut self, pass: &Pass) -> Decision {
         let shrunk = self
             .last_remaining

@@ -55,7 +55,7 @@ impl Received {
     /// Adds a chunk.
     ///
     /// # Errors
-    /// [`ChunkError`]; nothing has changed then.
+    /// [`ChunkError`]. After an error, nothing has changed.
     pub fn insert(&mut self, number: u64) -> Result<(), ChunkError> {
         if self.contains(number) || number == u64::MAX {
             return Err(ChunkError::Twice { number });

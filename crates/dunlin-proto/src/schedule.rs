@@ -1,9 +1,8 @@
-//! Cuts chunks from the pending pages and assigns them to lanes.
+//! Forms chunks of pending pages and assigns them to lanes.
 //!
-//! Nothing is queued in advance: a chunk is cut from the bitmap when a lane
-//! asks for work, so a slow lane holds one chunk and a fast one takes the rest.
-//! Chunks that a lane has carried and the destination has not acknowledged are
-//! kept as ranges, not as bytes: guest memory itself is the retransmit buffer.
+//! Nothing is queued in advance. A chunk is formed when a lane asks for work, so a slow lane delays
+//! only one chunk. Of a chunk that is not acknowledged, only the ranges are kept, because its bytes
+//! can be read again from guest memory.
 //!
 //! Order of calls: [`Schedule::new`], [`Schedule::open_lane`] for each lane; then,
 //! alternately, [`Schedule::mark_dirty`] and [`Schedule::begin_iteration`], while the
@@ -15,12 +14,12 @@
 //! ```text
 //! lane:   Chunk* Mark(1)  Chunk* Mark(2)  …  Chunk* Mark(n)  End
 //! ```
-//! A lane that is opened later starts with the mark of the iteration before the current
-//! one, so it overtakes no other lane. A lane that leaves early ends without the later
-//! marks: nothing on it is then in flight.
+//! A lane that is opened later starts with the mark of the iteration before the current one, so it
+//! overtakes no other lane. A lane that leaves early ends without the later marks, because nothing
+//! on it is then in flight.
 //!
-//! A lane may be in iteration 3 while another is still in 2: the marks keep
-//! them apart at the destination ([`crate::marks`]).
+//! A lane may be in iteration 3 while another is still in iteration 2. The marks
+//! keep the iterations apart at the destination ([`crate::marks`]).
 
 #[cfg(test)]
 mod tests;
@@ -42,8 +41,8 @@ pub struct PageRange {
     pub run: Run,
 }
 
-/// A chunk to send. The lane's thread owns one plan and reuses it, so chunks
-/// cost no allocation.
+/// A chunk to send. The lane's thread owns one plan and reuses it, so that no memory is allocated
+/// per chunk.
 #[derive(Debug, Default)]
 pub struct ChunkPlan {
     /// The chunk's number, unique in a session.
@@ -71,7 +70,7 @@ pub enum Work {
     },
     /// Waits for an event, and asks again.
     Wait,
-    /// Ends at once: the lane carries nothing more.
+    /// Ends immediately, because the lane carries nothing more.
     Stop,
 }
 
@@ -85,7 +84,7 @@ pub struct UnknownChunk {
     pub first: u64,
     /// Last chunk of the acknowledged set.
     pub last: u64,
-    /// The first of them that has not been cut yet.
+    /// The first chunk of the set that does not exist yet.
     pub first_unknown: u64,
 }
 
@@ -112,7 +111,7 @@ pub struct LaneCourse {
     pub acknowledged: u64,
     /// The lane's last mark; 0 if none.
     pub mark: u32,
-    /// Whether the lane has its *end*.
+    /// Whether *end* was assigned to the lane.
     pub ended: bool,
 }
 
@@ -131,13 +130,14 @@ pub struct Schedule {
     regions: Vec<RegionWork>,
     cursor: (usize, u64),
     iteration: u32,
-    /// Pages of the next iteration have been added.
+    /// Whether pages of the next iteration have been added.
     adding: bool,
     finishing: bool,
     next_chunk: u64,
     lanes: BTreeMap<u16, LaneWork>,
     in_flight: VecDeque<InFlight>,
-    /// Ranges assigned to a lane and not acknowledged, bounded by [`MAX_IN_FLIGHT_RANGES`].
+    /// The number of ranges that are assigned to a lane and not acknowledged, bounded by
+    /// [`MAX_IN_FLIGHT_RANGES`].
     pub(crate) in_flight_ranges: usize,
     in_flight_pages: u64,
     pages: u64,
@@ -163,19 +163,19 @@ impl Schedule {
         }
     }
 
-    /// Pages that are not assigned to a lane.
+    /// The number of pending pages, which are not assigned to a lane.
     #[must_use]
     pub fn pending_pages(&self) -> u64 {
         self.regions.iter().map(|r| r.pending.count()).sum()
     }
 
-    /// Pages assigned to a lane and not acknowledged.
+    /// The number of pages that are assigned to a lane and not acknowledged.
     #[must_use]
     pub fn in_flight_pages(&self) -> u64 {
         self.in_flight_pages
     }
 
-    /// Pages that have not arrived yet: pending and in flight.
+    /// The number of pages that are pending or in flight.
     #[must_use]
     pub fn remaining_pages(&self) -> u64 {
         self.pending_pages() + self.in_flight_pages
@@ -187,14 +187,14 @@ impl Schedule {
         self.iteration
     }
 
-    /// Number of chunks cut so far, which is the number of the next chunk.
+    /// Number of chunks formed so far, which is the number of the next chunk.
     #[must_use]
     pub fn chunks(&self) -> u64 {
         self.next_chunk
     }
 
-    /// Chunks and pages cut so far, except those of lost lanes: in the end, what the
-    /// destination has received.
+    /// The numbers of chunks and pages assigned so far, except those that were lost with a lane. At
+    /// the end, these are the totals that the destination has received.
     #[must_use]
     pub fn kept(&self) -> (u64, u64) {
         (
@@ -215,8 +215,8 @@ impl Schedule {
         self.lanes.get(&lane).map(|state| state.course)
     }
 
-    /// The destination admitted `lane`, which carries chunks from now on. Only
-    /// for an admitted lane do the other lanes wait at a mark.
+    /// Adds `lane`, which the destination has admitted and which carries chunks from now on. At a
+    /// mark, the other lanes wait only for admitted lanes.
     pub fn open_lane(&mut self, lane: u16) {
         self.lanes.insert(
             lane,
@@ -228,23 +228,22 @@ impl Schedule {
         );
     }
 
-    /// `lane` is no longer needed: its next task is [`Work::End`].
+    /// Makes [`Work::End`] the next task of `lane`, which is no longer needed.
     pub fn leave(&mut self, lane: u16) {
         if let Some(state) = self.lanes.get_mut(&lane) {
             state.leaving = true;
         }
     }
 
-    /// All chunks of `lane`, which has ended, were confirmed. Removes the lane.
+    /// Removes `lane`, which has ended. All of its chunks are confirmed.
     pub fn forget(&mut self, lane: u16) {
         self.lanes.remove(&lane);
     }
 
-    /// Marks a run of pages as pending for the next iteration. `index` is the
-    /// region's position in the list given to [`Schedule::new`]. No chunk is
-    /// cut until [`Schedule::begin_iteration`]: an older version of a marked page
-    /// may still be in flight in the current iteration, and no mark would keep
-    /// the two apart (I4).
+    /// Marks a run of pages as pending for the next iteration. `index` is the region's position in
+    /// the list given to [`Schedule::new`]. No chunk is formed until [`Schedule::begin_iteration`],
+    /// because an older version of a marked page may still be in flight in the current iteration,
+    /// and no mark would keep the two apart (I4).
     pub fn mark_run(&mut self, index: usize, run: Run) {
         self.adding = true;
         if let Some(region) = self.regions.get_mut(index) {
@@ -252,7 +251,7 @@ impl Schedule {
         }
     }
 
-    /// Adds a dirty bitmap for region number `index`, like
+    /// Marks the pages that are set in the dirty bitmap `log` of region `index`; see
     /// [`Schedule::mark_run`]. Returns the number of pages set in `log`.
     pub fn mark_dirty(&mut self, index: usize, log: &[u64]) -> u64 {
         self.adding = true;
@@ -322,9 +321,9 @@ impl Schedule {
     /// has zero pages, which need no payload. The new ranges are appended.
     /// Returns whether any were added.
     ///
-    /// As for chunks, none are added while the pending pages belong to another
-    /// iteration (I4). None are added if the lane has been lost, because the
-    /// unchanged chunk is pending again.
+    /// No pages are added while the pending pages belong to another iteration (I4),
+    /// or if the lane has been lost. In the second case all pages of the chunk are
+    /// pending again.
     pub fn extend(&mut self, plan: &mut ChunkPlan, room: u64) -> bool {
         if self.adding
             || plan.iteration != self.iteration
@@ -352,12 +351,11 @@ impl Schedule {
         pages > 0
     }
 
-    /// The destination wrote chunks `first` to `first + count - 1`.
-    /// Repetition has no effect. Returns the number of pages acknowledged for
-    /// the first time.
+    /// Records that the destination wrote chunks `first` to `first + count - 1`. Repetition has no
+    /// effect. Returns the number of pages acknowledged for the first time.
     ///
     /// # Errors
-    /// One of the chunks has not been cut yet.
+    /// One of the chunks does not exist yet.
     pub fn acknowledge(&mut self, first: u64, count: u64) -> Result<u64, UnknownChunk> {
         let end = first.saturating_add(count);
         if end > self.next_chunk {
@@ -392,8 +390,8 @@ impl Schedule {
         Ok(pages)
     }
 
-    /// `lane` was lost and fenced: its unacknowledged pages become pending
-    /// again. Returns their number.
+    /// Removes `lane`, which was lost and fenced. Its unacknowledged pages become pending again.
+    /// Returns their number.
     pub fn lose_lane(&mut self, lane: u16) -> u64 {
         self.lanes.remove(&lane);
         let mut pages = 0;

@@ -21,16 +21,17 @@
 //! **Lost control lanes.** Every message states a current value, not a change, and may arrive twice
 //! or late. To resume a control lane, both sides send all current values again.
 //!
-//! **Memory (I8).** The bytes of a channel between its two sockets are limited by its window: what
-//! it delivered in the last round trip plus 10 ms. The windows of a peer share a bound
-//! ([`Config`]). A consumer that stalls fills its own window and delays no other channel.
-//! [`Trunk::usage`] returns the bytes that are granted and held.
+//! **Memory (I8).** The window of a channel limits its bytes between the two sockets. The window is
+//! the number of bytes that the channel last delivered in a period of one round trip plus 10 ms.
+//! The windows of all channels of a peer share a bound ([`Config`]). A consumer that stalls fills
+//! its own window and delays no other channel. [`Trunk::usage`] returns the bytes that are granted
+//! and held.
 //!
 //! **Ends.** Each direction ends independently, after its last byte. An abort takes effect
 //! immediately, ahead of the bytes that wait. A side that has aborted or refused a channel keeps a
 //! record of it until the other side confirms with *gone*. A channel that has ended in both
 //! directions is forgotten without confirmation, and a later message about it is answered with
-//! *gone*. So *gone* for a live channel means that it ended cleanly.
+//! *gone*. Therefore *gone* for a channel that is still live here means that it ended cleanly.
 
 mod fault;
 pub mod frame;

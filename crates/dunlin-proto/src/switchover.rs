@@ -32,8 +32,8 @@
 //!     no record, no answer   ▶ InDoubt
 //!
 //!  asked before deciding    ▶ Draining: closes the old control lane, joins its
-//!                             reader and applies what that had read; a *commit*
-//!                             among it counts, otherwise Aborting
+//!                             reader and applies the messages that the reader
+//!                             had read; without a *commit* ▶ Aborting
 //!  cannot resume after *running* was recorded ▶ Died: answers *ran, then died*
 //! ```
 //!
@@ -45,9 +45,9 @@
 //! Each role is a state. An event consumes it and returns the next state and a
 //! list of actions. Three rules for the caller:
 //!
-//! 1. Execute the actions in order, and all of them before the next event. An action that
-//!    names a concluding event is the last of its list; that event follows before any
-//!    other, except that drained messages are applied before [`DestinationEvent::Drained`].
+//! 1. Execute the actions in order, and all of them before the next event. If an action ends
+//!    with an event, the action is the last of its list, and this event is the next one. The
+//!    exception is [`DestinationEvent::Drained`], which comes after the drained messages.
 //! 2. A message that cannot be sent because the peer is gone counts as sent.
 //! 3. After a crash, continue from the journal: [`Source::restarted`],
 //!    [`Destination::restarted`].

@@ -18,7 +18,7 @@ pub fn harmless(text: &str) -> String {
     harmless
 }
 
-/// An error and its causes on one line; see [`with_causes`].
+/// Returns an error and its causes on one line; see [`with_causes`].
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     with_causes(error.to_string(), error.source())
@@ -39,7 +39,8 @@ pub fn with_causes<'a>(mut text: String, cause: Option<&'a (dyn Error + 'a)>) ->
     text
 }
 
-/// Whether `cause` is one of the parts of `text` that punctuation separates.
+/// Whether `text` contains `cause` as a separate part, with punctuation or an end of the text on
+/// both sides.
 fn includes(text: &str, cause: &str) -> bool {
     text.match_indices(cause).any(|(at, _)| {
         let before = &text[..at];

@@ -1,5 +1,4 @@
-//! Reads and writes bounded little-endian bytes. Every codec of this crate
-//! builds on it.
+//! Reads and writes bounded little-endian bytes. Every codec of this crate uses this module.
 //!
 //! Fields follow one another without padding. A text or list is preceded by a 16-bit count,
 //! opaque bytes by a 32-bit count. Each count is compared with the field's limit *and* with
@@ -9,7 +8,7 @@
 //! | bytes | field |
 //! | --- | --- |
 //! | 2 | tag; tags ascend strictly within a message |
-//! | 2 | flags: bit 0 required; the others zero |
+//! | 2 | flags: bit 0 means required; the other bits are zero |
 //! | 4 | length of the value |
 //! | length | value |
 //!
@@ -28,12 +27,12 @@ pub(crate) use start::Start;
 /// The result of appending a field or a message.
 pub(crate) type Encoded = Result<(), EncodeError>;
 
-/// Converts a length without loss: on every target of Rust a `usize` has at most 64 bits.
+/// Converts a length without loss, because on every target of Rust a `usize` has at most 64 bits.
 pub(crate) const fn wide(length: usize) -> u64 {
     length as u64
 }
 
-/// Converts a value without loss: [`crate::limits`] asserts that a `usize` has at least 32
+/// Converts a value without loss, because [`crate::limits`] asserts that a `usize` has at least 32
 /// bits.
 pub(crate) const fn index(value: u32) -> usize {
     value as usize
@@ -41,7 +40,7 @@ pub(crate) const fn index(value: u32) -> usize {
 
 /// Reads fields from the front of a slice.
 ///
-/// Every method takes the field's name for errors; none allocates.
+/// The methods that read a field take its name, for errors. No method allocates.
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
     rest: &'a [u8],
@@ -67,7 +66,7 @@ impl<'a> Reader<'a> {
         self.rest.len()
     }
 
-    /// The next `length` bytes.
+    /// Reads the next `length` bytes.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`].
@@ -80,7 +79,7 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    /// The next `N` bytes.
+    /// Reads the next `N` bytes.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`].
@@ -90,7 +89,7 @@ impl<'a> Reader<'a> {
         Ok(array)
     }
 
-    /// One byte.
+    /// Reads one byte.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`].
@@ -98,7 +97,7 @@ impl<'a> Reader<'a> {
         self.array(what).map(u8::from_le_bytes)
     }
 
-    /// Two bytes, little-endian.
+    /// Reads two bytes, little-endian.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`].
@@ -106,7 +105,7 @@ impl<'a> Reader<'a> {
         self.array(what).map(u16::from_le_bytes)
     }
 
-    /// Four bytes, little-endian.
+    /// Reads four bytes, little-endian.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`].
@@ -114,7 +113,7 @@ impl<'a> Reader<'a> {
         self.array(what).map(u32::from_le_bytes)
     }
 
-    /// Eight bytes, little-endian.
+    /// Reads eight bytes, little-endian.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`].
@@ -160,7 +159,7 @@ impl<'a> Reader<'a> {
 
     /// Reads UTF-8 preceded by a 16-bit length of at most `limit` bytes.
     ///
-    /// The text is the peer's: the caller escapes it before it reaches a terminal.
+    /// The text comes from the peer, so the caller must escape it before display.
     ///
     /// # Errors
     /// [`DecodeReason::Truncated`], [`DecodeReason::OverLimit`] or
@@ -203,8 +202,8 @@ impl<'a> Reader<'a> {
     /// # Errors
     /// The errors of `known`; [`DecodeReason::Truncated`];
     /// [`DecodeReason::Inconsistent`] if tags do not ascend;
-    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if a
-    /// known field is longer than its value.
+    /// [`DecodeReason::UnknownRequiredField`]; [`DecodeReason::Trailing`] if
+    /// `known` leaves bytes of a known field unread.
     pub fn fields(
         mut self,
         mut known: impl FnMut(u16, &mut Reader<'a>) -> Result<bool, DecodeError>,
@@ -259,7 +258,7 @@ impl<'a> Reader<'a> {
         Ok(announced)
     }
 
-    /// Takes all remaining bytes.
+    /// Moves all remaining bytes to the returned reader.
     pub(crate) fn rest(&mut self) -> Self {
         let left = Self {
             rest: &[],
@@ -308,12 +307,12 @@ pub(crate) fn unsupported(what: &'static str, value: u64, offset: usize) -> Deco
     DecodeError::new(what, DecodeReason::Unsupported { value }, offset)
 }
 
-/// The error for a value that contradicts another one or a rule.
+/// The error for a value that contradicts another value or a rule.
 pub(crate) fn inconsistent(what: &'static str, why: &'static str, offset: usize) -> DecodeError {
     DecodeError::new(what, DecodeReason::Inconsistent(why), offset)
 }
 
-/// Appends fields to a vector; the mirror of [`Reader`].
+/// Appends fields to a vector; the counterpart of [`Reader`].
 ///
 /// Nothing is allocated while the vector has room.
 #[derive(Debug)]
@@ -348,33 +347,33 @@ impl<'a> Writer<'a> {
         self.out.len()
     }
 
-    /// These bytes as they are.
+    /// Appends these bytes unchanged.
     pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.out.extend_from_slice(bytes);
         self
     }
 
-    /// One byte.
+    /// Appends one byte.
     pub fn u8(&mut self, value: u8) -> &mut Self {
         self.bytes(&[value])
     }
 
-    /// Two bytes, little-endian.
+    /// Appends two bytes, little-endian.
     pub fn u16(&mut self, value: u16) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Four bytes, little-endian.
+    /// Appends four bytes, little-endian.
     pub fn u32(&mut self, value: u32) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// Eight bytes, little-endian.
+    /// Appends eight bytes, little-endian.
     pub fn u64(&mut self, value: u64) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// One byte, 0 or 1.
+    /// Appends one byte, 0 or 1.
     pub fn flag(&mut self, value: bool) -> &mut Self {
         self.u8(u8::from(value))
     }
@@ -437,9 +436,9 @@ impl<'a> Writer<'a> {
         )
     }
 
-    /// Overwrites bytes that were written before, such as a length that is
-    /// known only at the end. `position` comes from [`Writer::position`], and
-    /// at least that many bytes were written after it.
+    /// Overwrites bytes that were written before, such as a length that is known only at the end.
+    /// `position` comes from [`Writer::position`], and at least `bytes.len()` bytes must have been
+    /// written since that call.
     pub(crate) fn patch(&mut self, position: usize, bytes: &[u8]) {
         self.out[position..position + bytes.len()].copy_from_slice(bytes);
     }

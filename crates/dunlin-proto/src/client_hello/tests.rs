@@ -69,8 +69,11 @@ fn looks(bytes: &[u8]) -> (Result<Look, NoHello>, usize) {
     for times in 1.. {
         match look(&bytes[..there]) {
             Ok(Look::Needs(least)) => {
-                assert!(least > there, "nothing is waited for at {there}");
-                assert!(least <= bytes.len(), "more than there will be at {there}");
+                assert!(least > there, "no further bytes are requested at {there}");
+                assert!(
+                    least <= bytes.len(),
+                    "more bytes are requested than the hello has"
+                );
                 there = least;
             }
             found => return (found, times),
@@ -87,7 +90,7 @@ fn the_name_is_found_in_few_looks_for_any_record_size() {
         let (found, times) = looks(&bytes);
         assert_eq!(found, hello("host-a.example"), "in records of {size}");
         assert!(times <= 53, "{times} looks at records of {size}");
-        // Every prefix, not only those that `look` asked for.
+        // Looks at every prefix, also at lengths that `look` did not request.
         for there in 0..bytes.len() {
             let found = look(&bytes[..there]);
             let Ok(Look::Needs(least)) = found else {
@@ -103,7 +106,7 @@ fn a_hello_without_a_name_is_valid() {
     let none = Ok(Look::Hello(Hello { server_name: None }));
     assert_eq!(look(&cut(&message(&[]), 16384)), none);
     assert_eq!(look(&cut(&message(&[(16, short(b"\x02h2"))]), 100)), none);
-    // No extensions at all.
+    // A valid hello that has no extensions.
     let mut body = vec![3, 1];
     body.extend([7; 32]);
     body.extend([0, 0, 2, 0, 47, 1, 0]);
@@ -144,11 +147,11 @@ fn i7_hostile_names_are_rejected() {
     assert_eq!(look(&bytes), hello(&longest));
     // An unknown name type.
     malformed(&cut(&message(&[(0, short(b"\x01\x00\x01a"))]), 16384));
-    // Two names in one list, and two lists.
+    // Invalid: two names in one list, or two lists.
     let two = [&[0][..], &short(b"a"), &[0], &short(b"b")].concat();
     malformed(&cut(&message(&[(0, short(&two))]), 16384));
     malformed(&cut(&message(&[names(b"a"), names(b"a")]), 16384));
-    // An empty list, an empty extension, and bytes after the list.
+    // Invalid: an empty list, an empty extension, or bytes after the list.
     malformed(&cut(&message(&[(0, short(b""))]), 16384));
     malformed(&cut(&message(&[(0, Vec::new())]), 16384));
     let mut behind = names(b"a");
@@ -158,18 +161,18 @@ fn i7_hostile_names_are_rejected() {
 
 #[test]
 fn i7_hostile_lengths_are_rejected_before_waiting_for_bytes() {
-    // A message length over the limit, in the fourth byte of the message.
+    // The message's length, in its second to fourth byte, is over the limit.
     let long = [HANDSHAKE, 3, 1, 0, 200, CLIENT_HELLO, 0xff, 0xff, 0xff];
     assert_eq!(look(&long), Err(NoHello::TooLong));
     let most = u32::try_from(MAX_CLIENT_HELLO_BYTES - 4).unwrap();
     let [_, high, middle, low] = most.to_be_bytes();
     let longest = [HANDSHAKE, 3, 1, 0x40, 0, CLIENT_HELLO, high, middle, low];
     assert_eq!(look(&longest), Ok(Look::Needs(MAX_CLIENT_HELLO_BYTES + 5)));
-    // Too short, an empty record, and an oversized record.
+    // Invalid: a message that is too short, an empty record, or an oversized record.
     malformed(&[HANDSHAKE, 3, 1, 0, 200, CLIENT_HELLO, 0, 0, 40]);
     malformed(&[HANDSHAKE, 3, 1, 0, 0]);
     malformed(&[HANDSHAKE, 3, 1, 0x40, 1]);
-    // Another message type, and another record type in between.
+    // Invalid: another type of message, or a record of another type between the hello's records.
     malformed(&[HANDSHAKE, 3, 1, 0, 200, 2]);
     let mut alert = cut(&large(), 100);
     alert[105] = 21;
@@ -187,7 +190,8 @@ fn i7_hostile_lengths_are_rejected_before_waiting_for_bytes() {
 fn i7_every_length_in_a_hello_is_checked_against_the_bytes() {
     let good = message(&[(10, vec![0; 6]), names(b"pool"), (16, short(b"\x02h2"))]);
     assert_eq!(look(&cut(&good, 16384)), hello("pool"));
-    // No single changed byte leads to a read past the end.
+    // With one changed byte, the hello is still complete, or it is rejected. `look` requests no
+    // more bytes.
     for at in 4..good.len() {
         for wrong in [0, 1, 0x7f, 0x80, 0xff] {
             let mut bad = good.clone();
@@ -198,7 +202,7 @@ fn i7_every_length_in_a_hello_is_checked_against_the_bytes() {
             }
         }
     }
-    // The total length of the extensions, one too large and one too small.
+    // The total length of the extensions, too large by one and too small by one.
     let at = 4 + 2 + 32 + 2 + 6 + 2;
     for wrong in [1_u8, 255] {
         let mut bad = good.clone();

@@ -18,7 +18,7 @@ use crate::wire::{
     unsupported,
 };
 
-/// The value that means a lane's end, in place of an iteration.
+/// On the wire, this value in place of an iteration means the lane's end.
 const REACHED_END: u32 = u32::MAX;
 
 /// The extension field of *final* and *ready* that holds the digest.
@@ -163,7 +163,7 @@ impl Layout for ChunkSet {
     }
 }
 
-/// The page size: version 1 has only one.
+/// The page size. Version 1 allows only one value.
 struct PageLength;
 
 impl Codec<u32> for PageLength {
@@ -207,7 +207,7 @@ impl Layout for Position {
     }
 }
 
-/// The extension fields of a message that may carry a digest; always last.
+/// The extension fields of a message that may carry a digest. They come last in the message.
 impl Layout for Option<Digest> {
     fn encode_fields(&self, writer: &mut Writer<'_>) -> Encoded {
         match self {

@@ -13,8 +13,8 @@ use crate::wire::{
 /// Bytes of a region on the wire, without its name.
 const REGION_BYTES: usize = 30;
 
-/// Flags that a receiver may ignore. It must understand the other flags: it rejects a
-/// region that sets an unknown one of these.
+/// The bits of flags that a receiver ignores if it does not support them. A receiver rejects a
+/// region with any other unknown flag.
 const IGNORABLE_FLAGS: u32 = 0x0000_ffff;
 
 /// The purpose of a region.
@@ -26,7 +26,7 @@ pub enum RegionKind {
     Rom,
     /// Memory of a device, such as a frame buffer.
     DeviceMemory,
-    /// Not guest memory: device state too large for sections.
+    /// Device state that is too large for sections. It is not guest memory.
     StateStream,
 }
 
@@ -48,8 +48,8 @@ pub struct Region {
     pub id: u16,
     /// The region's purpose.
     pub kind: RegionKind,
-    /// Version 1 defines none. A receiver may ignore the low 16 bits, but rejects a region
-    /// with an unknown bit among the high 16.
+    /// Version 1 defines no flags. A receiver ignores unknown bits among the low 16, but
+    /// rejects a region with an unknown bit among the high 16.
     pub flags: u32,
     /// Size of the pages that back the region at the source, in bytes: a power
     /// of two, at least [`PAGE_BYTES`]. A hint for the destination.
@@ -110,7 +110,7 @@ layout! { Region {
     name: "region name" as Text(MAX_NAME_BYTES),
 } }
 
-/// An invalid region table. The describing side is at fault.
+/// An invalid region table. The side that sent the description is at fault.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RegionError {
@@ -146,7 +146,7 @@ pub enum RegionError {
         /// The region's backing page size in bytes.
         bytes: u32,
     },
-    /// A flag that must be understood is unknown.
+    /// The region has an unknown flag that a receiver may not ignore.
     #[error("region {id} has unknown flags (flags {flags:#x})")]
     Flags {
         /// The region.
@@ -215,12 +215,12 @@ impl RegionTable {
         Self::of_sorted(regions)
     }
 
-    /// The table of valid regions with ascending identifiers.
+    /// Creates the table from regions that are valid and have ascending identifiers.
     fn of_sorted(regions: Vec<Region>) -> Result<Self, RegionError> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(RegionError::Count(regions.len()));
         }
-        // At most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62.
+        // The sum is at most MAX_REGIONS × MAX_REGION_BYTES, which is 2^62.
         let total_bytes = regions.iter().map(|region| region.length).sum();
         if total_bytes > MAX_MEMORY_BYTES {
             return Err(RegionError::Total);
@@ -248,7 +248,7 @@ impl RegionTable {
     }
 
     /// Bytes of all regions together. A destination compares this with its limit before it
-    /// allocates memory in proportion to them.
+    /// allocates memory in proportion to the total.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
@@ -272,7 +272,7 @@ impl Layout for RegionTable {
             let offset = reader.offset();
             let region = Region::decode_fields(reader)?;
             region.check().map_err(|error| error.into_decode(offset))?;
-            // Sorted on the wire, so each table has one encoding.
+            // The regions must be sorted on the wire, so that a table has only one encoding.
             if regions.last().is_some_and(|last| region.id <= last.id) {
                 return Err(RegionError::Duplicate { id: region.id }.into_decode(offset));
             }

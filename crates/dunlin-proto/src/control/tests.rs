@@ -244,7 +244,7 @@ fn i7_a_digest_has_one_length() {
 
 #[test]
 fn i7_a_count_is_compared_with_the_bytes_that_are_left() {
-    // 4096 sets are announced and one is present.
+    // The message announces 4096 sets and contains one.
     let mut bytes = encode(&Message::Fenced {
         lane: 1,
         acks: sets(1),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::control::{Region, RegionKind};
 
-/// Region 3 has 16 pages, region 8 the maximum.
+/// A table in which region 3 has 16 pages and region 8 has the maximum length.
 fn regions() -> RegionTable {
     let region = |id, length| Region {
         id,
@@ -110,7 +110,7 @@ fn i7_a_range_ends_within_its_region() {
 fn i7_an_invalid_range_is_rejected() {
     let good = chunk(&[raw(3, 1, 1), zero(3, 2, 2)]);
     assert!(decode(&good).is_ok());
-    // Offsets within the first range, and the bytes put there.
+    // The rejected field, an offset within the first range, and the byte that is written there.
     for (what, at, value) in [
         ("region", 0, 4_u8),
         ("encoding", 2, 2),
@@ -133,8 +133,8 @@ fn i7_an_invalid_range_is_rejected() {
 
 #[test]
 fn i7_the_payloads_of_the_ranges_add_up_to_the_chunks() {
-    // The header's value for 8192 bytes, and where the error is detected: at
-    // the first range that exceeds it, or after the last.
+    // A wrong payload length in the header (8192 bytes are correct), and where the error is
+    // detected: at the first range that exceeds it, or after the last range.
     for (payload_bytes, at) in [
         (0_u32, 0),
         (4096, RANGE_BYTES),
@@ -156,7 +156,7 @@ fn i7_an_invalid_header_is_rejected() {
     let mark = Frame::Mark { iteration: 1 }.to_bytes();
     let end = Frame::End { chunks: 1 }.to_bytes();
     let header = |bytes: &[u8]| *bytes.first_chunk::<FRAME_HEADER_BYTES>().unwrap();
-    // Frame, byte offset, bytes put there, and the rejected field.
+    // The frame, an offset, the byte that is written there, and the rejected field.
     for (good, at, value, what) in [
         (header(&chunk), 0, 0_u8, "frame kind"),
         (header(&mark), 0, 4, "frame kind"),

@@ -4,7 +4,7 @@ use crate::client_hello::{Look, look};
 use crate::limits::{MAX_CLIENT_FLIGHT_BYTES, MAX_SERVER_NAME_BYTES};
 
 /// Looks at arbitrary first bytes, both unchanged and as the content of records of any
-/// size. Checks that each wait asks for more bytes than there are, within bounds and never
+/// size. Checks that each look asks for more bytes than have arrived, within bounds and never
 /// more than needed; that an error is final; and that the name does not depend on the
 /// record size.
 pub fn fuzz_client_hello(bytes: &[u8]) {
@@ -19,7 +19,7 @@ pub fn fuzz_client_hello(bytes: &[u8]) {
     if pieces.len() <= MAX_CLIENT_FLIGHT_BYTES {
         let pieces = look(&pieces);
         match (&whole, &pieces) {
-            // Empty messages have no records.
+            // An empty message has no records, so the two minimums may differ.
             (Ok(Look::Needs(_)), Ok(Look::Needs(_))) | (Err(_), Err(_)) => {}
             _ => assert_eq!(whole, pieces),
         }
@@ -57,7 +57,8 @@ fn grows(bytes: &[u8]) {
                 assert!(name.bytes().all(|byte| byte.is_ascii_graphic()));
                 assert!(!name.bytes().any(|byte| byte.is_ascii_uppercase()));
                 assert_eq!(found, last);
-                // No look asked for more bytes than needed.
+                // The last look asked for no more bytes than needed: with one byte less, the hello
+                // is incomplete.
                 assert!(there == 0 || !matches!(look(&bytes[..there - 1]), Ok(Look::Hello(_))));
                 return;
             }

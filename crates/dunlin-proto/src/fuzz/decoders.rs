@@ -19,8 +19,8 @@ use crate::wire::{DecodeError, Reader, Writer};
 
 const WITHIN_LIMITS: &str = "what decodes is within every limit";
 
-/// Decodes an opening message, unchanged and with its length corrected, and answers any
-/// offer. The selection must be within the offer.
+/// Decodes an opening message, unchanged and with its length corrected. If the message is an
+/// offer, answers it; the selection must be within the offer.
 pub fn fuzz_opening(bytes: &[u8]) {
     opening(bytes);
     let Some(body_bytes) = bytes.len().checked_sub(PRELUDE_BYTES) else {
@@ -166,8 +166,8 @@ fn held_bytes(message: &Message) -> usize {
         }
         Message::Accept(accept) => {
             let endpoints = accept.endpoints.iter().map(String::capacity);
-            // An endpoint takes as few as two bytes on the wire but a string in memory, so their
-            // number is bounded.
+            // An endpoint may have only two bytes on the wire, but it is a `String` in memory. A
+            // limit on the number of endpoints therefore bounds the memory.
             assert!(accept.endpoints.capacity() <= MAX_ENDPOINTS);
             endpoints.sum()
         }
@@ -227,7 +227,7 @@ static REGIONS: LazyLock<RegionTable> = LazyLock::new(|| {
         guest_physical: 0,
         name: String::new(),
     };
-    // The regions of the vectors, one of a single page, and a very large one.
+    // The regions of the test vectors, a region of one page, and a very large region.
     RegionTable::new(vec![
         region(0, 1 << 30),
         region(1, 4096),
@@ -273,8 +273,8 @@ pub fn fuzz_data_frame(bytes: &[u8]) {
     assert_eq!(encoded, bytes);
 }
 
-/// Reads extension fields with tags 1 to 3. Checks that the tags ascend, that the values
-/// lie within the input, and that writing them reproduces its length.
+/// Reads extension fields with tags 1 to 3. Checks that the tags ascend, that the values lie within
+/// the input, and that the written fields have the length of the input.
 pub fn fuzz_extension_fields(bytes: &[u8]) {
     let mut taken = Vec::new();
     let mut skipped = 0;
@@ -299,7 +299,7 @@ pub fn fuzz_extension_fields(bytes: &[u8]) {
             .try_for_each(|(tag, value)| writer.field(*tag, false, value))
     })
     .expect("no value is longer than the input");
-    // Only the required bits may differ.
+    // The bytes may differ only in the bits that mark a field as required.
     assert_eq!(encoded.len(), bytes.len());
 }
 

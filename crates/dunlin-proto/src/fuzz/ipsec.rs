@@ -54,8 +54,8 @@ fn message(bytes: &[u8]) {
 const SAS: u16 = 4;
 
 /// Runs one side with a peer that sends anything and a caller that requests anything at any time.
-/// Nothing panics, the state stays within its bounds, no SA is installed twice or removed without
-/// being installed, and nothing is sent after the end (I7, I8).
+/// Checks that nothing panics, that the state stays within its bounds, that no SA is installed twice
+/// or removed without being installed, and that nothing is sent after the end (I7, I8).
 pub fn fuzz_ipsec_session(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mode = match choices.byte() % 2 {
@@ -78,7 +78,7 @@ pub fn fuzz_ipsec_session(bytes: &[u8]) {
     while choices.more() {
         rig.step(mode, &mut choices);
         rig.settle();
-        // Two epochs of each direction; the caller may still have to remove retired SAs.
+        // SAs of two epochs may be installed while the caller has yet to remove the retired SAs.
         assert!(rig.inbound.len() <= 2 * usize::from(SAS));
         assert!(rig.outbound.len() <= usize::from(MAX_SAS));
         if rig.over {
@@ -118,7 +118,7 @@ fn sender(choices: &mut Choices<'_>, mode: Mode) -> Sender {
 
 struct Rig {
     exchange: Exchange,
-    /// Index and epoch of the installed SAs.
+    /// Index and epoch of each installed inbound SA.
     inbound: Vec<(u32, u32)>,
     outbound: Vec<(u32, u32)>,
     spi: u32,
@@ -139,7 +139,7 @@ impl Rig {
         }
     }
 
-    /// A message that is mostly valid.
+    /// Returns a message that is valid in most cases.
     fn message(&self, mode: Mode, choices: &mut Choices<'_>) -> Message {
         let (epoch, _) = self.exchange.inbound();
         let near = u32::from(choices.byte() % 4);

@@ -1,4 +1,4 @@
-//! Checks the lanes of each side against the rules while the peer sends arbitrary reports.
+//! Fuzz entries for the lanes of one side, with a peer that sends arbitrary reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,9 +26,10 @@ pub(super) fn key_usage(choices: &mut Choices<'_>) -> KeyUsage {
     }
 }
 
-/// Runs the source's lanes with arbitrary behaviour of the destination and the network. No
-/// pending page is forgotten; lanes open under new numbers and never more than wanted; each
-/// lost lane is given up and fenced once; and no deadline is ever in the past after a poll.
+/// Runs the source's lanes with arbitrary behaviour of the destination and the network. Checks
+/// that no pending page is forgotten; that lanes open under new numbers, and never more than
+/// wanted; that each lost lane is closed and fenced once; and that no deadline is in the past
+/// after a poll.
 pub fn fuzz_sending(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
@@ -36,7 +37,7 @@ pub fn fuzz_sending(bytes: &[u8]) {
     sending.want(wanted);
     let mut plan = ChunkPlan::default();
     let mut now_ns = 0_u64;
-    // Pending pages, and the lane and pages of each chunk in flight.
+    // The number of pending pages, and for each chunk in flight the lane and the number of pages.
     let mut pending = 0;
     let mut given: BTreeMap<u64, (u16, u64)> = BTreeMap::new();
     let mut threads = BTreeSet::new();
@@ -149,7 +150,7 @@ pub fn fuzz_sending(bytes: &[u8]) {
             assert!(opened - before <= wanted);
         }
         assert!(sending.opening() <= usize::from(wanted));
-        // No busy loop.
+        // A deadline in the past would make the caller poll without a pause.
         assert!(sending.due_ns().is_none_or(|due_ns| due_ns > now_ns));
         let schedule = sending.schedule();
         assert_eq!(schedule.pending_pages(), pending);
@@ -161,9 +162,10 @@ pub fn fuzz_sending(bytes: &[u8]) {
     }
 }
 
-/// Runs the destination's lanes with any input. Every written chunk is reported once, and
-/// again on a new control lane; no number is used twice; a lane that is gone or fenced
-/// writes nothing; and the memory is complete only if the counts match and no lane is left.
+/// Runs the destination's lanes with any input. Checks that every written chunk is reported once,
+/// and again on a new control lane; that no lane number is used twice; that nothing is written for
+/// a lane that has ended or is fenced; and that the memory is complete only if the counts match and
+/// no lane is left.
 pub fn fuzz_receiving(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let lanes_max = choices.below(4) as u16 + 1;
@@ -269,7 +271,7 @@ pub fn fuzz_receiving(bytes: &[u8]) {
     }
 }
 
-/// The chunk numbers in the sets, each at most once.
+/// Returns the chunk numbers in the sets; panics if a number occurs twice.
 fn numbers(sets: &[ChunkSet]) -> BTreeSet<u64> {
     let mut numbers = BTreeSet::new();
     for set in sets {

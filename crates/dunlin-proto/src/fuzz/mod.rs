@@ -30,7 +30,7 @@ pub use switchover::{fuzz_destination_switchover, fuzz_source_switchover};
 
 pub use crate::journal::peer::fuzz::fuzz_peer_block;
 
-/// A fuzz entry with its name, which is also that of its seed directory and binary.
+/// A fuzz entry with its name. Its seed directory and its binary have the same name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every entry of this crate.
@@ -163,9 +163,9 @@ mod tests {
         check(TARGETS, seeds);
     }
 
-    /// With random bytes as input, the entries that perform operations find planted
-    /// mistakes in the code under test. The model covers mistakes that need both sides of a
-    /// switchover.
+    /// With random bytes as input, the entries that perform operations find planted mistakes in the
+    /// code under test. The tests of `tests/model` find the mistakes that appear only with both
+    /// roles of a switchover.
     #[test]
     #[cfg(feature = "mistakes")]
     fn i4_planted_mistakes_are_found() {

@@ -60,7 +60,7 @@ pub fn fuzz_bitmap(bytes: &[u8]) {
                 for page in run.first..run.first + run.count {
                     assert!(model.remove(&page), "page {page} was not set");
                 }
-                // A run ends at its limit or where no further page is set.
+                // A run ends at the limit, or before a page that is not set.
                 let next = run.first + run.count;
                 assert!(run.count == limit || !model.contains(&next));
             }
@@ -77,9 +77,10 @@ pub fn fuzz_bitmap(bytes: &[u8]) {
     }
 }
 
-/// Compares marks with a model of each lane's progress: no lane passes a mark that a live
-/// lane has yet to reach (I4); a mark is the next one, or any number as a lane's first; a
-/// passable mark stays passable unless a new lane starts further back.
+/// Compares marks with a model of each lane's progress. No lane passes a mark that a live lane has
+/// yet to reach (I4). A lane's first mark may have any number; each later mark is the next one.
+/// Once the lanes may pass a mark, they may pass it from then on, unless a new lane starts before
+/// that mark.
 pub fn fuzz_marks(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut marks = Marks::default();
@@ -94,7 +95,7 @@ pub fn fuzz_marks(bytes: &[u8]) {
                     passed = 0;
                 }
                 marks.open(lane);
-                // The fence does not block lanes that may already pass.
+                // A new lane does not block a mark that the other lanes may already pass.
                 reached.insert(lane, passed);
                 new.insert(lane);
             }
@@ -146,9 +147,9 @@ pub fn fuzz_marks(bytes: &[u8]) {
     }
 }
 
-/// Drives a rate cap with any sequence of pieces, pauses and changes. Nothing leaves before
-/// its request or before earlier reservations, and between two changes at most the rate
-/// plus one burst gets through.
+/// Drives a rate cap with any sequence of pieces, pauses and changes of the rate. No piece may
+/// leave before its request or before an earlier piece. Between two changes, at most the rate
+/// plus one burst may leave.
 pub fn fuzz_pace(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let rate = |choices: &mut Choices<'_>| match choices.byte() % 4 {
@@ -160,7 +161,7 @@ pub fn fuzz_pace(bytes: &[u8]) {
     let mut pace = Pace::new(cap);
     let mut now = choices.below(1 << 16) * 1_000_000;
     let mut last = 0;
-    // Time and bytes sent since the last change of the cap.
+    // The time of the first piece since the last change of the cap, and the bytes sent since then.
     let mut window = (None, 0_u128);
     while choices.more() {
         match choices.byte() % 4 {
@@ -196,8 +197,8 @@ pub fn fuzz_pace(bytes: &[u8]) {
     }
 }
 
-/// Drives pre-copy with any sequence of measurements. It switches over only within the
-/// limits, gives up only as configured, never throttles a guest without permission, and
+/// Drives pre-copy with any sequence of measurements. Checks that it switches over only within
+/// the limits, gives up only as configured, never throttles a guest without permission, and
 /// ends at its time limit.
 pub fn fuzz_precopy(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
@@ -252,7 +253,7 @@ pub fn fuzz_precopy(bytes: &[u8]) {
     }
 }
 
-/// A region table against each rule.
+/// Checks that a region table is valid if and only if it obeys every rule.
 pub fn fuzz_regions(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut regions = Vec::new();

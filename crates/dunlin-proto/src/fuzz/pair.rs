@@ -9,7 +9,7 @@ use crate::control::{ChunkSet, Final, Reached};
 use crate::lanes::{Action, Fence, KeyUsage, Receiving, Sending};
 use crate::schedule::{ChunkPlan, Schedule, Work};
 
-/// Content of a data lane.
+/// A frame on a data lane.
 enum Carried {
     /// A chunk: its number, its iteration, and pages with their versions.
     Chunk(u64, u32, Vec<(u64, u32)>),
@@ -21,11 +21,11 @@ enum Carried {
 #[derive(Default)]
 struct Connection {
     in_flight: VecDeque<Carried>,
-    /// The source's thread is running.
+    /// Whether the lane's thread at the source is running.
     sends: bool,
-    /// The destination's thread is running.
+    /// Whether the lane's thread at the destination is running.
     receives: bool,
-    /// Nothing more can be sent.
+    /// Whether the connection is closed, so that nothing more can be sent.
     closed: bool,
     /// The mark at which the destination's thread waits.
     at_mark: Option<u32>,
@@ -46,17 +46,18 @@ struct Pair {
     connections: BTreeMap<u16, Connection>,
     to_source: VecDeque<Report>,
     fences: VecDeque<u16>,
-    /// Versions of the pages at the source, and at the destination.
+    /// The version of each page at the source.
     guest: Vec<u32>,
+    /// The version of each page at the destination.
     copy: Vec<u32>,
     dirty: BTreeSet<u64>,
     finishing: bool,
     now_ns: u64,
 }
 
-/// Runs a migration in which each side receives correct reports, but late. No page goes
-/// back to an older version (I4), and once everything has arrived the two memories are
-/// equal (I3).
+/// Runs a migration in which each side receives correct but late reports. Checks that no page
+/// goes back to an older version (I4), and that the two memories are equal once everything
+/// has arrived (I3).
 pub fn fuzz_lanes(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut sending = Sending::new(Schedule::new([(0, PAGES)]), TIMEOUTS);
@@ -137,7 +138,7 @@ impl Pair {
         }
     }
 
-    /// The lane's thread at the source ends.
+    /// Ends the lane's thread at the source.
     fn end_thread(&mut self, lane: u16, in_order: bool) {
         let Some(connection) = self.connections.get_mut(&lane) else {
             return;
@@ -255,7 +256,7 @@ impl Pair {
         }
     }
 
-    /// The lane's thread at the destination is joined.
+    /// Joins the lane's thread at the destination.
     fn gone(&mut self, lane: u16) {
         if let Some(connection) = self.connections.get_mut(&lane) {
             connection.receives = false;
@@ -288,7 +289,7 @@ impl Pair {
         }
     }
 
-    /// The source receives a message; if there is none, the destination acknowledges.
+    /// The source receives a message. If there is none, the destination acknowledges chunks.
     fn hear(&mut self) {
         let now_ns = self.now_ns;
         match self.to_source.pop_front() {
@@ -307,7 +308,7 @@ impl Pair {
         }
     }
 
-    /// The control lane is replaced: its messages are lost and repeated.
+    /// Replaces the control lane. The messages in flight are lost, and the sides repeat them.
     fn resume(&mut self) {
         self.to_source.clear();
         self.fences.clear();
@@ -340,7 +341,7 @@ impl Pair {
         panic!("the migration does not end");
     }
 
-    /// Whether a *final* sent now would be complete.
+    /// Whether the memory would be complete if *final* were sent now.
     fn is_complete(&mut self) -> bool {
         let (chunks, pages) = self.sending.schedule().kept();
         let last = Final {

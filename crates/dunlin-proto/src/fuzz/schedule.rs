@@ -11,7 +11,7 @@ use crate::schedule::{ChunkPlan, Schedule, Work};
 
 /// Identifiers and pages of the regions.
 const REGIONS: [(u16, u64); 2] = [(3, 200), (9, 70)];
-/// Lanes 1 to this number.
+/// The lanes have the numbers from 1 to `LANES`.
 const LANES: u64 = 4;
 
 /// A page: its region's identifier and its index.
@@ -25,7 +25,7 @@ struct Given {
     ranges: usize,
 }
 
-/// The state of a schedule, in sets.
+/// A model of a schedule's state that uses plain sets.
 #[derive(Default)]
 struct Model {
     pending: BTreeSet<Page>,
@@ -36,9 +36,9 @@ struct Model {
     lost_chunks: u64,
     lost_pages: u64,
     iteration: u32,
-    /// Pages are being added for the next iteration.
+    /// Whether pages are being added for the next iteration.
     adding: bool,
-    /// Pages cut in this iteration, except lost ones.
+    /// Pages in the chunks of this iteration. The pages of a lost lane are removed again.
     cut_now: BTreeSet<Page>,
     /// Chunks, marks and acknowledged chunks of each lane since it was opened.
     lanes: BTreeMap<u16, Course>,
@@ -54,9 +54,9 @@ struct Course {
     leaving: bool,
 }
 
-/// Drives a schedule with any sequence of operations. Every pending page goes out once per
-/// iteration, and again only if a lane lost it (I4); no page is forgotten; each lane gets
-/// its marks in order, and after a mark only chunks of the next iteration.
+/// Drives a schedule with any sequence of operations. Checks that every pending page is sent once
+/// per iteration, and again only if its lane was lost (I4); that no page is forgotten; and that
+/// each lane gets its marks in order, and after a mark only chunks of the next iteration.
 pub fn fuzz_schedule(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut schedule = Schedule::new(REGIONS);
@@ -132,9 +132,10 @@ pub fn fuzz_schedule(bytes: &[u8]) {
             }
             9 => {
                 let known = schedule.acknowledge(choices.number(), choices.number());
-                // Only a number beyond the last chunk is certainly wrong.
+                // If there is no chunk, no acknowledgement may succeed for any page.
                 assert!(known.is_err() || known == Ok(0) || model.cut > 0);
-                // The named chunks are unknown to the model: stop.
+                // The model lacks the acknowledged chunk numbers, so it cannot check
+                // further work, and the run stops.
                 if known.is_ok_and(|pages| pages > 0) {
                     return;
                 }
@@ -155,7 +156,7 @@ pub fn fuzz_schedule(bytes: &[u8]) {
 }
 
 impl Model {
-    /// Checks the work that `lane` was given.
+    /// Checks the work that the schedule gave to `lane`.
     fn take(&mut self, work: Work, lane: u16, plan: &ChunkPlan, finishing: bool) {
         let Some(course) = self.lanes.get_mut(&lane) else {
             assert_eq!(work, Work::Stop);
@@ -210,7 +211,7 @@ impl Model {
                 let behind = at < self.iteration;
                 assert!(
                     course.ended || (!behind && !course.leaving),
-                    "it is owed a mark"
+                    "a mark is due"
                 );
                 let waits = self.adding || self.pending.is_empty() || self.iteration == 0;
                 assert!(course.ended || waits || at > self.iteration, "pages wait");
@@ -218,7 +219,7 @@ impl Model {
         }
     }
 
-    /// Checks the extension of the last chunk.
+    /// Checks the pages that the schedule added to the last chunk, if it may add any.
     fn extend(&mut self, has_more: bool, room: u64, plan: &ChunkPlan, before: usize) {
         let may = !self.adding && plan.iteration == self.iteration;
         let given = self.given.get_mut(&plan.number).filter(|_| may);
@@ -333,7 +334,7 @@ pub fn fuzz_received(bytes: &[u8]) {
             assert!(model.contains(&number));
         }
         named += u64::from(set.count);
-        // Adjacent numbers are in one set.
+        // Adjacent numbers must be in one set.
         assert!(sets.peek().is_none_or(|next| next.first > end));
     }
     assert_eq!(named, received.count());

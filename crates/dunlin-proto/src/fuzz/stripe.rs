@@ -1,5 +1,5 @@
-//! The tunnel: its decoders, and one side of a trunk with a peer that sends arbitrary
-//! messages.
+//! Fuzz entries for the tunnel: its decoders, and one side of a trunk with a peer that sends
+//! arbitrary messages.
 
 use super::{Choices, as_is_and_with_its_length};
 use crate::fault::FaultCode;
@@ -61,7 +61,8 @@ fn message(bytes: &[u8]) {
     assert_eq!(Message::decode(&again, body), Ok(Some(message)));
 }
 
-/// Decodes a frame of a tunnel's lane. It has one encoding, and its end does not overflow.
+/// Decodes a frame of a tunnel's lane. Checks that the frame has one encoding and that the offset
+/// of its last byte does not overflow.
 pub fn fuzz_tunnel_frame(bytes: &[u8]) {
     let Ok(header) = <&[u8; FRAME_HEADER_BYTES]>::try_from(bytes) else {
         return;
@@ -79,9 +80,9 @@ pub fn fuzz_tunnel_frame(bytes: &[u8]) {
 const CHANNELS: usize = 4;
 const BYTES: u64 = 6 * LEAST_WINDOW_BYTES;
 
-/// Runs one side with a peer that sends anything and a caller that makes calls in any order.
-/// Nothing panics, nothing is delivered twice or out of order, and the bytes that are held stay
-/// within their limits (I7, I8).
+/// Runs one side with a peer that sends anything and a caller that makes calls in any order. Checks
+/// that nothing panics, that nothing is delivered twice or out of order, and that the buffered
+/// bytes stay within their limits (I7, I8).
 pub fn fuzz_trunk(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let side = match choices.byte() % 2 {
@@ -119,11 +120,12 @@ struct Rig {
     trunk: Trunk<u64>,
     now_ns: u64,
     given_up: bool,
-    /// Turns to write that the caller has taken.
+    /// Deliveries that the caller has taken from the trunk and has not written yet.
     writes: Vec<Delivery<u64>>,
     /// The offset up to which each channel was written.
     written: std::collections::BTreeMap<u32, u64>,
-    /// Turns to read that the caller has taken: lane, channel and length.
+    /// Reads that the trunk has allowed and the caller has not done yet: lane, channel, maximum
+    /// length.
     reads: Vec<(u16, u32, u32)>,
 }
 
@@ -261,7 +263,7 @@ impl Rig {
         self.writes.extend(next);
     }
 
-    /// The calls that a caller makes after each report.
+    /// Makes the calls that a caller makes after each report.
     fn settle(&mut self) {
         while let Some(action) = self.trunk.poll(self.now_ns) {
             assert!(!self.given_up, "{action:?} after the end");

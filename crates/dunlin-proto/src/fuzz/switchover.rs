@@ -1,5 +1,5 @@
-//! Runs each role of the switchover with any events, and checks it against a list of what
-//! was done. `tests/model` covers both roles together.
+//! Runs each role of the switchover with any events, and checks it against the history of its
+//! actions. `tests/model` covers both roles together.
 
 use super::Choices;
 use crate::control::Verdict;
@@ -18,14 +18,14 @@ const VERDICTS: [Verdict; 4] = [
 /// History of the source.
 #[derive(Default)]
 struct SourceHistory {
-    /// The journal's record; none is *migrating*.
+    /// The journal's record; `None` stands for *migrating*.
     recorded: Option<SourceRecord>,
     /// The record being written.
     recording: Option<SourceRecord>,
     committed: bool,
-    /// Whether the destination has reported that it runs the VM; that it runs
-    /// or ran it; that it aborted.
+    /// Whether the destination has reported that it runs the VM.
     runs_there: bool,
+    /// Whether the destination has reported that it runs or ran the VM.
     ran_there: bool,
     aborted: bool,
     /// The operator's decisions.
@@ -34,17 +34,17 @@ struct SourceHistory {
     destroyed: bool,
 }
 
-/// Runs the source with any messages from a destination that decides once. After *commit*
-/// it runs the VM only if the destination aborted or an operator vouched for it (I1); it
-/// destroys its copy only if the destination runs the VM or an operator decided so (I2); it
-/// sends *release* only after its own journal says *released*.
+/// Runs the source with any messages from a destination that decides once. Checks three
+/// rules. After *commit* the source runs the VM only if the destination aborted or an
+/// operator decided so (I1). It destroys its copy only if the destination runs the VM or an
+/// operator decided so (I2). It sends *release* only after its own journal says *released*.
 pub fn fuzz_source_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut state = Source::Live;
     let mut history = SourceHistory::default();
     while choices.more() {
         let event = match history.recording.take() {
-            // No event comes in between.
+            // The write succeeds, and the next event reports that.
             Some(record) if !choices.byte().is_multiple_of(4) => {
                 history.recorded = Some(record);
                 SourceEvent::Recorded
@@ -133,7 +133,7 @@ impl SourceHistory {
             );
             match *action {
                 SourceAction::Record(record) => self.recording = Some(record),
-                // It may fail, which is a warning.
+                // The model lets this write succeed, because its failure would only be a warning.
                 SourceAction::Note(record) => self.recorded = Some(record),
                 SourceAction::PauseGuest => {
                     let committing = Some(SourceRecord::Committing);
@@ -144,7 +144,8 @@ impl SourceHistory {
                     self.committed = true;
                 }
                 SourceAction::ResumeGuest => {
-                    // An operator may still decide so.
+                    // An operator may decide that the VM runs here even after the copy was
+                    // destroyed.
                     assert!(!self.destroyed || self.run_here, "the copy is gone");
                     self.may_run_here();
                 }
@@ -182,13 +183,13 @@ struct DestinationHistory {
     recording: Option<DestinationRecord>,
     /// Verdicts reported to the source.
     reported: Vec<Verdict>,
-    /// Whether disks and devices may be held.
+    /// Whether the destination may hold disks and devices of the VM.
     taken: bool,
 }
 
-/// Runs the destination with any events. It decides once, reports nothing before it is
-/// recorded, resumes only if *running* is recorded, and holds nothing when it reports
-/// *aborted* (I1, I2).
+/// Runs the destination with any events. Checks that it decides once, reports no outcome
+/// before the outcome is recorded, resumes the guest only if *running* is recorded, and
+/// holds no disks or devices when it reports *aborted* (I1, I2).
 pub fn fuzz_destination_switchover(bytes: &[u8]) {
     let mut choices = Choices::new(bytes);
     let mut history = DestinationHistory::default();
@@ -199,7 +200,7 @@ pub fn fuzz_destination_switchover(bytes: &[u8]) {
             Some(event) => history.owed_event(event, &mut choices),
             None if choices.byte() == 255 => {
                 let record = history.recorded;
-                // The process's death has released them.
+                // Disks and devices are released when the process ends.
                 history.taken = false;
                 let (restarted, actions) = Destination::restarted(record);
                 state = restarted;
@@ -237,7 +238,7 @@ fn destination_event(choices: &mut Choices<'_>) -> DestinationEvent {
 }
 
 impl DestinationHistory {
-    /// The outcome of an action that ends with an event.
+    /// Returns the event that reports the result of the last action.
     fn owed_event(
         &mut self,
         event: DestinationEvent,
@@ -257,7 +258,7 @@ impl DestinationHistory {
                 }
             }
             (DestinationEvent::Drained, None) if !well => {
-                // A message is drained; `Drained` is still due.
+                // Before `Drained`, another event arrives from a message that is drained.
                 self.owed = Some(event);
                 destination_event(choices)
             }
@@ -281,7 +282,8 @@ impl DestinationHistory {
                 }
                 DestinationAction::LoadState => self.owed = Some(DestinationEvent::Loaded),
                 DestinationAction::Acquire => {
-                    // Some of them, even if it fails.
+                    // Even if the action fails, the destination may hold some of the disks and
+                    // devices.
                     self.taken = true;
                     self.owed = Some(DestinationEvent::Acquired);
                 }

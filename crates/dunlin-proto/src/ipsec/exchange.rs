@@ -8,8 +8,8 @@
 //! * Events: [`Exchange::handle_message`], [`Exchange::begun`],
 //!   [`Exchange::inbound_installed`], [`Exchange::outbound_installed`].
 //! * Actions: [`Exchange::poll_action`], until it returns `None`. The caller performs each action,
-//!   and makes the call that the action names, before it passes on the next message. If an action
-//!   fails, the caller calls [`Exchange::end`].
+//!   and makes the call that the action names, before it passes the next message to
+//!   [`Exchange::handle_message`]. If an action fails, the caller calls [`Exchange::end`].
 //!
 //! ```text
 //!             Terms                 begun()
@@ -17,9 +17,9 @@
 //!      └───────────────────┴── End, a breach, end() ───────▲
 //! ```
 //!
-//! The state is bounded by [`MAX_SAS`] for each direction and epoch, of which there are at most
-//! two. If a peer sends a message out of order, reuses a number, requests an SA twice or more SAs
-//! than allowed, the session ends with a fault code.
+//! The state has at most two epochs in each direction, with at most [`MAX_SAS`] SAs each. The
+//! session ends with a fault code if the peer sends a message out of order, reuses a number,
+//! requests an SA twice, or requests more SAs than allowed.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -41,12 +41,12 @@ use action::{Breach, malformed};
 use receiving::Receiving;
 use sending::Sending;
 
-/// The message for which a side waits. If two differ, the timeout of the later one restarts.
+/// The message for which a side waits. The caller restarts its timeout when this value changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
     /// The name of the message.
     pub word: &'static str,
-    /// For SAs that are to be granted, the number of the first; otherwise 0.
+    /// The index of the first SA that the peer has yet to grant; 0 for other messages.
     pub index: u32,
 }
 
@@ -94,8 +94,8 @@ impl Exchange {
         exchange
     }
 
-    /// The side that accepts the session. It installs up to `sas_max` SAs in an epoch, and has
-    /// ports for ESP in UDP if it supports that. It uses only those of `senders` that the
+    /// The side that accepts the session. It installs up to `sas_max` SAs in an epoch. If it
+    /// supports ESP in UDP, `udp` has its ports. Of `senders`, it uses only those that the
     /// requested mode supports.
     #[must_use]
     pub fn responder(sas_max: u16, udp: Option<Udp>, senders: Vec<Sender>) -> Self {
@@ -148,9 +148,9 @@ impl Exchange {
 
     // Commands.
 
-    /// Requests an SA for `sender`, unless it has one. If the agreed mode has no SA for it, or
-    /// while the peer's SA table is full, it uses the fallback. If the table was full, the SA is
-    /// requested again when another is released.
+    /// Requests an SA for `sender`, unless `sender` has one. The sender uses the fallback if the
+    /// agreed mode does not support such an SA, or while the peer's SA table is full. In the second
+    /// case the SA is requested when another SA is released.
     pub fn want(&mut self, sender: Sender) {
         let is_wanted = match self.phase {
             Phase::Greeting => true,
@@ -163,7 +163,7 @@ impl Exchange {
         }
     }
 
-    /// Releases the SA of `sender`, which sends nothing more.
+    /// Releases the SA of `sender`. From then on, `sender` must send nothing more.
     pub fn release(&mut self, sender: Sender) {
         if self.phase != Phase::Over {
             self.sending.release(sender);
@@ -171,7 +171,7 @@ impl Exchange {
         }
     }
 
-    /// Renews the keys of everything that this side sends.
+    /// Renews the keys of all outbound SAs.
     pub fn rekey(&mut self) {
         if self.phase != Phase::Over {
             self.sending.rekey();
@@ -200,7 +200,7 @@ impl Exchange {
 
     // Events.
 
-    /// The initial policies were installed: the end of [`Action::Begin`].
+    /// Reports that the caller has installed the initial policies, as [`Action::Begin`] requested.
     pub fn begun(&mut self) {
         let Phase::Beginning(terms) = self.phase else {
             return;
@@ -212,7 +212,7 @@ impl Exchange {
         self.proceed();
     }
 
-    /// The SAs of an [`Action::InstallInbound`] were installed, each with its SPI.
+    /// Reports that the SAs of an [`Action::InstallInbound`] are installed, each with its SPI.
     pub fn inbound_installed(&mut self, spis: &[u32]) {
         let Phase::Running(_) = self.phase else {
             return;
@@ -226,7 +226,7 @@ impl Exchange {
         }
     }
 
-    /// The SAs and policies of an [`Action::InstallOutbound`] were installed.
+    /// Reports that the SAs and policies of an [`Action::InstallOutbound`] are installed.
     pub fn outbound_installed(&mut self) {
         let Phase::Running(_) = self.phase else {
             return;
@@ -236,7 +236,7 @@ impl Exchange {
         self.proceed();
     }
 
-    /// A message of the peer arrived.
+    /// Handles a message that arrived from the peer.
     pub fn handle_message(&mut self, message: Message) {
         let result = match (self.phase, message) {
             (Phase::Over, _) => Ok(None),
@@ -328,7 +328,7 @@ impl Exchange {
     fn wanted(&mut self, terms: &Terms, epoch: u32, slots: Vec<Slot>) -> Result<Action, Breach> {
         if let Some(other) = slots.iter().find(|slot| !fits(terms, slot.sender)) {
             let text = format!(
-                "SA for {} requested in a session in mode {} for ports {}",
+                "SA requested for {}, but the session is in mode {} for ports {}",
                 other.sender, terms.mode, terms.ports
             );
             return Err(Breach(FaultCode::Malformed, text));

@@ -11,9 +11,9 @@
 //! | 17 | 4 | index of the SA in its direction |
 //! | 21 | 4 | epoch |
 //!
-//! The nonces of an SA are its packet numbers, which start at zero whenever it is installed, so no
-//! context may repeat. An index is never reused in a session, and an SA is installed once; another
-//! session has another connection, and so another exporter.
+//! The nonces of an SA are its packet numbers. They start at zero when the SA is installed, so no
+//! context may repeat. Within a session an index is never reused, and an SA is installed once.
+//! Another session has another connection, and therefore another exporter secret.
 
 use crate::limits::SESSION_ID_BYTES;
 use crate::negotiate::SessionId;
@@ -31,9 +31,9 @@ pub const EXPORTER_LABEL: &[u8] = b"EXPERIMENTAL dunlin ipsec";
 /// The role of a side on the control lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// It connected.
+    /// The side that opened the connection.
     Initiator,
-    /// It accepted.
+    /// The side that accepted the connection.
     Responder,
 }
 

@@ -56,11 +56,11 @@ pub struct Terms {
     pub own: IpAddr,
     /// The address of the other side, as this side sees it.
     pub other: IpAddr,
-    /// The maximum number of SAs in one epoch that this side installs for what the other side
-    /// sends: at least 1, at most [`crate::limits::MAX_SAS`].
+    /// The maximum number of SAs in one epoch that this side installs for the other side's
+    /// traffic: at least 1, at most [`crate::limits::MAX_SAS`].
     pub sas_max: u16,
-    /// This side's ports for ESP in UDP, if it is used. The responder sets this exactly if the
-    /// initiator does.
+    /// This side's ports, if the session uses ESP in UDP. The responder sets this field if and only
+    /// if the initiator does.
     pub udp: Option<Udp>,
 }
 
@@ -69,7 +69,7 @@ pub struct Terms {
 pub enum Message {
     /// The first message, from either side.
     Terms(Terms),
-    /// Requests SAs for what the sender sends: at most [`crate::limits::MAX_SLOTS`].
+    /// Requests SAs for the sender's traffic: at most [`crate::limits::MAX_SLOTS`].
     Want {
         /// The epoch of the SAs: the current or the next one.
         epoch: u32,
@@ -81,10 +81,10 @@ pub enum Message {
     Granted {
         /// The requested epoch.
         epoch: u32,
-        /// Index and SPI.
+        /// The index and the SPI of each SA.
         spis: Vec<(u32, u32)>,
     },
-    /// What the sender sends is protected from here on. Sent once.
+    /// From now on, all traffic of the sender is protected. Sent once.
     Ready,
     /// The sender no longer sends with the SAs of an epoch.
     Retire {

@@ -21,7 +21,7 @@ use thiserror::Error;
 use super::ports::PortBlock;
 use super::{LEAST_SPI, Sender, Slot};
 
-/// The direction of packets, seen from the host that has the object.
+/// The direction of packets, from the point of view of the host on which the object is installed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Direction {
     /// To this host.
@@ -53,7 +53,7 @@ pub struct Selector {
 }
 
 impl Selector {
-    /// Whether some packet matches both.
+    /// Whether some packet matches both selectors.
     #[must_use]
     pub fn meets(&self, other: &Self) -> bool {
         self.source == other.source
@@ -62,7 +62,7 @@ impl Selector {
             && self.destination_ports.meets(other.destination_ports)
     }
 
-    /// Whether every packet that matches `other` matches this one.
+    /// Whether every packet that matches `other` also matches this selector.
     #[must_use]
     pub fn covers(&self, other: &Self) -> bool {
         self.source == other.source
@@ -90,10 +90,10 @@ impl fmt::Display for Selector {
 /// What a policy does with its packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Drops them.
+    /// Drops the packets.
     Block,
-    /// Seals outgoing packets with an SA with this request id, and accepts incoming packets that
-    /// such an SA opened. Drops all others.
+    /// Seals outgoing packets with an SA that has this request id, and accepts incoming packets
+    /// that such an SA opened. Drops all other packets.
     Protect {
         /// The request id.
         reqid: u32,
@@ -107,7 +107,7 @@ pub struct Policy {
     pub direction: Direction,
     /// The packets it applies to.
     pub selector: Selector,
-    /// What it does with them.
+    /// What the policy does with these packets.
     pub action: Action,
     /// Of two policies that match, the one with the lower number applies.
     pub priority: u32,
@@ -115,8 +115,8 @@ pub struct Policy {
 
 impl Policy {
     /// Whether the policies of two sessions protect some of the same ports. Packets from ports of
-    /// one session to ports of the other always match both policies, and are sealed or blocked by
-    /// either session; such packets do not count.
+    /// one session to ports of the other session do not count, because they always match policies
+    /// of both sessions, and either session seals or blocks them.
     #[must_use]
     pub fn is_rival_of(&self, other: &Self) -> bool {
         let for_sources = |policy: &Self| policy.selector.source_ports != PortBlock::ANY;
@@ -125,20 +125,20 @@ impl Policy {
             && self.selector.meets(&other.selector)
     }
 
-    /// Whether it lets packets leave this host through an SA.
+    /// Whether the policy lets packets leave this host through an SA.
     #[must_use]
     pub fn lets_out(&self) -> bool {
         self.direction == Direction::Out && self.action != Action::Block
     }
 
-    /// Whether it selects one connection, by both its ports.
+    /// Whether the policy selects a single connection, by both ports.
     #[must_use]
     pub fn is_for_connection(&self) -> bool {
         let selector = &self.selector;
         selector.source_ports != PortBlock::ANY && selector.destination_ports != PortBlock::ANY
     }
 
-    /// Whether the kernel considers both the same entry.
+    /// Whether the kernel treats both policies as the same entry, so that one replaces the other.
     #[must_use]
     pub fn is_in_place_of(&self, other: &Self) -> bool {
         self.direction == other.direction && self.selector == other.selector
@@ -157,35 +157,35 @@ pub struct Encapsulation {
 /// A security association: ESP in transport mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Association {
-    /// Whether this host opens (in) or seals (out) with it.
+    /// Inbound if this host opens packets with the SA; outbound if it seals packets.
     pub direction: Direction,
     /// The sealing host.
     pub source: IpAddr,
-    /// The opening host. Address and SPI identify the SA.
+    /// The opening host. This address and the SPI identify the SA.
     pub destination: IpAddr,
     /// The SPI, chosen by the opening host.
     pub spi: u32,
-    /// The request id by which policies find it.
+    /// The request id by which policies find the SA.
     pub reqid: u32,
-    /// The epoch of its key.
+    /// The epoch of the SA's key.
     pub epoch: u32,
-    /// The SA's number in its direction, and the packets that it seals; the CPU is the
-    /// sealing host's.
+    /// The SA's number in its direction, and the packets that it seals. A CPU in the slot is a CPU
+    /// of the sealing host.
     pub slot: Slot,
-    /// Its UDP ports, if it has any.
+    /// The SA's UDP ports, if it uses ESP in UDP.
     pub encapsulation: Option<Encapsulation>,
 }
 
 /// A UDP socket that receives ESP in UDP. It is closed when its process ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Listener {
-    /// The address on which it listens.
+    /// The address on which the socket listens.
     pub address: IpAddr,
-    /// Its port.
+    /// The port of the socket.
     pub port: u16,
 }
 
-/// An object that is installed and removed.
+/// An object that a session installs and later removes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Object {
     /// See [`Policy`].
@@ -197,7 +197,7 @@ pub enum Object {
 }
 
 impl Object {
-    /// Returns the policy, if the object is one.
+    /// Returns the policy, if the object is a policy.
     #[must_use]
     pub fn policy(&self) -> Option<&Policy> {
         match self {
@@ -206,7 +206,7 @@ impl Object {
         }
     }
 
-    /// Returns the SA, if the object is one.
+    /// Returns the SA, if the object is an SA.
     #[must_use]
     pub fn association(&self) -> Option<&Association> {
         match self {
@@ -475,14 +475,14 @@ mod tests {
             prop_assert_eq!(object.to_string().parse(), Ok(object));
         }
 
-        /// As in a record with an incomplete last line.
+        /// A record may end with an incomplete line. Such a line is rejected.
         #[test]
         fn a_line_without_its_last_words_is_rejected(object in object(), cut in 1..8_usize) {
             let line = object.to_string();
             let words: Vec<&str> = line.split(' ').collect();
             let kept = words.len().saturating_sub(cut);
             let cut = words[..kept].join(" ");
-            // An SA without UDP ports is a valid line by itself.
+            // The line of an SA is still valid without its UDP ports.
             if let Ok(other) = cut.parse::<Object>() {
                 prop_assert!(matches!(other, Object::Association(one) if one.encapsulation.is_none()));
             }

@@ -8,31 +8,33 @@
 //!    none is accepted in the clear. (The listener for ESP in UDP is opened here too.)
 //! 2. [`SessionParameters::inbound`]: the inbound SAs. Their SPIs are sent to the peer only after
 //!    they are installed.
-//! 3. [`SessionParameters::outbound`]: the outbound SAs, the fallback first, because the kernel may
-//!    prefer a younger fallback; then the outgoing policies are *replaced* by ones that protect.
+//! 3. [`SessionParameters::outbound`]: the outbound SAs. The fallback is installed first, because
+//!    the kernel might prefer a fallback that is newer than the other SAs. Then the outgoing policies
+//!    are *replaced* by policies that protect.
 //!    The kernel has one policy for a direction and selector and replaces it atomically: a packet
 //!    matches either the old or the new one.
 //!
-//! The existing policies find later SAs of the epoch; an SA for a single connection gets its own
-//! policy with precedence over those. New keys are another [`SessionParameters::outbound`] with
-//! another request id, so that one replacement moves all traffic to them and the two sets never
-//! mix; [`SessionParameters::retire`] removes the old SAs.
+//! A later SA of the same epoch needs no new policy, because the existing policies find it by its
+//! request id. Only an SA for a single connection gets its own policy, which takes precedence over
+//! the others. For new keys, [`SessionParameters::outbound`] uses another request id. One replacement
+//! of the policies then moves all traffic to the new SAs, and the two sets of SAs never mix.
+//! [`SessionParameters::retire`] removes the old SAs.
 //!
 //! # Removing
 //!
 //! [`undo`] reverses the order: outgoing policies block again, then the connections' own policies
 //! are removed, then the outbound SAs, then the inbound ones. The remaining policies block the
 //! ports. They are removed last, and only when *no connection of the ports is left on this host*: a
-//! connection with unacknowledged bytes would retransmit them in the clear. They are removed after
-//! such a connection has been closed by its owner or timed out by TCP.
+//! connection with unacknowledged bytes would retransmit them in the clear. If there are such
+//! connections, the policies stay until their owners have closed them or TCP has timed them out.
 //!
-//! Either side may be killed between any two of these steps. What it leaves blocks or protects; the
-//! next process removes it in the same order.
+//! Either side may be killed between any two of these steps. The objects that are left then still
+//! block or protect the ports. The next process removes them in the same order.
 //!
 //! # Request ids
 //!
-//! A session has a block of [`REQIDS`] request ids. All its inbound SAs use the first, so that an
-//! incoming policy need not change between epochs. Outbound SAs use one for each epoch, or for each
+//! A session has a block of [`REQIDS`] request ids. All its inbound SAs use the first id, so that
+//! incoming policies stay the same in all epochs. Outbound SAs use one id for each epoch, or for each
 //! connection and epoch.
 
 pub(super) mod adopt;
@@ -47,13 +49,13 @@ use super::ports::{PortBlock, PortRange};
 use super::{Grant, Mode, Sender};
 use crate::mistake::{Mistake, planted};
 
-/// The smallest priority of policies. Each session has its own two priorities above it, so that
-/// no session mistakes another's policy for its own: at most 65,634. strongSwan's priorities start
-/// in the hundreds of thousands, and the default of `ip xfrm` is 0.
+/// The lower bound for priorities of policies. Each session has its own two priorities above it, at
+/// most 65,635, so that no session mistakes another session's policy for its own. strongSwan's
+/// priorities start in the hundreds of thousands, and the default of `ip xfrm` is 0.
 pub const FIRST_PRIORITY: u32 = 100;
-/// The number of request ids of a session, which start at a multiple of this.
+/// The number of request ids of a session. The first id is a multiple of this number.
 pub const REQIDS: u32 = 1 << 16;
-/// The number of blocks of request ids, counted from 1; the numbers below are left to
+/// The number of blocks of request ids. Sessions do not use block 0, which is left to
 /// administrators.
 pub const REQID_BLOCKS: u32 = 1 << 15;
 /// The number of source ports over which SAs in UDP are spread.
@@ -64,8 +66,8 @@ pub const UDP_SOURCE_PORTS: u16 = 1024;
 pub struct Udp {
     /// The port on which the side receives what the other side seals.
     pub listener: u16,
-    /// The first of [`UDP_SOURCE_PORTS`] source ports of the side's own SAs: each SA has its own,
-    /// so that the other side's network card can distinguish the SAs.
+    /// The first of [`UDP_SOURCE_PORTS`] source ports of the side's own SAs. Each SA has its own
+    /// source port, so that the other side's network card can distinguish the SAs.
     pub first_source: u16,
 }
 
@@ -76,7 +78,8 @@ pub struct SessionParameters {
     pub local: IpAddr,
     /// The address of the other host.
     pub peer: IpAddr,
-    /// The ports: a connection belongs to the session if either of its ports is one of them.
+    /// The session's ports. A connection belongs to the session if one or both of its ports are
+    /// among them.
     pub ports: PortRange,
     /// How traffic is spread over SAs.
     pub mode: Mode,
@@ -91,13 +94,13 @@ pub struct SessionParameters {
 pub enum Step {
     /// Installs an object that must not exist yet.
     Add(Object),
-    /// Replaces this session's policy with the same direction and selector.
+    /// Replaces the policy of this session that has the same direction and selector.
     Replace(Policy),
     /// Removes this object and nothing else.
     Remove(Object),
 }
 
-/// How everything is removed.
+/// The removal of all objects of a session.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Undo {
     /// Steps to apply immediately, in this order.
@@ -156,8 +159,9 @@ impl SessionParameters {
     }
 
     /// Returns the steps that install outbound SAs and the policies that use them. `first` means
-    /// that the SAs are the first of an epoch, including the fallback: then the policies for ports
-    /// are replaced. `known` lists the connections that had an SA in the previous epoch.
+    /// that the SAs are the first of an epoch, including the fallback; in this case the policies
+    /// for the session's ports are replaced. `known` lists the connections that had an SA in the
+    /// previous epoch.
     #[must_use]
     pub fn outbound(
         &self,
@@ -170,7 +174,7 @@ impl SessionParameters {
         grants.sort_by_key(|grant| grant.slot.sender != Sender::Fallback);
         let associations = self.associations(Direction::Out, epoch, &grants);
         let mut steps: Vec<Step> = associations.map(Step::Add).collect();
-        // Policies of connections first: no connection switches to the fallback in between.
+        // The policies of connections come first, so that no connection uses the fallback in between.
         for grant in &grants {
             if let Some(policy) = self.own_policy(epoch, grant) {
                 steps.push(if known.contains(&grant.slot.sender) {
@@ -197,8 +201,8 @@ impl SessionParameters {
         steps
     }
 
-    /// Returns the steps that remove unused outbound SAs. With `over`, their
-    /// connections have ended too, and the policies of these connections are also removed.
+    /// Returns the steps that remove unused outbound SAs. `over` means that the connections have
+    /// ended too; in this case the steps also remove the policies of these connections.
     #[must_use]
     pub fn retire(&self, epoch: u32, grants: &[Grant], over: bool) -> Vec<Step> {
         let policies = grants
@@ -217,7 +221,7 @@ impl SessionParameters {
         associations.rev().map(Step::Remove).collect()
     }
 
-    /// Whether a connection with these ports, of either side, belongs to the session.
+    /// Whether a connection between these two ports, in either order, belongs to the session.
     #[must_use]
     pub fn covers(&self, one: u16, other: u16) -> bool {
         self.ports.contains(one) || self.ports.contains(other)
@@ -270,7 +274,7 @@ impl SessionParameters {
                 Direction::In => (peer, own),
             };
             Encapsulation {
-                // Below 65536: `first_source` is small enough for all ports.
+                // The sum is below 65536, because `first_source` leaves room for all source ports.
                 source_port: sealing.first_source
                     + (grant.slot.index % u32::from(UDP_SOURCE_PORTS)) as u16,
                 destination_port: opening.listener,
@@ -299,13 +303,13 @@ impl SessionParameters {
         grants.iter().map(object)
     }
 
-    /// The priority of policies for ports. Policies for a connection have one less, and so
-    /// precedence.
+    /// The priority of policies for ports. Policies for a connection have a number that is lower by
+    /// one, so they take precedence.
     fn priority(&self) -> u32 {
         FIRST_PRIORITY + 2 * (self.first_reqid / REQIDS) + 1
     }
 
-    /// At most two epochs exist at the same time.
+    /// Two request ids alternate, because at most two epochs exist at the same time.
     fn reqid_of_epoch(&self, epoch: u32) -> u32 {
         if planted(Mistake::RequestIdKept) {
             return self.first_reqid + 1;
@@ -313,8 +317,9 @@ impl SessionParameters {
         self.first_reqid + 1 + epoch % 2
     }
 
-    /// Two connections of a session have the same request id only if more than 65,000 others were
-    /// opened between them. If both still exist, the SA of the younger one carries both.
+    /// Two connections of a session have the same request id only if more than 65,000 other
+    /// connections were opened between them. If both connections still exist, the newer SA carries
+    /// both.
     fn reqid_of(&self, epoch: u32, grant: &Grant) -> u32 {
         const FIRST: u32 = 4;
         match grant.slot.sender {
@@ -326,9 +331,9 @@ impl SessionParameters {
     }
 }
 
-/// Returns the steps that remove what this process or a dead one has recorded as installed. The
-/// objects may be in any order, and include both of two policies if one was about to replace the
-/// other.
+/// Returns the steps that remove the objects that this process or a dead one has recorded as
+/// installed. The objects may be in any order. If one policy was about to replace another, the
+/// objects include both policies.
 #[must_use]
 pub fn undo(installed: &[Object]) -> Undo {
     let policies = || installed.iter().filter_map(Object::policy).copied();
@@ -363,7 +368,7 @@ pub fn undo(installed: &[Object]) -> Undo {
     undo.now.extend(listeners.copied().map(remove));
     for direction in [Direction::In, Direction::Out] {
         for policy in policies().filter(for_ports) {
-            // The outgoing policies block by now.
+            // The steps above have made the outgoing policies block again.
             let action = match direction {
                 Direction::Out => Action::Block,
                 Direction::In => policy.action,

@@ -42,8 +42,8 @@ impl PortRange {
         (self.first..=self.last).contains(&port)
     }
 
-    /// Returns the aligned blocks of `count` ports, a power of two, in the range. Incomplete blocks
-    /// at the edges are left out.
+    /// Returns the blocks of `count` ports in the range. `count` is a power of two, and each block is
+    /// aligned to it. Incomplete blocks at the edges are left out.
     pub fn parts(self, count: u16) -> impl Iterator<Item = Self> {
         let count = u32::from(count.max(1));
         let first = u32::from(self.first).next_multiple_of(count);
@@ -54,8 +54,9 @@ impl PortRange {
             .filter_map(move |first| Self::new(first as u16, (first + count - 1) as u16))
     }
 
-    /// Returns the smallest set of blocks that contain exactly these ports, in ascending order: at
-    /// most 30. A block is a power of two in size and aligned to it.
+    /// Returns the smallest set of blocks that contain exactly these ports, in ascending order.
+    /// There are at most 30. The size of a block is a power of two, and its first port is a
+    /// multiple of the size.
     #[must_use]
     pub fn blocks(self) -> Vec<PortBlock> {
         let mut blocks = Vec::new();
@@ -65,7 +66,8 @@ impl PortRange {
             let aligned = if at == 0 { 16 } else { at.trailing_zeros() };
             let fitting = (last - at + 1).ilog2();
             let size = 1_u32 << aligned.min(fitting);
-            // Ports have 16 bits, and a block has at most 65536 ports.
+            // The casts are correct, because ports have 16 bits and a block has at most 65536
+            // ports.
             let (port, mask) = (at as u16, !(size - 1) as u16);
             blocks.push(PortBlock { port, mask });
             at += size;

@@ -21,12 +21,12 @@ use crate::wire::{DecodeError, EncodeError, Reader};
 /// Offset of the block in a journal file.
 pub const PEER_BLOCK_AT: usize = SLOTS_BYTES;
 
-/// Bytes of the block; the rest of the file is zero.
+/// Bytes of the block; the remaining bytes of the file are zero.
 pub const PEER_BLOCK_BYTES: usize = RECORD_BYTES;
 
 const MAGIC: [u8; 8] = *b"DUNLPEER";
 const VERSION: u16 = 1;
-/// All fields except the name.
+/// Bytes of all fields except the name.
 const FIXED_BYTES: usize = 8 + 2 + 1 + 5 + 16 + 32 + 32;
 
 const _: () = assert!(FIXED_BYTES + 2 + MAX_PRINCIPAL_NAME_BYTES <= CHECKSUM_AT);
@@ -35,8 +35,8 @@ const _: () = assert!(FIXED_BYTES + 2 + MAX_PRINCIPAL_NAME_BYTES <= CHECKSUM_AT)
 /// certificate keeps. Digests are SHA-256.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Principal {
-    /// The holder of this certificate (digest of its DER): it was pinned, or a
-    /// renewed certificate would have nothing else in common with it.
+    /// The holder of this certificate (digest of its DER encoding). The certificate was
+    /// pinned, or its other properties cannot identify the peer after a renewal.
     Certificate([u8; 32]),
     /// The holder of this key (digest of the SubjectPublicKeyInfo, DER).
     Key([u8; 32]),
@@ -48,8 +48,8 @@ pub enum Principal {
         /// [`MAX_PRINCIPAL_NAME_BYTES`].
         name: String,
     },
-    /// The holder of exactly these names, certified by this authority: the
-    /// policy did not require a single name.
+    /// The holder of exactly these names, certified by this authority. It is used if the policy did
+    /// not require a single name.
     Names {
         /// Digest of the trust anchor's SubjectPublicKeyInfo (DER).
         authority: [u8; 32],
@@ -61,10 +61,10 @@ pub enum Principal {
 /// The peer according to a journal file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RecordedPeer {
-    /// The file has no peer block: an older release wrote it. Only the record's
-    /// text names the peer.
+    /// The file has no peer block, because an older release wrote it. Only the record's text names
+    /// the peer.
     BeforeBlocks,
-    /// The block is empty, damaged or of a newer release: no peer matches.
+    /// The block is empty, damaged or of a newer release, so no peer matches.
     Unknown,
     /// The peer.
     Known(Principal),
@@ -123,14 +123,13 @@ impl fmt::Display for Principal {
 }
 
 impl RecordedPeer {
-    /// Reads the block of `session`'s file. A block that is not fully
-    /// understood is [`RecordedPeer::Unknown`]: rejecting a peer is safer than
-    /// admitting a wrong one.
+    /// Reads the block of `session`'s file. A block that is not fully understood is
+    /// [`RecordedPeer::Unknown`], because it is safer to reject a peer than to admit a wrong one.
     #[must_use]
     pub fn decode(bytes: &[u8; PEER_BLOCK_BYTES], session: SessionId) -> Self {
         let principal = read(bytes).ok().flatten();
-        // A principal has exactly one encoding in a session, so this comparison covers all other
-        // bytes too.
+        // A principal has exactly one encoding in a session, so this comparison also checks all
+        // bytes that `read` has skipped.
         let is_known = |one: &Principal| one.encode(session).as_ref() == Ok(bytes);
         principal
             .filter(is_known)
@@ -138,7 +137,7 @@ impl RecordedPeer {
     }
 }
 
-/// The principal in a block, `None` if its kind is unknown; reads nothing else of the block.
+/// Reads only the principal from a block; returns `None` if its kind is unknown.
 fn read(bytes: &[u8; PEER_BLOCK_BYTES]) -> Result<Option<Principal>, DecodeError> {
     let mut reader = Reader::new(bytes);
     reader.bytes("magic and version", MAGIC.len() + 2)?;
@@ -224,8 +223,8 @@ mod tests {
                 changed[position] ^= 0x10;
                 let read = RecordedPeer::decode(&changed, SESSION);
                 assert_eq!(read, RecordedPeer::Unknown, "byte {position}");
-                // With a recomputed checksum it may name another peer, in that
-                // peer's only encoding.
+                // With a recomputed checksum the block may name another peer. The block is then the
+                // only encoding of that peer.
                 let sum = checksum(&changed[..CHECKSUM_AT]);
                 changed[CHECKSUM_AT..].copy_from_slice(&sum.to_le_bytes());
                 if let RecordedPeer::Known(other) = RecordedPeer::decode(&changed, SESSION) {

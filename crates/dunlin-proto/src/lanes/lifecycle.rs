@@ -14,22 +14,23 @@
 //!                └── fenced: remove ───────────────────────────────────────────▶ (gone)
 //! ```
 //! A lane is lost when its connection ends in any state but `Ended`, when the
-//! peer reports the loss, or at its deadline: after `open_ns` in `Opening`; in
-//! `Up`, `Leaving` and `Ended` after `progress_ns` without a confirmation that
-//! the peer owes. If a lane is `Fencing` for `alone_ns` without an answer, the
-//! action is [`Action::GiveUp`].
+//! peer reports the loss, or when a timeout expires. In `Opening`, the timeout
+//! is `open_ns`. In `Up`, `Leaving` and `Ended`, it is `progress_ns`, and it
+//! runs only while a confirmation of the peer is outstanding. If a lane is
+//! `Fencing` for `alone_ns` without an answer, the action is [`Action::GiveUp`].
 //!
-//! **Replacement.** [`Lifecycle::poll`] opens lanes until as many as wanted are
-//! `Opening`, or `Up` and not near the limit of their key. When a new lane is
-//! `Up`, one lane near its limit moves to `Leaving`. Numbers ascend and are
-//! never reused (I4).
+//! **Replacement.** A lane that is `Opening`, or `Up` and not near the limit of its key, counts
+//! towards the wanted number of lanes. [`Lifecycle::poll`] opens lanes until this number is
+//! reached. When a new lane is `Up`, one lane near its limit moves to `Leaving`. Lane numbers
+//! ascend and are never reused (I4).
 //!
-//! **Back-off.** A loss delays the next attempt. The delay doubles with each
-//! attempt until the peer accepts a lane. Losses during a delay do not extend
-//! it, so lanes that are lost together count as one attempt.
+//! **Back-off.** A loss delays the next attempt to open a lane. The delay doubles with each attempt
+//! until the peer accepts a lane. Losses during a delay do not extend it, so lanes that are lost
+//! together count as one attempt.
 //!
-//! **Late callers.** A caller that polls much later than [`Lifecycle::due_ns`]
-//! was suspended, and confirmations may be queued for it: all clocks restart.
+//! **Late callers.** If a caller polls much later than [`Lifecycle::due_ns`], its
+//! process was suspended, and confirmations of the peer may still be queued.
+//! Therefore all timeouts restart.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -38,22 +39,22 @@ use crate::limits::MAX_LANES;
 /// Timeouts and delays, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Timeout for the next confirmation on a lane that carries something unconfirmed.
+    /// Timeout for the next confirmation on a lane with unconfirmed frames.
     pub progress_ns: u64,
-    /// Timeout for a new lane to be up.
+    /// Timeout for the opening of a lane.
     pub open_ns: u64,
     /// Delay before the first attempt to replace a lost lane. It doubles with each attempt.
     pub retry_first_ns: u64,
     /// Upper limit of that delay.
     pub retry_last_ns: u64,
-    /// Timeout after which the work is given up: without any lane for pending
-    /// work, without an answer to a fence, or without a control lane.
+    /// Timeout after which the migration or the channels end. It runs while no lane is up for
+    /// pending work, while a fence is not answered, and while the control lane is lost.
     pub alone_ns: u64,
 }
 
 impl Default for Timeouts {
-    /// For a tunnel between hosts of one site: a hypervisor learns of a
-    /// vanished peer after ten seconds.
+    /// The values for a tunnel between hosts of one site. After ten seconds without the peer, the
+    /// tunnel closes the hypervisor's connections.
     fn default() -> Self {
         const SECOND_NS: u64 = 1_000_000_000;
         Self {
@@ -71,9 +72,9 @@ impl Default for Timeouts {
 pub enum KeyUsage {
     /// Far from the limit.
     Fresh,
-    /// Near the limit: another lane replaces this one.
+    /// Near the limit, so another lane replaces this lane.
     NearLimit,
-    /// At the limit: the lane carries only its *end*.
+    /// At the limit, so the lane may send nothing but its *end*.
     Spent,
 }
 
@@ -86,18 +87,18 @@ pub enum Action {
     Cut(u16),
     /// Sends *fence* for this lane.
     Fence(u16),
-    /// Ends the migration or the channels: for [`Timeouts::alone_ns`] no lane
-    /// was up for pending work, or a fence was not answered.
+    /// Ends the migration or the channels, because for [`Timeouts::alone_ns`] no lane was up for
+    /// pending work or a fence was not answered.
     GiveUp,
 }
 
 /// What happens to a lost lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
-    /// The lane stays until the peer has answered a fence: a late write on it
-    /// could overwrite newer data.
+    /// The lane stays until the peer has answered a fence, because a late write on
+    /// the lane could overwrite newer data.
     Fenced,
-    /// The lane is removed immediately: the peer drops data that arrives twice.
+    /// The lane is removed immediately, because the peer drops data that arrives twice.
     Dropped,
 }
 
@@ -111,9 +112,10 @@ pub(crate) enum State {
     Fencing,
 }
 
-/// What the owner records about a lane.
+/// The data that the owner of a [`Lifecycle`] keeps for each lane.
 pub(crate) trait Load: Default {
-    /// Since when the peer has owed a confirmation; `None` if it owes none.
+    /// When the timeout for the next confirmation started; `None` if no confirmation
+    /// is outstanding.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64>;
 }
 
@@ -121,10 +123,10 @@ pub(crate) trait Load: Default {
 #[derive(Debug)]
 pub(crate) struct Lane<L> {
     state: State,
-    /// Whether its connection, or the attempt to open one, still exists.
+    /// Whether the lane's connection, or the attempt to open one, still exists.
     connected: bool,
     near_limit: bool,
-    /// When the period of its current deadline started.
+    /// When the lane's current timeout started.
     clock_ns: u64,
     pub(crate) load: L,
 }
@@ -134,22 +136,24 @@ impl<L> Lane<L> {
         self.state == state
     }
 
-    /// Whether it has been up and is not lost.
+    /// Whether the lane has been up and is not lost.
     pub(crate) fn is_established(&self) -> bool {
         matches!(self.state, State::Up | State::Leaving | State::Ended)
     }
 
-    /// Whether it has sent its end and its connection is closed.
+    /// Whether the lane has sent its end and its connection is closed.
     pub(crate) fn has_left(&self) -> bool {
         self.state == State::Ended && !self.connected
     }
 
-    /// When the peer last confirmed something, or work arrived after a pause.
+    /// When the lane's current timeout started: at the peer's last confirmation, or when
+    /// the lane got work after a pause.
     pub(crate) fn clock_ns(&self) -> u64 {
         self.clock_ns
     }
 
-    /// The peer confirmed something, or the time until now does not count.
+    /// Restarts the timeout, because the peer has confirmed something or because the time until now
+    /// does not count.
     pub(crate) fn restart(&mut self, now_ns: u64) {
         self.clock_ns = self.clock_ns.max(now_ns);
     }
@@ -180,7 +184,7 @@ pub(crate) struct Lifecycle<L> {
 }
 
 impl<L: Load> Lifecycle<L> {
-    /// No lanes, and none wanted.
+    /// Creates a life cycle without lanes. No lane is wanted until [`Lifecycle::want`] is called.
     pub(crate) fn new(loss: Loss, timeouts: Timeouts) -> Self {
         Self {
             loss,
@@ -234,8 +238,8 @@ impl<L: Load> Lifecycle<L> {
         self.last_number == u16::MAX && self.lacks_one()
     }
 
-    /// The lane is up: it can carry work, and one lane near its key's limit
-    /// leaves. Returns whether the lane was `Opening`.
+    /// Records that the lane is up and can carry work. One lane near its key's limit then leaves.
+    /// Returns whether the lane was `Opening`.
     pub(crate) fn up(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get_mut(&number);
         let Some(lane) = lane.filter(|lane| lane.is(State::Opening)) else {
@@ -251,7 +255,7 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// The peer accepted a new lane: the next delay is `retry_first_ns` again.
+    /// Resets the next delay to `retry_first_ns`, because the peer has accepted a new lane.
     pub(crate) fn taken(&mut self) {
         self.retry_ns = self.timeouts.retry_first_ns;
     }
@@ -268,14 +272,14 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// No more work follows: every lane that is up leaves.
+    /// Makes every lane that is up leave, because no more work follows.
     pub(crate) fn leave_all(&mut self) {
         for lane in self.lanes.values_mut().filter(|lane| lane.is(State::Up)) {
             lane.state = State::Leaving;
         }
     }
 
-    /// The lane got its end, and sends nothing after it.
+    /// Records that the lane sends its *end*, and nothing after it.
     pub(crate) fn end(&mut self, number: u16) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && matches!(lane.state, State::Up | State::Leaving)
@@ -284,7 +288,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The peer has confirmed everything on the lane. A lane that has ended is
+    /// Records that the peer has confirmed everything on the lane. If the lane has ended, it is
     /// removed.
     pub(crate) fn forget(&mut self, number: u16) {
         let lane = self.lanes.get(&number);
@@ -293,9 +297,9 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The lane's connection closed, or could not be opened. `in_order` means
-    /// that it closed without an error. A lane that has sent its end then waits
-    /// for the last confirmation; any other is lost.
+    /// Records that the lane's connection closed, or could not be opened. `in_order` means that it
+    /// closed without an error. In this case a lane that has sent its end waits for the last
+    /// confirmation. Any other lane is lost.
     pub(crate) fn over(&mut self, number: u16, in_order: bool, now_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.connected = false;
@@ -305,7 +309,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// The lane was lost. Returns false if it was lost before.
+    /// Records the loss of a lane. Returns false if the lane was lost before.
     pub(crate) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let lane = self.lanes.get(&number);
         if lane.is_none_or(|lane| lane.is(State::Fencing)) {
@@ -325,8 +329,8 @@ impl<L: Load> Lifecycle<L> {
         true
     }
 
-    /// The peer can receive nothing more on the lane, because it was fenced or
-    /// never admitted. The lane is removed. Returns its load.
+    /// Removes a lane that was fenced or never admitted, so that the peer can receive nothing more
+    /// on it. Returns the lane's load.
     pub(crate) fn remove(&mut self, number: u16, now_ns: u64) -> Option<L> {
         if !self.lanes.get(&number)?.is(State::Fencing) {
             self.cut(number, now_ns);
@@ -334,7 +338,7 @@ impl<L: Load> Lifecycle<L> {
         Some(self.lanes.remove(&number)?.load)
     }
 
-    /// Cuts the connection of a lost lane, and delays the next attempt.
+    /// Closes the connection of a lost lane, and delays the next attempt to open a lane.
     fn cut(&mut self, number: u16, now_ns: u64) {
         if self.lanes.get(&number).is_some_and(|lane| lane.connected) {
             self.actions.push_back(Action::Cut(number));
@@ -351,9 +355,9 @@ impl<L: Load> Lifecycle<L> {
         std::mem::take(&mut self.dropped)
     }
 
-    /// A new control lane came up; messages on the old one may be lost. Fences
-    /// are requested again. Lanes that have left are lost, because the peer
-    /// does not repeat their last confirmation.
+    /// Handles a new control lane. Messages on the old one may be lost, so fences are requested
+    /// again. Lanes that have left are lost, because the peer does not repeat their last
+    /// confirmation.
     pub(crate) fn resumed(&mut self, now_ns: u64) {
         for number in self.numbers(|lane| lane.is(State::Fencing)) {
             if !self.actions.contains(&Action::Fence(number)) {
@@ -366,8 +370,8 @@ impl<L: Load> Lifecycle<L> {
         self.unheard(now_ns);
     }
 
-    /// The control lane carried nothing until now, so nothing could be
-    /// confirmed: the time that has passed counts against no lane.
+    /// Restarts the timeouts of all lanes, because the control lane has carried nothing until now
+    /// and the peer could confirm nothing.
     pub(crate) fn unheard(&mut self, now_ns: u64) {
         for lane in self.lanes.values_mut() {
             lane.restart(now_ns);
@@ -407,7 +411,7 @@ impl<L: Load> Lifecycle<L> {
         }
     }
 
-    /// When [`Lifecycle::poll`] may decide something without another event.
+    /// The time at which [`Lifecycle::poll`] may return an action even if no event occurs.
     pub(crate) fn due_ns(&self) -> Option<u64> {
         let lanes = self.lanes.values();
         let lanes = lanes.filter_map(|lane| self.deadline_ns(lane));
@@ -429,8 +433,8 @@ impl<L: Load> Lifecycle<L> {
         Some(since_ns.saturating_add(limit_ns))
     }
 
-    /// Whether pending work has waited too long without a lane; if so, the next
-    /// period starts now.
+    /// Whether pending work has waited for [`Timeouts::alone_ns`] without a lane. If so, the
+    /// timeout starts again.
     fn is_too_long_alone(&mut self, needed: bool, now_ns: u64) -> bool {
         if !needed || self.lanes.values().any(Lane::is_established) {
             self.alone_since_ns = None;
@@ -444,8 +448,9 @@ impl<L: Load> Lifecycle<L> {
         too_long
     }
 
-    /// A lane that is near its limit, leaving or fencing needs another one next
-    /// to it, and counts at the peer until it is gone.
+    /// Whether another lane is wanted and within the limit. A lane that is near its
+    /// key's limit, leaving or fencing does not count as a wanted lane, but it counts
+    /// against [`MAX_LANES`] until it is removed.
     fn lacks_one(&self) -> bool {
         let is_fresh =
             |lane: &&Lane<L>| lane.is(State::Opening) || (lane.is(State::Up) && !lane.near_limit);

@@ -24,8 +24,8 @@ pub enum LaneRefusal {
         /// Number of open lanes.
         open: usize,
     },
-    /// The memory is complete.
-    #[error("the session's memory is complete")]
+    /// All memory has arrived, so no further lane is needed.
+    #[error("no lane is needed: all memory of the session has arrived")]
     Complete,
 }
 
@@ -38,7 +38,7 @@ pub enum CourseError {
     /// See [`ChunkError`].
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// A chunk of an iteration other than the lane's.
+    /// The chunk belongs to an iteration other than the lane's current iteration.
     #[error("lane {lane} carried a chunk of iteration {found} in iteration {expected}")]
     Iteration {
         /// The lane.
@@ -60,8 +60,8 @@ pub enum CourseError {
     },
 }
 
-/// The counts in *final* do not match what has arrived, although no lane is
-/// missing. The source is at fault.
+/// The counts in *final* do not match what has arrived, although nothing more can arrive. The
+/// source is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
     "chunk count {chunks} and page count {pages} do not match the source's {counted_chunks} and {counted_pages}"
@@ -69,7 +69,7 @@ pub enum CourseError {
 pub struct Incomplete {
     /// Chunks that arrived.
     pub chunks: u64,
-    /// Pages in them.
+    /// Pages in these chunks.
     pub pages: u64,
     /// Chunks according to *final*.
     pub counted_chunks: u64,
@@ -83,7 +83,7 @@ pub enum Fence {
     /// Closes the lane's connection, wakes its thread, joins it, and calls
     /// [`Receiving::gone`].
     Close,
-    /// Sends *fenced* immediately: the lane is not open here.
+    /// Sends *fenced* immediately, because the lane is not open at the destination.
     Answer,
 }
 
@@ -98,7 +98,7 @@ pub enum Fence {
 pub struct Receiving {
     lanes_max: usize,
     marks: Marks,
-    /// Chunks that each open lane has carried.
+    /// The number of chunks that each open lane has carried.
     lanes: BTreeMap<u16, u64>,
     used: BTreeSet<u16>,
     /// Open lanes that the source has asked to fence.
@@ -113,7 +113,7 @@ pub struct Receiving {
 }
 
 impl Receiving {
-    /// No lanes; at most `lanes_max` may be open at the same time.
+    /// Creates the state without lanes. At most `lanes_max` may be open at the same time.
     #[must_use]
     pub fn new(lanes_max: u16) -> Self {
         Self {
@@ -127,16 +127,16 @@ impl Receiving {
         self.lanes.keys().copied()
     }
 
-    /// Chunks and pages that have arrived.
+    /// The numbers of chunks and pages that have arrived.
     #[must_use]
     pub fn totals(&self) -> (u64, u64) {
         (self.received.count(), self.pages)
     }
 
-    /// A lane's proof was found valid. The caller sends *lane up*.
+    /// Admits a lane with a valid proof. The caller then sends *lane up*.
     ///
     /// # Errors
-    /// The lane is not admitted: the caller sends *lane refused* and closes it.
+    /// The lane is not admitted. The caller sends *lane refused* and closes the lane.
     pub fn admit(&mut self, lane: u16) -> Result<(), LaneRefusal> {
         if self.complete {
             return Err(LaneRefusal::Complete);
@@ -154,7 +154,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// A chunk's header arrived on `lane`. Checks that the chunk may be written.
+    /// Checks that a chunk may be written after its header has arrived on `lane`.
     ///
     /// # Errors
     /// The chunk must not be written, and the caller closes the lane.
@@ -176,7 +176,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// The chunk was written to guest memory.
+    /// Records that the chunk was written to guest memory.
     ///
     /// # Errors
     /// See [`ChunkError`].
@@ -192,7 +192,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// The mark of `iteration` was read on `lane`. The caller wakes the lanes
+    /// Records that the mark of `iteration` was read on `lane`. The caller then wakes the lanes
     /// that wait at a mark.
     ///
     /// # Errors
@@ -209,13 +209,13 @@ impl Receiving {
         self.marks.may_pass(iteration)
     }
 
-    /// Whether `lane` is being closed, so that its thread ends.
+    /// Whether `lane` is being closed, so that its thread must end.
     #[must_use]
     pub fn is_closing(&self, lane: u16) -> bool {
         self.asked.contains(&lane) || !self.lanes.contains_key(&lane)
     }
 
-    /// *end* was read on `lane`: the lane closed without an error. The caller
+    /// Records that *end* was read on `lane`, so the lane closed without an error. The caller then
     /// wakes the lanes that wait at a mark.
     ///
     /// # Errors
@@ -235,7 +235,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// *fence* arrived for `lane`. Its number is never accepted again.
+    /// Handles *fence* for `lane`. The lane's number is never accepted again.
     pub fn fence(&mut self, lane: u16) -> Fence {
         self.used.insert(lane);
         if self.lanes.contains_key(&lane) {
@@ -246,10 +246,10 @@ impl Receiving {
         Fence::Answer
     }
 
-    /// The connection of `lane` was closed and its thread joined. The caller
-    /// sends *fenced* with the content of [`Receiving::take_reports`], and wakes
-    /// the lanes that wait at a mark. Returns false if the lane closed without
-    /// an error and no fence was requested: then no *fenced* is sent.
+    /// Records that the connection of `lane` was closed and its thread joined. If this returns
+    /// true, the caller sends *fenced* with the content of [`Receiving::take_reports`]. It returns
+    /// false if the lane closed without an error and no fence was requested. In both cases the
+    /// caller wakes the lanes that wait at a mark.
     pub fn gone(&mut self, lane: u16) -> bool {
         let asked = self.asked.remove(&lane);
         let open = self.lanes.remove(&lane).is_some();
@@ -262,7 +262,7 @@ impl Receiving {
         asked || open
     }
 
-    /// *final* arrived. A later one replaces it.
+    /// Records *final*. A later *final* replaces an earlier one.
     pub fn finish(&mut self, last: Final) {
         if !self.complete {
             self.last = Some(last);
@@ -298,7 +298,7 @@ impl Receiving {
         Ok(true)
     }
 
-    /// *final*, once it has arrived.
+    /// The newest *final*; `None` until one has arrived.
     #[must_use]
     pub fn last(&self) -> Option<&Final> {
         self.last.as_ref()
@@ -310,7 +310,8 @@ impl Receiving {
         !self.acks.is_empty() || !self.reached.is_empty()
     }
 
-    /// What has arrived since the last call, as sets in ascending order.
+    /// Returns the chunks that have arrived since the last call, as sets in ascending order, and
+    /// the positions that lanes have reached since then.
     pub fn take_reports(&mut self) -> (Vec<ChunkSet>, Vec<Reached>) {
         self.acks.sort_unstable();
         let mut sets: Vec<ChunkSet> = Vec::new();
@@ -330,9 +331,9 @@ impl Receiving {
         (sets, self.take_reached())
     }
 
-    /// What to repeat on a new control lane: all chunks that have arrived and
-    /// the positions of the open lanes. The caller also repeats *lane up* for
-    /// each open lane.
+    /// Returns the reports to repeat on a new control lane: all chunks that have
+    /// arrived and the positions of the open lanes. The caller also repeats
+    /// *lane up* for each open lane.
     pub fn repeat(&mut self) -> (Vec<ChunkSet>, Vec<Reached>) {
         self.acks.clear();
         for &lane in self.lanes.keys() {

@@ -10,17 +10,17 @@ use crate::schedule::{ChunkPlan, LaneCourse, Schedule, UnknownChunk, Work};
 /// An invalid report from the destination. The destination is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ReportError {
-    /// A chunk that was never sent.
+    /// The report names a chunk that was never sent.
     #[error(transparent)]
     Chunk(#[from] UnknownChunk),
-    /// A lane that was never opened.
+    /// The report names a lane that was never opened.
     #[error("the destination reported lane {lane}, which was never opened")]
     Lane {
         /// The lane.
         lane: u16,
     },
-    /// A mark or an end that was never sent on this lane.
-    #[error("the destination reported {position:?} on lane {lane}, which was not sent")]
+    /// The report names a mark or an end that was never sent on this lane.
+    #[error("the destination reported {position:?} on lane {lane}, but the lane has not sent it")]
     Position {
         /// The lane.
         lane: u16,
@@ -32,12 +32,12 @@ pub enum ReportError {
 /// What a lane has carried, and how much of it is confirmed.
 #[derive(Debug)]
 struct Progress {
-    /// Copied from the schedule.
+    /// A copy of the schedule's record of the lane.
     course: LaneCourse,
     confirmed: Position,
     /// The time until which the rate cap delays the lane's last chunk.
     paced_ns: u64,
-    /// Given up because the iterations for which it was opened are over.
+    /// Whether the lane was given up before it was up, because the last iteration does not need it.
     unwanted: bool,
 }
 
@@ -64,7 +64,8 @@ impl Default for Progress {
 }
 
 impl Load for Progress {
-    /// The time of a single chunk starts when the rate cap releases it.
+    /// If exactly one chunk is unconfirmed, its timeout starts when the rate cap allows it to be
+    /// sent.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let progress = &lane.load;
         let course = &progress.course;
@@ -97,7 +98,7 @@ pub struct Sending {
 }
 
 impl Sending {
-    /// No lanes, and none wanted, for `schedule`.
+    /// Creates the state without lanes. No lane is wanted until [`Sending::want`] is called.
     #[must_use]
     pub fn new(schedule: Schedule, timeouts: Timeouts) -> Self {
         Self {
@@ -110,13 +111,13 @@ impl Sending {
         }
     }
 
-    /// Pending and in-flight pages.
+    /// The schedule, with the pending and in-flight pages.
     #[must_use]
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// Mutable access, to add pages and start iterations.
+    /// The schedule, to add pages and start iterations.
     pub fn schedule_mut(&mut self) -> &mut Schedule {
         &mut self.schedule
     }
@@ -133,14 +134,14 @@ impl Sending {
         self.lanes.numbers(|lane| lane.is(State::Opening)).len()
     }
 
-    /// Lanes that the destination has reported as fenced, for *final*.
+    /// Number of lanes that the destination has reported as fenced. *final* carries this number.
     #[must_use]
     pub fn fenced_count(&self) -> u32 {
         self.fenced
     }
 
-    /// The number of fenced lanes that failed; the others were given up because nothing was
-    /// left to carry.
+    /// The number of fenced lanes that failed; the other fenced lanes were given up because nothing
+    /// was left to carry.
     #[must_use]
     pub fn lost_count(&self) -> u32 {
         self.lost
@@ -151,8 +152,8 @@ impl Sending {
         self.wanted = lanes;
     }
 
-    /// Makes the current iteration the final one. Gives up lanes that are still
-    /// being opened if others are up.
+    /// Makes the current iteration the final one. Gives up lanes that are still being opened if
+    /// other lanes are up.
     pub fn finish(&mut self, now_ns: u64) {
         self.schedule.finish();
         if self.up() == 0 {
@@ -199,7 +200,7 @@ impl Sending {
         if lane.is(State::Leaving) {
             self.schedule.leave(number);
         }
-        // A delayed chunk has been sent by now.
+        // The lane asks for work, so its last chunk has been sent, even if the rate cap delayed it.
         lane.restart(Progress::unconfirmed_since(lane).unwrap_or(now_ns));
         let work = self.schedule.next(number, plan);
         lane.load.course = self.schedule.course(number).unwrap_or_default();
@@ -209,16 +210,16 @@ impl Sending {
         work
     }
 
-    /// The rate cap delayed the last chunk of lane `number` until `until_ns`.
-    /// The deadline of earlier chunks does not change.
+    /// Records that the rate cap delayed the last chunk of lane `number` until `until_ns`. The
+    /// deadline of earlier chunks does not change.
     pub fn paced(&mut self, number: u16, until_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(number) {
             lane.load.paced_ns = until_ns;
         }
     }
 
-    /// The destination admitted lane `number`. Returns false if it had done so
-    /// before; repetition has no effect.
+    /// Records that the destination admitted lane `number`. Returns false, without another effect,
+    /// if this was recorded before.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -232,9 +233,9 @@ impl Sending {
         Ok(true)
     }
 
-    /// The destination refused lane `number`, so the lane carried nothing.
-    /// Returns whether the lane was still wanted: a lane that has failed
-    /// meanwhile may be refused only because it arrived after its own fence.
+    /// Records that the destination refused lane `number`, so the lane carried nothing. Returns
+    /// whether the lane was still opening. If not, the lane has failed in the meantime, and the
+    /// destination may have refused it because its connection arrived after the fence.
     ///
     /// # Errors
     /// The lane was never opened.
@@ -248,15 +249,15 @@ impl Sending {
         Ok(wanted)
     }
 
-    /// The lane's thread ended. `in_order` means that it sent *end* and closed
+    /// Records that the lane's thread ended. `in_order` means that the thread sent *end* and closed
     /// the connection without an error.
     pub fn thread_ended(&mut self, number: u16, in_order: bool, now_ns: u64) {
         self.lanes.over(number, in_order, now_ns);
         self.forget_confirmed();
     }
 
-    /// The destination acknowledged chunks and reported the positions of lanes.
-    /// Returns the number of pages acknowledged for the first time.
+    /// Handles the chunks that the destination acknowledged and the positions of lanes that it
+    /// reported. Returns the number of pages acknowledged for the first time.
     ///
     /// # Errors
     /// The report names something that was never sent.
@@ -307,9 +308,9 @@ impl Sending {
         Ok(pages)
     }
 
-    /// The destination fenced lane `number` and receives nothing more on it;
-    /// `acks` are its last acknowledgements. Its unacknowledged pages become
-    /// pending again. Returns their number. Repetition has no effect.
+    /// Records that the destination fenced lane `number` and receives nothing more on it; `acks`
+    /// are the lane's last acknowledgements. The lane's unacknowledged pages become pending again.
+    /// Returns their number. Repetition has no effect.
     ///
     /// # Errors
     /// The report names something that was never sent.
@@ -329,15 +330,15 @@ impl Sending {
         Ok(self.schedule.lose_lane(number))
     }
 
-    /// A new control lane came up. Messages on the old one may be lost: fences
-    /// are requested again, and lanes that have ended are fenced too, because
-    /// the destination does not repeat their confirmation.
+    /// Handles a new control lane. Messages on the old one may be lost. Therefore fences are
+    /// requested again, and lanes that have ended are fenced too, because the destination does not
+    /// repeat their confirmation.
     pub fn control_resumed(&mut self, now_ns: u64) {
         self.lanes.resumed(now_ns);
     }
 
-    /// The control lane carried nothing until now, so nothing could be
-    /// confirmed: the time that has passed counts against no lane.
+    /// Restarts the timeouts of all lanes, because the control lane has carried nothing until now
+    /// and the destination could confirm nothing.
     pub fn unheard(&mut self, now_ns: u64) {
         self.lanes.unheard(now_ns);
     }
@@ -376,7 +377,7 @@ impl Sending {
         Err(ReportError::Lane { lane: number })
     }
 
-    /// Forgets lanes that have ended once everything on them is confirmed.
+    /// Removes the lanes that have ended and on which everything is confirmed.
     fn forget_confirmed(&mut self) {
         let is_done =
             |lane: &Lane<Progress>| lane.has_left() && Progress::unconfirmed_since(lane).is_none();
@@ -386,9 +387,9 @@ impl Sending {
         }
     }
 
-    /// The timeout of a lane that may be waiting at a mark for another lane starts when
-    /// that lane passes the mark. A lane that is being fenced blocks the others until it is
-    /// fenced.
+    /// Restarts the timeouts of lanes that may be waiting at a mark for another lane. They run
+    /// again when the other lane has reached the mark. A lane that is being fenced blocks the other
+    /// lanes until it is fenced.
     fn excuse_waiting(&mut self, now_ns: u64) {
         let at_destination = |lane: &Lane<Progress>| {
             !lane.is(State::Opening) && lane.load.confirmed != Position::End
@@ -410,7 +411,8 @@ impl Sending {
             && self.schedule.in_flight_pages() == 0
     }
 
-    /// In the last iteration one lane replaces all lost lanes.
+    /// The number of lanes wanted now. In the last iteration this is one lane if pages are pending
+    /// and no lane is up, and none otherwise.
     fn wanted_now(&self) -> u16 {
         if !self.schedule.finishing() {
             return self.wanted;

@@ -6,8 +6,8 @@ use crate::limits::{LANE_MAC_BYTES, SESSION_ID_BYTES};
 use crate::wire::codec::{Codec, NOT_ZERO};
 use crate::wire::{DecodeError, EncodeError, Reader};
 
-/// Length of a *lane open* message. It has no variable part: a listener reads
-/// exactly this much from an unauthenticated peer.
+/// Length of a *lane open* message. It has no variable part, so a listener reads
+/// exactly this number of bytes before it has authenticated the lane.
 pub const LANE_OPEN_BYTES: usize = PRELUDE_BYTES + LANE_OPEN_BODY_BYTES;
 
 const LANE_OPEN_BODY_BYTES: usize = SESSION_ID_BYTES + 2 + LANE_MAC_BYTES;
@@ -19,7 +19,7 @@ pub struct LaneOpen {
     pub version: u16,
     /// The session.
     pub session: SessionId,
-    /// The lane's number, never used before in the session; 0 is control.
+    /// The lane's number, never used before in the session. 0 is the control lane.
     pub lane: u16,
     /// HMAC-SHA-256 over [`lane_mac_input`], keyed with the session's secret.
     /// The receiver checks it in constant time before it uses the other fields.

@@ -17,9 +17,9 @@ pub struct Supported {
     pub required: Features,
     /// Whether the operator allows plain lanes (I6).
     pub plain_allowed: bool,
-    /// Whether IPsec is prepared to protect lanes. No further consent is
-    /// needed: nothing is sent in the clear, and the source has asked for IPsec
-    /// explicitly.
+    /// Whether this host is prepared to protect lanes with IPsec. No further
+    /// consent is needed, because nothing is sent in the clear and the source has
+    /// asked for IPsec explicitly.
     pub ipsec: bool,
 }
 
@@ -109,7 +109,7 @@ impl Selection {
 /// A selection outside the offer. The destination is at fault, and the source ends the session.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum NotOffered {
-    /// A version outside the range.
+    /// A version outside the offered range.
     #[error(
         "the destination selected version {selected}, which is not in the offered range {offered}"
     )]
@@ -125,7 +125,7 @@ pub enum NotOffered {
     /// Required features that were left out.
     #[error("the destination left out required features: {0}")]
     Missing(Features),
-    /// A different lane security.
+    /// A lane security other than the one that the offer requests.
     #[error("the destination selected {selected} lanes instead of {offered} lanes")]
     Security {
         /// The selected security.

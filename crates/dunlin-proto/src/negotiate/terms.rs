@@ -53,14 +53,15 @@ pub struct Features(u64);
 impl Features {
     /// The empty set.
     pub const NONE: Self = Self(0);
-    /// Both sides digest the memory at switchover and compare (I3).
+    /// Both sides compute a digest of the memory at switchover and compare the digests (I3).
     pub const VERIFY: Self = Self(1);
     /// The connection speaks the tunnel's protocol, not a migration. Each
     /// tunnel process requires this feature, so a tunnel and a migration peer
     /// always refuse each other.
     pub const TUNNEL: Self = Self(2);
 
-    /// The connection speaks a keying session's protocol; required in the same way.
+    /// The connection speaks the protocol of a keying session, not of a migration.
+    /// Both sides of a keying session require this feature.
     pub const IPSEC: Self = Self(4);
 
     /// The features of this release and their names.
@@ -82,7 +83,7 @@ impl Features {
         self.0
     }
 
-    /// Whether all of `other` is in this set.
+    /// Whether this set contains every feature of `other`.
     #[must_use]
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
@@ -114,7 +115,7 @@ impl Features {
 }
 
 impl fmt::Display for Features {
-    /// Prints names, and the number of a bit that has none.
+    /// Prints the name of each feature, or the number of its bit if it has no name.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_empty() {
             return formatter.write_str("none");
@@ -136,14 +137,14 @@ impl fmt::Display for Features {
     }
 }
 
-/// What protects the data lanes of a session. The control lane is always TLS.
+/// What protects the data lanes of a session. The control lane always uses TLS.
 ///
 /// Unknown values are rejected as unsupported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneSecurity {
     /// TLS 1.3, in process or in the kernel.
     Tls,
-    /// No protection: only with the consent of both sides.
+    /// No protection. Both sides must consent.
     Plain,
     /// ESP, with security associations set up by a keying session next to the control lane.
     Ipsec,

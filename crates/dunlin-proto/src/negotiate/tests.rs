@@ -231,7 +231,7 @@ fn an_unknown_lane_security_is_refused_as_missing_not_as_malformed() {
 fn i7_an_invalid_prelude_is_rejected() {
     let (good, _) = encoded(&Opening::Offer(offer()));
     assert!(Prelude::decode(&good).is_ok());
-    // Offsets and values of one field each.
+    // The rejected field, its offset, and the bytes that are written there.
     for (what, at, value) in [
         ("magic", 0, *b"GE"),
         ("opening kind", 8, 0_u16.to_le_bytes()),
@@ -244,7 +244,7 @@ fn i7_an_invalid_prelude_is_rejected() {
         bad[at..at + 2].copy_from_slice(&value);
         assert_eq!(Prelude::decode(&bad).unwrap_err().what, what);
     }
-    // Select and lane open name one version.
+    // *select* and *lane open* must name exactly one version.
     let mut bad = good;
     bad[8] = 2;
     bad[12] = 2;

@@ -40,9 +40,9 @@ fn i4_a_dirty_log_waits_for_the_next_iteration() {
     schedule.mark_run(0, run(0, 2));
     schedule.begin_iteration();
     assert_eq!(drain(&mut schedule, 1).0, 2);
-    // Lane 1 still carries page 0, which is now dirty again: in this
-    // iteration nothing would keep lane 2 from overtaking it. `lose_lane`
-    // resets the cursor to page 0.
+    // Lane 1 still carries page 0, which is now dirty again. In this iteration
+    // nothing would keep lane 2 from overtaking lane 1. `lose_lane` resets the
+    // cursor to page 0.
     schedule.lose_lane(3);
     schedule.mark_dirty(0, &[1]);
     assert_eq!(drain(&mut schedule, 2), (0, vec![]));
@@ -179,7 +179,7 @@ fn i8_a_lost_lane_frees_its_room_in_flight() {
     schedule.mark_dirty(0, &every_other);
     schedule.begin_iteration();
     let mut plan = ChunkPlan::default();
-    // Lane 1 uses up the ranges in flight; an acknowledged chunk frees some.
+    // Lane 1 reaches the limit of ranges in flight. An acknowledged chunk makes room again.
     while schedule.next(1, &mut plan) == Work::Chunk {}
     schedule.acknowledge(1, 1).unwrap();
     while schedule.next(1, &mut plan) == Work::Chunk {}
@@ -237,13 +237,14 @@ fn i5_pages_added_to_a_lost_lanes_chunk_are_pending_again() {
     assert_eq!(schedule.next(1, &mut plan), Work::Chunk);
     assert!(schedule.extend(&mut plan, CHUNK_PAGES));
     assert_eq!(schedule.lose_lane(1), 2 * CHUNK_PAGES);
-    // The lane's thread may still be working on the chunk.
+    // The thread of the lost lane may still be working on the chunk.
     assert!(!schedule.extend(&mut plan, CHUNK_PAGES));
     assert_eq!(schedule.kept(), (0, 0));
     assert_eq!(drain(&mut schedule, 2).0, 3 * CHUNK_PAGES);
 }
 
-/// Identifiers differ from positions, and the regions differ in length.
+/// The regions have identifiers that differ from their positions, and different lengths, so that a
+/// confusion of regions is detected.
 #[test]
 fn i5_a_lost_lanes_pages_are_pending_again_in_their_own_regions() {
     const SECOND: u64 = CHUNK_PAGES + 7;
@@ -273,7 +274,7 @@ fn i5_a_lost_lanes_pages_are_pending_again_in_their_own_regions() {
     assert_eq!(given(&plan), all);
 }
 
-/// A lane is lost with a chunk that includes pages lost by another lane before.
+/// A second lane is lost with a chunk that includes pages that a first lane had lost.
 #[test]
 fn i5_pages_lost_twice_are_pending_again_and_counted_once() {
     let mut schedule = schedule(4 * CHUNK_PAGES, 3);

@@ -14,57 +14,59 @@ pub enum PeerFault {
         /// The channel.
         channel: u32,
     },
-    /// An *open* with a channel number that belongs to this side.
-    #[error("peer opened channel {channel}, a number of this side")]
+    /// The peer opens a channel with a number that only this side may assign.
+    #[error("peer opened channel {channel}, but this side assigns that number")]
     WrongSide {
         /// The channel.
         channel: u32,
     },
-    /// A barrier that names a channel other than an earlier channel of the peer.
-    #[error("barrier of channel {channel} names channel {earlier}, which is not an earlier one")]
+    /// A barrier names a channel that is not an earlier channel of the peer.
+    #[error(
+        "barrier of channel {channel} names channel {earlier}, which is not an earlier channel of the peer"
+    )]
     Barrier {
         /// The channel.
         channel: u32,
         /// The channel in the barrier.
         earlier: u32,
     },
-    /// More refused or unconfirmed channels than any peer can have.
+    /// The peer has more refused or unconfirmed channels than the limits allow.
     #[error("too many unconfirmed channels")]
     TooManyChannels,
-    /// Bytes beyond what was granted (I8).
+    /// The peer sends bytes beyond the granted limit (I8).
     #[error("channel {channel} sent up to byte {end}, over its limit {limit}")]
     OverLimit {
         /// The channel.
         channel: u32,
-        /// The end of what it sent.
+        /// The offset after the last byte that the peer sent.
         end: u64,
         /// The limit that was granted.
         limit: u64,
     },
-    /// Bytes after the end of a channel.
+    /// The peer sends bytes after the end of a channel.
     #[error("channel {channel} sent up to byte {end}, after its end")]
     BehindEnd {
         /// The channel.
         channel: u32,
-        /// The end of what it sent.
+        /// The offset after the last byte that the peer sent.
         end: u64,
     },
-    /// A piece that partly overlaps another one.
-    #[error("piece of channel {channel} at byte {offset} overlaps another one")]
+    /// The peer sends a piece that partly overlaps another piece.
+    #[error("piece of channel {channel} at byte {offset} overlaps another piece")]
     Overlap {
         /// The channel.
         channel: u32,
         /// The offset of the piece.
         offset: u64,
     },
-    /// More pieces of a channel than may be in flight.
+    /// The peer sends more pieces of a channel than may be in flight.
     #[error("too many pieces of channel {channel} in flight")]
     TooManyChunks {
         /// The channel.
         channel: u32,
     },
-    /// An end offset over the limit, below bytes that have arrived, or different from an
-    /// earlier end offset.
+    /// The peer announces an end offset that is over the limit, below bytes that have arrived, or
+    /// different from an earlier end offset.
     #[error("invalid end of channel {channel} at byte {offset}")]
     End {
         /// The channel.
@@ -73,18 +75,20 @@ pub enum PeerFault {
         offset: u64,
     },
     /// The peer reports more than was sent, or answers a message that was not sent.
-    #[error("impossible message about channel {channel}")]
+    #[error("impossible message about channel {channel}: it does not match the channel's state")]
     Impossible {
         /// The channel.
         channel: u32,
     },
     /// The peer names a lane that was never opened, or frames that the lane never carried.
-    #[error("impossible message about lane {lane}")]
+    #[error(
+        "impossible message about lane {lane}: the lane was never opened, or did not carry these frames"
+    )]
     Lane {
         /// The lane.
         lane: u16,
     },
-    /// A lane ended with another number of frames than have arrived.
+    /// The number of frames in a lane's end is not the number of frames that have arrived.
     #[error("the end of lane {lane} announces {sent} frames, but {arrived} arrived")]
     LaneEnd {
         /// The lane.

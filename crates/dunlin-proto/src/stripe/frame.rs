@@ -6,8 +6,8 @@
 //!  [header 24]                end
 //! ```
 //!
-//! The kinds differ from those of a migration's lanes ([`crate::frame`]), so that the two cannot be
-//! confused.
+//! The kinds of frames differ from those on a migration's lanes ([`crate::frame`]), so that a frame
+//! of one protocol is invalid in the other.
 
 use crate::limits::{MAX_CHANNEL_OFFSET, MAX_STRIPE_CHUNK_BYTES};
 use crate::wire::{DecodeError, Reader, bad_value, over_limit, within};
@@ -61,7 +61,7 @@ impl Data {
         self.offset
     }
 
-    /// The offset after its last byte, at most [`MAX_CHANNEL_OFFSET`].
+    /// The offset after the last byte of the piece, at most [`MAX_CHANNEL_OFFSET`].
     #[must_use]
     pub fn end(&self) -> u64 {
         self.offset + u64::from(self.length)

@@ -17,17 +17,17 @@ use crate::mistake::{Mistake, planted};
 /// What the caller does with a piece that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// Writes it to the channel's socket and calls `Trunk::wrote`: the piece is the next one, and
-    /// the caller has the turn.
+    /// The piece is the next one, and the caller has the turn to write. It writes the piece to the
+    /// channel's socket and calls `Trunk::wrote`.
     Deliver,
-    /// Copies it into its own buffer and calls `Trunk::keep`: earlier bytes are missing, or another
-    /// thread is writing.
+    /// Earlier bytes are missing, or another thread is writing. The caller copies the piece into
+    /// its own buffer and calls `Trunk::keep`.
     Keep,
-    /// Drops it: the piece is a duplicate, or its channel no longer exists.
+    /// The piece is a duplicate, or its channel no longer exists. The caller drops the piece.
     Drop,
 }
 
-/// A piece to write to a channel's socket; the caller has the turn.
+/// A piece that the caller writes to a channel's socket, because it has the turn to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delivery<T> {
     /// The channel.
@@ -45,9 +45,9 @@ pub struct Delivery<T> {
 pub(super) struct Inbound<T> {
     delivered: u64,
     taken: u64,
-    /// Whether a thread has the turn.
+    /// Whether a thread has the turn to write to the socket.
     writing: bool,
-    /// What the socket did not accept: from `delivered` to `taken`.
+    /// The bytes that the socket did not accept: from `delivered` to `taken`.
     rest: Option<T>,
     kept: BTreeMap<u64, (u32, T)>,
     kept_bytes: u64,
@@ -56,7 +56,7 @@ pub(super) struct Inbound<T> {
     /// Whether the consumer has received the end.
     pub(super) shut: bool,
     pub(super) meter: Meter,
-    /// Delivered pieces that no credit has reported.
+    /// The number of delivered pieces that no credit has reported.
     pub(super) unreported: usize,
 }
 
@@ -82,7 +82,7 @@ impl<T> Inbound<T> {
         self.delivered
     }
 
-    /// Bytes that may be in flight or buffered here, not counting delivered ones.
+    /// Bytes that may be in flight or buffered here, not counting delivered bytes.
     pub(super) fn granted(&self) -> u64 {
         self.limit - self.delivered
     }
@@ -92,8 +92,8 @@ impl<T> Inbound<T> {
         self.taken - self.delivered + self.kept_bytes
     }
 
-    /// Bytes that the consumer has not read: up to the end if it is known, otherwise those that
-    /// have arrived.
+    /// Bytes that the consumer has not read. If the end of the channel is known, these are all
+    /// bytes up to the end; otherwise only the bytes that have arrived.
     pub(super) fn unread(&self) -> u64 {
         match self.eof {
             Some(eof) => eof - self.delivered,
@@ -101,12 +101,13 @@ impl<T> Inbound<T> {
         }
     }
 
-    /// Whether a thread is writing: its bytes count as unread until the write returns.
+    /// Whether a thread is writing. The bytes that it writes count as unread until the write
+    /// returns.
     pub(super) fn is_writing(&self) -> bool {
         self.writing
     }
 
-    /// Whether the end is to be passed to the consumer now.
+    /// Whether the end can be passed to the consumer now.
     pub(super) fn at_end(&self) -> bool {
         if planted(Mistake::EndBeforeLastByte) {
             return !self.shut && self.eof.is_some() && !self.writing;
@@ -114,7 +115,7 @@ impl<T> Inbound<T> {
         !self.shut && self.eof == Some(self.delivered)
     }
 
-    /// *eof* arrived: the peer's direction ends at `offset`.
+    /// Records *eof*: the peer's direction ends at `offset`.
     pub(super) fn ends(&mut self, channel: u32, offset: u64) -> Result<(), PeerFault> {
         let kept_end = self.kept.last_key_value();
         let arrived = kept_end.map_or(self.taken, |(o, (length, _))| o + u64::from(*length));
@@ -126,7 +127,7 @@ impl<T> Inbound<T> {
         Ok(())
     }
 
-    /// A piece arrived.
+    /// Decides what the caller does with a piece that has arrived.
     pub(super) fn arrived(&mut self, data: &Data) -> Result<Arrival, PeerFault> {
         let (offset, end) = (data.offset(), data.end());
         let channel = data.channel();
@@ -170,7 +171,7 @@ impl<T> Inbound<T> {
         Ok(Arrival::Keep)
     }
 
-    /// Keeps a piece, unless it is a duplicate or has become the next one.
+    /// Keeps a piece for later delivery, unless it is a duplicate or has become the next one.
     pub(super) fn keep(&mut self, data: &Data, token: T) -> Result<Option<Delivery<T>>, PeerFault> {
         match self.arrived(data)? {
             Arrival::Drop => Ok(None),
@@ -188,8 +189,8 @@ impl<T> Inbound<T> {
         }
     }
 
-    /// The thread with the turn wrote `bytes`; `rest` holds what the socket did not take. Ends the
-    /// turn, or returns the next piece.
+    /// Records that the thread with the turn wrote `bytes`; `rest` holds the bytes that the socket
+    /// did not accept. Returns the next piece to write, or ends the turn.
     pub(super) fn wrote(
         &mut self,
         channel: u32,
@@ -219,7 +220,7 @@ impl<T> Inbound<T> {
         })
     }
 
-    /// The socket became writable again.
+    /// Returns the bytes that the socket did not accept before, because it is writable again.
     pub(super) fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let token = self.rest.take()?;
         self.writing = true;

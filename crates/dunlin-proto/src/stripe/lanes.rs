@@ -15,7 +15,7 @@ use crate::mistake::{Mistake, planted};
 #[derive(Debug)]
 pub(super) struct Frames<T> {
     acknowledged: u64,
-    /// The frames after the acknowledged ones; `None` if the channel no longer exists.
+    /// The frames that are not acknowledged; `None` for a frame of a channel that no longer exists.
     under_way: VecDeque<Option<(u64, Data, T)>>,
 }
 
@@ -35,7 +35,8 @@ impl<T> Default for Frames<T> {
 }
 
 impl<T> Load for Frames<T> {
-    /// The other side acknowledges an end too.
+    /// A lane that has ended waits for a confirmation too, because the other side acknowledges the
+    /// end.
     fn unconfirmed_since(lane: &Lane<Self>) -> Option<u64> {
         let is_owed = lane.is(State::Ended) || !lane.load.under_way.is_empty();
         is_owed.then_some(lane.clock_ns())
@@ -46,10 +47,10 @@ impl<T> Load for Frames<T> {
 #[derive(Debug)]
 pub(super) struct SendingLanes<T> {
     pub(super) life: Lifecycle<Frames<T>>,
-    /// Pieces of lost lanes, in the order of their first sending.
+    /// Pieces of lost lanes, in the order in which they were first sent.
     again: BTreeMap<u64, (Data, T)>,
     next_order: u64,
-    /// Bytes that are held because they are not acknowledged.
+    /// Bytes that are kept because they are not acknowledged.
     held_bytes: u64,
 }
 
@@ -63,7 +64,7 @@ impl<T: Clone> SendingLanes<T> {
         }
     }
 
-    /// Bytes that are held because they are not acknowledged.
+    /// Bytes that are kept because they are not acknowledged.
     pub(super) fn held_bytes(&self) -> u64 {
         self.held_bytes
     }
@@ -73,7 +74,7 @@ impl<T: Clone> SendingLanes<T> {
         !self.again.is_empty()
     }
 
-    /// The lanes that must end, until their threads call [`SendingLanes::end`].
+    /// The lanes that must end. A lane is included until its thread calls [`SendingLanes::end`].
     pub(super) fn leaving(&self) -> impl Iterator<Item = u16> {
         let lanes = self.life.iter();
         let leaving = lanes.filter(|(_, lane)| lane.is(State::Leaving));
@@ -94,7 +95,7 @@ impl<T: Clone> SendingLanes<T> {
         lane.is_some_and(|lane| lane.is_established() && !lane.is(State::Ended))
     }
 
-    /// Returns the number of the lane's frames if the lane has to send its end. Returned once.
+    /// If the lane has to send its end, returns the number of its frames; later calls return `None`.
     pub(super) fn end(&mut self, number: u16, now_ns: u64) -> Option<u64> {
         let lane = self.life.get_mut(number);
         let lane = lane.filter(|lane| lane.is(State::Leaving))?;
@@ -106,8 +107,8 @@ impl<T: Clone> SendingLanes<T> {
         Some(frames)
     }
 
-    /// Assigns a piece that was read to this lane. If the lane was lost, the next lane carries the
-    /// piece, and this returns false.
+    /// Assigns a piece that was read from a socket to this lane. If the lane was lost, returns false,
+    /// and the next lane carries the piece.
     pub(super) fn carry(&mut self, number: u16, data: Data, token: T, now_ns: u64) -> bool {
         self.held_bytes += u64::from(data.length());
         let order = self.next_order;
@@ -115,7 +116,7 @@ impl<T: Clone> SendingLanes<T> {
         self.give(number, order, data, token, now_ns)
     }
 
-    /// Assigns the next piece of a lost lane to this lane.
+    /// Assigns to this lane the next piece that a lost lane carried.
     pub(super) fn carry_again(&mut self, number: u16, now_ns: u64) -> Option<(Data, T)> {
         let (order, (data, token)) = self.again.pop_first()?;
         let carried = self.give(number, order, data, token.clone(), now_ns);
@@ -159,7 +160,7 @@ impl<T: Clone> SendingLanes<T> {
         self.held_bytes -= freed;
     }
 
-    /// The other side acknowledged `frames` frames of the lane.
+    /// Records that the other side acknowledged `frames` frames of the lane.
     pub(super) fn acknowledged(
         &mut self,
         number: u16,
@@ -184,7 +185,8 @@ impl<T: Clone> SendingLanes<T> {
         if lane.load.under_way.is_empty() {
             self.life.forget(number);
         }
-        // *lane open* is not answered: this is the first sign that the lane was accepted.
+        // *lane open* has no answer, so the first acknowledgement is the first sign that the other
+        // side has accepted the lane.
         if is_first {
             self.life.taken();
         }
@@ -199,21 +201,22 @@ impl<T: Clone> SendingLanes<T> {
         Err(PeerFault::Lane { lane: number })
     }
 
-    /// The lane's connection closed, or could not be established. A lane that has ended waits for
-    /// its last acknowledgement; the frames of any other lane are sent again.
+    /// Records that the lane's connection closed, or could not be established. A lane that has
+    /// ended waits for its last acknowledgement; the frames of any other lane are sent again.
     pub(super) fn over(&mut self, number: u16, now_ns: u64) {
         self.life.over(number, true, now_ns);
         self.send_again();
     }
 
-    /// The lane was lost: its frames are sent again. Returns false if it was lost before.
+    /// Records the loss of a lane; its frames are sent again. Returns false if the lane was lost
+    /// before.
     pub(super) fn lose(&mut self, number: u16, now_ns: u64) -> bool {
         let news = self.life.lose(number, now_ns);
         self.send_again();
         news
     }
 
-    /// A new control lane came up: messages on the old one may be lost.
+    /// Handles a new control lane. Messages on the old one may be lost.
     pub(super) fn resumed(&mut self, now_ns: u64) {
         self.life.resumed(now_ns);
         self.send_again();

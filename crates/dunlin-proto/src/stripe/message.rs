@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  the side that accepted a connection             the side that connects
-//!    │ open (with the marks of earlier channels) ────▶ │ waits for those, connects
+//!    │ open (with the marks of earlier channels) ────▶ │ waits for the marks, connects
 //!    │ ◀──────────────────────── opened, or refused    │
 //!    │ credit, acknowledgements, eof, closed … both ways, for both directions
 //!    │ reset ▶ ◀ gone   (either side, at any time)     │
@@ -12,8 +12,8 @@
 //!
 //! A message is a header of 16 bytes, the fixed part of its kind, and extension fields
 //! ([`crate::wire`]). A message states a current value, never a change, so a message that arrives
-//! twice or late is harmless: to resume a control lane, both sides send all current values again.
-//! The header therefore needs no sequence number.
+//! twice or late is harmless, and the header needs no sequence number. To resume a control lane,
+//! both sides send all current values again.
 
 mod body;
 
@@ -60,7 +60,7 @@ impl Header {
     }
 }
 
-/// A connection was accepted: requests its other half.
+/// Requests the other half of a channel for a connection that the sender accepted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Open {
     /// The channel. Its lowest bit is 0 if the side that dialled the trunk opens the channel,
@@ -87,51 +87,52 @@ pub struct Mark {
     pub offset: u64,
 }
 
-/// How far a channel was delivered, and how far it may be sent.
+/// The number of bytes of a channel that were delivered, and the offset up to which bytes may be
+/// sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit {
     /// The channel.
     pub channel: u32,
-    /// Bytes that its consumer has taken.
+    /// The number of bytes that the channel's consumer has taken.
     pub delivered: u64,
-    /// The offset up to which it may be sent; it never decreases.
+    /// The offset up to which the other side may send; it never decreases.
     pub limit: u64,
 }
 
-/// How many data frames of a lane no longer depend on it: delivered to a consumer, or kept
-/// in a buffer.
+/// How many data frames of a lane have arrived completely: the receiver has delivered them to a
+/// consumer or keeps them in a buffer, so they need not be resent if the lane is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneAck {
     /// The lane's number, never 0.
     pub lane: u16,
-    /// Frames, counted from the lane's first.
+    /// The number of completely arrived data frames, counted from the lane's first frame.
     pub frames: u64,
 }
 
 /// A message of the tunnel's control lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Either side, as the first message of a trunk's first control lane.
+    /// Sent by both sides, as the first message of a trunk's first control lane.
     Accept {
         /// The secret with which the other side's lanes prove that they belong to the trunk.
         secret: SessionSecret,
         /// Data lanes of the other side that may be open at the same time, 1 to
         /// [`crate::limits::MAX_LANES`].
         lanes_max: u16,
-        /// The port that accepts them, at the address from which the control lane was dialled. 0
+        /// The port that accepts these lanes, at the address from which the control lane was dialled. 0
         /// means the port to which the control lane was dialled.
         port: u16,
     },
     /// See [`Open`].
     Open(Open),
-    /// The other half is connected. Repeated on a later control lane.
+    /// The other half of the channel is connected. Repeated on a later control lane.
     Opened {
         /// The channel.
         channel: u32,
         /// The offset up to which the other side may send.
         limit: u64,
     },
-    /// The other half could not be connected. Repeated until *gone*.
+    /// The other half of the channel could not be connected. Repeated until *gone*.
     Refused {
         /// The channel.
         channel: u32,
@@ -153,8 +154,8 @@ pub enum Message {
         /// The reason as text, at most [`crate::limits::MAX_TEXT_BYTES`].
         text: String,
     },
-    /// A lane's connection was lost before its end arrived. The acknowledgement is the last one of
-    /// this lane.
+    /// A lane's connection was lost before the lane's end arrived. The acknowledgement is the last
+    /// one of this lane.
     LaneLost(LaneAck),
     /// The sender's direction of a channel ends at this position.
     Eof(Mark),

@@ -1,5 +1,5 @@
-//! The sending end of one direction of a channel: what was read from its socket, and how much more
-//! may be read.
+//! The sending end of one direction of a channel: the bytes that were read from its socket, and the
+//! number of bytes that may still be read.
 
 use std::collections::VecDeque;
 
@@ -10,17 +10,17 @@ use crate::limits::{MAX_CHANNEL_CHUNKS, MAX_CHANNEL_OFFSET, MAX_STRIPE_CHUNK_BYT
 /// Which thread may read the channel's socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// None: there is nothing to read.
+    /// No thread, because there is nothing to read.
     #[default]
     Idle,
-    /// No bytes, although there may be some to read: the window is full, or the socket's bytes
-    /// are being counted.
+    /// No thread, although there may be bytes to read, because the window is full, or the socket's
+    /// bytes are being counted.
     Held,
     /// The next lane that asks for work.
     Waits,
     /// The lane that has taken the turn.
     Taken,
-    /// No bytes: the socket was read to its end.
+    /// No thread, because the socket was read to its end.
     Ended,
 }
 
@@ -65,7 +65,7 @@ impl Outbound {
         window.min(u64::from(MAX_STRIPE_CHUNK_BYTES)) as u32
     }
 
-    /// `length` bytes were read: returns the header for them.
+    /// Returns the header for `length` bytes that were read from the socket.
     pub(super) fn cut(&mut self, channel: u32, length: u32) -> Option<Data> {
         let data = Data::new(channel, self.sent, length)?;
         self.sent = data.end();
@@ -73,7 +73,7 @@ impl Outbound {
         Some(data)
     }
 
-    /// A credit of the other side arrived.
+    /// Handles a credit of the other side.
     pub(super) fn credited(
         &mut self,
         channel: u32,

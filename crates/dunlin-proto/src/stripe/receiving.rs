@@ -7,14 +7,15 @@ use super::fault::PeerFault;
 use super::message::LaneAck;
 use crate::fault::FaultCode;
 
-/// Unacknowledged frames of a lane after which an acknowledgement is due immediately. It bounds the
-/// bytes that the sender keeps for longer than necessary.
+/// If a lane has this many unacknowledged frames, an acknowledgement is due immediately. The limit
+/// bounds the bytes that the sender keeps for longer than necessary.
 const ACK_FRAMES: u64 = 16;
-/// The same limit in bytes.
+/// If a lane has this many unacknowledged bytes, an acknowledgement is due immediately.
 const ACK_BYTES: u64 = 1024 * 1024;
-/// How long an acknowledgement may be delayed to be sent with others. It frees the sender's memory
-/// and shows that the lane works; nothing else waits for it. A tenth of the timeout for a lane
-/// without progress.
+/// How long an acknowledgement may be delayed, so that it is sent together with other
+/// acknowledgements. An acknowledgement frees the sender's memory and shows that the lane works;
+/// nothing else waits for it. The delay is much shorter than the timeout for a lane without
+/// progress, which is 5 s by default.
 pub const ACK_DELAY_NS: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
@@ -22,11 +23,11 @@ struct Lane {
     frames: u64,
     acknowledged: u64,
     unacknowledged_bytes: u64,
-    /// When the oldest frame that is not acknowledged arrived.
+    /// The arrival time of the oldest unacknowledged frame.
     since_ns: u64,
-    /// Whether its end has arrived.
+    /// Whether the lane's end has arrived.
     ended: bool,
-    /// Whether its connection is closed.
+    /// Whether the lane's connection is closed.
     over: bool,
 }
 
@@ -46,7 +47,7 @@ impl Lane {
 pub(super) struct ReceivingLanes {
     most: usize,
     lanes: BTreeMap<u16, Lane>,
-    /// One bit per lane number: a number is used once.
+    /// One bit per lane number, set when the number is used, because a number is used only once.
     used: Box<[u64; 1024]>,
 }
 
@@ -59,7 +60,7 @@ impl ReceivingLanes {
         }
     }
 
-    /// The lane's proof was found valid.
+    /// Admits a lane with a valid proof.
     pub(super) fn admit(&mut self, number: u16) -> Result<(), FaultCode> {
         let word = &mut self.used[usize::from(number / 64)];
         let bit = 1 << (number % 64);
@@ -82,7 +83,8 @@ impl ReceivingLanes {
         lane.is_some_and(|lane| !lane.ended && !lane.over)
     }
 
-    /// The lane's next frame arrived completely: the other side need not send it again.
+    /// Records that the lane's next frame arrived completely, so that the other side need not send
+    /// it again.
     pub(super) fn safe(&mut self, number: u16, bytes: u64, now_ns: u64) {
         if let Some(lane) = self.lanes.get_mut(&number)
             && !lane.over
@@ -95,7 +97,7 @@ impl ReceivingLanes {
         }
     }
 
-    /// The lane's end arrived, with the number of frames that it carried.
+    /// Records that the lane's end arrived, with the number of frames that the lane carried.
     pub(super) fn ended(&mut self, number: u16, frames: u64) -> Result<(), PeerFault> {
         let Some(lane) = self.lanes.get_mut(&number) else {
             return Ok(());
@@ -111,14 +113,14 @@ impl ReceivingLanes {
         Ok(())
     }
 
-    /// The lane's connection closed.
+    /// Records that the lane's connection closed.
     pub(super) fn over(&mut self, number: u16) {
         if let Some(lane) = self.lanes.get_mut(&number) {
             lane.over = true;
         }
     }
 
-    /// A new control lane came up: all acknowledgements are sent again.
+    /// Makes all acknowledgements due again, because a new control lane came up.
     pub(super) fn resend_all(&mut self) {
         for lane in self.lanes.values_mut() {
             lane.acknowledged = 0;
@@ -130,7 +132,7 @@ impl ReceivingLanes {
         self.lanes.values().filter_map(Lane::due_ns).min()
     }
 
-    /// A lost lane for which *lane lost* has not been sent.
+    /// Removes and returns a lost lane for which *lane lost* has not been sent.
     pub(super) fn take_lost(&mut self) -> Option<LaneAck> {
         let lost = |lane: &Lane| lane.over && !lane.ended;
         let (&number, _) = self.lanes.iter().find(|(_, lane)| lost(lane))?;
@@ -141,7 +143,7 @@ impl ReceivingLanes {
         })
     }
 
-    /// The frames of all lanes, if any acknowledgement is due.
+    /// Returns the acknowledgements of all lanes, if one of them is due.
     pub(super) fn take_acks(&mut self, now_ns: u64) -> Option<Vec<LaneAck>> {
         if self.due_ns()? > now_ns {
             return None;
@@ -156,7 +158,7 @@ impl ReceivingLanes {
                 lane.acknowledged = lane.frames;
                 lane.unacknowledged_bytes = 0;
             }
-            // Its last acknowledgement is sent.
+            // A lane that has ended is removed with its last acknowledgement.
             !lane.ended
         });
         Some(acks)

@@ -27,15 +27,16 @@ use crate::mistake::{Mistake, planted};
 pub use sending::{Outcome, Work};
 pub use values::{Action, Config, Left, OpenError, Opening, Side, Usage};
 
-/// Bytes of all channels after which one lane is not enough. Fewer bytes are treated as a
-/// dialogue of small messages.
+/// When the channels have sent this many bytes, the trunk uses more than one lane. Fewer bytes
+/// are treated as a dialogue of small messages.
 const BULK_BYTES: u64 = START_WINDOW_BYTES;
 
 #[derive(Debug)]
 enum Stage {
     /// This side opened the channel; the other side has not answered.
     Opening(Asking),
-    /// The other side opened the channel; bytes of earlier channels are delivered first.
+    /// The other side opened the channel. Bytes of earlier channels must be delivered before the
+    /// target is connected.
     Waiting {
         route: String,
         parameter: String,
@@ -51,7 +52,7 @@ enum Stage {
 struct Asking {
     route: String,
     parameter: String,
-    /// Earlier channels for which the caller has not counted the unread bytes.
+    /// Earlier channels with unread bytes that the caller has not counted yet.
     counting: BTreeSet<u32>,
     barrier: Vec<Mark>,
     /// Whether *open* was sent, so that the other side may have received it.
@@ -118,12 +119,12 @@ pub struct Trunk<T> {
     next_own: u64,
     /// The highest channel number that the other side has opened.
     highest_theirs: Option<u32>,
-    /// The other side's channels that wait for earlier ones.
+    /// The other side's channels that wait for earlier channels.
     waiting: BTreeSet<u32>,
-    /// Channels without a consumer, and until when their end may still arrive.
+    /// Channels without a consumer, each with the time until which its end may still arrive.
     leaving: BTreeMap<u32, u64>,
     turns: Turns,
-    /// The number of lanes' threads that are reading a socket.
+    /// The number of lane threads that are reading a socket.
     reading: u64,
     lanes: SendingLanes<T>,
     arriving: ReceivingLanes,
@@ -144,7 +145,7 @@ pub struct Trunk<T> {
 struct Agenda {
     /// This side's channels for which *open* has not been sent on this control lane.
     opens: BTreeSet<u32>,
-    /// Channels for which another message is due.
+    /// Channels for which one of the messages in [`Due`] is due.
     news: BTreeSet<u32>,
     credits: BTreeSet<u32>,
     /// Channels that no longer exist, for which the other side waits for *gone*.
@@ -168,8 +169,8 @@ enum Control {
 }
 
 impl<T: Clone> Trunk<T> {
-    /// One side of a trunk, before its control lane is up. Values outside the ranges of [`Config`]
-    /// are clamped.
+    /// Creates one side of a trunk. Its control lane is not up yet. Values outside the ranges of
+    /// [`Config`] are clamped.
     #[must_use]
     pub fn new(side: Side, config: Config, now_ns: u64) -> Self {
         let channels = config.channels.clamp(1, MAX_CHANNELS);
@@ -215,7 +216,7 @@ impl<T: Clone> Trunk<T> {
         self.channels.len()
     }
 
-    /// Bytes of a channel that wait here for its consumer.
+    /// The number of bytes of a channel that wait on this side for the channel's consumer.
     #[must_use]
     pub fn held(&self, channel: u32) -> Option<u64> {
         let channel = self.channels.get(&channel)?;
@@ -240,19 +241,19 @@ impl<T: Clone> Trunk<T> {
         (self.draining || self.peer_drains) && !left && !self.agenda.drain_due
     }
 
-    /// Raises the lane count to at least `lanes`. The caller keeps within the other side's limit.
+    /// Raises the lane count to at least `lanes`. The caller does not exceed the other side's limit.
     pub fn raise_lanes(&mut self, lanes: u16) {
         self.config.lanes = self.config.lanes.max(lanes.clamp(1, MAX_LANES));
     }
 
-    /// Opens and accepts no more channels; live channels continue.
+    /// Stops opening and accepting channels; live channels continue.
     pub fn drain(&mut self) {
         self.agenda.drain_due |= !self.draining;
         self.draining = true;
     }
 
-    /// A channel failed on this side, and the caller closes its connection. The channel is aborted:
-    /// the other side receives the code, and all bytes that wait are dropped.
+    /// Aborts a channel that failed on this side. The caller closes the channel's connection. The
+    /// other side receives the code, and all bytes that wait are dropped.
     pub fn fail(&mut self, channel: u32, fault: FaultCode, now_ns: u64) {
         let Some(was) = self.channels.get(&channel) else {
             return;
@@ -269,9 +270,10 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The hypervisor at this end of a channel closed its connection before the channel had ended.
-    /// If it is the consumer of a channel that the other side opened, and almost nothing was left
-    /// to deliver, this is not necessarily an abort: see [`Left`].
+    /// Records that the hypervisor at this end of a channel closed its connection before the
+    /// channel had ended. If the hypervisor is the consumer of a channel that the other side
+    /// opened, and almost nothing was left to deliver, this is not necessarily an abort: see
+    /// [`Left`].
     pub fn left(&mut self, channel: u32, now_ns: u64) -> Left {
         let Some(one) = self.channels.get(&channel) else {
             return Left::Broken;
@@ -282,8 +284,8 @@ impl<T: Clone> Trunk<T> {
         let is_little = one.inn.unread() <= MAX_UNREAD_BYTES;
         let is_known = one.inn.eof.is_some() && !one.inn.is_writing();
         let code = match (is_known, is_little) {
-            // A source that has closed its connection has truncated its own direction: report it at
-            // once.
+            // This side opened the channel, so its hypervisor is the migration's source. If the
+            // source closes early, its data is incomplete, so the abort is reported immediately.
             _ if one.ours => FaultCode::ChannelBroken,
             (true, true) => FaultCode::LeftUnread,
             (false, _) if is_little || one.inn.is_writing() => {
@@ -300,13 +302,14 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Decides about channels without a consumer. A channel has ended if its end arrived in time
-    /// after the few unread bytes; otherwise it is aborted.
+    /// Decides about channels without a consumer. If the channel's end arrived in time and few
+    /// bytes are unread, the fault code is [`FaultCode::LeftUnread`]; otherwise it is
+    /// [`FaultCode::ChannelBroken`].
     fn decide_leaving(&mut self, now_ns: u64) {
         let verdict = |channel: &u32, until_ns: &u64| {
             let one = self.channels.get(channel)?;
             match one.inn.eof {
-                // The writing thread reports how much the consumer took.
+                // A thread is still writing and will report how much the consumer took.
                 _ if one.inn.is_writing() && now_ns < *until_ns => None,
                 _ if one.inn.unread() > MAX_UNREAD_BYTES => Some(FaultCode::ChannelBroken),
                 Some(_) => Some(FaultCode::LeftUnread),
@@ -342,7 +345,8 @@ impl<T: Clone> Trunk<T> {
         self.leaving.clear();
         self.turns = Turns::default();
         self.lanes = SendingLanes::new(self.config.timeouts);
-        // Nothing more is sent; *drain* stays due, so the trunk does not count as drained.
+        // Nothing more is sent. Only *drain* stays due, so that the trunk does not count as
+        // drained.
         self.agenda = Agenda {
             drain_due: self.agenda.drain_due,
             ..Agenda::default()
@@ -363,8 +367,8 @@ impl<T: Clone> Trunk<T> {
         !self.is_over() && (reads || self.lanes.has_lost())
     }
 
-    /// Lanes that have to end and have not called [`Trunk::next`] since. Only their own threads can
-    /// end them.
+    /// Lanes that have to end. A lane is included until its thread calls [`Trunk::next`], because
+    /// only this thread can end the lane.
     pub fn leaving(&self) -> impl Iterator<Item = u16> {
         self.lanes.leaving()
     }
@@ -400,15 +404,15 @@ impl<T: Clone> Trunk<T> {
             Some(LaneAction::Open(lane)) => self.actions.push_back(Action::OpenLane(lane)),
             Some(LaneAction::Cut(lane)) => self.actions.push_back(Action::CutLane(lane)),
             Some(LaneAction::GiveUp) => self.abort_all(FaultCode::LaneLost, now_ns),
-            // Lost lanes are not fenced.
+            // A tunnel needs no fence for a lost lane.
             Some(LaneAction::Fence(_)) => {}
             None if self.lanes.life.is_exhausted() => self.end(FaultCode::LaneLost),
             None => {}
         }
     }
 
-    /// When [`Trunk::poll`] or [`Trunk::next_message`] may return something without another call
-    /// before that.
+    /// When [`Trunk::poll`] or [`Trunk::next_message`] may return something without another call in
+    /// between.
     #[must_use]
     pub fn due_ns(&self) -> Option<u64> {
         let control = match self.control {
@@ -471,8 +475,8 @@ impl<T: Clone> Trunk<T> {
         self.look_at_barriers();
     }
 
-    /// A channel no longer exists although its bytes were to be counted, so other channels
-    /// stop waiting for it.
+    /// Makes later channels stop waiting for the count of a channel's unread bytes, because the
+    /// channel no longer exists.
     fn uncount(&mut self, channel: u32) {
         for later in &self.agenda.opens {
             if let Some(one) = self.channels.get_mut(later)
@@ -514,7 +518,7 @@ impl<T: Clone> Trunk<T> {
     }
 
     /// Whether an earlier channel has delivered up to its mark. A channel that no longer exists
-    /// delays no other.
+    /// delays no other channel.
     fn is_delivered(&self, mark: &Mark) -> bool {
         let Some(earlier) = self.channels.get(&mark.channel) else {
             return true;
@@ -528,7 +532,7 @@ impl<T: Clone> Trunk<T> {
         earlier.is_some_and(|earlier| earlier.inn.is_stuck())
     }
 
-    /// Closes a channel that has ended in both directions, according to the messages so far.
+    /// Closes a channel if the messages so far show that it has ended in both directions.
     fn close_if_done(&mut self, channel: u32, now_ns: u64) {
         let Some(one) = self.channels.get(&channel) else {
             return;
@@ -541,7 +545,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Passes the end to the consumer once everything before it is written.
+    /// If everything before the end of the channel is written, passes the end to the consumer.
     fn shut_if_at_end(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.inn.at_end()
@@ -555,14 +559,14 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// Raises the number of bytes granted to a channel to its window, if the window is much
-    /// larger.
+    /// Raises the number of bytes granted to a channel to its window, if the window is much larger
+    /// than this number.
     fn grant(&mut self, channel: u32, now_ns: u64) {
         let span_ns = self.round_trip.span_ns();
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // No more bytes arrive.
+        // After the end no more bytes arrive.
         if one.inn.eof.is_some() {
             return;
         }
@@ -604,7 +608,8 @@ impl<T: Clone> Trunk<T> {
         if self.channels.contains_key(&channel) || self.ended.contains_key(&channel) {
             return Ok(());
         }
-        // Enough for every channel that the other side can have at the same time, repeated once.
+        // The limit has room for every channel that the other side can have at the same time, and
+        // for one repetition of each.
         if self.agenda.gone.len() >= 2 * MAX_CHANNELS {
             return Err(PeerFault::TooManyChannels);
         }
@@ -632,8 +637,8 @@ impl<T: Clone> Trunk<T> {
     }
 }
 
-/// After this many delivered chunks a credit is due, so that a sender is not stopped by the number
-/// of its chunks alone.
+/// After this many delivered chunks a credit is due. Otherwise the limit on unconfirmed chunks could
+/// stop a sender before its window is full.
 const UNREPORTED_CHUNKS: usize = crate::limits::MAX_CHANNEL_CHUNKS / 4;
 
 /// How long the end of a channel without a consumer may take to arrive. The last bytes arrive on a

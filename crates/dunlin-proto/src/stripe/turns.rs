@@ -1,15 +1,16 @@
 //! Which channel is read next.
 //!
 //! Channels with many bytes to send take turns, one chunk each. A channel that had nothing to send
-//! for a while goes first, so that a few bytes of a dialogue do not wait for a chunk of every
-//! other channel. A limit keeps the others from starving.
+//! for a while goes first, so that a few bytes of a dialogue do not wait for a chunk of every other
+//! channel. A limit ensures that the other channels get turns too.
 
 use std::collections::VecDeque;
 
 /// How many channels in a row may go first before one of the other channels gets a turn.
 ///
-/// Drawback: if many channels each send now and then, four of them wait for one chunk.
-/// Alternative: no limit; then they could starve the others.
+/// Drawback: if many channels send a few bytes now and then, they wait for a chunk of another
+/// channel after every four turns. Alternative: no limit. Such channels could then keep all other
+/// channels from a turn.
 const FIRST_IN_A_ROW: u32 = 4;
 
 /// The channels that have bytes to send and may send them.
@@ -21,8 +22,8 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    /// Queues a channel that is not queued. `bulk` is whether it had more to send at the end of its
-    /// last turn.
+    /// Queues a channel that is not queued. `bulk` means that the channel had more to send at the
+    /// end of its last turn.
     pub(super) fn add(&mut self, channel: u32, bulk: bool) {
         if bulk {
             self.others.push_back(channel);
@@ -77,7 +78,7 @@ mod tests {
         }
         let mut had = [0; 3];
         for _ in 0..150 {
-            // A channel that wants to go first arrives before each turn.
+            // Before each turn, a channel that may go first is queued.
             turns.add(100, false);
             let channel = turns.next().unwrap_or_default();
             if channel < 3 {

@@ -1,5 +1,4 @@
-//! The size of a channel's window: bounded in time, in bytes, and together with the other windows
-//! (I8).
+//! The size of a channel's window: bounded in time, in bytes, and by the sum of all windows (I8).
 
 use crate::limits::LEAST_WINDOW_BYTES;
 
@@ -10,11 +9,11 @@ use crate::limits::LEAST_WINDOW_BYTES;
 /// cover a consumer that is scheduled late and a lane that is a few chunks behind.
 pub const SLACK_NS: u64 = 10_000_000;
 
-/// How long the shortest round trip is used. Longer ones, measured while queues on the path are
-/// full, would widen the windows that fill those queues.
+/// How long the shortest measured round trip is used. Round trips are longer while queues on the
+/// path are full. If windows followed them, they would grow and fill the queues further.
 const ROUND_TRIP_AGE_NS: u64 = 10_000_000_000;
 
-/// What a channel has delivered recently, in two sliding spans.
+/// The bytes that a channel has delivered in the current span of time and in the span before it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Meter {
     began_ns: u64,
@@ -23,7 +22,7 @@ pub(super) struct Meter {
 }
 
 impl Meter {
-    /// `bytes` were delivered.
+    /// Records that `bytes` were delivered.
     pub(super) fn add(&mut self, bytes: u64, span_ns: u64, now_ns: u64) {
         let elapsed = now_ns.saturating_sub(self.began_ns);
         if elapsed >= span_ns.saturating_mul(2) {
@@ -35,8 +34,8 @@ impl Meter {
         self.current = self.current.saturating_add(bytes);
     }
 
-    /// The bytes delivered in the last `span_ns`, plus a quarter so that the window can grow.
-    /// Exact only just after [`Meter::add`], which is when callers need it.
+    /// The bytes delivered in the last `span_ns`, plus a quarter so that the window can grow. The
+    /// result is exact only immediately after [`Meter::add`], when callers use it.
     pub(super) fn window(&self, span_ns: u64, now_ns: u64) -> u64 {
         let elapsed = now_ns.saturating_sub(self.began_ns).min(span_ns);
         let rest = u128::from(self.before) * u128::from(span_ns - elapsed);
@@ -66,7 +65,7 @@ impl RoundTrip {
         self.current = Some(shortest);
     }
 
-    /// 0 before anything was measured.
+    /// The shortest recent round trip; 0 before the first measurement.
     pub(super) fn shortest_ns(&self) -> u64 {
         let both = self.current.into_iter().chain(self.before);
         both.min().unwrap_or(0)
@@ -78,10 +77,10 @@ impl RoundTrip {
     }
 }
 
-/// The bytes granted to all channels of the peer beyond their minimum.
+/// The bytes granted to all channels of the peer beyond their minimum windows.
 ///
-/// The minimum for the largest permitted number of channels is reserved, so that a new channel
-/// never waits for one that has stalled.
+/// The minimum is reserved for the largest permitted number of channels, so that a new channel never
+/// waits for a stalled channel.
 #[derive(Clone, Debug)]
 pub(super) struct Pool {
     room: u64,
@@ -89,7 +88,7 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// A pool of `bytes` for up to `channels`.
+    /// Creates a pool of `bytes` for up to `channels` channels.
     pub(super) fn new(bytes: u64, channels: u64) -> Self {
         Self {
             room: bytes.saturating_sub(channels.saturating_mul(LEAST_WINDOW_BYTES)),
@@ -97,7 +96,7 @@ impl Pool {
         }
     }
 
-    /// A channel's grant has changed from `before` to `now` bytes.
+    /// Records that a channel's grant has changed from `before` to `now` bytes.
     pub(super) fn changed(&mut self, before: u64, now: u64) {
         self.used = (self.used + beyond(now)).saturating_sub(beyond(before));
     }
@@ -108,7 +107,7 @@ impl Pool {
     }
 }
 
-/// What a grant takes from the pool.
+/// The bytes that a grant takes from the pool.
 fn beyond(granted: u64) -> u64 {
     granted.saturating_sub(LEAST_WINDOW_BYTES)
 }
@@ -132,13 +131,13 @@ mod tests {
 
     #[test]
     fn i8_a_steady_channels_window_is_what_it_delivers_in_the_span_and_a_quarter() {
-        // 1 GB/s in pieces of 100 KB; 10 ms of it are 10 MB.
+        // 1 GB/s in pieces of 100 KB, so 10 MB in 10 ms.
         let window = steady(100_000, MS / 10, 10 * MS);
         assert!((12_400_000..12_900_000).contains(&window), "{window}");
     }
 
-    /// The window itself causes bursts of a whole window per round trip, so such bursts must leave
-    /// it room to grow. Otherwise a long path never fills.
+    /// A sender that is limited by its window sends a burst of one window per round trip. The window
+    /// must grow in spite of such bursts. Otherwise it never fills a long path.
     #[test]
     fn bursts_of_a_window_per_round_trip_grow_it() {
         for round_trip_ms in [1, 10, 50, 200] {

@@ -1,4 +1,4 @@
-//! The destination's state machine. The destination decides.
+//! The destination's state machine. The destination decides which side runs the VM.
 
 use super::Impossible;
 use crate::control::Verdict;
@@ -16,26 +16,28 @@ pub enum Destination {
     Loading,
     /// *ready* is sent. The guest does not run before *commit*.
     Prepared,
-    /// The source has inquired over a new control lane before a decision. The
-    /// messages that the old lane's reader has read are being processed.
+    /// The source has inquired over a new control lane, and the destination has recorded neither
+    /// *running* nor *aborted*. The messages that the old control lane's reader has read are being
+    /// processed.
     Draining {
-        /// Whether *ready* had been sent, so one of them may be *commit*.
+        /// Whether *ready* had been sent. If so, *commit* may be among the messages that are being
+        /// processed.
         prepared: bool,
     },
     /// *commit* is received; disks and devices are being acquired. The guest
     /// has not run, so a failure can still end in *aborted*.
     Acquiring {
-        /// Whether the guest is to run or stay paused.
+        /// Whether the guest is to be resumed; otherwise it stays paused.
         run: bool,
     },
-    /// *running* is being recorded: the decision.
+    /// *running* is being recorded. This record decides that the VM belongs to the destination.
     Recording {
-        /// Whether the guest is to run or stay paused.
+        /// Whether the guest is to be resumed; otherwise it stays paused.
         run: bool,
     },
     /// *running* is recorded and the guest is being resumed.
     Starting,
-    /// The VM runs here, or stays paused as *commit* said.
+    /// The VM runs here, or stays paused as *commit* requested.
     Running,
     /// The source has released the VM, and the session is forgotten.
     Released,
@@ -43,8 +45,8 @@ pub enum Destination {
     Aborting,
     /// *aborted* is recorded; the destination's copy is dropped.
     Aborted,
-    /// The destination's copy is dropped, but *aborted* could not be recorded, so no
-    /// message reports it. The next inquiry tries again.
+    /// The destination's copy is dropped, but *aborted* could not be recorded, so no message
+    /// reports it. After the next inquiry, the destination tries to record it again.
     Unrecorded,
     /// *running* is recorded, but the VM no longer runs here: its process has
     /// ended, or it could not be resumed. It may have run.
@@ -66,7 +68,7 @@ pub enum DestinationEvent {
     Loaded,
     /// *commit* arrived.
     Commit {
-        /// Whether the guest is to run or stay paused.
+        /// Whether the guest is to be resumed; otherwise it stays paused.
         run: bool,
     },
     /// Disks and devices were acquired.
@@ -75,7 +77,7 @@ pub enum DestinationEvent {
     Resumed,
     /// *release* arrived: the source has destroyed its copy.
     Release,
-    /// *inquire* arrived on a control lane with a higher epoch than all before.
+    /// *inquire* arrived on a control lane with a higher epoch than all earlier ones.
     Inquired,
     /// Every message that the old control lane's reader had read was processed.
     Drained,
@@ -110,24 +112,24 @@ pub enum DestinationAction {
     /// Resumes the guest. Ends with [`DestinationEvent::Resumed`] or
     /// [`DestinationEvent::Failed`].
     Resume,
-    /// Reports the outcome of the attempt on the newest control lane: as
-    /// *answer* if an inquiry arrived there; otherwise *running* as itself,
-    /// *aborted* as *cancel* with the reason, and *ran, then died* as an
-    /// unsolicited *answer*.
+    /// Reports the outcome of the attempt on the newest control lane. If an inquiry
+    /// arrived there, the message is *answer*. Otherwise the message is *running*,
+    /// *cancel* with the reason (for *aborted*), or an *answer* without an inquiry
+    /// (for *ran, then died*).
     Tell(Verdict),
     /// Closes every control lane except the newest, so that nothing more can be
     /// read from them, and joins their readers.
     CloseOld,
-    /// Applies as events, in order, the messages that those readers had read,
-    /// each with all actions that follow. Ends with
+    /// Applies, in order and as events, the messages that the readers of the closed control lanes
+    /// had read. The actions of each event come before the next event. Ends with
     /// [`DestinationEvent::Drained`].
     Drain,
-    /// Closes every control lane without a message.
+    /// Closes every control lane without sending a message.
     Close,
     /// Joins the lanes, releases disks and devices, and drops the copy here.
     /// Idempotent.
     Discard,
-    /// Removes the record: the source sends no more inquiries.
+    /// Removes the record, because the source sends no more inquiries.
     Forget,
     /// Answers the operator that it is too late to cancel.
     RefuseTooLate,
@@ -136,20 +138,20 @@ pub enum DestinationAction {
 use DestinationAction as Do;
 
 const ABORT: &[Do] = &[Do::Record(DestinationRecord::Aborted)];
-/// Disks and devices may be held here. They are released before the source can
-/// learn of *aborted* and acquire them again.
+/// The destination may hold disks and devices. It releases them before the source can receive
+/// *aborted* and acquire them again.
 const RELEASE_AND_ABORT: &[Do] = &[Do::Discard, Do::Record(DestinationRecord::Aborted)];
 
 impl Destination {
-    /// Starts a session: the VM is built and *accept* not yet sent.
+    /// Starts a session: the VM is built, and *accept* is not sent yet.
     #[must_use]
     pub fn begin() -> (Self, &'static [DestinationAction]) {
         (Self::Accepting, &[Do::Record(DestinationRecord::Prepared)])
     }
 
-    /// Continues from the journal after the destination's process, and its VM
-    /// with it, have ended. Only inquiries are answered. `None` means that the
-    /// session has no record.
+    /// Continues from the journal after the destination's process, and its VM with it, have ended.
+    /// The destination then does nothing but answer inquiries. `None` means that the session has no
+    /// record.
     ///
     /// The caller holds the record's lock, which proves that the process has ended.
     #[must_use]
@@ -161,7 +163,7 @@ impl Destination {
                 (Self::Running, &[])
             }
             Some(DestinationRecord::Running) => (Self::Died, &[]),
-            // The VM runs neither here nor at the source.
+            // The VM ran here and has moved to another host. The source must not run it.
             Some(DestinationRecord::MovedOn) => (Self::Running, &[]),
             Some(DestinationRecord::Aborted) => (Self::Aborted, &[]),
         }
@@ -219,7 +221,7 @@ impl Destination {
                 (Self::Draining { prepared }, &[Do::CloseOld, Do::Drain])
             }
             (Self::Draining { .. }, On::Drained) => self.abort(),
-            // `Drained` follows and aborts in any case.
+            // These events change nothing, because `Drained` follows and aborts in any case.
             (Self::Draining { prepared: false }, On::Complete)
             | (
                 Self::Draining { .. },
@@ -258,7 +260,7 @@ impl Destination {
             (Self::Recording { run: false }, On::Recorded) | (Self::Starting, On::Resumed) => {
                 (Self::Running, &[Do::Tell(Verdict::Running)])
             }
-            // Part of the guest may have run. The source keeps its copy, an
+            // Some of the guest's vCPUs may have run. The source keeps its copy, an
             // operator decides, and this copy must never run again.
             (Self::Starting, On::Failed) => (
                 Self::Died,
@@ -287,7 +289,8 @@ impl Destination {
             (Self::Running | Self::Released | Self::Died, On::Cancelled) => {
                 (self, &[Do::RefuseTooLate])
             }
-            // The end of a lane after all its messages were sent or drained.
+            // The control lane ended after all its messages were sent or drained, so its loss
+            // changes nothing.
             (
                 Self::Running
                 | Self::Released
@@ -297,7 +300,7 @@ impl Destination {
                 | Self::Unknown,
                 On::ControlLost | On::Failed | On::Drained,
             )
-            // These crossed our *cancel*.
+            // The attempt has ended here. Late messages and a second cancellation change nothing.
             | (
                 Self::Aborted | Self::Unrecorded,
                 On::Complete | On::Commit { .. } | On::PeerCancelled | On::Cancelled,
@@ -307,7 +310,7 @@ impl Destination {
         })
     }
 
-    /// Before *commit*: this side holds no disks or devices.
+    /// Aborts before *commit*, while this side holds no disks or devices.
     fn abort(self) -> (Self, &'static [DestinationAction]) {
         if planted(Mistake::TellAbortedBeforeRecord) {
             return (

@@ -68,7 +68,7 @@ pub enum SourceEvent {
         same_memory: bool,
     },
     /// *running* arrived: the destination runs the VM, or keeps it paused as
-    /// *commit* said.
+    /// *commit* requested.
     Running,
     /// *answer* arrived; built by [`SourceEvent::answer`].
     Answer {
@@ -77,7 +77,7 @@ pub enum SourceEvent {
         /// The outcome of the attempt.
         verdict: Verdict,
     },
-    /// *refuse* or *cancel* arrived. After *commit* the destination sends it
+    /// *refuse* or *cancel* arrived. After *commit* the destination sends *cancel*
     /// only if it has recorded *aborted*.
     PeerCancelled,
     /// The operator cancelled the migration.
@@ -96,8 +96,8 @@ pub enum SourceAction {
     /// Writes and syncs this record. Ends with [`SourceEvent::Recorded`] or
     /// [`SourceEvent::RecordFailed`].
     Record(SourceRecord),
-    /// Writes and syncs this record. Failure is only a warning: from the
-    /// previous record a restarted source reaches the same end by an inquiry.
+    /// Writes and syncs this record. A failure is only a warning, because a source
+    /// that restarts from the previous record reaches the same end by an inquiry.
     Note(SourceRecord),
     /// Pauses the guest, then sends the last pages and the state. Ends with
     /// [`SourceEvent::FinalSent`] or [`SourceEvent::Failed`].
@@ -112,13 +112,13 @@ pub enum SourceAction {
     /// Reports to the operator that the VM is paused here and may run at the
     /// destination.
     HoldInDoubt,
-    /// Closes the current control lane, if any. Raises the epoch, also in the
-    /// record (failure is only a warning), reconnects with the new epoch, and
-    /// sends *inquire*. After a failed inquiry it first waits. At a deadline it
-    /// ends and leaves the VM in doubt.
+    /// Closes the current control lane, if any. Raises the epoch and records it; a
+    /// failure to record it is only a warning. Connects again with the new epoch and
+    /// sends *inquire*. After a failed inquiry, the source waits before it connects
+    /// again. At the deadline it stops and leaves the VM in doubt.
     Inquire,
     /// Reports to the operator that the VM ran at the destination and no longer
-    /// does, and that running it here returns to the moment of the pause.
+    /// does, and that the copy here would continue from the moment of the pause.
     AskOperator,
     /// Destroys the copy here. Idempotent.
     DestroyCopy,
@@ -130,8 +130,8 @@ pub enum SourceAction {
 
 use SourceAction as Do;
 
-/// The guest was not paused. *kept* is recorded before the message to the peer,
-/// because the peer then forgets the session and can no longer answer.
+/// The guest was not paused. *kept* is recorded before the message to the peer, because after the
+/// message the peer forgets the session and can no longer answer.
 const KEEP_LIVE: &[Do] = &[Do::Note(SourceRecord::Kept), Do::CancelPeer];
 /// The guest is resumed first, to keep the downtime short. A crash before *kept*
 /// is on disk leaves *committing*; the destination, which has received neither
@@ -144,8 +144,9 @@ const KEEP_PAUSED: &[Do] = &[
 const TAKE_BACK: &[Do] = &[Do::ResumeGuest, Do::Note(SourceRecord::Kept)];
 
 impl Source {
-    /// Continues from the journal after the source's process has ended. A VM in
-    /// that process is lost; a VM in another process is as the process left it.
+    /// Continues from the journal after the source's process has ended. If the VM ran
+    /// in that process, it is lost. A VM in another process is in the state in which
+    /// the source's process left it.
     #[must_use]
     pub fn restarted(record: SourceRecord) -> (Self, &'static [SourceAction]) {
         match record {
@@ -154,7 +155,7 @@ impl Source {
             SourceRecord::RanThenDied => (Self::RanThenDied, &[Do::AskOperator]),
             SourceRecord::RunHere => (Self::Kept, TAKE_BACK),
             SourceRecord::Kept => (Self::Kept, &[]),
-            // *release* is not sent: the destination keeps its record.
+            // *release* is not sent, so the destination keeps its record.
             SourceRecord::Released | SourceRecord::GivenUp => (Self::Released, &[Do::DestroyCopy]),
         }
     }
@@ -245,9 +246,9 @@ impl Source {
                 (Self::InDoubt, &[Do::HoldInDoubt])
             }
 
-            // *released* must be on disk first: if the copy were destroyed
-            // before, a crash would leave a question about a copy that no
-            // longer exists.
+            // *released* must be on disk first. Otherwise, after a crash between
+            // the two steps, the journal would lead to an inquiry about a copy that
+            // no longer exists.
             (Self::Releasing, On::Recorded) => {
                 (Self::Released, &[Do::DestroyCopy, Do::SendRelease])
             }
@@ -264,11 +265,11 @@ impl Source {
                 | Self::Released,
                 On::Cancelled,
             ) => (self, &[Do::RefuseTooLate]),
-            // *Ready* crossed our *inquire*: the destination had received everything only after
+            // *ready* crossed this side's *inquire*: the destination received everything only after
             // this side had crashed.
             (Self::InDoubt, On::Ready { .. }) => (self, &[]),
-            // Messages that were in flight at the end, or that were sent earlier but on a slower
-            // lane, change nothing.
+            // Messages that were in flight at the end, or that an older and slower control lane
+            // delivers late, change nothing.
             (
                 Self::RanThenDied | Self::Released | Self::Kept,
                 On::Running | On::Answer { .. } | On::PeerCancelled | On::Failed | On::ControlLost,
@@ -301,7 +302,7 @@ impl Source {
 }
 
 impl SourceEvent {
-    /// The event for an *answer*; `asked` is the attempt in doubt.
+    /// The event for an *answer* about `attempt`; `asked` is the attempt in doubt.
     #[must_use]
     pub fn answer(asked: u32, attempt: u32, verdict: Verdict) -> Self {
         Self::Answer {

@@ -1,6 +1,6 @@
 //! Writes and reads the fields of a message. A message lists its fields once
 //! ([`layout!`] for a struct, [`messages!`](super::message::messages) for
-//! the messages of a protocol); the list serves both directions.
+//! the messages of a protocol). The same list is used to write and to read.
 
 use std::ops::RangeInclusive;
 
@@ -197,7 +197,7 @@ impl Codec<Vec<u8>> for Blob {
     }
 }
 
-/// A list after its 16-bit count.
+/// A list, preceded by its 16-bit count.
 pub(crate) struct List<C> {
     /// Largest number of items.
     pub(crate) most: usize,
@@ -229,8 +229,8 @@ impl<T, C: Codec<T>> Codec<Vec<T>> for List<C> {
 /// One of a fixed set of values, each with its number.
 pub(crate) struct OneOf<N: 'static, T: 'static> {
     pub(crate) rows: &'static [(N, T)],
-    /// Whether later releases may add values: an unknown number other than 0
-    /// is then unsupported, not invalid.
+    /// Whether later releases may add values. If so, an unknown number other than 0
+    /// is unsupported, not invalid.
     pub(crate) grows: bool,
 }
 

@@ -4,13 +4,13 @@ use thiserror::Error;
 
 use crate::fault::FaultCode;
 
-/// Invalid bytes from a peer. The peer is at fault, or is a newer release.
+/// Invalid bytes from a peer. The peer is at fault, or runs a newer release.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("invalid {what} at byte {offset}: {why}")]
 pub struct DecodeError {
     /// The field's name in docs/wire/.
     pub what: &'static str,
-    /// What is wrong with it.
+    /// What is wrong with the field.
     pub why: DecodeReason,
     /// Offset of the field in the bytes passed to the decoder.
     pub offset: usize,
@@ -21,8 +21,8 @@ impl DecodeError {
         Self { what, why, offset }
     }
 
-    /// The code of the answer: it tells a newer peer which feature is missing here, and any
-    /// other peer that its message is malformed.
+    /// The fault code for the peer: a missing feature if the bytes come from a newer release,
+    /// otherwise a malformed message.
     pub fn fault(&self) -> FaultCode {
         match self.why {
             DecodeReason::Unsupported { .. }
@@ -38,7 +38,7 @@ impl DecodeError {
 #[non_exhaustive]
 pub enum DecodeReason {
     /// The bytes end inside the field.
-    #[error("truncated field: length {needed}, {left} left")]
+    #[error("truncated field: {needed} bytes needed, {left} left")]
     Truncated {
         /// Bytes that the field needs.
         needed: u64,
@@ -59,7 +59,7 @@ pub enum DecodeReason {
         /// The value as sent.
         value: u64,
     },
-    /// The value is reserved for something that was not negotiated.
+    /// The value is reserved for a feature that was not negotiated.
     #[error("value {value} was not negotiated")]
     Unsupported {
         /// The value as sent.
@@ -111,7 +111,7 @@ pub enum EncodeError {
     Invalid {
         /// The field's name in docs/wire/.
         what: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with the value.
         why: &'static str,
     },
 }

@@ -1,9 +1,9 @@
 //! The table of a protocol's control messages.
 
-/// Defines the control messages of one protocol, one row each: a number that
-/// never changes, the name in docs/wire/ and logs, and the fields in wire order,
-/// each with its name in errors and its [`Codec`](super::codec::Codec). For a
-/// message that wraps a struct, only the struct is listed.
+/// Defines the control messages of one protocol. The row of a message has a number
+/// that never changes, the name in docs/wire/ and logs, and the fields in wire order,
+/// each with its name in errors and its [`Codec`](super::codec::Codec). The row of a
+/// message that wraps a struct lists only the struct.
 ///
 /// The macro generates `Kind`, and the methods `kind`, `append` and `decode` of `Message`.
 macro_rules! messages {
@@ -28,8 +28,8 @@ macro_rules! messages {
                 }
             }
 
-            /// Appends header and body; `rest` writes what follows the start of
-            /// the header.
+            /// Appends header and body; `rest` writes the fields of the header that follow its
+            /// common first fields.
             fn append(
                 &self,
                 out: &mut Vec<u8>,
@@ -47,7 +47,7 @@ macro_rules! messages {
                 })
             }
 
-            /// Reads the body that follows `header`; `None` is a message of an
+            /// Reads the body that follows `header`. Returns `None` for a message of an
             /// unknown kind that may be skipped.
             ///
             /// # Errors

@@ -1,4 +1,4 @@
-//! Enums that messages and journals hold as a number.
+//! Enums that messages and journals encode as a number.
 
 /// Defines an enum that is encoded as a number. Each value has a row with its number,
 /// which never changes, and its name in documents and logs.

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | 4 | length of the body |
 //! | 2 | kind |
-//! | 2 | flags: bit 0, the message must be understood; the others zero |
+//! | 2 | flags: bit 0 means that the message must be understood; the other bits are zero |
 //!
 //! The rest of the header and the body depend on the protocol.
 
@@ -15,7 +15,7 @@ use super::{
 /// Bit 0 of the flags.
 const FLAG_REQUIRED: u16 = 1;
 
-/// The fields: the length is within its limit, the kind may be unknown.
+/// The first fields of a message. The length is within its limit; the kind may be unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Start {
     kind: u16,
@@ -45,8 +45,8 @@ impl Start {
         })
     }
 
-    /// Appends a message. In this release all messages must be understood.
-    /// `rest` writes the rest of the header.
+    /// Appends a message. The flags say that the receiver must understand the message, as in every
+    /// message of this release. `rest` writes the fields of the header that follow.
     ///
     /// # Errors
     /// The errors of `body`, and a body of more than `most` bytes; `out` is then unchanged.

@@ -1,6 +1,6 @@
-//! Properties of every codec: values survive encoding and decoding, arbitrary
-//! bytes and truncated messages are rejected without a panic, and a decoder
-//! allocates in proportion to its input.
+//! Properties of every codec: values are the same after encoding and decoding, arbitrary bytes and
+//! truncated messages are rejected without a panic, and a decoder allocates in proportion to its
+//! input.
 
 #![allow(clippy::unwrap_used)]
 
@@ -274,7 +274,7 @@ fn opening() -> impl Strategy<Value = Opening> {
     ]
 }
 
-/// A table, and ranges inside it that fit one chunk.
+/// Generates a region table, and ranges inside its regions that fit one chunk.
 fn chunk() -> impl Strategy<Value = (RegionTable, Vec<Range>)> {
     region_table().prop_flat_map(|table| {
         let range = (
@@ -297,7 +297,7 @@ fn chunk() -> impl Strategy<Value = (RegionTable, Vec<Range>)> {
                     }
                 }
             });
-        // Six ranges of at most 40 pages stay under the 256 of a chunk.
+        // Six ranges of at most 40 pages have fewer than the 256 pages of a chunk's payload.
         (Just(table), vec(range, 1..=6))
     })
 }
@@ -320,7 +320,7 @@ fn decode_opening(bytes: &[u8]) -> Option<Opening> {
     Opening::decode(&Prelude::decode(prelude).ok()?, body).ok()
 }
 
-/// A header of this kind in front of a body.
+/// Puts a header of this kind in front of a body.
 fn with_header(kind: u16, body: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0; CONTROL_HEADER_BYTES];
     bytes[..4].copy_from_slice(&u32::try_from(body.len()).unwrap().to_le_bytes());
@@ -398,8 +398,8 @@ proptest! {
         let bytes = encode(&message, &envelope);
         prop_assert_eq!(decode(&bytes[..cut.index(bytes.len())]), None);
 
-        // Truncated bytes with a header that announces the shorter body. Only a cut just before the
-        // extension fields leaves a valid message.
+        // Truncated bytes with a header that announces the shorter body. Only a truncation just
+        // before the extension fields leaves a valid message.
         let body = &bytes[CONTROL_HEADER_BYTES..];
         if body.is_empty() {
             return Ok(());

@@ -21,13 +21,13 @@ fn pages(name: &str) -> String {
     text.collect::<Vec<_>>().join("\n\n")
 }
 
-/// Whether a document contains `words`, on one line or broken over lines.
+/// Whether a document contains `words`, on one line or across line ends.
 pub(crate) fn contains(document: &str, words: &str) -> bool {
     let flowing: Vec<&str> = document.split_whitespace().collect();
     flowing.join(" ").contains(words.trim())
 }
 
-/// The vectors with names that begin with `prefix`, by the rest of the name.
+/// The vectors with names that begin with `prefix`, with the remaining part of the name as key.
 pub(crate) fn vectors_of(prefix: &str) -> BTreeMap<&'static str, Vec<u8>> {
     let mut vectors = BTreeMap::new();
     for block in WIRE.split("```vector\n").skip(1) {
@@ -43,7 +43,7 @@ pub(crate) fn vectors_of(prefix: &str) -> BTreeMap<&'static str, Vec<u8>> {
             .flat_map(str::split_whitespace)
             .map(|byte| u8::from_str_radix(byte, 16).unwrap());
         let earlier = vectors.insert(name, bytes.collect());
-        assert_eq!(earlier, None, "{name} is there twice");
+        assert_eq!(earlier, None, "{name} occurs twice");
     }
     vectors
 }
@@ -59,6 +59,6 @@ pub(crate) fn assert_exact(
         }
         let mut longer = bytes.clone();
         longer.push(0);
-        assert!(!decodes(name, &longer), "{name} with a byte more");
+        assert!(!decodes(name, &longer), "{name} with one more byte");
     }
 }

@@ -1,5 +1,5 @@
-//! The vectors of keying sessions in docs/wire/: each decodes to the value that the
-//! test names, encodes back to the same bytes, and there is one for every message.
+//! The vectors of keying sessions in docs/wire/: each decodes to the value that the test names and
+//! encodes back to the same bytes. There is one vector for every message.
 
 #![allow(clippy::unwrap_used)]
 
@@ -134,7 +134,7 @@ fn i7_every_truncation_of_a_vector_is_refused() {
     assert_exact(vectors(), |_, bytes| decode(bytes).is_some());
 }
 
-/// Sets every byte of every vector to every value: nothing panics, and each decoded value
+/// Sets every byte of every vector to every value. The decoder never panics, and each decoded value
 /// can be encoded again.
 #[test]
 fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {

@@ -403,7 +403,7 @@ fn i7_every_truncation_of_a_vector_is_refused() {
     assert_exact(vectors(), decodes);
 }
 
-/// Sets every byte of every vector to every value: nothing panics, and each decoded value
+/// Sets every byte of every vector to every value. The decoder never panics, and each decoded value
 /// can be encoded again.
 #[test]
 fn i7_every_changed_byte_of_a_vector_is_refused_or_understood() {

@@ -39,8 +39,7 @@ fn table(words: &str) -> Vec<Vec<&'static str>> {
         .1
 }
 
-/// The end of a table's fixed-width fields; each must start where the previous
-/// one ends.
+/// The end of a table's fixed-width fields; each field must start where the previous field ends.
 fn end(words: &str) -> usize {
     let mut at = 0;
     for row in table(words) {

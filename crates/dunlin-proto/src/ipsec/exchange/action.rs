@@ -29,21 +29,21 @@ pub enum Action {
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether they are the first of their epoch, so that traffic switches to it.
+        /// Whether these are the first SAs of their epoch. If so, traffic switches to this epoch.
         first: bool,
         /// The senders that had an SA in the previous epoch.
         known: Vec<Sender>,
     },
-    /// Removes these SAs: this side no longer sends with them.
+    /// Removes these SAs, because this side no longer sends with them.
     RetireOutbound {
         /// The epoch of the SAs.
         epoch: u32,
         /// The SAs.
         grants: Vec<Grant>,
-        /// Whether the SAs' senders have ended, instead of switching to another SA.
+        /// Whether the senders of these SAs have ended. Otherwise the senders use other SAs now.
         over: bool,
     },
-    /// Removes these SAs after a delay: packets of the peer may be in flight.
+    /// Removes these SAs after a delay, because packets of the peer may be in flight.
     RetireInbound {
         /// The epoch of the SAs.
         epoch: u32,
@@ -59,7 +59,7 @@ pub enum Action {
 /// A protocol violation by the peer.
 pub(super) struct Breach(pub(super) FaultCode, pub(super) String);
 
-/// Whether all items differ.
+/// Whether no two items are equal.
 pub(super) fn distinct<T: std::hash::Hash + Eq>(mut items: impl Iterator<Item = T>) -> bool {
     let mut seen = HashSet::new();
     items.all(|item| seen.insert(item))

@@ -6,7 +6,7 @@ use crate::ipsec::{Grant, LEAST_SPI, Sender, Slot};
 
 #[derive(Debug, Default)]
 pub(super) struct Receiving {
-    /// 0 until the first epoch is installed.
+    /// The current epoch; 0 until its first SAs are installed.
     epoch: u32,
     live: Vec<Grant>,
     /// The smallest unused index.
@@ -32,7 +32,9 @@ impl Receiving {
             return Err(malformed("SAs requested for an unexpected epoch"));
         }
         if next && self.previous.is_some() {
-            return Err(malformed("new epoch before the last one is retired"));
+            return Err(malformed(
+                "new epoch requested before the previous one is retired",
+            ));
         }
         let kept: &[Grant] = if next { &[] } else { &self.live };
         if kept.len() + slots.len() > self.limit {
@@ -54,7 +56,7 @@ impl Receiving {
         }
         for slot in &slots {
             if u64::from(slot.index) < self.next_index {
-                return Err(malformed("number of an SA reused"));
+                return Err(malformed("SA number reused"));
             }
             self.next_index = u64::from(slot.index) + 1;
         }
@@ -62,8 +64,8 @@ impl Receiving {
         Ok(Action::InstallInbound { epoch, slots })
     }
 
-    /// The requested SAs were installed with these SPIs. Returns `None` if nothing was requested,
-    /// or if the SPIs do not match the request.
+    /// Records that the requested SAs are installed with these SPIs. Returns `None` if nothing was
+    /// requested, or if the SPIs do not match the request.
     pub(super) fn installed(&mut self, spis: &[u32]) -> Option<(u32, Vec<(u32, u32)>)> {
         let (epoch, slots) = self.installing.take()?;
         if slots.len() != spis.len() || spis.iter().any(|spi| *spi < LEAST_SPI) {

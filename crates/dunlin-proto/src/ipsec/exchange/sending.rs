@@ -10,7 +10,7 @@ use crate::mistake::{Mistake, planted};
 
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// 0 until the first grant is installed.
+    /// The current epoch; 0 until the first granted SA is installed.
     epoch: u32,
     live: Vec<Grant>,
     next_index: u32,
@@ -79,7 +79,8 @@ impl Sending {
 
     pub(super) fn request(&mut self, sender: Sender) {
         self.releases.remove(&sender);
-        // The peer never accepts more than this; its own limit also applies.
+        // No peer accepts more SAs than this limit. The peer's own limit, which may be lower, applies
+        // when the request is sent.
         if self.requests.len() < usize::from(crate::limits::MAX_SAS) {
             self.requests.insert(sender);
         }
@@ -169,7 +170,7 @@ impl Sending {
         })
     }
 
-    /// The granted SAs are installed.
+    /// Records that the granted SAs are installed.
     pub(super) fn installed(&mut self, actions: &mut VecDeque<Action>) {
         let (epoch, grants) = match std::mem::take(&mut self.pending) {
             Pending::Installing { epoch, grants } => (epoch, grants),
@@ -195,7 +196,7 @@ impl Sending {
         }
     }
 
-    /// Returns the requests for which the peer has room besides `held` SAs. The others stay
+    /// Returns the requests for which the peer has room besides `held` SAs. The other requests stay
     /// pending.
     fn chosen(&mut self, held: usize) -> Vec<Sender> {
         let room = self.limit.saturating_sub(held);

@@ -159,7 +159,7 @@ impl Pair {
         }
     }
 
-    /// Performs one possible event; returns false if there is none.
+    /// Performs one event that is possible now; returns false if there is none.
     fn step(&mut self, which: usize) -> bool {
         for offset in 0..4 {
             let which = (which + offset) % 4;
@@ -168,7 +168,7 @@ impl Pair {
             if kind == 0 && self.sides[side].act(&mut self.sent[side]) {
                 return true;
             }
-            // A message is handled after all pending actions.
+            // A side handles a message only after it has performed all its pending actions.
             if kind == 1
                 && self.sides[side].exchange.actions.is_empty()
                 && let Some(message) = self.sent[other].pop_front()
@@ -341,12 +341,13 @@ fn new_keys_replace_the_old_ones_in_both_directions() {
     assert_eq!(pair.sides[0].exchange.outbound().0, 4);
     assert_eq!(pair.sides[1].exchange.inbound().0, 4);
     assert_eq!(senders_of(&pair.sides[0]).len(), 3);
-    // Two SAs and a fallback in one direction, one and a fallback in the other: none is left over.
+    // Two SAs and the fallback in one direction, one SA and the fallback in the other direction,
+    // and no further SA.
     assert_eq!(pair.sides[0].kernel.associations.len(), 5);
 }
 
-/// Nothing is sent with SAs that the peer may retire, so the peer may remove them
-/// immediately, whichever side is faster.
+/// After a rekey, no packet is sent with an old SA that the peer may already have removed, in
+/// whatever order the two sides act.
 #[test]
 fn nothing_is_sent_with_sas_that_the_peer_may_retire() {
     for first in 0..4 {
@@ -422,7 +423,8 @@ proptest! {
                     pair.sides[side].exchange.release(sender(side, number));
                 }
                 Event::Rekey(side) => pair.sides[side].exchange.rekey(),
-                // No packet is in flight when every message has been received.
+                // When every message has been received, no packet is in flight, so the delayed
+                // removals may run.
                 Event::RemoveLate(side) if pair.sent.iter().all(VecDeque::is_empty) => {
                     let late = std::mem::take(&mut pair.sides[side].late);
                     pair.sides[side].apply(&late);
@@ -474,7 +476,7 @@ fn refused(mut exchange: Exchange, message: Message, fault: FaultCode) {
     assert_eq!(reported, fault, "{message:?}");
     assert!(matches!(exchange.poll_action(), Some(Action::Over(ending)) if !ending.by_peer));
     assert_eq!(exchange.poll_action(), None);
-    // Nothing more is sent or handled.
+    // After the end, nothing more is sent or handled.
     exchange.handle_message(Message::Ready);
     exchange.want(Sender::Cpu(1));
     exchange.rekey();
@@ -544,7 +546,7 @@ fn i7_a_third_epoch_is_rejected_until_the_first_is_retired() {
 #[test]
 fn i7_an_spi_that_is_granted_twice_is_rejected() {
     let mut exchange = granting();
-    // This side has sent its own request for the fallback.
+    // This side has requested the fallback, so it accepts the first grant.
     let spis = vec![(0, 0x1000)];
     exchange.handle_message(Message::Granted { epoch: 1, spis });
     assert!(matches!(

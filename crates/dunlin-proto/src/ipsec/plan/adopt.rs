@@ -1,5 +1,5 @@
-//! How a session starts on ports that an earlier session left blocked: it takes over the blocking
-//! policies, so that the ports are never open in between.
+//! How a session starts on ports that an earlier session left blocked. The session takes over the
+//! blocking policies, so that the ports are never open in between.
 
 use super::Step;
 use crate::ipsec::object::{Object, Policy};
@@ -8,12 +8,12 @@ use crate::mistake::{Mistake, planted};
 /// The steps by which a session (the heir) takes over ports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Adoption {
-    /// Replaces the session's initial steps.
+    /// Steps to apply instead of the session's initial steps.
     pub begin: Vec<Step>,
-    /// Policies to remove immediately afterwards: the heir's own policies cover all of their
-    /// packets.
+    /// Policies to remove immediately after [`Adoption::begin`], because the heir's own policies
+    /// cover all of their packets.
     pub then: Vec<Policy>,
-    /// Policies that block ports of the heir and also other ports: they are removed like
+    /// Policies that block ports of the heir and also other ports. They are removed like
     /// [`Adoption::when_quiet`], and the heir can start only if no connection uses these ports.
     pub in_the_way: Vec<Policy>,
     /// Policies for ports outside the heir's range, to remove when no connection on these ports is
@@ -21,8 +21,8 @@ pub struct Adoption {
     pub when_quiet: Vec<Policy>,
 }
 
-/// Returns how a session with the initial steps `begin` takes over the policies `left` of an
-/// earlier session, after the immediate steps of [`undo`](super::undo).
+/// Returns the steps by which a session takes over the policies `left` of an earlier session, after
+/// the immediate steps of [`undo`](super::undo). `begin` are the session's usual initial steps.
 #[must_use]
 pub fn adopt(begin: &[Step], left: &[Policy]) -> Adoption {
     let own = |step: &Step| step.added().and_then(Object::policy).copied();
@@ -79,7 +79,8 @@ pub(in crate::ipsec) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// The heir of a process that was killed after any step, with any ports.
+        /// A process may be killed after any step. The session that takes over its ports (the heir)
+        /// opens none of the ports while it begins, whatever its own range of ports is.
         #[test]
         fn i6_an_heir_opens_no_port_while_it_begins(
             killed in any::<prop::sample::Index>(),
@@ -133,10 +134,8 @@ pub(in crate::ipsec) mod tests {
         }
     }
 
-    /// If the heir has the same ports, its policies replace the old ones one by one, and no old
+    /// If the heir has the same ports, its policies replace the old policies one by one, and no old
     /// policy is left.
-    ///
-    /// Claim I5 of docs/security.
     #[test]
     fn the_same_ports_are_taken_over_in_place() {
         let dead = parameters(4444, 4446, Mode::Cpu);

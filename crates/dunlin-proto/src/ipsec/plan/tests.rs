@@ -37,7 +37,7 @@ pub(super) fn parameters(first: u16, last: u16, mode: Mode) -> SessionParameters
     }
 }
 
-/// Slots starting at an index, with SPIs starting at `spi`.
+/// Grants for these senders, with indices that start at `index` and SPIs that start at `spi`.
 fn grants(senders: &[Sender], index: u32, spi: u32) -> Vec<Grant> {
     let grant = |(at, sender): (usize, &Sender)| {
         let at = u32::try_from(at).unwrap();
@@ -78,9 +78,9 @@ pub(super) fn ends(one: u16, other: u16) -> [Packet; 2] {
     ]
 }
 
-/// All steps of a session: initial policies, SAs, one more SA, new keys, removal. Also returns
-/// three step counts: after the initial policies, before the removal, and before the removal that
-/// requires quiet ports.
+/// Returns all steps of a session: initial policies, SAs, one more SA, new keys, removal. Also
+/// returns three step counts: after the initial policies, before the removal, and before the
+/// removal that requires quiet ports.
 pub(super) fn life(
     parameters: &SessionParameters,
     own: &[Sender],
@@ -140,8 +140,8 @@ fn any_mode() -> impl Strategy<Value = Mode> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// No packet of the ports leaves or enters in the clear at any step between the first policies
-    /// and the quiet end, for any numbers of CPUs.
+    /// No packet of the ports leaves or enters in the clear at any step from the first policies to
+    /// the last removal, for any numbers of CPUs.
     #[test]
     fn i6_no_packet_of_the_ports_is_in_the_clear_between_any_two_steps(
         mode in any_mode(),
@@ -186,7 +186,8 @@ proptest! {
         prop_assert!(kernel.policies.is_empty() && kernel.associations.is_empty());
     }
 
-    /// After a kill at any step, the record is undone without a packet in the clear.
+    /// If a process is killed at any step, the removal of its recorded objects lets no packet pass
+    /// in the clear.
     #[test]
     fn i6_removing_what_a_dead_process_left_sends_nothing_in_the_clear(
         mode in any_mode(),
@@ -199,7 +200,7 @@ proptest! {
         let killed = begun + killed.index(quiet - begun);
         let mut kernel = Kernel::default();
         steps[..killed].iter().for_each(|step| kernel.apply(step));
-        // The second process may be killed too.
+        // The process that removes the objects may be killed too.
         let mut objects = installed_by(&steps[..killed]);
         let first = undo(&objects);
         let cut = again.index(first.now.len() + 1);
@@ -259,7 +260,7 @@ fn a_connection_uses_its_own_sa_or_the_fallback() {
     assert_eq!(by(50_004), Sender::Fallback);
 }
 
-/// One side opens what the other seals, although their numbers of CPUs differ.
+/// Each side opens what the other side seals, although the sides have different numbers of CPUs.
 #[test]
 fn p14_two_cpus_and_four_open_what_the_other_seals() {
     let here = parameters(4444, 4444, Mode::Cpu);
@@ -367,8 +368,8 @@ fn sas_in_udp_differ_in_their_source_ports() {
     assert_eq!(inward, [(60_000, 4500)]);
 }
 
-/// The SAs of two epochs never mix: only policies move traffic from the old SAs to the new ones,
-/// once all are installed, and the removal of the old ones changes nothing.
+/// The SAs of two epochs never mix. Only policies move traffic from the old SAs to the new SAs, after
+/// all new SAs are installed. The removal of the old SAs changes nothing.
 #[test]
 fn new_keys_carry_nothing_before_a_policy_selects_them() {
     for mode in [Mode::Cpu, Mode::Connection] {

@@ -12,7 +12,7 @@ const TIMEOUTS: Timeouts = Timeouts {
     alone_ns: 5000,
 };
 
-/// Whether the peer owes a confirmation.
+/// Whether a confirmation of the peer is outstanding.
 #[derive(Debug, Default)]
 struct Owed(bool);
 
@@ -48,7 +48,7 @@ const STATES: [&str; 10] = [
     "gone",
 ];
 
-/// Lanes with lane 1 in this state, if it exists under this policy.
+/// Returns lanes with lane 1 in this state; `None` if this `loss` policy does not have the state.
 fn in_state(loss: Loss, state: &str) -> Option<Lanes> {
     let mut lanes = lanes(loss, 1);
     if state == "never opened" {
@@ -71,7 +71,7 @@ fn in_state(loss: Loss, state: &str) -> Option<Lanes> {
         "gone" => _ = lanes.remove(1, 0),
         _ => {}
     }
-    // Discards the actions of the state itself, including a replacement lane.
+    // Discards the actions that led to the state, including a replacement lane.
     actions(&mut lanes, 0);
     lanes.take_dropped();
     let fencing = state.starts_with("Fencing");
@@ -115,8 +115,8 @@ const EVENTS: [Event; 15] = [
     ("alone_ns passes", |lanes| passes(lanes, TIMEOUTS.alone_ns)),
 ];
 
-/// Time passes for a caller that polls in time, while the peer confirms nothing
-/// that lane 1 carried.
+/// Lets `span_ns` pass for a caller that polls in time. The peer confirms nothing that lane 1
+/// carried.
 fn passes(lanes: &mut Lanes, span_ns: u64) {
     lanes.want(0);
     if let Some(lane) = lanes.get_mut(1) {
@@ -206,7 +206,7 @@ fn the_delay_doubles_up_to_its_limit_until_the_peer_accepts_a_lane() {
     let mut now_ns = 0;
     for delay_ns in [10, 20, 40, 80, 80] {
         let lane = opened(&mut lanes, now_ns)[0];
-        // It connects, and the peer refuses it.
+        // The lane connects, and the peer refuses it.
         assert!(lanes.up(lane, now_ns));
         lanes.lose(lane, now_ns);
         assert_eq!(opened(&mut lanes, now_ns + delay_ns - 1), []);

@@ -16,7 +16,7 @@ fn actions(sending: &mut Sending, now_ns: u64) -> Vec<Action> {
     std::iter::from_fn(|| sending.poll(now_ns)).collect()
 }
 
-/// `lanes` lanes that are up, at time 0.
+/// Creates the state at time 0, with `lanes` lanes that are up.
 fn established(pages: u64, lanes: u16) -> Sending {
     let mut sending = Sending::new(Schedule::new([(7, pages)]), TIMEOUTS);
     sending.want(lanes);
@@ -179,8 +179,8 @@ fn no_lane_is_blamed_while_the_control_lane_is_silent() {
     );
 }
 
-/// Actions from `from_ns` until just before `to_ns` for a caller that polls
-/// regularly; `silent` keeps the control lane silent during that time.
+/// Returns the actions from `from_ns` until just before `to_ns` for a caller that
+/// polls regularly. With `silent`, the control lane is silent during that time.
 fn during(sending: &mut Sending, from_ns: u64, to_ns: u64, silent: bool) -> Vec<Action> {
     let mut all = Vec::new();
     for now_ns in (from_ns..to_ns).step_by(10) {
@@ -197,7 +197,7 @@ fn the_time_of_an_opening_lane_restarts_after_a_silent_control_lane() {
     let mut sending = established(CHUNK_PAGES, 1);
     sending.want(2);
     assert_eq!(actions(&mut sending, 0), [Action::Open(2)]);
-    // *lane up* would arrive on the control lane.
+    // *lane up* cannot arrive, because the control lane is silent.
     assert_eq!(during(&mut sending, 0, 3 * TIMEOUTS.open_ns, true), []);
     let heard_ns = 3 * TIMEOUTS.open_ns;
     sending.unheard(heard_ns);
@@ -215,7 +215,7 @@ fn the_time_of_a_fence_restarts_after_a_silent_control_lane() {
     sending.thread_ended(1, false, 0);
     sending.want(1);
     assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);
-    // *fenced* would arrive on the control lane.
+    // *fenced* cannot arrive, because the control lane is silent.
     assert_eq!(during(&mut sending, 0, 3 * TIMEOUTS.alone_ns, true), []);
     let heard_ns = 3 * TIMEOUTS.alone_ns;
     sending.unheard(heard_ns);
@@ -256,7 +256,8 @@ fn a_new_control_lane_restarts_the_time_of_every_lane() {
     let resumed_ns = 3 * TIMEOUTS.alone_ns;
     assert_eq!(during(&mut sending, 20, resumed_ns, true), []);
     sending.control_resumed(resumed_ns);
-    // The fence is requested again; the ended lane's confirmation is not repeated.
+    // The fence of lane 2 is requested again. Lane 1 has ended, and its confirmation is not
+    // repeated, so it is fenced too.
     assert_eq!(
         actions(&mut sending, resumed_ns),
         [Action::Fence(2), Action::Fence(1)]
@@ -447,7 +448,7 @@ fn time_while_the_source_was_suspended_counts_against_no_lane() {
     begin(&mut sending, CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(actions(&mut sending, 1), []);
-    // The next poll was due at 100.
+    // This poll is late: it was due at 100.
     assert_eq!(actions(&mut sending, 900), []);
     assert_eq!(sending.acknowledge(&ack(0), &[], 910), Ok(CHUNK_PAGES));
     let mut stopped = established(CHUNK_PAGES, 1);
@@ -460,7 +461,7 @@ fn time_while_the_source_was_suspended_counts_against_no_lane() {
     assert_eq!(actions(&mut stopped, due_ns), lost);
 }
 
-/// The lanes to open, among all actions.
+/// Polls until no action is left; returns the numbers of the lanes to open.
 fn opened(sending: &mut Sending, now_ns: u64) -> Vec<u16> {
     let all = actions(sending, now_ns).into_iter();
     all.filter_map(|action| match action {
@@ -476,7 +477,7 @@ fn a_lane_lost_first_at_the_destination_is_cut_and_counted_once() {
     begin(&mut sending, 2 * CHUNK_PAGES);
     assert_eq!(next(&mut sending, 1, 0), Work::Chunk);
     assert_eq!(sending.fenced(1, &[], 5), Ok(CHUNK_PAGES));
-    // Its thread may be blocked in a write.
+    // The lane's thread may be blocked in a write, so the connection is closed.
     assert_eq!(actions(&mut sending, 5), [Action::Cut(1)]);
     sending.thread_ended(1, false, 6);
     assert_eq!(actions(&mut sending, 6), []);
@@ -546,7 +547,7 @@ fn lanes_lost_in_the_last_iteration_are_replaced_by_one() {
 #[test]
 fn time_while_the_source_was_suspended_counts_against_no_replacement() {
     const LATE_NS: u64 = 3 * TIMEOUTS.alone_ns;
-    // One lane is fenced, another opens in its place.
+    // While one lane is being fenced, another opens in its place.
     let mut sending = established(CHUNK_PAGES, 2);
     sending.thread_ended(1, false, 0);
     assert_eq!(actions(&mut sending, 0), [Action::Fence(1)]);

@@ -8,7 +8,7 @@ use crate::stripe::frame::Data;
 use crate::stripe::inbound::{Arrival, Delivery};
 
 impl<T: Clone> Trunk<T> {
-    /// A connection has proved to be this lane of the other side.
+    /// Admits a lane of the other side with a valid proof.
     ///
     /// # Errors
     /// The reason why the lane is refused. The other side receives it, and the caller closes the
@@ -34,12 +34,12 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The payload of a piece has arrived completely on an admitted lane. The return value decides
-    /// what the caller does with it. A piece with [`Arrival::Deliver`] is the next one and does
-    /// not need its own buffer.
+    /// Records that the payload of a piece has arrived completely on an admitted lane. The return
+    /// value decides what the caller does with the piece. After [`Arrival::Deliver`] the caller
+    /// writes the piece immediately, so it needs no buffer of its own.
     ///
     /// # Errors
-    /// The peer violates the protocol: the caller calls [`Trunk::end`].
+    /// The peer violates the protocol. The caller then calls [`Trunk::end`].
     pub fn arrived(&mut self, lane: u16, data: &Data, now_ns: u64) -> Result<Arrival, PeerFault> {
         let arrival = self.place(lane, data)?;
         if arrival != Arrival::Keep || planted(Mistake::AckBeforeKept) {
@@ -52,7 +52,7 @@ impl<T: Clone> Trunk<T> {
         let channel = data.channel();
         if let Some(one) = self.channels.get_mut(&channel) {
             if !self.arriving.is_open(lane) {
-                // A lane that this side has given up: its pieces are sent again.
+                // This side has given up the lane, so the other side sends the pieces again.
                 return Ok(Arrival::Drop);
             }
             return one.inn.arrived(data);
@@ -61,11 +61,12 @@ impl<T: Clone> Trunk<T> {
         Ok(Arrival::Drop)
     }
 
-    /// After [`Arrival::Keep`]: stores the piece in its own buffer. If it has become the next
-    /// one in the meantime, it is returned, and the caller has the turn.
+    /// Stores the buffer into which the caller copied a piece after [`Arrival::Keep`]. If the piece
+    /// has become the next one in the meantime, it is returned, and the caller has the turn to
+    /// write it.
     ///
     /// # Errors
-    /// The peer violates the protocol: the caller calls [`Trunk::end`].
+    /// The peer violates the protocol. The caller then calls [`Trunk::end`].
     pub fn keep(
         &mut self,
         lane: u16,
@@ -83,9 +84,9 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The thread with the turn has written `bytes` to the channel's socket; `rest` holds what the
-    /// socket did not accept. Returns the piece to write next with the same turn, or ends the
-    /// turn. If there is a rest, [`Trunk::writable`] continues.
+    /// Records that the thread with the turn has written `bytes` to the channel's socket; `rest`
+    /// holds the bytes that the socket did not accept. Returns the piece to write next with the
+    /// same turn, or ends the turn. [`Trunk::writable`] later returns the bytes in `rest`.
     pub fn wrote(
         &mut self,
         channel: u32,
@@ -105,27 +106,28 @@ impl<T: Clone> Trunk<T> {
         next
     }
 
-    /// The channel's socket is writable again. Returns the piece to write; the caller has the turn.
+    /// Records that the channel's socket is writable again. Returns the piece to write; the caller
+    /// has the turn to write it.
     pub fn writable(&mut self, channel: u32) -> Option<Delivery<T>> {
         let one = self.channels.get_mut(&channel)?;
         one.inn.writable(channel)
     }
 
-    /// A lane of the other side ends after `frames` data frames.
+    /// Records that a lane of the other side ends after `frames` data frames.
     ///
     /// # Errors
-    /// A different number of frames has arrived: the peer violates the protocol.
+    /// A different number of frames has arrived, so the peer violates the protocol.
     pub fn lane_ended(&mut self, lane: u16, frames: u64) -> Result<(), PeerFault> {
         self.arriving.ended(lane, frames)
     }
 
-    /// The connection of the other side's lane has ended, and its thread reports nothing
-    /// more.
+    /// Records that the connection of the other side's lane has ended. The lane's thread reports
+    /// nothing more.
     pub fn admitted_over(&mut self, lane: u16) {
         self.arriving.over(lane);
     }
 
-    /// Whether the channel was ever opened. A channel that does not exist may have ended.
+    /// Checks that the channel was opened at some time. It may have ended since.
     pub(super) fn was_opened(&self, channel: u32) -> Result<(), PeerFault> {
         let ever = if self.is_ours(channel) {
             u64::from(channel) < self.next_own

@@ -1,14 +1,14 @@
 //! Channels are opened in the order in which their connections were accepted.
 //!
-//! A later channel of a listener is connected only after the bytes of earlier channels that had
-//! arrived when it was accepted are delivered. Those bytes were read already, or wait in the
-//! sockets of the earlier channels. Waiting bytes are counted while no lane reads the socket;
+//! When a listener accepts a connection, the listener's earlier channels may have bytes that were
+//! read but not delivered, and bytes that wait in their sockets. The new channel is connected only
+//! after these bytes are delivered. Waiting bytes are counted while no lane reads the socket;
 //! otherwise a lane could have read bytes without having reported them. If a lane is reading, it
 //! finishes first.
 //!
-//! An earlier channel with a consumer that does not read delays no other channel. When its socket
-//! is full, the consumer could not have received more without a tunnel either, and it may be
-//! waiting for the very connection that would wait for it.
+//! An earlier channel delays no other channel if its consumer does not read and the consumer's socket
+//! is full. Without a tunnel, the consumer could not have received more either. It may even be
+//! waiting for the new connection, which would otherwise wait for the consumer.
 
 use std::collections::BTreeSet;
 
@@ -83,13 +83,13 @@ impl<T: Clone> Trunk<T> {
         Ok(number)
     }
 
-    /// The answer to [`Action::Count`]: the number of bytes that can be read from the channel's
+    /// Answers [`Action::Count`] with the number of bytes that can be read from the channel's
     /// socket.
     pub fn counted(&mut self, channel: u32, unread_bytes: u64) {
         let Some(one) = self.channels.get_mut(&channel) else {
             return;
         };
-        // A lane has started to read since then: the count is requested again after the read.
+        // A lane has started to read since the request. The count is requested again after the read.
         if one.out.turn == Turn::Taken || one.out.counted_for == 0 {
             return;
         }
@@ -108,9 +108,10 @@ impl<T: Clone> Trunk<T> {
         self.queue(channel);
     }
 
-    /// The answer to [`Action::Connect`] if the target is connected. `window_bytes` is the largest
-    /// window that the route allows. From now on the caller reports when the socket is readable.
-    /// Returns false if the channel has ended in the meantime: the caller closes the connection.
+    /// Answers [`Action::Connect`] if the target is connected. `window_bytes` is the largest window
+    /// that the route allows. From now on the caller reports when the socket is readable. Returns
+    /// false if the channel has ended in the meantime; in this case the caller closes the
+    /// connection.
     #[must_use]
     pub fn connected(&mut self, channel: u32, window_bytes: u64) -> bool {
         let connecting = |one: &Channel<T>| matches!(one.stage, Stage::Connecting);
@@ -130,7 +131,7 @@ impl<T: Clone> Trunk<T> {
         true
     }
 
-    /// The answer to [`Action::Connect`] if the target is not connected, with the reason. The text
+    /// Answers [`Action::Connect`] with the reason why the target could not be connected. The text
     /// is truncated to the limit of a message.
     pub fn refuse(&mut self, channel: u32, fault: FaultCode, mut text: String, now_ns: u64) {
         let theirs = |one: &Channel<T>| !one.ours;
@@ -154,7 +155,7 @@ impl<T: Clone> Trunk<T> {
             return Err(PeerFault::WrongSide { channel: number });
         }
         if self.highest_theirs.is_some_and(|highest| number <= highest) {
-            // A repetition, perhaps on another control lane.
+            // The message repeats an earlier *open*, perhaps on another control lane.
             return self.answer_if_gone(number);
         }
         for mark in &open.barrier {
@@ -199,7 +200,7 @@ impl<T: Clone> Trunk<T> {
     }
 }
 
-/// The mark to wait for; `None` if those bytes are known to be delivered.
+/// Returns the mark for the bytes before `offset`; `None` if they are known to be delivered.
 fn mark(channel: u32, out: &Outbound, offset: u64) -> Option<Mark> {
     let over = out.open && offset <= out.delivered;
     (!over).then_some(Mark { channel, offset })

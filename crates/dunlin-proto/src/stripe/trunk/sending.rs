@@ -9,9 +9,9 @@ use crate::stripe::frame::Data;
 pub enum Work<T> {
     /// Send this piece, which a lost lane carried.
     Again {
-        /// Its header.
+        /// The header of the piece.
         data: Data,
-        /// Its bytes.
+        /// The caller's handle to the bytes of the piece.
         token: T,
     },
     /// Read this channel's socket: at most `most` bytes, without waiting. Report the result with
@@ -19,7 +19,7 @@ pub enum Work<T> {
     Read {
         /// The channel.
         channel: u32,
-        /// Bytes, at least one and at most [`crate::limits::MAX_STRIPE_CHUNK_BYTES`].
+        /// The number of bytes, at least one and at most [`crate::limits::MAX_STRIPE_CHUNK_BYTES`].
         most: u32,
     },
     /// Send the end, with this number of frames, and close the lane.
@@ -27,7 +27,7 @@ pub enum Work<T> {
         /// The number of data frames that the lane has carried.
         frames: u64,
     },
-    /// No work: call again when [`Trunk::ready`] is true.
+    /// There is no work. Call again when [`Trunk::ready`] is true.
     Wait,
     /// The lane was given up.
     Stop,
@@ -36,34 +36,36 @@ pub enum Work<T> {
 /// The result of reading a channel's socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {
-    /// Bytes.
+    /// Bytes were read.
     Bytes {
-        /// How many, from 1 to the permitted number.
+        /// The number of bytes, from 1 to the permitted number.
         length: u32,
         /// The caller's handle to the bytes, for sending them again.
         token: T,
-        /// Whether there may be more. If not, [`Trunk::readable`] reports more.
+        /// Whether there may be more bytes to read now. If not, [`Trunk::readable`] reports when
+        /// there are more.
         more: bool,
     },
-    /// No bytes now; [`Trunk::readable`] reports more.
+    /// No bytes can be read now; [`Trunk::readable`] reports when there are more.
     Nothing,
     /// End of file.
     End,
 }
 
 impl<T: Clone> Trunk<T> {
-    /// The connection of this lane is established and *lane open* is sent. Returns false if the
-    /// lane was given up in the meantime: the caller closes it.
+    /// Records that the connection of this lane is established and *lane open* is sent. Returns
+    /// false if the lane was given up in the meantime; in this case the caller closes the
+    /// connection.
     pub fn lane_established(&mut self, lane: u16, now_ns: u64) -> bool {
         !self.is_over() && self.lanes.life.up(lane, now_ns)
     }
 
-    /// The connection of this lane could not be established, or has ended.
+    /// Records that the connection of this lane could not be established, or has ended.
     pub fn lane_over(&mut self, lane: u16, now_ns: u64) {
         self.lanes.over(lane, now_ns);
     }
 
-    /// The channel's socket is readable.
+    /// Records that the channel's socket is readable.
     pub fn readable(&mut self, channel: u32) {
         if let Some(one) = self.channels.get_mut(&channel)
             && one.out.turn == Turn::Idle
@@ -105,8 +107,8 @@ impl<T: Clone> Trunk<T> {
         Work::Wait
     }
 
-    /// The result of [`Work::Read`], whether the lane still exists or not. Returns the header to
-    /// send with the bytes, or `None` if this lane has nothing to send.
+    /// Takes the result of [`Work::Read`]. The call is required even if the lane no longer exists.
+    /// Returns the header to send with the bytes, or `None` if this lane has nothing to send.
     pub fn read(
         &mut self,
         lane: u16,

@@ -7,11 +7,12 @@ use crate::mistake::{Mistake, planted};
 use crate::stripe::fault::PeerFault;
 use crate::stripe::message::{Credit, LaneAck, Mark, Message, Open};
 
-/// After this time a round trip is measured again, if credits are sent.
+/// After this time a new *ping* measures the round trip, if credits are sent.
 const PING_NS: u64 = 1_000_000_000;
 
 impl<T: Clone> Trunk<T> {
-    /// A control lane is up, the first or a later one: all current values are sent again.
+    /// Records that a control lane is up, the first or a later one. All current values are sent
+    /// again.
     pub fn control_up(&mut self, now_ns: u64) {
         if self.is_over() {
             return;
@@ -47,7 +48,7 @@ impl<T: Clone> Trunk<T> {
         }
     }
 
-    /// The control lane is lost.
+    /// Records that the control lane is lost.
     pub fn control_down(&mut self, now_ns: u64) {
         if self.control == Control::Up {
             self.control = Control::Down { since_ns: now_ns };
@@ -119,7 +120,7 @@ impl<T: Clone> Trunk<T> {
         std::mem::take(&mut self.agenda.drain_due).then_some(Message::Drain)
     }
 
-    /// *open* is sent in the order of channel numbers: the other side treats a number below
+    /// *open* is sent in the order of channel numbers, because the other side treats a number below
     /// the highest one as a channel that has ended.
     fn next_open(&mut self) -> Option<Message> {
         let &channel = self.agenda.opens.first()?;
@@ -191,7 +192,7 @@ impl<T: Clone> Trunk<T> {
     /// After the end of the trunk messages are ignored.
     ///
     /// # Errors
-    /// The peer violates the protocol: the caller calls [`Trunk::end`].
+    /// The peer violates the protocol. The caller then calls [`Trunk::end`].
     pub fn handle(&mut self, message: Message, now_ns: u64) -> Result<(), PeerFault> {
         if self.is_over() {
             return Ok(());
@@ -322,15 +323,16 @@ impl<T: Clone> Trunk<T> {
             if self.is_ours(channel) {
                 return Err(PeerFault::UnknownChannel { channel });
             }
-            // The *open* of the channel was lost with a control lane.
+            // The *open* of the channel was lost with a control lane, so this message is the first
+            // with its number.
             self.highest_theirs = Some(channel);
         }
         if let Some(one) = self.channels.get(&channel) {
             if planted(Mistake::ResetBehindData) && one.inn.waits() {
                 return Ok(());
             }
-            // Only if this side has read its hypervisor's stream to the end may the consumer leave
-            // bytes unread.
+            // The consumer may leave bytes unread only if this side has read its hypervisor's stream
+            // to the end. Otherwise the channel is broken.
             let fault = match fault {
                 FaultCode::LeftUnread if !one.ours || one.out.eof.is_none() => {
                     FaultCode::ChannelBroken
@@ -348,7 +350,7 @@ impl<T: Clone> Trunk<T> {
         self.answer_if_gone(channel)
     }
 
-    /// Handles *gone*: the other side keeps no state for the channel.
+    /// Handles *gone*, which means that the other side keeps no state for the channel.
     fn confirmed(&mut self, channel: u32, now_ns: u64) -> Result<(), PeerFault> {
         self.was_opened(channel)?;
         self.ended.remove(&channel);

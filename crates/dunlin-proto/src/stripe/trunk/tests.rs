@@ -78,7 +78,7 @@ impl Pair {
         std::mem::take(&mut self.actions[side])
     }
 
-    /// A connected channel of the connecting side, with its own listener and a lane per
+    /// Connects a channel that the connecting side opens, with its own listener and a lane in each
     /// direction.
     fn channel(&mut self) -> u32 {
         let channel = self.sides[0].open(opening(self.listener)).unwrap();
@@ -109,7 +109,7 @@ impl Pair {
         self.sides[side].read(lane, channel, outcome, self.now_ns)
     }
 
-    /// A piece arrives, and its consumer takes all of it.
+    /// Delivers a piece to a consumer that takes all of it.
     fn delivers(&mut self, side: usize, lane: u16, data: &Data) {
         let arrival = self.sides[side].arrived(lane, data, self.now_ns);
         assert_eq!(arrival, Ok(Arrival::Deliver));
@@ -193,7 +193,7 @@ fn a_few_bytes_wait_for_no_bulk_channel() {
     for channel in &bulk {
         pair.sides[0].readable(*channel);
     }
-    // Each channel goes first once.
+    // At first, each channel has one turn with priority, because it had nothing to send before.
     for _ in 0..3 * bulk.len() {
         assert_eq!(pair.reads(0, 1, 1000, true).unwrap().length(), 1000);
     }
@@ -256,7 +256,7 @@ fn windows_grow_with_the_delivered_rate_up_to_the_routes_window() {
     let mut pair = Pair::new();
     let channel = pair.channel();
     pair.sides[0].readable(channel);
-    // 256 KiB per 100 µs: 25 MiB in 10 ms.
+    // 256 KiB per 100 µs are 25 MiB in 10 ms.
     for _ in 0..1000 {
         pair.now_ns += MS / 10;
         let data = pair.reads(0, 1, CHUNK, true).unwrap();
@@ -283,7 +283,7 @@ fn an_abort_overtakes_waiting_bytes_and_drops_them() {
     pair.sides[0].readable(channel);
     for offset in 0..3 {
         let data = pair.reads(0, 1, 100, true).unwrap();
-        // The first piece is missing.
+        // The first piece does not arrive, so the later pieces wait for it.
         if offset > 0 {
             assert_eq!(pair.sides[1].arrived(1, &data, 0), Ok(Arrival::Keep));
             assert_eq!(pair.sides[1].keep(1, &data, 0, 0), Ok(None));
@@ -306,7 +306,7 @@ fn an_abort_overtakes_waiting_bytes_and_drops_them() {
 fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
     const MOST: u32 = MAX_UNREAD_BYTES as u32;
     // The number of unread bytes at the end; whether the end is known when the consumer closes;
-    // whether the end arrives later.
+    // whether the end arrives at all; the immediate and the final result.
     for (unread, known, comes, at_once, verdict) in [
         (0, true, true, Left::Unread, FaultCode::LeftUnread),
         (MOST, true, true, Left::Unread, FaultCode::LeftUnread),
@@ -365,8 +365,8 @@ fn a_consumer_that_leaves_a_few_bytes_before_the_end_unread_aborts_nothing() {
     }
 }
 
-/// If more than a few bytes arrive after the consumer has closed, the channel is aborted immediately:
-/// the consumer had not read to the end.
+/// If more than a few bytes arrive after the consumer has closed, the channel is aborted
+/// immediately, because the consumer had not read to the end.
 #[test]
 fn more_bytes_for_a_consumer_that_has_closed_are_an_abort_at_once() {
     let mut pair = Pair::new();
@@ -383,7 +383,8 @@ fn more_bytes_for_a_consumer_that_has_closed_are_an_abort_at_once() {
     assert_eq!(pair.did(0), [abort(channel, broken, true)]);
 }
 
-/// A reset may be read before the writing thread reports what the consumer has taken.
+/// A consumer may close its connection while a thread writes to it. The unread bytes are counted after
+/// the write.
 #[test]
 fn unread_bytes_are_judged_when_no_thread_writes() {
     for (written, fault) in [
@@ -415,8 +416,9 @@ fn unread_bytes_are_judged_when_no_thread_writes() {
     }
 }
 
-/// The side with the source reports immediately that the source has closed, and ignores a report
-/// about an end that it has not read itself.
+/// If the migration's source closes its connection, its side reports an abort immediately. A
+/// *reset* with the code for unread bytes also counts as an abort if this side has not read the
+/// source's stream to its end.
 #[test]
 fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     let broken = FaultCode::ChannelBroken;
@@ -425,7 +427,7 @@ fn a_source_that_has_closed_has_aborted_whatever_the_peer_reports() {
     assert_eq!(pair.sides[0].left(channel, 0), Left::Broken);
     assert_eq!(pair.did(1), [abort(channel, broken, true)]);
 
-    // The same after the other side has ended.
+    // The result is the same if the other side has ended its direction before.
     let channel = pair.channel();
     pair.ends(1, channel);
     assert_eq!(pair.did(0), [Action::ShutWrite(channel)]);
@@ -536,7 +538,7 @@ fn a_lost_lanes_chunks_are_resent_first_in_order_and_once() {
         .collect();
     pair.delivers(1, 1, &first[0]);
     pair.sides[0].lane_over(1, 0);
-    // The lost lane carried nothing acknowledged: the next attempt is delayed.
+    // No frame of the lost lane was acknowledged, so the next attempt to open a lane is delayed.
     pair.now_ns += 100 * MS;
     assert_eq!(pair.did(0), [Action::OpenLane(2)]);
     assert!(pair.sides[0].lane_established(2, pair.now_ns));
@@ -711,7 +713,7 @@ fn lanes_do_not_time_out_while_the_control_lane_is_down() {
     pair.sides[0].readable(channel);
     pair.reads(0, 1, 100, false).unwrap();
     let timeouts = Timeouts::default();
-    // Shorter than the timeout of the trunk, longer than that of a lane.
+    // Shorter than the timeout of the trunk, longer than the timeout of a lane.
     let away_ns = timeouts.alone_ns - MS;
     assert!(away_ns > timeouts.progress_ns);
     pair.sides[0].control_down(pair.now_ns);
@@ -883,7 +885,7 @@ fn i8_channels_are_limited() {
     }
     let error = pair.sides[0].open(opening(1));
     assert_eq!(error, Err(OpenError::TooMany { channels: 3 }));
-    // A side enforces its own limit on a peer with a higher one.
+    // A side enforces its own limit on a peer with a higher limit.
     pair.sides[0].config.channels = 4;
     let channel = pair.sides[0].open(opening(3)).unwrap();
     let did = pair.did(0);

@@ -9,9 +9,9 @@ use crate::stripe::Timeouts;
 /// The side of a trunk. It determines the numbers of the channels that this side opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// The side that dialled the trunk: its channels have even numbers.
+    /// The side that dialled the trunk. Its channels have even numbers.
     Connecting,
-    /// The side that accepted it: its channels have odd numbers.
+    /// The side that accepted the trunk. Its channels have odd numbers.
     Accepting,
 }
 
@@ -21,13 +21,14 @@ pub struct Config {
     /// Channels that may be live at the same time, counting those of both sides; at most
     /// [`crate::limits::MAX_CHANNELS`].
     pub channels: usize,
-    /// Bytes of all channels that may wait here for consumers, and bytes that may wait for
-    /// acknowledgement; at least `channels` times [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
+    /// Limit for the bytes of all channels that wait on this side for consumers, and again for the
+    /// bytes that wait for acknowledgement; at least `channels` times
+    /// [`crate::limits::LEAST_WINDOW_BYTES`] (I8).
     pub bytes: u64,
     /// Lanes that this side opens, at least 1.
     pub lanes: u16,
     /// Lanes of the other side that may be open at the same time, at least 1. While the other side
-    /// replaces lanes it has more open than it uses.
+    /// replaces lanes, it has more lanes open than it uses for data.
     pub lanes_max: u16,
     /// Timeouts of lanes and of the control lane.
     pub timeouts: Timeouts,
@@ -51,8 +52,8 @@ impl Default for Config {
 /// An accepted connection, for which a channel is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// The listener that accepted it; any number. The channels of one listener are connected in
-    /// order.
+    /// The listener that accepted the connection; the caller numbers its listeners. The channels of
+    /// one listener are connected in order.
     pub listener: u64,
     /// The route, by its name in both configurations.
     pub route: String,
@@ -75,15 +76,15 @@ pub enum OpenError {
     #[error("the tunnel is shutting down and opens no more channels")]
     Draining,
     /// The trunk has ended, or all channel numbers are used.
-    #[error("the trunk to the peer is over")]
+    #[error("the trunk to the peer has ended")]
     Over,
-    /// A name is longer than a message allows.
-    #[error("name of the route, or parameter, longer than 255 bytes")]
+    /// The route's name or the parameter is longer than a message allows.
+    #[error("route name or parameter is longer than 255 bytes")]
     Name,
 }
 
-/// What the caller does next. `channel` names one channel of the trunk, which may no longer exist
-/// when a lane's thread later reports about it.
+/// What the caller does next. `channel` names one channel of the trunk. When a lane's thread later
+/// reports about it, the channel may no longer exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Connects the route's target, if the peer may use it, and calls [`super::Trunk::connected`]
@@ -93,34 +94,35 @@ pub enum Action {
         channel: u32,
         /// The route's name, from the peer.
         route: String,
-        /// The parameter, from the peer: the caller checks it before use.
+        /// The parameter, from the peer. The caller must check it before use.
         parameter: String,
     },
     /// Counts the bytes that can be read from this channel's socket now, and calls
     /// [`super::Trunk::counted`]. No lane is reading the socket.
     Count(u32),
-    /// Reports from now on when the socket is readable: the other half is connected.
+    /// Reports from now on when the socket is readable, because the channel's other half is
+    /// connected.
     Opened(u32),
-    /// Closes the connection: the other half could not be connected.
+    /// Closes the connection, because the other half of the channel could not be connected.
     Refused {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason as text, from the peer: the caller escapes it.
+        /// The reason as text, from the peer. The caller must escape it.
         text: String,
     },
-    /// Shuts down the direction to the consumer: all bytes have been written.
+    /// Shuts down the direction to the consumer, because all bytes have been written.
     ShutWrite(u32),
-    /// Closes the connection: the channel has ended in both directions.
+    /// Closes the connection, because the channel has ended in both directions.
     Close(u32),
-    /// Resets the connection and drops the bytes that wait.
+    /// Resets the connection and drops the bytes that wait for it.
     Abort {
         /// The channel.
         channel: u32,
         /// The reason as a code.
         fault: FaultCode,
-        /// Whether the other side aborted it.
+        /// Whether the other side aborted the channel.
         by_peer: bool,
     },
     /// Dials a lane with this number, and calls [`super::Trunk::lane_established`] or
@@ -134,36 +136,36 @@ pub enum Action {
         lane: u16,
         /// The reason as a code.
         fault: FaultCode,
-        /// The reason as text, from the peer: the caller escapes it.
+        /// The reason as text, from the peer. The caller must escape it.
         text: String,
     },
     /// Ends the trunk, after all its channels were aborted.
     GiveUp(FaultCode),
 }
 
-/// The state of a channel after its consumer closed its connection before it had read everything.
+/// The state of a channel with a consumer that closed its connection before it had read everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
     /// The channel is over. The other side had ended its direction, and at most
     /// [`crate::limits::MAX_UNREAD_BYTES`] were unread. The other side receives
     /// [`FaultCode::LeftUnread`].
     Unread,
-    /// The channel is undecided: no more than that is unread and the end may be in flight, or
-    /// another thread is writing and will report how much is unread. [`Action::Abort`] follows,
+    /// The channel is undecided. Either few bytes are unread and the channel's end may be in flight,
+    /// or another thread is writing and will report how much is unread. [`Action::Abort`] follows,
     /// with [`FaultCode::LeftUnread`] or [`FaultCode::ChannelBroken`]. The caller writes nothing
     /// until then.
     Waits,
-    /// The channel is aborted: more was to be delivered.
+    /// The channel is aborted, because too many bytes were unread.
     Broken,
 }
 
 /// The bytes of one side, for tests, metrics and the status command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Granted to the other side and not delivered to a consumer.
+    /// Bytes granted to the other side and not delivered to a consumer.
     pub granted: u64,
-    /// Received and not delivered to a consumer.
+    /// Bytes received and not delivered to a consumer.
     pub held: u64,
-    /// Sent and not acknowledged.
+    /// Bytes sent and not acknowledged.
     pub unacknowledged: u64,
 }
