@@ -64,7 +64,7 @@ fn connect(endpoint: &str, deadline: Instant) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in endpoint.to_socket_addrs()? {
         let left = deadline.saturating_duration_since(Instant::now());
-        // A timeout of zero is an error, and too late anyway.
+        // With a timeout of zero, `connect_timeout` returns an error. The deadline has passed then.
         match TcpStream::connect_timeout(&address, left) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
@@ -83,7 +83,7 @@ fn start_broker() -> (Sender<Request>, Arc<AtomicU32>) {
             // A real broker would check here which endpoints may be reached.
             let connection = connect(&endpoint, deadline).map(OwnedFd::from);
             count.fetch_add(1, SeqCst);
-            // Fails if the requester has stopped waiting.
+            // Sending fails if the requester has stopped waiting.
             let _ = reply.send(connection);
         }
     });
@@ -111,7 +111,7 @@ fn main() -> Result<(), VmmError> {
         hosts.spawn(|| incoming.run(&mut |_: &Offered| -> Built { Ok(there.clone()) }));
         Migration::builder(vm, to, &client).host(host).run()
     })?;
-    // One for the control lane and one for each data lane.
+    // The broker opened one connection for the control lane and one for each data lane.
     println!("connections handed in: {}", made.load(SeqCst));
     println!("it runs there: {}", there.run_state() == RunState::Running);
     println!("memory is whole: {}", there.is_whole());

@@ -66,8 +66,8 @@ impl Vm {
         Arc::new(MappedMemory::new(self.memory.clone(), 4096))
     }
 
-    /// Writes one page. The caller holds the guest, so that no fetch falls between the
-    /// write and its bit.
+    /// Writes one page. The caller holds the guest's lock, so that the log is not fetched between
+    /// the write and the change of its bit.
     fn step(&self, guest: &mut Guest) {
         guest.random = guest
             .random

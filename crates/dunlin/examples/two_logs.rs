@@ -30,10 +30,10 @@ const DEVICE_OFFSET: u64 = 2048;
 /// A VM on either host.
 pub(crate) struct Vm {
     memory: Arc<GuestMemoryMmap<AtomicBitmap>>,
-    /// Accessed without vm-memory's bitmap, like a guest.
+    /// The same memory, written without an entry in vm-memory's bitmap, as by a guest.
     mapped: Arc<MappedMemory>,
     hypervisor: Arc<HypervisorLog>,
-    /// Locked while guest or device writes.
+    /// Locked while the guest or the device writes.
     machine: Mutex<Machine>,
 }
 
@@ -144,7 +144,7 @@ impl Vm {
         machine.throttle
     }
 
-    /// Whether memory holds everything that guest and device have written.
+    /// Whether memory holds everything that the guest and the device have written.
     pub(crate) fn is_whole(&self) -> bool {
         let machine = self.machine();
         let all = PAGES[0] + PAGES[1];

@@ -42,9 +42,9 @@
 //! # Ok::<(), dunlin::engine::vmm::VmmError>(())
 //! ```
 //!
-//! The directory has the files `ca-cert.pem` (the authority), `cert.pem` and `key.pem`, which not every
-//! user may read; [`Identity::load`] has the details. If all peers are pinned, no authority is needed:
-//! `examples/page.rs` shows it.
+//! The directory has the files `ca-cert.pem` (the authority), `cert.pem` and `key.pem`. A key file
+//! that every user can read is refused; [`Identity::load`] has the details. If all peers are
+//! pinned, no authority is needed, as `examples/page.rs` shows.
 //!
 //! # Migrate and receive
 //!
@@ -88,7 +88,7 @@
 //! | what fails | calls at the source | at the destination |
 //! | --- | --- | --- |
 //! | `describe` | none | |
-//! | `build`, or another region table | none: the guest was never paused | `discard`, if something was built |
+//! | `build`, or its regions differ | none: the guest was never paused | `discard`, if something was built |
 //! | a dirty log | `stop` | `discard` |
 //! | `pause` | `resume`, `stop` | `discard` |
 //! | `deactivate`, `save`, `load`, `hold` | `reactivate`, `resume`, `stop` | `discard` |
@@ -149,8 +149,9 @@
 //! [`RanThenDied`]: engine::VmIs::RanThenDied
 //! [`Gone`]: engine::VmIs::Gone
 #![forbid(unsafe_code)]
-// Without the feature, some items are public only for the other crates of the workspace. Builds of
-// these crates enable the feature, so that the compiler still reports dead code.
+// Without the feature, items that are public only for the other crates of the workspace would be
+// reported as dead code. Those crates enable the feature, and their builds report code that no
+// crate uses.
 #![cfg_attr(
     not(feature = "unstable-internals"),
     allow(dead_code, unreachable_pub, unused_imports)

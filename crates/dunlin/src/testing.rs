@@ -30,11 +30,11 @@
 //! | [`check_arrival`] | [`Builder`], [`DestinationVm`], [`SourceVm::destroy`] |
 //! | [`check_host`] | [`Host`](crate::engine::Host) |
 //!
-//! [`check_control`], [`check_memory`] and [`check_dirty_logs`] need only a source: they test a VMM that
-//! cannot receive a VM yet.
+//! [`check_control`], [`check_memory`] and [`check_dirty_logs`] need only a source, so they can
+//! test a VMM that cannot receive a VM yet.
 //!
-//! Not testable from outside: [`SourceVm::hold`], which may take any time, and whether
-//! the devices that a VMM releases are free.
+//! Two things cannot be tested from outside: [`SourceVm::hold`], which may take any time, and
+//! whether the devices that a VMM releases are free.
 //!
 //! [`GuestMemory`]: crate::engine::vmm::GuestMemory
 //! [`SourceVm`]: crate::engine::vmm::SourceVm
@@ -137,7 +137,7 @@ pub enum Violation {
     NotEmpty {
         /// The region's position in the table.
         region: usize,
-        /// The page in the region.
+        /// The page's number in the region.
         page: u64,
     },
     /// A fetched page is reported again.
@@ -148,7 +148,7 @@ pub enum Violation {
     NotCleared {
         /// The region's position in the table.
         region: usize,
-        /// The page in the region.
+        /// The page's number in the region.
         page: u64,
     },
     /// A region or page that does not exist is reported.
@@ -172,7 +172,7 @@ pub enum Violation {
         /// The observation.
         what: String,
     },
-    /// A method failed without a reason to.
+    /// A method failed that should have succeeded.
     #[error("{method} failed, so that later steps cannot be tested")]
     Failed {
         /// The method, such as `SourceVm::pause`.

@@ -2,9 +2,9 @@
 //!
 //! docs/api/ has a file for each of five library crates, made from the sources, so that it needs no nightly
 //! compiler. It lists every `pub` item that another crate can name without the feature
-//! `unstable-internals`: the items of public modules, and what public modules re-export. Items of this
-//! workspace are listed in full under the first path that exports them; further paths, and items of
-//! other crates or made by a macro, are a line with `use`.
+//! `unstable-internals`: the items of public modules, and what public modules re-export. Items of
+//! this workspace are listed in full under the first path that exports them. A line with `use`
+//! lists each further path, each item of another crate, and each item made by a macro.
 //!
 //! `DUNLIN_BLESS=1 cargo test --package dunlin --test api` regenerates the files. A
 //! line that was removed or changed is a breaking change, which CHANGELOG.md must list.
@@ -23,10 +23,10 @@ use syn::{
 /// The lists leave out the items that need this feature.
 const UNSTABLE: &str = "unstable-internals";
 
-/// The largest number of lines for dunlin-lane.
+/// Maximum number of lines in the list of dunlin-lane.
 const LANE_MAX: usize = 150;
 
-/// The largest number of lines for dunlin.
+/// Maximum number of lines in the list of dunlin.
 const DUNLIN_MAX: usize = 350;
 
 /// A path within a crate, the crate's name first.
@@ -44,7 +44,7 @@ struct Module {
 /// One name that a module imports.
 struct Use {
     path: Names,
-    /// `None` for everything in a module.
+    /// `None` if everything in a module is imported.
     bound: Option<String>,
     is_public: bool,
 }
@@ -380,7 +380,7 @@ impl Api {
         self.lines.insert(format!("{path}: {line}"));
     }
 
-    /// Methods and traits of the listed types.
+    /// Lists the methods and traits of the listed types.
     fn implementations(&mut self) {
         let mut blocks = Vec::new();
         for (path, module) in &self.sources.modules {
@@ -515,7 +515,8 @@ fn is_public(visibility: &Visibility) -> bool {
     matches!(visibility, Visibility::Public(_))
 }
 
-/// Tests, documentation tests and fuzz entries, and items that need [`UNSTABLE`].
+/// Whether an item is left out: tests, documentation tests, fuzz entries, and items that need
+/// [`UNSTABLE`].
 fn is_left_out(attributes: &[Attribute]) -> bool {
     let conditions = attributes.iter().filter(|one| one.path().is_ident("cfg"));
     conditions.map(|one| text(&one.meta)).any(|condition| {
@@ -552,7 +553,7 @@ fn fields(all: &Fields, of_variant: bool) -> String {
     }
 }
 
-/// Tokens as one would write them.
+/// The text of tokens, spaced as a person would write them.
 fn text(tokens: &impl ToTokens) -> String {
     let mut text = tokens.to_token_stream().to_string();
     text = text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -612,7 +613,7 @@ fn a_list_expands_reexports_and_leaves_out_the_unstable() {
     let line = "trait SealedLanes: LaneAcceptor + fmt::Debug";
     for (api, path) in [(&lane, "dunlin_lane"), (&dunlin, "dunlin::lane")] {
         assert!(api.lines.contains(&format!("{path}: {line}")));
-        // A module, methods and re-exports that need the feature.
+        // Items that need the feature: a module, methods and re-exports.
         for unstable in [
             "::record",
             "DataSender::fn send(",

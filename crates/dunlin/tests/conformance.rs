@@ -108,7 +108,7 @@ fn each_part_of_a_vmm_is_tested_by_itself() {
     check_arrival(&mut two_logs(), &effort).unwrap();
 }
 
-/// How a faulty VMM deviates from the one that it wraps.
+/// How a faulty VMM deviates from the VMM that it wraps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     /// One log of two is left out.
@@ -141,9 +141,9 @@ enum Fault {
 struct Faulty {
     vm: Arc<two_logs::Vm>,
     fault: Fault,
-    /// The number of descriptions.
+    /// How many times the VM has been described.
     described: AtomicU8,
-    /// Whether it claims to be paused.
+    /// Whether the VM claims to be paused.
     paused: AtomicBool,
 }
 
@@ -214,7 +214,8 @@ impl SourceVm for Faulty {
     fn run_state(&self) -> RunState {
         match self.fault {
             Fault::RunStateLies => RunState::Running,
-            // The kit must find the fault without the help of the reported state.
+            // Claim to be paused, because the kit must find the fault without the help of the
+            // reported state.
             Fault::PauseDoesNot if self.paused.load(SeqCst) => RunState::Paused,
             _ => self.vm.run_state(),
         }
@@ -371,7 +372,7 @@ fn every_broken_contract_is_reported_with_its_method() {
         (
             Fault::StateIsLost,
             "DestinationVm::load promises that a VM that has loaded a state saves the same state again; \
-             required section `device` of 0 in version 1 differs from byte 0 of 8 on",
+             required section `device` of 0 in version 1 differs, first at byte 0 of 8",
         ),
         (
             Fault::RunStateLies,

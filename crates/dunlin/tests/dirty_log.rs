@@ -57,7 +57,7 @@ impl Writer for Scribbler {
             let regions: Vec<u64> = memory.iter().map(GuestMemoryRegion::len).collect();
             while !until.load(Ordering::Relaxed) {
                 for _ in 0..20 {
-                    // Knuth's MMIX generator; the high bits are the good ones.
+                    // Knuth's MMIX generator. Its high bits are the most random.
                     state = state
                         .wrapping_mul(6_364_136_223_846_793_005)
                         .wrapping_add(1_442_695_040_888_963_407);
@@ -70,8 +70,8 @@ impl Writer for Scribbler {
                     };
                     write(&memory, region, word * 8, state);
                 }
-                // The pages that one round of the test copies must stay few
-                // enough that there are many rounds.
+                // Write slowly: if each round of the test had to copy many pages, there would be
+                // few rounds.
                 std::thread::sleep(std::time::Duration::from_micros(50));
             }
             state
@@ -104,7 +104,7 @@ fn as_guest() -> Arc<Write> {
     })
 }
 
-/// As the VMM writes.
+/// Writes as the VMM does: with an entry in vm-memory's bitmap.
 fn as_vmm() -> Arc<Write> {
     Arc::new(|memory, region, offset, value| {
         let region = memory.iter().nth(region).unwrap();
@@ -266,7 +266,7 @@ fn i5_a_log_that_breaks_any_promise_is_found_out() {
         let violation = check(&memory, 4096, &mut log, as_vmm()).unwrap_err();
         let found = match fault {
             Fault::Forgets | Fault::Silent => matches!(violation, Violation::Missed { .. }),
-            // A late report breaks both promises; either may be detected first.
+            // A late report breaks two promises. The test may find either of them first.
             Fault::Lags => matches!(
                 violation,
                 Violation::Missed { .. } | Violation::NotCleared { .. }
@@ -294,7 +294,7 @@ fn i5_a_log_that_breaks_any_promise_is_found_out() {
 
 #[test]
 fn i5_a_writer_that_another_log_sees_is_missed() {
-    // The log of the VMM's own writes does not contain the guest's.
+    // The log of the VMM's own writes does not contain the guest's writes.
     let memory = Arc::new(allocate(BYTES, Backing::Private).unwrap());
     let mut log = OwnWrites::new(Arc::clone(&memory));
     let violation = check(&memory, 4096, &mut log, as_guest()).unwrap_err();

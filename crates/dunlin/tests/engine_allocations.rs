@@ -16,15 +16,15 @@ use dunlin::{Incoming, Migration};
 use dunlin_rig::linux::allocations::{Counting, allocations, count_this_thread};
 use dunlin_test_support::engine::{TestBuilder, TestVm, tls, verified};
 
-/// The allocation counts when the buffers had reached their final size, and when the guest
-/// paused.
+/// The number of allocations so far: when the buffers had reached their final size, and when the
+/// guest was paused.
 static WARM: AtomicU64 = AtomicU64::new(0);
 static PAUSED: AtomicU64 = AtomicU64::new(0);
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Marks the lanes' threads of both sides.
+/// A host that starts the count of allocations on each lane's thread, on both sides.
 struct Marking;
 
 impl Connector for Marking {

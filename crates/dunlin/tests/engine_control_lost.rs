@@ -103,7 +103,8 @@ fn the_control_lane_killed_at_any_point_and_in_any_way_is_made_anew() {
             report.lanes_lost <= most,
             "{point:?} {fault:?} {with_lane} {events:?}"
         );
-        // Only pages that the guest wrote to, and those in flight on the lane.
+        // No iteration starts again from all pages: each sends only pages that the guest wrote to,
+        // and those in flight on the lane.
         let most = scene.hot_pages + report.pages_again;
         assert!(
             report.iterations[1..].iter().all(|one| one.pages <= most),

@@ -1,6 +1,5 @@
-//! The control lane is lost around *commit*, a journal fails, or no process
-//! answers: over real sockets, through a relay that drops bytes
-//! and connections at the engine's events.
+//! The source loses the control lane around *commit*, a journal fails, or no process answers. The
+//! tests use real sockets, through a relay that drops bytes and connections at the engine's events.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -64,7 +63,7 @@ fn i1_a_commit_that_never_arrived_is_asked_about_and_the_vm_goes_on_at_the_sourc
         assert_eq!(built.calls(), ["load", "discard"]);
         assert!(!runs(&built));
         assert_eq!(here.states(), []);
-        // The source might ask again.
+        // The destination keeps its record, because the source might ask again.
         assert_eq!(
             there.states(),
             [State::Destination(DestinationRecord::Aborted)]
@@ -97,8 +96,8 @@ fn i1_a_running_that_never_came_back_is_asked_about_and_the_vm_is_the_destinatio
         let (mut ended, builder) = destination.finish();
         assert!(runs(&builder.built.unwrap()));
         let received = ended.pop().unwrap().unwrap();
-        // If the destination had not noticed the end, the session was still open and answered
-        // itself. Otherwise a separate answering thread did.
+        // If the destination had not noticed the end, the session was still open and answered the
+        // inquiry itself. Otherwise a separate answering thread answered.
         assert_eq!(received.answering.is_some(), noticed);
         if let Some(answering) = received.answering {
             let until = Instant::now() + Duration::from_secs(5);
@@ -138,7 +137,7 @@ fn i2_a_vm_without_an_answer_is_held_until_an_operator_decides() {
         let relay = Arc::new(Relay::start(listener.local_addr().unwrap()));
         let builder = TestBuilder::default();
         let at = Box::new(|_: &DestinationEvent| ());
-        // Behaves like another process without a journal at the same address.
+        // This destination behaves like another process without a journal at the same address.
         let journals = Box::new(Journal::none);
         let destination = Destination::on(listener, &server, journals, builder, at);
         let vm = running();
@@ -266,7 +265,8 @@ fn a_full_disk_on_either_side_is_found_while_the_guest_runs() {
     let full: Disk = |scratch| scratch.on(FailingDisk(None));
     let unprepared: Disk = |scratch| scratch.on(FailingDisk(Some(PREPARED)));
     let uncommitting: Disk = |scratch| scratch.on(FailingDisk(Some(COMMITTING)));
-    // Later processes of either side identify the peer by its block.
+    // The peer block must be written too, because later processes of either side identify the peer
+    // by it.
     let peerless: Disk = |scratch| scratch.on(PeerlessDisk);
     for (source, destination) in [
         (full, JournalDirectory::journal as Disk),

@@ -81,7 +81,7 @@ fn i3_i4_a_lane_killed_in_any_phase_and_any_way_is_replaced_and_nothing_is_lost(
                 if matches!(event, Event::Paused) {
                     match phase {
                         Phase::LastPass => scene.proxy.strike(1, fault),
-                        // The lane ends here, and its end does not arrive.
+                        // The lane ends here, and its end does not reach the destination.
                         Phase::AfterEnd => {
                             scene.proxy.strike(1, Fault::Hold);
                             scene.proxy.strike_at_close(1, fault);
@@ -122,7 +122,7 @@ fn lanes_lost_one_after_another_and_all_at_once_come_back_and_share_the_work() {
             .into_iter()
             .enumerate()
         {
-            // The first is the control lane.
+            // The first connection is the control lane, so the second is a data lane.
             let victim = scene.proxy.alive()[1];
             scene.proxy.strike(victim, fault);
             scene.await_events(before + 1, is_lost);
@@ -182,7 +182,7 @@ fn throughput_goes_with_the_lanes_that_are_lost_and_comes_back_with_them() {
         assert!(after > 0.85 * before, "{after} after {before}");
         sending.join().unwrap()
     });
-    // Including the lanes that were refused meanwhile.
+    // The count includes the lanes that were refused in the meantime.
     assert!(report.lanes_lost >= 3, "{report:?}");
     scene.finish(&report);
 }
@@ -237,8 +237,9 @@ fn a_lane_that_waits_at_a_mark_is_not_given_up_for_a_slow_one() {
     let report = thread::scope(|scope| {
         let sending = scope.spawn(|| scene.send(&quick(3, 64)).unwrap());
         scene.await_events(3, is_up);
-        // The lane delivers one chunk after another, each within the limit of 700 ms. The others wait at
-        // the mark for more than twice the limit, and the wait is the assertion: no lane is given up.
+        // The lane delivers one chunk after another, each within the limit of 700 ms. The other
+        // lanes wait at the mark for more than twice the limit. The wait is the assertion: no lane
+        // is given up.
         for chunks in 1..=5 {
             scene
                 .proxy
@@ -282,7 +283,7 @@ fn lanes_are_replaced_again_and_again_before_their_limit_and_lose_nothing() {
         "{events:?}"
     );
     assert_eq!(report.digests_equal, Some(true));
-    // 16 records and a header for each chunk of 64 pages.
+    // Each chunk of 64 pages takes 16 records and a header.
     assert!(report.lanes.len() >= 12, "{:?}", report.lanes);
     for connection in 1..proxy.connections() {
         let records = proxy.progress(connection).records;
@@ -394,7 +395,7 @@ impl Chance {
     }
 }
 
-/// The seeds to try: the given one, a few, or many new ones.
+/// The seeds to try: the one in `DUNLIN_SEED`, or new ones.
 fn seeds() -> Vec<u64> {
     if let Ok(seed) = std::env::var("DUNLIN_SEED") {
         return vec![seed.parse().unwrap()];

@@ -1,6 +1,5 @@
-//! A session leaves nothing behind: threads, sockets and other descriptors of this process
-//! are counted before and after. The test is alone in its process, since it counts all of
-//! them.
+//! A session leaves nothing behind. Threads, sockets and other descriptors of this process are
+//! counted before and after. The test is alone in its process, because it counts all of them.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -17,7 +16,7 @@ use dunlin_test_support::engine::{
 /// A name, whether the session succeeds, and the function that runs it.
 type Case<'a> = (&'a str, bool, Box<dyn Fn() -> bool + 'a>);
 
-/// Threads and descriptors.
+/// The numbers of this process's threads and descriptors.
 fn held() -> (usize, usize) {
     let count = |path| fs::read_dir(path).unwrap().count();
     (count("/proc/self/task"), count("/proc/self/fd"))

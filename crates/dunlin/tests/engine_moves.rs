@@ -59,7 +59,7 @@ fn i3_a_running_vm_arrives_byte_for_byte_over_1_to_8_lanes() {
             ["describe", "pause", "deactivate", "save", "hold", "destroy"]
         );
         assert_eq!(built.calls(), ["load", "acquire", "resume", "announce"]);
-        // The counters of the source and of the destination.
+        // The counters of the source and of the destination must agree.
         let traffic = report.traffic;
         assert_eq!(traffic.raw_pages + traffic.zero_pages, received.pages);
     }
@@ -147,7 +147,7 @@ fn i3_a_difference_planted_at_the_destination_is_found_and_the_vm_goes_on() {
 }
 
 /// Zero pages leave room in a chunk for other pages, but each separate page takes a range. This
-/// memory needs more ranges than a header has room for.
+/// memory needs more ranges than one header has room for.
 #[test]
 fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     const APART: u64 = 384;
@@ -157,7 +157,8 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
         let address = GuestAddress((1024 + page) * 4096);
         vm.memory.write_slice(&[7; 4096], address).unwrap();
     }
-    // Every second page of the first part; after that, zero pages and other pages alternate.
+    // The first part has every second page. In the second part, zero pages and other pages
+    // alternate.
     *vm.scan.lock().unwrap() = Some(|_, _, found| {
         for page in 0..APART {
             found(2 * page * 4096..(2 * page + 1) * 4096);
@@ -171,8 +172,8 @@ fn i3_zeros_that_lie_apart_fill_a_chunk_up_to_its_ranges() {
     let traffic = &report.traffic;
     let pages = (traffic.raw_pages, traffic.zero_pages);
     assert_eq!(pages, (TURNS / 2, TURNS / 2 + APART));
-    // Each page has its own range. If only pages limited a chunk, there would be 14 chunks. Marks
-    // and the end are frames too.
+    // Each page has its own range. If each chunk ended after 64 pages, zero pages included, there
+    // would be 14 chunks. Marks and the end are frames too.
     let frames = traffic.header_bytes / 24 - (APART + TURNS);
     assert!(frames < 14, "{frames}");
     assert_eq!(moved.builder.built.unwrap().digest(), vm.digest());
@@ -447,7 +448,7 @@ fn i1_a_vm_that_the_destination_cannot_start_runs_nowhere_until_an_operator_deci
             Resolution::RunHere => assert!(vm.goes_on()),
             Resolution::Destroy => assert_eq!(vm.calls().last(), Some(&"destroy")),
         }
-        // The doubt is resolved permanently.
+        // A doubt is resolved only once: a second decision has no effect.
         let calls = vm.calls();
         doubt.resolve(&*vm, Resolution::RunHere).unwrap();
         assert_eq!(vm.calls(), calls);
@@ -659,7 +660,8 @@ fn a_guest_that_outruns_the_link_is_slowed_step_by_step_and_moves() {
 fn at_its_time_limit_a_migration_is_cancelled_or_the_guest_is_stopped() {
     for at_time_limit in [AtTimeLimit::Cancel, AtTimeLimit::Stop] {
         let (vm, options) = outrunning();
-        // The change also takes effect in the middle of a pass, which takes 800 ms.
+        // The time limit also takes effect in the middle of a pass. At this rate the first pass
+        // takes 800 ms.
         let options = options
             .to_builder()
             .throttle(false)

@@ -41,7 +41,7 @@ fn i6_guest_memory_never_crosses_the_network_in_the_clear() {
         receiving.finish(false).0.unwrap();
         let seen = proxy.recorded();
         assert!(seen.len() > 1 << 20);
-        // As a check of the search: with plain lanes it must find the content.
+        // Check the search itself: with plain lanes it must find the content.
         let found = seen
             .windows(CANARY.len())
             .filter(|part| part == CANARY)

@@ -115,7 +115,7 @@ impl Drop for Answerer {
     }
 }
 
-/// A destination's record of a process that has died.
+/// Leaves a destination's record, as of a process that has died.
 fn leave(journal: &Journal, session: SessionId, state: DestinationRecord, peer: &Principal) {
     let state = State::Destination(state);
     let record = Record {
@@ -186,7 +186,8 @@ fn i1_another_authorised_host_neither_asks_about_nor_releases_a_vm_that_has_arri
     let running = State::Destination(DestinationRecord::Running);
     assert_eq!(there.states(), [running]);
     assert!(!answering.is_over());
-    // The source with a renewed certificate, and a session of which the destination has no record.
+    // The source, with a renewed certificate, asks about a session of which the destination has no
+    // record.
     let renewed = client(&site.host(SOURCE), to);
     assert_eq!(ask(address, &renewed, [1; 16]), Some(Verdict::NoRecord));
     let mut peer = inquirer(address, &renewed, session).unwrap();
@@ -227,7 +228,7 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         for stranger in &strangers {
             let refused = inquirer(to, stranger, SESSION).err();
             assert_eq!(refused, Some(FaultCode::WrongIdentity), "{open}");
-            // A separate session, which would replace the running one.
+            // The stranger offers a session of its own, which would replace the running one.
             match Peer::source_of(to, stranger, LaneSecurity::Tls, [8; 16]).1 {
                 Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Busy),
                 other => panic!("{other:?}"),
@@ -235,7 +236,7 @@ fn i1_another_authorised_host_neither_resumes_nor_displaces_a_session() {
         }
     }
     let renewed = of(site.host(SOURCE));
-    // A late control lane of the session's own peer.
+    // A late control lane of the session's own peer is refused as malformed.
     match Peer::source(to, &renewed, LaneSecurity::Tls).1 {
         Opening::Refuse(_, refusal) => assert_eq!(refusal.fault, FaultCode::Malformed),
         other => panic!("{other:?}"),
@@ -255,7 +256,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
     let site = Site::new();
     let to = || names(&[DESTINATION]);
     let (source, renewed) = (site.host(SOURCE), site.host(SOURCE));
-    // From an authority that the destination does not trust.
+    // These hosts have a certificate from an authority that the destination does not trust.
     let third = Authority::named("three");
     let pinned = [&[][..], &[SOURCE]].map(|names| load(&third.host_trusting(names, &[&site.ours])));
     let pins = pinned.each_ref().map(|one| one.summary().unwrap().pin);
@@ -290,7 +291,7 @@ fn i1_a_journal_answers_the_peer_of_its_session_alone() {
         ("itself", &source, [1, 4].as_slice()),
         ("renewed", &renewed, &[1, 4]),
         ("another name", &site.host(OTHER), &[]),
-        // The fourth record has only the text.
+        // Session 4 is recorded only with the peer's names.
         (
             "the same name of another authority",
             &site.twin(SOURCE),
@@ -389,7 +390,7 @@ fn i1_a_source_in_doubt_believes_its_destination_alone_in_the_process_and_after_
         // The reason names the certificate of the host that answered, not a timeout.
         assert!(why.contains("sha256"), "{who}: {why}");
         assert_eq!(here.states(), [committing], "{who}");
-        // The destination itself, with a renewed certificate.
+        // Then the destination itself answers, with a renewed certificate.
         drop(destination.finish());
         let renewed = Answerer::start(&tls(&site.host(DESTINATION)), elsewhere.journal());
         assert_eq!(ask(&renewed), VmLocation::AtSource, "{who}");

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What an example prints; it must succeed.
+/// Runs an example, which must succeed, and returns what it prints.
 fn run(name: &str) -> String {
     // target/debug/deps/examples-… is next to target/debug/examples/.
     let test = std::env::current_exe().unwrap();
@@ -31,7 +31,7 @@ fn i3_the_smallest_integration_moves_its_vm() {
     );
 }
 
-/// The crate's README is the example.
+/// The crate's README contains the example.
 #[test]
 fn the_readme_has_the_smallest_example() {
     let example = include_str!("../examples/smallest.rs");

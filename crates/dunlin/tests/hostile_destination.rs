@@ -1,8 +1,7 @@
-//! A destination that lies, at each step of a session (I7): the source ends the
-//! session with an error that names the lie and the party at fault, releases its
-//! resources, and its guest continues; after *commit* the guest stays paused, since
-//! it may run at the destination. The next migration, to an honest destination,
-//! succeeds.
+//! A destination that lies, at each step of a session (I7). The source ends the session with an
+//! error that names the lie and the party at fault, releases its resources, and its guest
+//! continues. After *commit* the guest stays paused, because it may run at the destination. The
+//! next migration, to an honest destination, succeeds.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]
@@ -38,8 +37,8 @@ fn one_lane() -> source::Options {
         .unwrap()
 }
 
-/// Options with which pre-copy takes longer than any lie about it; otherwise the source
-/// would already be waiting for *ready*.
+/// Options with which pre-copy is still in progress when a lie arrives. With a faster pre-copy, the
+/// source would already be waiting for *ready*.
 fn slow() -> source::Options {
     one_lane().to_builder().rate(Some(1 << 20)).build().unwrap()
 }

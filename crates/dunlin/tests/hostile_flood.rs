@@ -35,7 +35,7 @@ fn stranger(to: SocketAddr, number: u64) -> Option<TcpStream> {
     Some(stream)
 }
 
-/// Migrates 48 MiB at 32 MiB/s. Returns the time until it was accepted, and the total time.
+/// Migrates 48 MiB at 32 MiB/s. Returns the time until the VM was accepted, and the total time.
 fn migrate(to: SocketAddr, client: &dunlin::lane::policy::ClientTls) -> (Duration, Duration) {
     let vm = TestVm::new(48 << 20);
     vm.fill(24 << 20);
@@ -107,7 +107,7 @@ fn i7_a_thousand_strangers_do_not_disturb_a_session() {
             most_files = most_files.max(open_files());
         }
         let flood_took = began.elapsed();
-        // They stay until the session has ended.
+        // The strangers stay connected until the session has ended.
         let flooded = migrating.join().unwrap().1;
         (flooded, most_files, flood_took)
     });
@@ -267,7 +267,7 @@ fn i7_garbage_silence_and_strangers_do_not_stop_a_migration() {
         b"DUNLIN\r\nwhat",
         &[0; 5000],
     ] {
-        // The destination may reject it before all bytes are written.
+        // The destination may reject the connection before all bytes are written.
         let _ = TcpStream::connect(to).unwrap().write_all(garbage);
     }
     // A client that never stops sending is handled once, like any other.

@@ -145,7 +145,7 @@ impl Limited {
         }
     }
 
-    /// Its last text and its standard error.
+    /// Waits for the end of the process. Returns its next line and its standard error.
     fn end(mut self) -> (Option<String>, String) {
         let said = self.next();
         let mut errors = String::new();
@@ -190,7 +190,8 @@ fn destinations(limits: impl Iterator<Item = String>, may_die: bool) -> Tally {
         let (result, _) = send(&vm, &to, &client, &verified(4), &cancel);
         assert!(began.elapsed() < Duration::from_secs(30), "{limit}");
         if result.is_err() {
-            // A destination that has rejected a connection waits for the next.
+            // A destination that has rejected a connection waits for the next one, so end its
+            // process.
             let _ = limited.child.kill();
         }
         let (said, errors) = limited.end();

@@ -24,8 +24,7 @@ const END_LIMIT: Duration = Duration::from_secs(16);
 /// The bytes that a guest has written before it is migrated.
 const FILLED: usize = 16 << 20;
 
-/// Asserts that a destination ends with `fault` and `text` while the source runs
-/// `play`.
+/// Asserts that a destination ends with `fault` and `text` while `play` acts as its source.
 fn outlasts(fault: FaultCode, text: &str, play: impl FnOnce(&Victim<'_>)) {
     outlasts_within(END_LIMIT, fault, text, play);
 }
@@ -96,7 +95,7 @@ fn loses_its_lane(play: impl FnOnce(&mut Liar<'_>)) {
         let fenced = |message: &Message| matches!(message, Message::Fenced { lane: 1, .. });
         let began = Instant::now();
         let mut reply = None;
-        // One wait for a message is as long as the limit.
+        // Wait repeatedly, because one wait for a message is only as long as the lane's limit.
         while reply.is_none() && began.elapsed() < END_LIMIT {
             reply = liar.peer.await_message(fenced);
         }
@@ -149,7 +148,7 @@ fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
                     break;
                 }
             }
-            // Open and unread until the destination resets the connection.
+            // Keep the connection open and unread until the destination resets it.
             let reset = Interest::failure(liar.peer.stream.socket());
             let gone = poll(&[reset], Some(Duration::from_secs(60))).unwrap();
             assert_eq!(gone, [true], "the destination has not given up");
@@ -160,8 +159,8 @@ fn i7_i8_a_source_that_pings_and_reads_nothing_is_given_up() {
     assert!(peak < 64 << 20, "{peak} bytes");
 }
 
-/// A destination that answers pings and acknowledges nothing prevents only the
-/// migration: the guest runs, and an operator can cancel.
+/// A destination answers pings and acknowledges nothing. This prevents only the migration: the
+/// guest runs, and an operator can cancel.
 #[test]
 fn i2_a_destination_that_acknowledges_nothing_does_not_hold_the_source() {
     let (client, server) = tls();
@@ -243,8 +242,6 @@ fn i1_a_source_that_never_commits_is_ended_by_the_operator() {
 
 /// A source that only answers pings is given up at the destination's limit, before and after all
 /// memory has arrived.
-///
-/// Claim P9 of docs/security.
 #[test]
 fn i1_i2_a_source_that_only_answers_is_given_up_at_the_idle_limit() {
     for ready in [false, true] {

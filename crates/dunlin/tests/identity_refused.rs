@@ -324,7 +324,7 @@ fn i6_certificates_out_of_date_or_revoked() {
     let mut table = Table::default();
     let site = Site::new();
     let (near_site, far_site) = (site.near(), site.far());
-    // One alert for both (RFC 8446, section 6.2).
+    // The same alert reports both errors (RFC 8446, section 6.2).
     for (name, years, says) in [
         (
             "expired",
@@ -621,7 +621,7 @@ fn i6_i7_lanes_that_do_not_belong_to_the_session() {
     let mut table = Table::default();
     let site = Site::new();
     let near_site = site.near();
-    // The same name, from another authority that both sides trust.
+    // A host of the same name, with a certificate from another authority that both sides trust.
     let other = Ca::root("other");
     let both = site.ca.pem.clone() + &other.pem;
     let twin = Host::new(&other.issue(&wish(&[SOURCE])), "", &both, "");

@@ -89,7 +89,7 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
             [of_destination, of_source].map(AuthorisedBy::Pin)
         );
     }
-    // Names need an authority even if a pin is given too.
+    // Names need an authority, even if a pin is given too.
     let both = [Peer::Pin(pin(&source)), SOURCE.parse().unwrap()];
     for peers in [Peers::AnyFromAuthority, both.into_iter().collect()] {
         let error = source.client(&Crypto::auto(), peers.clone()).unwrap_err();
@@ -109,7 +109,7 @@ fn a_pin_needs_no_authority_no_name_and_no_bundle() {
 fn a_pinned_peer_and_named_ones_stand_beside_each_other() {
     let ca = Ca::root("site");
     let member = |name| Host::new(&ca.issue(&wish(&[name])), "", &ca.pem, "").load();
-    // Self-signed, with an allowed name.
+    // A self-signed certificate with an allowed name.
     let pretender = Host::new(&self_signed(&wish(&[SOURCE])), "", &ca.pem, "").load();
     let pin = pretender.summary().unwrap().pin;
     let destination = member(DESTINATION);
@@ -154,8 +154,8 @@ fn a_revocation_list_is_for_its_authority_alone() {
     let list = one.revoke(&[other.serial], 2096);
     let destination = Host::new(&one.issue(&wish(&[DESTINATION])), "", &bundle, &list);
     let there = far(&destination.load(), Peers::AnyFromAuthority);
-    // Both peers are refused: the one from the authority with a revocation list, and the one from
-    // the authority without.
+    // Both peers are refused: the peer from the authority with a revocation list, and the peer from
+    // the authority without one.
     for ca in [&one, &two] {
         let source = Host::new(&ca.issue(&wish(&[SOURCE])), "", &bundle, "").load();
         let_in(&near(&source, names(&[DESTINATION])), &there);
@@ -345,7 +345,8 @@ fn the_end_of_a_validity_is_reported_ahead_of_time() {
         assert!(expiring.contains(&expected), "{expiring:?}");
     }
 
-    // A certificate that is valid for a day does not always expire soon.
+    // The time of the warning is limited by the certificate's lifetime. Otherwise a certificate
+    // that is valid for a day would always expire soon.
     let short = LoadOptions {
         warn_before: 1_000_000 * DAY,
         ..LoadOptions::default()

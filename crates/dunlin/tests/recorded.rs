@@ -1,4 +1,5 @@
-//! Recorded sessions replace old peers: the current code must still work with them.
+//! Recorded sessions stand in for peers of old releases. The current code must still work with
+//! them.
 //!
 //! `tests/recorded` has one session for each supported version, recorded with
 //!
@@ -55,7 +56,7 @@ fn kinds(entries: &[Entry], from: Side) -> Vec<&str> {
     kinds
 }
 
-/// A complete session of the current code.
+/// Records a complete session of the current code.
 fn record() -> Vec<Entry> {
     let authority = Authority::new();
     let (near, far) = (client_of(&authority, SOURCE), server_of(&authority));

@@ -1,9 +1,9 @@
 //! Control messages over the control lane, in both roles.
 //!
-//! One thread reads and passes each message to the session; any thread sends. The
-//! reader also keeps the lane alive: it sends a ping when nothing has arrived for a
-//! while, answers the peer's pings, and gives the lane up when the peer stays silent.
-//! This keeps a session with a busy main thread alive.
+//! One thread reads the messages and passes each one to the session. Any thread may send. The
+//! reader also keeps the lane alive: it sends a ping when nothing has arrived for a while, answers
+//! the peer's pings, and gives the lane up when the peer stays silent. The session therefore stays
+//! alive while its main thread is busy.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,17 +23,17 @@ use super::sync::{Condvar, Mutex, lock, wait};
 /// either side overrides it. Only the workspace's tests use that option; no command has a flag for
 /// it.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(10);
-/// The reader pings the peer after 1/5 of the limit: often enough that one lost ping or
-/// pong does not look like silence.
+/// The reader sends a ping after each 1/5 of the silence limit without a message. A peer that
+/// answers one ping late therefore does not count as silent.
 const PING_PART: u32 = 5;
 
-/// Messages that the reader has delivered and the session has not taken yet. At this number
-/// the reader stops reading, so the peer must stop sending: a peer that sends faster than
-/// the session processes costs at most the memory of this many message bodies (I7).
+/// Maximum number of messages that the reader has delivered and the session has not taken yet. At
+/// this number the reader stops reading, so the peer must stop sending. A peer that sends faster
+/// than the session processes costs at most the memory of this many message bodies (I7).
 pub(in crate::engine) const QUEUED_MESSAGES: usize = 16;
 
-/// Sequence numbers of one session's control messages. They continue across its control
-/// lanes.
+/// Sequence numbers of one session's control messages. When a new control lane replaces a lost one,
+/// they continue.
 #[derive(Default)]
 pub(crate) struct Sequences {
     sent: Mutex<u64>,
@@ -41,10 +41,10 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    /// For a process that continues the session of a dead process: starts above every
-    /// number that the dead process can have used. The peer may still be alive, and applies
-    /// no number twice. Each epoch is recorded before it is used, and no process sends 2^32
-    /// messages.
+    /// Sequence numbers for a process that continues the session of a dead process. The peer may
+    /// still be alive, and skips a number that it has seen. The numbers therefore start above every
+    /// number that the dead process can have used. This holds because each epoch is recorded before
+    /// it is used, and no process sends 2^32 messages.
     pub(crate) fn of_epoch(epoch: u32) -> Self {
         Self {
             sent: Mutex::new(u64::from(epoch) << 32),
@@ -52,7 +52,8 @@ impl Sequences {
         }
     }
 
-    /// For a lane to a peer that may be a new process, which counts from 1 again.
+    /// Sequence numbers for a lane to a peer that may be a new process. A new process counts its
+    /// messages from 1 again, so no number counts as seen.
     pub(crate) fn with_new_peer(&self) -> Self {
         Self {
             sent: Mutex::new(*lock(&self.sent)),
@@ -71,8 +72,8 @@ pub(crate) struct ControlLane {
     /// round trips show how busy either process is (for example with building a VM) rather
     /// than the network's delay.
     round_trip_ns: AtomicU64,
-    /// Token of the outstanding ping, which is the time it was sent; 0 if there is
-    /// none. A pong without a ping gives no round trip.
+    /// Token of the outstanding ping: the time at which it was sent; 0 if no ping is outstanding. A
+    /// pong is ignored if no ping is outstanding.
     pinged: AtomicU64,
     silence_limit: Duration,
     /// When the last message arrived.
@@ -81,7 +82,8 @@ pub(crate) struct ControlLane {
     started: Instant,
 }
 
-/// Counts the messages that wait for the session, and lets the reader wait for room.
+/// Counts the messages that wait for the session, and makes the reader wait while there are too
+/// many.
 #[derive(Default)]
 pub(in crate::engine) struct Backlog {
     queue: Mutex<Queue>,
@@ -113,7 +115,7 @@ impl Backlog {
         self.taken.notify_all();
     }
 
-    /// Ends every wait for room.
+    /// Ends every wait in [`Backlog::await_room`].
     pub(in crate::engine) fn close(&self) {
         lock(&self.queue).closed = true;
         self.taken.notify_all();
@@ -124,7 +126,7 @@ impl Backlog {
     }
 }
 
-/// What the reader delivers.
+/// What the reader of a control lane delivers to the session.
 #[derive(Debug)]
 pub(crate) enum FromPeer {
     /// A message for the session.
@@ -155,8 +157,8 @@ impl ControlLane {
         }
     }
 
-    /// Whether the peer has been silent for longer than is possible on a working lane,
-    /// where the reader pings the peer sooner and the peer answers.
+    /// Whether the peer has been silent for so long that the lane may not work: on a working lane,
+    /// the reader would have pinged the peer by now, and the peer would have answered.
     pub(crate) fn is_silent(&self) -> bool {
         let received = Duration::from_nanos(self.received_ns.load(Ordering::Relaxed));
         self.started.elapsed().saturating_sub(received) > self.silence_limit / PING_PART * 2
@@ -165,7 +167,8 @@ impl ControlLane {
     /// Sends one message.
     pub(crate) fn send(&self, message: &Message) -> Result<(), Fault> {
         let mut bytes = Vec::new();
-        // Held while sending, so that sequence numbers leave in order.
+        // Hold the lock during the send, so that messages are sent in the order of their sequence
+        // numbers.
         let mut sent = lock(&self.sequences.sent);
         let envelope = Envelope {
             session: self.session,
@@ -190,7 +193,7 @@ impl ControlLane {
         Duration::from_nanos(self.round_trip_ns.load(Ordering::Relaxed))
     }
 
-    /// Sends a ping. The delay of the pong is the round trip.
+    /// Sends a ping. The time until the pong arrives is the round trip.
     pub(crate) fn ping(&self) -> Result<(), Fault> {
         let token = self.now_ns();
         self.pinged.store(token, Ordering::Relaxed);
@@ -205,7 +208,7 @@ impl ControlLane {
         }
     }
 
-    /// Ends the lane immediately and wakes every thread that waits in it.
+    /// Ends the lane immediately and wakes every thread that waits for it.
     pub(crate) fn shutdown(&self) {
         self.backlog.close();
         self.stream.shutdown();
@@ -277,7 +280,7 @@ impl ControlLane {
         self.received_ns.store(self.now_ns(), Ordering::Relaxed);
         let message = Message::decode(&header, &body).map_err(malformed);
         body.zeroize();
-        // Skip a sequence number that has been seen on this lane or an earlier one.
+        // Skip a message with a sequence number that has been seen on this lane or an earlier one.
         let before = self
             .sequences
             .seen
@@ -316,7 +319,7 @@ fn lost(error: ControlError) -> Fault {
     Fault::new(code, "the control lane was lost").because(error)
 }
 
-/// The peer sent a message that its state does not allow.
+/// The fault for a message that the peer must not send at this point of the session.
 pub(crate) fn unexpected(message: &Message, from: Role) -> Fault {
     let what = format!(
         "unexpected {} from the {} on the control lane",

@@ -1,4 +1,4 @@
-//! The newest control lane of a session with the thread that reads it, in both roles.
+//! The newest control lane of a session and the thread that reads it, in both roles.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use super::fault::Fault;
 use super::host::Host;
 use super::threads::{CpuTime, spawn_counted};
 
-/// How long to wait for the peer to close the control lane at the end.
+/// How long to wait for the peer to close the control lane at the end of a session.
 pub(super) const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
-/// The newest control lane, and the values that the next one needs.
+/// The newest control lane, and the values with which the next control lane is opened.
 pub(super) struct ControlLink {
     pub(super) lane: Arc<ControlLane>,
     reader: JoinHandle<()>,
@@ -27,7 +27,7 @@ pub(super) struct ControlLink {
     ended: Cell<bool>,
 }
 
-/// What a control lane was opened with.
+/// The parameters with which a control lane was opened.
 #[derive(Clone)]
 pub(super) struct ControlTerms {
     pub(super) sequences: Arc<Sequences>,
@@ -63,7 +63,7 @@ impl ControlLink {
         })
     }
 
-    /// Notes that the session has taken a message that this lane's reader delivered.
+    /// Notes that the session has taken what this lane's reader delivered.
     pub(super) fn took(&self, from_peer: &FromPeer) {
         match from_peer {
             FromPeer::Message(_) => self.lane.backlog.took(),
@@ -76,7 +76,7 @@ impl ControlLink {
         self.terms.selection.features.contains(Features::VERIFY)
     }
 
-    /// Whether the session has taken the end of the lane.
+    /// Whether the session has taken the report that the lane has ended.
     pub(super) fn has_ended(&self) -> bool {
         self.ended.get()
     }
@@ -90,8 +90,8 @@ impl ControlLink {
         self.reader.join()
     }
 
-    /// The result of sending a message that would be repeated on a new control lane. If this lane
-    /// was lost and `is_resumable`, the session continues.
+    /// Converts the result of sending a message that the session repeats on a new control lane. If
+    /// this lane was lost and `is_resumable` is true, returns `Ok`, and the session continues.
     pub(super) fn unless_resumable(
         &self,
         sent: Result<(), Fault>,
@@ -99,7 +99,7 @@ impl ControlLink {
     ) -> Result<(), Fault> {
         match sent {
             Err(fault) if fault.code == FaultCode::ControlLost && is_resumable => {
-                // The reader reports the loss.
+                // End the lane. Its reader then reports the loss to the session.
                 self.lane.shutdown();
                 Ok(())
             }

@@ -29,11 +29,11 @@ use super::vmm::DirtyLog;
 /// vhost-user back end, nor DMA into pinned pages (VFIO, direct I/O in flight): those
 /// need their own logs in addition.
 ///
-/// A region on huge pages is reported in huge pages. A region backed by a file costs
-/// page tables for all of it, 1/512 of its size; a private region costs nothing for
-/// pages that were never touched. The first read of a private page may be reported as a write.
-/// With transparent huge pages, a write that populates a huge page is reported for all of
-/// its 2 MiB; later writes are reported for 4 KiB.
+/// A region on huge pages is reported in huge pages. A region backed by a file costs page tables
+/// for the whole region, which are 1/512 of its size; a private region costs nothing for pages that
+/// were never touched. The first read of a private page may be reported as a write. With
+/// transparent huge pages, a write that populates a huge page is reported for all of its 2 MiB;
+/// later writes are reported for 4 KiB.
 #[derive(Debug)]
 pub struct WriteProtectLog<B = AtomicBitmap> {
     memory: Arc<GuestMemoryMmap<B>>,
@@ -57,14 +57,15 @@ impl<B: Bitmap> WriteProtectLog<B> {
         }
     }
 
-    /// The regions in order, in the form that the watch accepts.
+    /// The regions in order, in the form that [`WriteWatch`] accepts.
     fn regions(&self) -> impl Iterator<Item = io::Result<(VolatileSlice<'_>, Behind)>> {
         self.memory.iter().map(|region| {
             let length = usize::try_from(region.len()).map_err(io::Error::other)?;
             let whole = region
                 .get_slice(MemoryRegionAddress(0), length)
                 .map_err(io::Error::other)?;
-            // Shared memory has a file even if the VMM does not hold one.
+            // Shared memory has a file in the kernel, even if the VMM has no descriptor of that
+            // file.
             let behind = match (region.file_offset(), sys::is_private(region.flags())) {
                 (None, true) => Behind::Anonymous,
                 _ => Behind::File,
@@ -76,7 +77,7 @@ impl<B: Bitmap> WriteProtectLog<B> {
 
 impl<B: Bitmap + Send + Sync + 'static> DirtyLog for WriteProtectLog<B> {
     fn start(&mut self) -> io::Result<()> {
-        // End an earlier watch first: only one may have the memory registered.
+        // Drop an earlier [`WriteWatch`] first, because the memory can be registered with only one.
         self.recording = Recording::Off;
         let watch = WriteWatch::new()
             .map_err(|error| failed("userfaultfd cannot watch writes (needs Linux 6.7)", error))?;
@@ -147,8 +148,9 @@ mod tests {
 
     use super::*;
 
-    /// If memory has a file, the kernel may drop a page's entry, and with it the fact that
-    /// the page was written. The tests of `uffd` cover the consequences.
+    /// Only anonymous memory keeps its page-table entries. If memory has a file, the kernel may
+    /// drop a page's entry, and with it the information that the page was written. The tests of
+    /// `uffd` cover the consequences.
     #[test]
     fn i5_only_private_memory_without_a_file_is_anonymous() {
         const BYTES: usize = 2 << 20;

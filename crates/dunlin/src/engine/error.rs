@@ -23,9 +23,9 @@ pub struct MigrateError {
     /// The cause.
     #[source]
     pub source: Option<Box<dyn StdError + Send + Sync>>,
-    /// Set at the source if [`MigrateError::vm`] is [`VmIs::InDoubt`] or
-    /// [`VmIs::RanThenDied`]: the handle with which an operator resolves it. Keep it
-    /// while the VM is paused.
+    /// Set at the source if [`MigrateError::vm`] is [`VmIs::InDoubt`] or [`VmIs::RanThenDied`]: the
+    /// handle with which an operator decides where the VM continues. Keep the handle while the VM
+    /// is paused.
     pub doubt: Option<Box<Doubt>>,
 }
 
@@ -54,8 +54,8 @@ impl fmt::Display for MigrateError {
             }
             VmIs::RanThenDied => {
                 "the VM was started at the destination and no longer runs there; the source \
-                 keeps its copy, paused. Resuming it continues from the moment of the pause; \
-                 what the VM has written to its disks since then stays written"
+                 keeps its copy, paused. If resumed, that copy continues from the moment of the \
+                 pause, but everything that the VM has written to its disks since then remains"
             }
             VmIs::Gone => "the guest has ended",
         };
@@ -136,7 +136,7 @@ mod tests {
                 AtFault::Configuration,
             ),
         ] {
-            // The session still handles it as a lost lane.
+            // The session still handles the fault as a lost lane.
             assert_eq!(fault.code, FaultCode::LaneLost);
             assert_eq!(fault.kind(), kind);
             let error = fault.into_error(VmIs::AtSource);
@@ -146,8 +146,8 @@ mod tests {
                 "{error}"
             );
         }
-        // A fault that the peer reports keeps its code, and its party at fault is stated from this
-        // side's view.
+        // A fault that the peer reports keeps its code. The party at fault is converted to this
+        // side's view: what is local to the peer is `AtFault::Peer` here.
         let reported = Fault::from_peer(FaultCode::DescriptorLimit, "none left".into());
         assert_eq!(
             reported.into_error(VmIs::AtSource).at_fault(),

@@ -1,4 +1,4 @@
-//! A fault inside a session, and the location of the VM after it.
+//! A fault inside a session, and the location of the VM after the fault.
 
 use std::error::Error as StdError;
 
@@ -12,11 +12,11 @@ use dunlin_proto::text::{harmless, with_causes};
 /// can tell; it has discarded its copy and has nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmIs {
-    /// The VM continues at the source, or is paused there because its owner had paused it.
-    /// Nothing to do; another migration may follow.
+    /// The VM continues at the source, or is paused there because its owner had paused it. The VMM
+    /// has nothing to do, and another migration may follow.
     AtSource,
-    /// The VM is paused at the source: its VMM's `reactivate` or `resume` failed. It exists
-    /// nowhere else, so the source may repair the cause and resume it.
+    /// The VM is paused at the source: its VMM's `reactivate` or `resume` failed. The VM exists
+    /// nowhere else, so its VMM may repair the cause and resume it.
     StuckAtSource,
     /// *commit* was sent and not answered. The VM is paused at the source and may run
     /// at the destination. Keep it paused, keep the process alive, and use
@@ -26,7 +26,7 @@ pub enum VmIs {
     /// copy, paused as it was at the switchover. An operator decides whether to resume
     /// that copy, through [`MigrateError::doubt`](super::MigrateError::doubt).
     RanThenDied,
-    /// The guest has ended: it powered off or stopped. The source may free it.
+    /// The guest has ended: it powered off or stopped. The source may free the VM.
     Gone,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Fault {
     pub(crate) at_fault: AtFault,
     pub(crate) what: String,
     pub(crate) source: Option<Box<dyn StdError + Send + Sync>>,
-    /// Whether the peer reported it, with *cancel* or *refuse*.
+    /// Whether the peer reported the fault, with *cancel* or *refuse*.
     pub(crate) from_peer: bool,
 }
 
@@ -72,10 +72,10 @@ impl Fault {
         }
     }
 
-    /// The code that is reported to people and to the peer. The cause is more precise than
-    /// the step that failed: a lane that could not be opened because no descriptor was left
-    /// is not the network's fault, although the session handles it as a lost lane
-    /// ([`Fault::code`]).
+    /// The code that is reported to people and to the peer. It is the code of the cause, which is
+    /// more precise than the code of the step that failed. For example, a lane that could not be
+    /// opened because no descriptor was left is not the network's fault, although the session
+    /// handles it as a lost lane ([`Fault::code`]).
     pub(crate) fn kind(&self) -> FaultCode {
         let cause = self.source.as_deref().filter(|_| !self.from_peer);
         cause

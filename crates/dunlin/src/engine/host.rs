@@ -10,8 +10,8 @@ pub use dunlin_lane::dial::{Connector, StandardConnector as StandardHost};
 
 use super::sync::{Interrupt, Mutex, lock};
 
-/// Opens connections and starts threads for the engine, for VMMs that do not let a library
-/// do either.
+/// Opens connections and starts threads for the engine. A VMM that does not let a library open
+/// sockets or start threads implements it.
 pub trait Host: Connector {
     /// Runs `body` on its own thread.
     ///
@@ -33,7 +33,7 @@ pub struct Cancel(Arc<Mutex<CancelState>>);
 #[derive(Default)]
 struct CancelState {
     cancelled: bool,
-    /// Called on cancellation, by number.
+    /// Functions to call on cancellation, by the listener's number.
     listeners: BTreeMap<u64, Interrupt>,
     /// The number of the next listener.
     next: u64,
@@ -55,9 +55,9 @@ impl Cancel {
         Self::default()
     }
 
-    /// Asks the session to end. Before *commit* the session ends, and the VM continues at
-    /// the source; after *commit* it goes on, and a warning says that it is too late. Has no
-    /// effect on a session that has ended.
+    /// Asks the session to end. Before *commit* the session ends, and the VM continues at the
+    /// source. After *commit* the session continues, and a warning reports that it is too late to
+    /// cancel. Has no effect on a session that has ended.
     pub fn cancel(&self) {
         let mut state = lock(&self.0);
         state.cancelled = true;
@@ -72,8 +72,8 @@ impl Cancel {
         lock(&self.0).cancelled
     }
 
-    /// Calls `listener` on cancellation, or immediately if already cancelled, until the
-    /// result is dropped.
+    /// Calls `listener` on cancellation, until the returned value is dropped. If already cancelled,
+    /// calls `listener` immediately.
     pub(crate) fn listen(&self, listener: impl Fn() + Send + 'static) -> Listening<'_> {
         let mut state = lock(&self.0);
         if state.cancelled {

@@ -1,6 +1,6 @@
-//! The journal's files: what this host records of its migrations, so that it survives the
-//! death of a process or of the host. docs/journal.md describes the files;
-//! `dunlin_proto::switchover` decides when to write which record.
+//! The journal's files: records of this host's migrations that survive the death of a process or of
+//! the host. docs/journal.md describes the files; `dunlin_proto::switchover` decides when to write
+//! which record.
 //!
 //! ```text
 //!   Journal::open ─▶ SessionJournal::create ─▶ record, record … forget
@@ -9,20 +9,20 @@
 //!        └─▶ SessionJournal::take: the session of a process that has died
 //! ```
 //!
-//! When a session starts, its file is filled with zeros and synced, with its directory.
-//! Later records overwrite it in place: they need no new space on the disk, and their
-//! syncs write no metadata. (Zeros instead of posix_fallocate(3): on ext4 and XFS the
-//! first write to preallocated space changes metadata.)
+//! When a session starts, its file is filled with zeros, and the file and its directory are synced.
+//! Later records overwrite the file in place: they need no new space on the disk, and their syncs
+//! write no metadata. (posix_fallocate(3) would not be enough: on ext4 and XFS the first write to
+//! preallocated space changes metadata.)
 //!
 //! [`Journal::none`] keeps records in the process's memory. Drawback: if a process dies
 //! after *commit*, the other side gets the answer *no record*, or no answer, and the VM
 //! stays in doubt until an operator has found where it runs. A source that is restarted
 //! after its process died has no sign that it must not start the VM again.
 //!
-//! A session's record is removed when no side will ask about it again. A side that does not
-//! learn of this removes the record when the same VM moves again: a source starts no
-//! session while an earlier session of its VM is undecided, so it will not ask about any of
-//! them.
+//! A session's record is removed when no side will ask about the session again. If a side does not
+//! learn that the record is obsolete, it removes the record when the same VM moves again. That is
+//! safe because a source starts no session while an earlier session of its VM is undecided, so it
+//! will not ask about any earlier session.
 
 pub use dunlin_proto::journal::{DestinationRecord, Record, SourceRecord, State};
 pub use dunlin_proto::negotiate::SessionId;

@@ -81,17 +81,19 @@ impl<B: Bitmap + Send + Sync + 'static> GuestMemory for MappedMemory<B> {
                 let length = usize::try_from(mapped.len()).map_err(io::Error::other)?;
                 pagemap::populated(&self.slice(index, 0, length)?, found)
             }
-            // Written pages are in memory, the others in the file.
+            // The page table does not show the holes: written pages are in memory, all other pages
+            // are in the file.
             (true, Some(_)) => Err(unsupported("private mapping of a file")),
-            // The page table has no entry for pages that are swapped out or that
-            // another process has written.
+            // The page table does not show the holes: it has no entry for pages that are swapped
+            // out or that another process has written.
             (false, None) => Err(unsupported("shared memory without a known file")),
         }
     }
 }
 
-/// The VMM's own writes through vm-memory, as a [`DirtyLog`]. A VMM on a hypervisor needs it in
-/// addition to the hypervisor's log; if all writes go through vm-memory, it is the only one.
+/// The VMM's own writes through vm-memory, as a [`DirtyLog`]. A VMM on a hypervisor needs this log
+/// in addition to the hypervisor's log. If all writes go through vm-memory, the VMM needs no other
+/// log.
 ///
 /// vm-memory's bitmap always records, so there is nothing to start or stop.
 #[derive(Debug)]
@@ -114,7 +116,8 @@ impl DirtyLog for OwnWrites {
 
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()> {
         for (index, region) in self.memory.iter().enumerate() {
-            // The mapping's own bitmap, not the slice view that the trait returns.
+            // Only the mapping's own bitmap can be reset, so do not use the slice view that the
+            // trait returns.
             let bitmap: &AtomicBitmap = std::ops::Deref::deref(region).bitmap();
             found(index, &bitmap.get_and_reset());
         }
@@ -150,9 +153,9 @@ const PIECE_BYTES: u64 = 64 << 20;
 /// pages are left out, so holes need not be read. It uses XXH3 with 128 bits, which detects
 /// accidental corruption; the lanes' authentication protects against attackers.
 ///
-/// [`Occupancy`] finds the holes, not [`GuestMemory::ranges_to_send`]: pages that the
-/// sender's scan misses would be missing from both digests, and the digests would
-/// agree. If the holes are unknown, all memory is read.
+/// [`Occupancy`] finds the holes. [`GuestMemory::ranges_to_send`] is not used, because pages that
+/// it fails to report would be missing from both digests, and the digests would still be equal. If
+/// the holes are unknown, all memory is read.
 ///
 /// # Errors
 /// A region cannot be read.
@@ -268,7 +271,7 @@ mod tests {
             a.write_obj(7_u8, GuestAddress(address)).unwrap();
             b.write_obj(7_u8, GuestAddress(address)).unwrap();
         }
-        // A page that was touched and is zero equals an untouched one.
+        // A zero page that was touched does not change the digest.
         b.write_obj(0_u64, GuestAddress(40960)).unwrap();
         let of = |memory: &Arc<_>, threads| {
             digest(&MappedMemory::new(Arc::clone(memory), 4096), threads).unwrap()
@@ -299,7 +302,8 @@ mod tests {
         assert_ne!(with(4096), with((1 << 32) + 4096));
     }
 
-    /// A VMM that keeps all of its memory in one file.
+    /// Tests two regions at different offsets of one file, because a VMM may keep all of its memory
+    /// in one file.
     #[test]
     fn i3_a_region_is_searched_at_its_offset_in_the_file() {
         const SECOND: u64 = 1 << 20;
@@ -326,7 +330,7 @@ mod tests {
         for address in [SECOND - 1, 1 << 32, (1 << 32) + (1 << 20)] {
             memory.write_obj(7_u8, GuestAddress(address)).unwrap();
         }
-        // The file continues after both regions.
+        // The file also has data after both regions.
         file.write_all_at(&[7], 3 << 20).unwrap();
         assert!(matches!(&ranges_to_send(0)[..], [range] if *range == (SECOND - 4096..SECOND)));
         assert_eq!(ranges_to_send(1), [0..4096, 1 << 20..(1 << 20) + 4096]);
@@ -336,8 +340,8 @@ mod tests {
         assert_ne!(digest(&mapped, 1).unwrap(), before);
     }
 
-    /// A VM restored from a snapshot, and one with memory that the VMM shares with its
-    /// children.
+    /// The holes are unknown in a private mapping of a file (a VM restored from a snapshot) and in
+    /// shared memory without a known file (a VMM that shares memory with its children).
     #[test]
     fn i3_memory_whose_holes_cannot_be_found_is_sent_as_a_whole() {
         const BYTES: usize = 2 << 20;

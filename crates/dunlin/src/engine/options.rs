@@ -38,7 +38,7 @@ pub(super) fn check(
 
 /// Rejects a limit of zero, which would expire before anything can happen.
 pub(super) fn check_limit(option: &'static str, limit: Duration) -> Result<(), OptionError> {
-    let advice = "set the longest time to wait";
+    let advice = "use a time limit above zero";
     check(!limit.is_zero(), option, limit, advice)
 }
 
@@ -47,7 +47,7 @@ pub(super) fn check_owner(owner: &str) -> Result<(), OptionError> {
         owner.len() <= MAX_SOCKET_PATH_BYTES,
         "owner",
         owner,
-        "a Unix socket path has at most 107 bytes; leave it empty for none",
+        "a Unix socket path has at most 107 bytes; leave the option empty if there is no socket",
     )
 }
 

@@ -11,7 +11,7 @@ use dunlin_proto::negotiate::LaneSecurity;
 pub struct Traffic {
     /// Guest pages sent with their content.
     pub raw_pages: u64,
-    /// Guest pages that were all zero and were sent as ranges.
+    /// Guest pages that were all zero and were sent as ranges, without content.
     pub zero_pages: u64,
     /// Headers and ranges of chunks, marks and end frames.
     pub header_bytes: u64,
@@ -38,11 +38,11 @@ pub struct Iteration {
     pub number: u32,
     /// Time until the last page of the iteration was assigned to a lane.
     pub duration: Duration,
-    /// Pages pending at its start.
+    /// Pages pending at the start of the iteration.
     pub pages: u64,
     /// Pages dirtied during the iteration; the next iteration sends them.
     pub dirtied_pages: u64,
-    /// Bytes on the wire during it.
+    /// Bytes on the wire during the iteration.
     pub wire_bytes: u64,
     /// Expected downtime if the guest were paused at the end of the iteration.
     pub predicted_downtime: Duration,
@@ -54,14 +54,14 @@ pub struct Iteration {
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct Downtime {
-    /// From the call to pause the VM until it returned.
+    /// From the call of `SourceVm::pause` until its return.
     pub pause: Duration,
-    /// Until the last page was passed to the kernel.
+    /// From the end of the pause until the last page was passed to the kernel.
     pub last_pages: Duration,
-    /// Saving and sending the state; overlaps with the last pages.
+    /// Time to save and send the state, which overlaps with the last pages.
     pub state: Duration,
-    /// From *final* to *ready*: the destination receives the rest, joins its lanes,
-    /// loads the state and, with verification, compares digests.
+    /// From *final* to *ready*: the destination receives the remaining data, joins its lanes, loads
+    /// the state and, with verification, compares digests.
     pub ready: Duration,
     /// From *commit* to *running*.
     pub resume: Duration,
@@ -82,7 +82,7 @@ pub struct Report {
     /// Bytes of guest memory by lane number, excluding zero pages. The numbers of lost or
     /// replaced lanes are not reused.
     pub lanes: Vec<(u16, u64)>,
-    /// Lanes lost; others took over their work.
+    /// Number of lost lanes. Other lanes took over their work.
     pub lanes_lost: u32,
     /// How often the control lane was lost and replaced.
     pub control_resumed: u32,
@@ -92,7 +92,7 @@ pub struct Report {
     pub security: LaneSecurity,
     /// From connecting to *running*.
     pub total: Duration,
-    /// Where the downtime went.
+    /// The parts of the downtime.
     pub downtime: Downtime,
     /// CPU time of this session's threads at the source.
     pub source_cpu: Duration,
@@ -125,12 +125,12 @@ pub enum Event {
     LaneLost {
         /// The lane's number.
         lane: u16,
-        /// Why, if known.
+        /// The reason, if known.
         why: String,
     },
     /// The control lane is lost and is being replaced. Data lanes and guest continue.
     ControlLost {
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// A new control lane is established.
@@ -156,7 +156,7 @@ pub enum Event {
     /// *commit* was sent and no usable answer has arrived. The guest stays paused, and
     /// the source asks the destination.
     InDoubt {
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// The destination runs the VM.

@@ -1,8 +1,8 @@
 //! Locks, and waits on them.
 //!
-//! The engine's threads share state behind these locks and through channels. The unit tests
-//! with the feature `shuttle` replace them with those of a checker that chooses at every
-//! step which thread runs next (`engine/interleavings`). No other build does this.
+//! The engine's threads share state behind these locks and through channels. In unit tests with the
+//! feature `shuttle`, the locks of a checker replace them; this checker chooses at every step which
+//! thread runs next (`engine/interleavings`). No other build replaces the locks.
 
 use std::sync::PoisonError;
 #[cfg(not(all(test, feature = "shuttle")))]
@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use super::interleavings::sync::{Condvar, Mutex, MutexGuard};
 
-/// Ends a thread's wait in something other than a [`Condvar`], usually a connection. It
-/// may be called from any thread and more than once.
+/// A function that ends a thread's wait for something other than a [`Condvar`], usually for a
+/// connection. It may be called from any thread and more than once.
 pub(crate) type Interrupt = Box<dyn Fn() + Send>;
 
-/// A thread that panics while it holds one of the engine's locks has ended its session;
-/// joining the thread reports the panic. The guarded state stays readable for the threads
-/// that clean up.
+/// Locks `mutex`, even if a thread has panicked while it held the lock. Such a panic ends the
+/// session, and the join of the thread reports it. The threads that clean up can still read the
+/// guarded state.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -44,7 +44,8 @@ pub(crate) fn since(instant: Instant) -> Duration {
     instant.elapsed()
 }
 
-/// The time on the checker's clock: real time would make runs unrepeatable.
+/// The time since the start of the run on the checker's clock. With real time, a run could not be
+/// repeated.
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) fn since(_instant: Instant) -> Duration {
     super::interleavings::sync::now()

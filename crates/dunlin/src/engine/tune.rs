@@ -9,14 +9,14 @@ use super::sync::Mutex;
 
 type Apply = Box<dyn Fn(Option<u64>) + Send>;
 
-/// Changes the rate cap of a migration from another thread. Clones change the same cap.
-/// A handle serves one migration.
+/// Changes the rate cap of a migration from another thread. Clones change the same cap. A handle
+/// and its clones are for one migration only.
 #[derive(Clone, Default)]
 pub struct Tune(Arc<Mutex<State>>);
 
 #[derive(Default)]
 enum State {
-    /// The lanes do not send yet; a cap that is set now is kept for them.
+    /// The lanes do not send yet. If the cap is changed now, the new cap is kept for the lanes.
     #[default]
     Early,
     Pending(Option<u64>),
@@ -24,13 +24,14 @@ enum State {
     Over,
 }
 
-/// A rate that cannot be set. Like an [`OptionError`](super::OptionError) it rejects an
-/// argument and changes nothing, so it has no fault code; the variant gives the reason.
+/// The error for a rate that cannot be set; the variant gives the reason. Like an
+/// [`OptionError`](super::OptionError), the error rejects an argument and changes nothing, so it
+/// has no fault code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TuneError {
     /// At this rate no data would ever arrive.
-    #[error("rate 0 would never finish: use no cap instead")]
+    #[error("a migration at rate 0 would never finish; remove the cap instead")]
     Zero,
     /// The last pass, which has its own cap, has begun, or the migration has ended.
     #[error("too late to change the rate: pre-copy has ended")]
@@ -44,9 +45,9 @@ impl Tune {
         Self::default()
     }
 
-    /// Caps the total rate of all data lanes at `bytes_per_s`, or removes the cap. It
-    /// applies from now until the last pass. If called before the migration starts, it
-    /// replaces [`super::source::OptionsBuilder::rate`].
+    /// Caps the total rate of all data lanes at `bytes_per_s`, or removes the cap. The cap applies
+    /// from now until the last pass. If called before the migration starts, it replaces
+    /// [`super::source::OptionsBuilder::rate`].
     ///
     /// # Errors
     /// [`TuneError`]; nothing has changed.
@@ -63,7 +64,7 @@ impl Tune {
         Ok(())
     }
 
-    /// Passes later changes to `apply`, and an earlier one immediately.
+    /// Passes each later change to `apply`. Passes a change made before this call immediately.
     pub(crate) fn attach(&self, apply: impl Fn(Option<u64>) + Send + 'static) {
         let mut state = super::lock(&self.0);
         if let State::Pending(rate) = &*state {

@@ -25,7 +25,7 @@ pub use dunlin_proto::fault::FaultCode;
 pub use dunlin_proto::negotiate::Refusal;
 use vm_memory::VolatileSlice;
 
-/// The VMM failed to take a step; carries the VMM's own error.
+/// An error of the VMM from a method that it implements.
 pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Guest memory as a table of regions, read and written in place.
@@ -33,8 +33,8 @@ pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 /// [`crate::engine::memory::MappedMemory`] implements it over
 /// `vm_memory::GuestMemoryMmap`.
 pub trait GuestMemory: Send + Sync {
-    /// Regions in ascending order of identifier, which is the order in which they are sent.
-    /// The table must not change during a session: refuse memory hot-plug until it ends.
+    /// Regions in ascending order of identifier, which is the order in which they are sent. The
+    /// table must not change during a session: refuse memory hot-plug until the session ends.
     ///
     /// Device state too large for sections goes into its own region
     /// ([`RegionKind::StateStream`]) and is moved like memory. The VMM writes it no
@@ -48,17 +48,18 @@ pub trait GuestMemory: Send + Sync {
     /// The bytes are not within the region.
     fn slice(&self, index: usize, offset: u64, length: usize) -> io::Result<VolatileSlice<'_>>;
 
-    /// Calls `found` for each byte range of a region to send, in ascending order.
-    /// Omitted bytes must read as zeros at the destination too: memory that was never
-    /// populated, or that the guest has returned (balloon, free page hints).
+    /// Calls `found` for each byte range of a region to send, in ascending order. The method may
+    /// omit only bytes that read as zeros, because omitted bytes read as zeros at the destination.
+    /// Examples are memory that was never populated, and memory that the guest has returned
+    /// (balloon, free page hints).
     ///
     /// # Errors
     /// The ranges cannot be determined. The engine then sends the whole region.
     fn ranges_to_send(&self, index: usize, found: &mut dyn FnMut(Range<u64>)) -> io::Result<()>;
 
-    /// At the destination, a lane has written these bytes, which are whole pages; zero
-    /// pages are reported only if they replace other content. The thread of the lane
-    /// calls it, before the pages are acknowledged. Ignored by default.
+    /// Called at the destination by a lane's thread when it has written these bytes (whole pages)
+    /// and has not acknowledged them yet. Zero pages are reported only if they replace other
+    /// content. The default does nothing.
     #[cfg(feature = "unstable-internals")]
     fn received(&self, index: usize, range: Range<u64>) {
         let _ = (index, range);
@@ -83,17 +84,19 @@ pub trait DirtyLog: Send {
     /// The kernel or the VMM refuses. The migration fails immediately.
     fn start(&mut self) -> io::Result<()>;
 
-    /// Calls `found` with a region's position in the table and its bitmap, and clears
-    /// the log. Each word holds 64 pages of 4 KiB, bit 0 first. This call or an earlier
-    /// one reports every write that happened before the call. So record a page after the
-    /// write, not before it: the engine may read the page as soon as it is reported. A lock
-    /// held over both, and taken by this method, ensures it.
+    /// Calls `found` with a region's position in the table and its bitmap, and clears the log. Each
+    /// word holds 64 pages of 4 KiB, bit 0 first.
+    ///
+    /// This call or an earlier one must report every write that happened before this call. So
+    /// record a page after the write, not before it, because the engine may read the page as soon
+    /// as it is reported. To ensure this, hold one lock during the write and its recording, and
+    /// take the same lock in this method.
     ///
     /// # Errors
     /// The log is lost. The migration fails.
     fn fetch(&mut self, found: &mut dyn FnMut(usize, &[u64])) -> io::Result<()>;
 
-    /// Stops recording. The engine calls it however the migration ends.
+    /// Stops recording. The engine calls this method at the end of every migration, failed or not.
     ///
     /// # Errors
     /// Reported as a warning. The guest runs slower until a later call succeeds.
@@ -126,7 +129,7 @@ pub struct VmDescription {
 }
 
 impl VmDescription {
-    /// A description without anything of the VMM's own.
+    /// A description in which the VMM's own part is empty.
     #[must_use]
     pub fn new(uuid: [u8; 16], name: &str) -> Self {
         Self {
@@ -139,8 +142,8 @@ impl VmDescription {
 
 /// A VM that can be migrated to another host.
 pub trait SourceVm: Send + Sync {
-    /// Describes the VM that the destination must build. Returns the same description
-    /// every time, since a migration may need several attempts.
+    /// Describes the VM that the destination must build. Returns the same description every time,
+    /// because a migration may need several attempts.
     ///
     /// # Errors
     /// The VM cannot be described. The migration does not start.
@@ -152,9 +155,9 @@ pub trait SourceVm: Send + Sync {
     /// The dirty logs. Together they must record every write to guest memory.
     fn dirty_logs(&self) -> Vec<Box<dyn DirtyLog>>;
 
-    /// The guest's run state. Called after each iteration, and immediately before and after
-    /// the pause. [`RunState::Paused`] before the pause means that the VM's owner paused the
-    /// guest; after the pause, `Paused` and `Running` mean the same.
+    /// The guest's run state. Called after each iteration, and immediately before and after the
+    /// pause. [`RunState::Paused`] before the pause means that the VM's owner paused the guest;
+    /// after the pause, the engine makes no difference between `Paused` and `Running`.
     fn run_state(&self) -> RunState;
 
     /// Pauses the guest. When this returns, nothing writes guest memory: no vCPU, no
@@ -173,10 +176,9 @@ pub trait SourceVm: Send + Sync {
     /// The guest stays paused. The error is reported to the caller.
     fn resume(&self) -> Result<(), VmmError>;
 
-    /// Slows the guest so that it dirties memory at about (100 − `percent`) % of its
-    /// normal rate; 0 is full speed. Returns whether the VMM supports throttling; by
-    /// default it does not, and a guest that writes faster than the link carries its
-    /// memory is not moved.
+    /// Slows the guest so that it dirties memory at about (100 − `percent`) % of its normal rate; 0
+    /// is full speed. Returns whether the VMM supports throttling; by default it does not. Without
+    /// throttling, a guest that writes faster than the link carries its memory cannot be moved.
     ///
     /// # Errors
     /// Handled as if the VMM did not support throttling.
@@ -193,9 +195,9 @@ pub trait SourceVm: Send + Sync {
     /// The migration fails and the guest resumes.
     fn save(&self) -> Result<Vec<Section>, VmmError>;
 
-    /// Releases what only one host may hold: disk locks, devices. Called on the paused
-    /// guest, before the destination may run it. Must not write guest memory. The default
-    /// is for a VM that holds nothing of this kind.
+    /// Releases what only one host may hold: disk locks, devices. Called while the guest is paused,
+    /// before the destination may run it. Must not write guest memory. The default does nothing,
+    /// for a VM that holds nothing of this kind.
     ///
     /// # Errors
     /// The migration fails. The engine calls [`SourceVm::reactivate`].
@@ -230,10 +232,10 @@ pub trait SourceVm: Send + Sync {
 /// The VM that was built, or the reason why it was not built.
 pub type Built = Result<Arc<dyn DestinationVm>, Refusal>;
 
-/// Builds the VM that the source describes, without starting it. Closures that take
-/// [`Offered`] are builders.
+/// Builds the VM that the source describes, without starting it. A closure that takes [`Offered`]
+/// implements this trait.
 pub trait Builder: Send {
-    /// Builds the VM, or refuses. Its memory must read as zeros.
+    /// Builds the VM, or refuses. The VM's memory must read as zeros.
     ///
     /// # Errors
     /// A [`Refusal`] with a reason for the source's operator. Nothing has been moved
@@ -259,14 +261,15 @@ where
     }
 }
 
-/// The VM that the source offers, from *describe*.
+/// The VM that the source offers in the message *describe*.
 #[derive(Clone, Debug)]
 pub struct Offered {
-    /// Identity and the VMM's own description.
+    /// The VM's identity and the VMM's own description.
     pub vm: VmDescription,
     /// The region table.
     pub regions: Vec<Region>,
-    /// Whether the VM's owner has paused the guest. It then stays paused.
+    /// Whether the VM's owner has paused the guest. If so, the guest stays paused after the
+    /// migration.
     pub paused: bool,
 }
 
@@ -283,7 +286,7 @@ pub trait DestinationVm: Send + Sync {
     /// The migration fails and the guest resumes at the source.
     fn load(&self, sections: &[Section]) -> Result<(), VmmError>;
 
-    /// Acquires disks and devices: the source has committed.
+    /// Acquires disks and devices. Called after the source has committed.
     ///
     /// # Errors
     /// Nothing has run here. The engine calls [`DestinationVm::discard`], and the guest
@@ -304,15 +307,15 @@ pub trait DestinationVm: Send + Sync {
     /// The guest already runs.
     fn announce(&self) {}
 
-    /// Drops this copy, because it must not run here: releases everything that
-    /// [`DestinationVm::acquire`] took, even if it took only a part. The engine then
-    /// drops its references to the VM.
+    /// Drops this copy of the VM, which must not run here. Releases everything that
+    /// [`DestinationVm::acquire`] took, even if `acquire` failed halfway. The engine then drops its
+    /// references to the VM.
     fn discard(&self) {}
 }
 
-/// The content of the sections `supported`, each given by name and version, in this order. This is
-/// what [`DestinationVm::load`] needs if no device has several instances. Skips other sections
-/// that are not required.
+/// Returns the contents of the sections that `supported` lists by name and version, in the order of
+/// that list. This is all that [`DestinationVm::load`] needs if no device has several instances.
+/// Skips other sections that are not required.
 ///
 /// ```
 /// # use dunlin::engine::vmm::{Section, known_sections};

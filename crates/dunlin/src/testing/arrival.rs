@@ -1,4 +1,4 @@
-//! The arrival of a VM, and the copy left at the source.
+//! Checks of the arrival of a VM, and of the copy left at the source.
 
 use dunlin_proto::limits::MAX_TEXT_BYTES;
 
@@ -18,7 +18,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     std::thread::sleep(effort.between * effort.fetches);
     check_refusal(vmm, &*source)?;
 
-    // Given up at the last moment: the source continues.
+    // The destination gives the VM up at the last moment. The source continues.
     let (there, _) = arrive(vmm, &*source, effort)?;
     there.discard();
     drop(there);
@@ -27,7 +27,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
         .map_err(failed("SourceVm::reactivate"))?;
     runs(&*source, &*source.memory())?;
 
-    // Arrived: the VM runs at the destination, and never again at the source.
+    // The VM arrives: it runs at the destination, and never again at the source.
     let (there, as_source) = arrive(vmm, &*source, effort)?;
     let before = Copy::of(&*source.memory())?;
     there.resume().map_err(failed("DestinationVm::resume"))?;
@@ -58,7 +58,7 @@ pub fn check_arrival(vmm: &mut dyn Vmm, effort: &Effort) -> Result<(), Violation
     as_source.pause().map_err(failed("SourceVm::pause"))
 }
 
-/// A builder that has refused one VM still builds the next.
+/// Checks that a builder that has refused one VM still builds the next.
 fn check_refusal(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<(), Violation> {
     let mut impossible = offer(source)?;
     impossible.vm.description.clear();
@@ -66,7 +66,7 @@ fn check_refusal(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<(), Violati
         region.length = 4096;
     }
     match vmm.builder().build(&impossible) {
-        // A builder that takes everything from the offer has nothing to refuse.
+        // A builder that can build any offered VM has no reason to refuse.
         Ok(built) => built.discard(),
         Err(refusal) if refusal.text.is_empty() || refusal.text.len() > MAX_TEXT_BYTES => {
             return Err(broken(
@@ -82,8 +82,8 @@ fn check_refusal(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<(), Violati
     Ok(())
 }
 
-/// Pauses the source, and brings the VM at the destination as far as the point of no
-/// return.
+/// Pauses and deactivates the source, and executes all steps at the destination before the guest
+/// resumes there.
 fn arrive(vmm: &mut dyn Vmm, source: &dyn SourceVm, effort: &Effort) -> Result<Built, Violation> {
     let moment = Moment::of(source, effort)?;
     source

@@ -1,4 +1,4 @@
-//! The methods that a source calls while it has the VM.
+//! Checks of the methods that the engine calls while the source has the VM.
 
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ pub fn check_control(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violati
     }
     if vm.memory().regions() != memory.regions() {
         return Err(table_changes(
-            "SourceVm::memory returns another one after some pauses",
+            "SourceVm::memory returns memory with another table after some pauses",
         ));
     }
     let copy = Copy::of(&*memory)?;
@@ -116,8 +116,8 @@ fn check_paused(
     Ok(())
 }
 
-/// Whether the VMM supports throttling. If it does, throttling and unthrottling must
-/// each make a difference.
+/// Whether the VMM supports throttling. If it does, a throttled guest must write less, and a guest
+/// that is no longer throttled must write more again.
 fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     const ROUNDS: u32 = 6;
     let set = |percent| vm.throttle(percent).unwrap_or(false);
@@ -138,7 +138,7 @@ fn throttles(vm: &dyn SourceVm, effort: &Effort) -> Result<bool, Violation> {
     Err(broken(
         "SourceVm::throttle",
         "a throttled guest writes less, and later runs at full speed again",
-        format!("{full} pages were written at full speed and {slow} throttled by 99 %"),
+        format!("{full} pages were written at full speed, and {slow} while throttled by 99 %"),
     ))
 }
 
@@ -147,7 +147,7 @@ fn dirtied(vm: &dyn SourceVm, effort: &Effort) -> Result<u64, Violation> {
     const WINDOW: Duration = Duration::from_millis(100);
     let mut log = Union(vm.dirty_logs());
     log.start().map_err(failed("DirtyLog::start"))?;
-    // Counts in short steps; otherwise a page that is written often would count once.
+    // Counts in short steps, because a page that is written often counts only once in each step.
     let step = effort.between.max(Duration::from_millis(1)).min(WINDOW);
     let mut pages = 0;
     for _ in 0..WINDOW.as_millis() / step.as_millis() {

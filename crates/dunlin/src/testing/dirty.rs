@@ -1,4 +1,4 @@
-//! Dirty logs.
+//! Checks of dirty logs.
 //!
 //! If a log misses a page, that page is stale at the destination, perhaps in only one
 //! migration out of many. The test does what a migration does: it copies all memory while
@@ -19,7 +19,7 @@ use crate::engine::vmm::{DirtyLog, GuestMemory, SourceVm, VmmError};
 /// It should write to all parts of memory, to some pages often, and also to pages that were
 /// never touched before.
 pub trait Writer {
-    /// Starts writing, until it is paused. It may already be running.
+    /// Starts the writer, which then writes until it is paused. The writer may already be running.
     ///
     /// # Errors
     /// The writer cannot run; the test ends.
@@ -64,9 +64,8 @@ pub fn check_dirty_logs(vm: &dyn SourceVm, effort: &Effort) -> Result<Seen, Viol
 /// Tests one log that must report everything `writer` writes to `memory`. Needs as much
 /// additional memory as `memory` has. The writer is paused and the log stopped afterwards.
 ///
-/// There are three recordings. The first and the last start while the writer is paused
-/// and must start empty, whatever was written before; the second starts while it
-/// writes.
+/// There are three recordings. The first and the last start while the writer is paused. They must
+/// start empty, whatever was written before. The second starts while the writer writes.
 ///
 /// # Errors
 /// See [`Violation`].
@@ -109,9 +108,9 @@ struct Test<'a, W: ?Sized> {
 type Bitmaps = Vec<Vec<u64>>;
 
 impl<W: Writer + ?Sized> Test<'_, W> {
-    /// One recording, from start to stop.
+    /// Performs one recording, from start to stop.
     fn recording(&mut self, running: bool) -> Result<(), Violation> {
-        // Written before the start, so not part of the log.
+        // These pages are written before the start, so they must not be part of the log.
         self.writer.resume().map_err(failed("Writer::resume"))?;
         std::thread::sleep(self.effort.between);
         if !running {
@@ -124,7 +123,7 @@ impl<W: Writer + ?Sized> Test<'_, W> {
             }
             self.writer.resume().map_err(failed("Writer::resume"))?;
         }
-        // Like the first pass of a migration.
+        // Copies all memory, as the first pass of a migration does.
         self.shadow = Copy::of(self.memory)?;
         let before = self.seen.pages;
         for _ in 0..self.effort.pauses {

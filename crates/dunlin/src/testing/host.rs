@@ -1,4 +1,4 @@
-//! The engine's process: sockets and threads.
+//! Checks of the sockets and threads that a host provides.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -34,10 +34,10 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
     let (sender, receiver) = channel();
     let reader = thread::spawn(move || {
         let mut byte = [0];
-        // The received value is compared below.
+        // Sending fails only if the check below has already timed out.
         let _ = sender.send(near.read_exact(&mut byte).map(|()| byte[0]));
     });
-    // Long enough for a read on a non-blocking socket to fail.
+    // The wait is long enough for a read on a non-blocking socket to fail.
     thread::sleep(Duration::from_millis(20));
     far.write_all(&[7])?;
     let byte = receiver.recv_timeout(GRACE);
@@ -65,7 +65,7 @@ pub fn check_host(host: &dyn Host, endpoint: &dyn Fn(u16) -> String) -> Result<(
 
     let (sender, receiver) = channel();
     let body = move || {
-        // This thread waits for the value.
+        // Sending fails only if the check below has already timed out.
         let _ = sender.send(thread::current().id());
     };
     let spawned = host.spawn("dunlin-testing".into(), Box::new(body))?;
@@ -93,11 +93,11 @@ mod tests {
 
     /// The defect of a broken host.
     enum Fault {
-        /// Its sockets do not block.
+        /// The host's sockets do not block.
         NonBlocking,
         /// The host runs the body immediately, on the calling thread.
         SameThread,
-        /// It waits far beyond the deadline.
+        /// The host waits far beyond the deadline.
         Late,
     }
 

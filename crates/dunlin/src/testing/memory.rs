@@ -1,4 +1,4 @@
-//! Guest memory: its table, its slices, its ranges to send.
+//! Checks of guest memory: its table, its slices, its ranges to send.
 
 use std::io;
 use std::ops::Range;
@@ -40,11 +40,11 @@ fn check_table(memory: &dyn GuestMemory) -> Result<(), Violation> {
         return Err(broken(
             METHOD,
             "the identifiers of its regions ascend",
-            format!("{} precedes {}", pair[0].id, pair[1].id),
+            format!("identifier {} precedes {}", pair[0].id, pair[1].id),
         ));
     }
     if memory.regions() != regions {
-        return Err(table_changes("a second call returns another one"));
+        return Err(table_changes("a second call returns another table"));
     }
     Ok(())
 }
@@ -57,7 +57,7 @@ fn no_such_bytes(index: usize, offset: u64, length: usize) -> Violation {
     broken(
         "GuestMemory::slice",
         "bytes outside a region are refused",
-        format!("{length} bytes at {offset} of region {index} were returned"),
+        format!("{length} bytes at offset {offset} of region {index} were returned"),
     )
 }
 
@@ -75,12 +75,12 @@ fn check_slices(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(
             broken(
                 METHOD,
                 "any bytes within a region are returned",
-                format!("{length} bytes at {offset} of region {index} {what}"),
+                format!("{length} bytes at offset {offset} of region {index} {what}"),
             )
         };
         match memory.slice(index, offset, length) {
             Ok(slice) if slice.len() == length => {}
-            Ok(slice) => return Err(refused(format!("were returned as {}", slice.len()))),
+            Ok(slice) => return Err(refused(format!("were returned as {} bytes", slice.len()))),
             Err(error) => return Err(refused(format!("were refused: {error}"))),
         }
     }
@@ -105,7 +105,7 @@ fn check_ranges(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(
         .ranges_to_send(index, &mut |range| ranges.push(range))
         .is_err()
     {
-        // The engine then sends everything.
+        // If the ranges are unknown, the engine sends the whole region.
         return Ok(());
     }
     let mut end = 0;
@@ -114,7 +114,7 @@ fn check_ranges(memory: &dyn GuestMemory, index: usize, length: u64) -> Result<(
             return Err(broken(
                 METHOD,
                 "its ranges lie within the region, in ascending order",
-                format!("region {index} of {length} bytes has {range:?} after {end}"),
+                format!("region {index} of {length} bytes has range {range:?} after offset {end}"),
             ));
         }
         end = range.end;
@@ -147,7 +147,7 @@ fn first_not_zero(
     let mut bytes = [0; PAGE_BYTES as usize];
     let mut at = range.start;
     while at < range.end {
-        // Up to the end of the page, so that the next part is aligned.
+        // Read up to the end of the page, so that the next part is aligned.
         let to = (at / PAGE_BYTES * PAGE_BYTES + PAGE_BYTES).min(range.end);
         let now = &mut bytes[..(to - at) as usize];
         memory.slice(index, at, now.len())?.copy_to(now);
@@ -169,8 +169,8 @@ pub(super) fn first_written(memory: &dyn GuestMemory) -> io::Result<Option<(usiz
     Ok(None)
 }
 
-/// The ranges of a region that may not read as zeros. Reading the others might populate
-/// them.
+/// The ranges of a region that may not read as zeros. The other ranges are not read, because that
+/// might populate them.
 pub(super) fn ranges_to_read(memory: &dyn GuestMemory, index: usize) -> Vec<Range<u64>> {
     let mut ranges = Vec::new();
     match memory.ranges_to_send(index, &mut |range| ranges.push(range)) {

@@ -1,4 +1,4 @@
-//! CPU and device state: saved, loaded and saved again.
+//! Checks of CPU and device state, which is saved, loaded and saved again.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -114,7 +114,7 @@ impl Moment {
     }
 }
 
-/// Checks the limits of the control lane.
+/// Checks that the sections are within the limits of the control lane.
 fn fits(sections: &[Section]) -> Result<(), Violation> {
     const METHOD: &str = "SourceVm::save";
     let bytes: usize = sections.iter().map(|section| section.bytes.len()).sum();
@@ -169,7 +169,7 @@ fn same_state(
             let at = before.bytes.iter().zip(&after.bytes);
             let at = at.take_while(|(before, after)| before == after).count();
             return Err(not_equal(format!(
-                "{} differs from byte {at} of {} on",
+                "{} differs, first at byte {at} of {}",
                 label(before),
                 before.bytes.len()
             )));
@@ -179,7 +179,10 @@ fn same_state(
         .iter()
         .find(|after| !before.iter().any(|before| labels_equal(before, after)))
     {
-        Some(new) => Err(not_equal(format!("{} is new", label(new)))),
+        Some(new) => Err(not_equal(format!(
+            "{} was not in the loaded state",
+            label(new)
+        ))),
         None => Ok(()),
     }
 }
@@ -259,14 +262,14 @@ pub(super) fn build(vmm: &mut dyn Vmm, source: &dyn SourceVm) -> Result<Built, V
         return Err(broken(
             METHOD,
             "the VM's memory reads as zeros",
-            format!("page {page} of region {region} does not"),
+            format!("page {page} of region {region} is not zero"),
         ));
     }
     let as_source = vmm.built().ok_or_else(|| {
         broken(
             "Vmm::built",
             "it returns the VM that was built last",
-            "it returns none",
+            "it returns no VM",
         )
     })?;
     if as_source.run_state() == RunState::Running {

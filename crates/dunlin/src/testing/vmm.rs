@@ -11,9 +11,9 @@ use super::{Effort, Violation, Vmm, failed};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Conformance {
-    /// Figures of its dirty logs.
+    /// Figures of the VM's dirty logs.
     pub dirty: Seen,
-    /// Whether it can throttle its guest.
+    /// Whether the VMM can throttle the guest.
     pub throttles: bool,
     /// Names of the sections with content that changes while the guest is paused or after
     /// each load, such as clocks and timers. The check cannot tell whether these are
@@ -27,7 +27,7 @@ pub struct Conformance {
 /// The first [`Violation`].
 pub fn check_vmm(vmm: &mut dyn Vmm, effort: &Effort) -> Result<Conformance, Violation> {
     let vm = vmm.start().map_err(failed("Vmm::start"))?;
-    // The pause first, because every other check relies on it.
+    // Check the pause first, because every other check relies on it.
     let throttles = check_control(&*vm, effort)?;
     check_memory(&*vm.memory())?;
     let dirty = check_dirty_logs(&*vm, effort)?;

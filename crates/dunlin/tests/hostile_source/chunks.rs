@@ -147,8 +147,8 @@ fn i4_marks_and_ends_that_lie_end_the_session() {
     }
 }
 
-/// A chunk contains the same pages twice, raw and as zeros. The source overwrites its own
-/// pages, without other effects.
+/// A chunk contains the same pages twice, raw and as zeros. The source only overwrites its own
+/// pages, which has no other effect.
 #[test]
 fn i7_overlapping_ranges_do_no_harm() {
     let _alone = alone();
@@ -191,8 +191,8 @@ fn i7_overlapping_ranges_do_no_harm() {
     assert!(bytes[5 * 4096..].iter().all(|&byte| byte == 0));
 }
 
-/// Each range of a chunk can be a whole region of 1 TiB. The destination takes seconds for
-/// it, but a cancellation does not wait for that.
+/// Each range of a chunk can be a whole region of 1 TiB. The destination takes seconds to clear it,
+/// but a cancellation does not wait for that.
 #[test]
 fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let _alone = alone();
@@ -222,7 +222,8 @@ fn i7_zeros_for_a_huge_region_hold_up_no_cancellation() {
     let mut chunk = Vec::new();
     ChunkHeader::encode(0, 1, &[range; MAX_RANGES_PER_CHUNK], &mut chunk).unwrap();
     lane.send(&chunk).unwrap();
-    // The lane's thread works once the process has used CPU time; this thread only waits.
+    // When the process has used CPU time, the lane's thread is at work, because this thread only
+    // waits.
     let (limit, before) = (Instant::now() + Duration::from_secs(20), cpu_ticks());
     while cpu_ticks() < before + 10 {
         assert!(Instant::now() < limit, "the chunk is not being worked on");

@@ -1,4 +1,4 @@
-//! Lies before and in the description of the VM.
+//! Lies before the description of the VM, and in it.
 
 use dunlin::engine::vmm::FaultCode;
 use dunlin_proto::control::{Message, Region, RegionKind, RegionTable};
@@ -91,7 +91,7 @@ fn i7_a_vm_that_cannot_be_is_refused() {
             peer.into()
         });
     }
-    // The second region is decoded as a mandatory field.
+    // The decoder reads the second region as a mandatory field.
     let missing = FaultCode::FeatureMissing;
     refused_by_destination(
         "describe: fewer regions than follow",

@@ -30,8 +30,8 @@ fn i4_a_lane_that_is_cut_is_fenced_and_the_session_goes_on() {
 /// The VM that a destination has built, before its session has ended.
 static BUILT: Mutex<Option<Arc<TestVm>>> = Mutex::new(None);
 
-/// A lane dies within a chunk of pages. The bytes that have arrived are older than those
-/// that replace them, and must go even if the newer bytes are zeros.
+/// A lane dies within a chunk of pages. The bytes that have arrived are older than those sent
+/// later, and must be cleared even if the later bytes are zeros.
 #[test]
 fn i4_pages_of_a_chunk_that_broke_off_are_cleared_by_zeros() {
     const PAGES: u32 = 12;
@@ -137,7 +137,7 @@ fn i7_lanes_that_do_not_belong_are_turned_away_and_the_session_goes_on() {
     let _alone = alone();
     let (authority, other) = (Authority::named("one"), Authority::named("two"));
     let (client, server) = trusting(&authority, &other);
-    // The same name, from another authority.
+    // A host of the same name, with a certificate from another authority.
     let (twin, _) = trusting(&other, &authority);
     let options = impatient()
         .to_builder()

@@ -1,6 +1,6 @@
-//! A source that lies, at each step of a session (I7): the destination ends the
-//! session with an error that names the lie and the party at fault, releases its
-//! resources, never runs the VM without *commit*, and receives the next VM.
+//! A source that lies, at each step of a session (I7). The destination ends the session with an
+//! error that names the lie and the party at fault, releases its resources, never runs the VM
+//! without *commit*, and receives the next VM.
 //!
 //! `--nocapture` prints a table of the cost of each lie.
 #![allow(clippy::unwrap_used)]
@@ -19,8 +19,8 @@ use dunlin_test_support::hostile::*;
 
 const MALFORMED: FaultCode = FaultCode::Malformed;
 
-/// A name for a lie, the expected fault and words of the error, and the changed bytes
-/// with their offset.
+/// A name for a lie, the expected fault, words of the error, and the changed bytes with their
+/// offsets.
 type Changed<'a> = (&'a str, FaultCode, &'a str, &'a [(usize, &'a [u8])]);
 
 /// A source that has been accepted and has not described the VM yet.

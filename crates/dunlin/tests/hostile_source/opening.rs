@@ -39,7 +39,7 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
         features: Features::NONE,
         security: LaneSecurity::Tls,
     };
-    // The opening, the expected fault, and words that only this error contains.
+    // For each lie: the opening, the expected fault, and words that only this error contains.
     let lies = [
         (
             Opening::Offer(Offer {
@@ -103,9 +103,9 @@ fn i7_openings_that_lie_begin_no_session_and_the_next_one_does() {
     before.settled("offer: newer, with more, plain, or none at all");
 }
 
-/// A second control lane for the same session, from the same host and from a host of
-/// the same name with a certificate from another authority: the first session
-/// continues.
+/// A second control lane for the same session is refused, and the first session continues. The
+/// second lane comes from the same host, or from a host of the same name with a certificate from
+/// another authority.
 #[test]
 fn i1_a_second_session_of_the_same_name_is_turned_away() {
     let _alone = alone();

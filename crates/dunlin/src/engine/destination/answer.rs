@@ -1,5 +1,5 @@
-//! Answers inquiries about sessions that are not in progress: from the journal, or, if the
-//! VM is in this process, from its held record.
+//! Answers inquiries about sessions that are not in progress: from [`Held`] if the VM is in this
+//! process, otherwise from the journal.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -29,14 +29,14 @@ use super::super::lock;
 use super::super::sync::Mutex;
 use super::refusal::refuse;
 
-/// Maximum number of inquiries answered at the same time. Each has a thread and an
-/// authenticated peer; a new one displaces the oldest (I7).
+/// Maximum number of inquiries answered at the same time. Each inquiry has a thread and an
+/// authenticated peer. A new inquiry displaces the oldest (I7).
 const ANSWERS_LIMIT: usize = 8;
 
 const NOT_THE_PEER: &str = "not the peer of this session";
 
-/// What the offer of an inquiry's control lane may ask for: anything, since no data
-/// lane follows.
+/// What the offer on an inquiry's control lane may ask for: every feature and every security,
+/// because no data lane follows.
 pub(super) const INQUIRIES: Supported = Supported {
     versions: VERSIONS,
     features: Features::VERIFY,
@@ -51,15 +51,16 @@ pub(super) struct Held {
     /// The only peer that may ask.
     peer: RecordedPeer,
     outcome: Outcome,
-    /// Woken when nothing is left to answer.
+    /// Woken after the source has released the VM, because then nothing is left to answer.
     done: Arc<Waker>,
 }
 
 /// The outcome of a session that is not in progress.
 struct Outcome {
     state: Destination,
-    /// Locked while the VM's process lives, so that no other process considers the VM dead.
-    /// `None`: the session has no record, or it was released, or the VM has moved on since.
+    /// The session's journal file, locked while the VM's process lives, so that no other process
+    /// considers the VM dead. `None` if the session has no record or was released, or if the VM has
+    /// moved on to another host.
     journal: Option<SessionJournal>,
 }
 
@@ -71,7 +72,8 @@ pub(super) struct Answers {
     in_progress: VecDeque<(Arc<ControlLane>, JoinHandle<()>)>,
 }
 
-/// Whether a control lane can only concern an earlier session.
+/// Whether a control lane can only concern an earlier session: the first control lane of a session
+/// has epoch 1.
 pub(super) fn is_inquiry(offer: &Offer) -> bool {
     offer.epoch > 1
 }
@@ -121,7 +123,7 @@ impl Answers {
             }
         };
         if selection.encode(&mut bytes).is_err() || stream.send(&bytes).is_err() {
-            // The peer has disconnected and will ask again.
+            // The peer has disconnected. It will ask again.
             return Ok(());
         }
         self.in_progress.retain(|(_, thread)| !thread.is_finished());
@@ -147,7 +149,8 @@ impl Answers {
         Ok(())
     }
 
-    /// Accepts and answers until `stopped`. Refuses new sessions with the text `busy`.
+    /// Accepts connections and answers inquiries until `stopped`. Refuses new sessions with the
+    /// text `busy`.
     fn serve(
         &mut self,
         listener: &TcpListener,
@@ -160,7 +163,7 @@ impl Answers {
                 stream,
                 opening: Opening::Offer(offer),
             } if is_inquiry(&offer) => {
-                // A refusal has been sent.
+                // If `begin` fails, it has already sent a refusal.
                 let _ = self.begin(stream, &offer);
             }
             Arrival::Control {
@@ -184,7 +187,7 @@ impl Answers {
 
 fn end((lane, thread): (Arc<ControlLane>, JoinHandle<()>)) {
     lane.shutdown();
-    // A panic there has no further effect.
+    // Ignore a panic of the answering thread: it affects only this inquiry.
     let _ = thread.join();
 }
 
@@ -234,7 +237,8 @@ fn answer_on(
             if let Err(fault) = &result
                 && fault.code == FaultCode::UnknownSession
             {
-                // A source that has not sent *commit* keeps the VM.
+                // The refusal is for a source that has not sent *commit*. Such a source keeps the
+                // VM.
                 let _ = lane.send(&Message::Refuse {
                     fault: fault.code,
                     text: fault.for_peer(),
@@ -247,7 +251,7 @@ fn answer_on(
     lane.shutdown();
 }
 
-/// The session's outcome as a restarted destination finds it.
+/// Reads the session's outcome from the journal, as a restarted destination does.
 fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result<Outcome, Fault> {
     let (record, journal) = match SessionJournal::take(journal, session, Role::Destination) {
         Ok(journal) => match journal.record().state {
@@ -255,7 +259,7 @@ fn look_up(journal: &Journal, session: SessionId, peer: &PeerIdentity) -> Result
             _ => return Err(Fault::new(FaultCode::WrongIdentity, NOT_THE_PEER)),
         },
         Err(JournalError::Missing { .. }) => (None, None),
-        // Only the process that holds the VM can answer.
+        // The process that has the VM may have locked the record. Only that process can answer.
         Err(error) => {
             let what = "cannot take over the session's record";
             return Err(Fault::new(FaultCode::Journal, what).because(error));
@@ -277,7 +281,7 @@ fn answer_of(outcome: &mut Outcome, attempt: u32, lane: &ControlLane) -> Result<
         // If *aborted* could not be recorded, no verdict may be sent.
         _ => Err(Fault::new(
             FaultCode::Journal,
-            "no verdict could be recorded",
+            "the outcome could not be recorded",
         )),
     }
 }
@@ -307,7 +311,8 @@ fn act(outcome: &mut Outcome, actions: &[Do]) -> Option<Verdict> {
             Do::Tell(reached) => verdict = Some(*reached),
             Do::Forget => {
                 if let Some(journal) = outcome.journal.take() {
-                    // If the record remains, it says *running*, which is still correct.
+                    // If the record cannot be removed, it still contains *running*, which is
+                    // correct.
                     let _ = journal.forget();
                 }
             }
@@ -335,8 +340,8 @@ impl fmt::Debug for Answering {
 }
 
 impl Answering {
-    /// Answers inquiries about the running VM in `record`, and from `journal` about
-    /// other sessions.
+    /// Answers inquiries, from `record` about the running VM, and from `journal` about other
+    /// sessions.
     pub(super) fn start(
         listener: Arc<TcpListener>,
         tls: ServerTls,
@@ -379,13 +384,13 @@ impl Answering {
         self.thread.is_finished()
     }
 
-    /// Call it after the VM has been moved away from this host, before its process ends.
-    /// Stops answering, and leaves a record from which a later listener on this host
-    /// answers that the VM does not belong to the old source. With the record *running*
-    /// instead, the VM would be considered dead.
+    /// Stops answering, and leaves a record from which a later listener on this host answers that
+    /// the VM does not belong to the old source. Call it after the VM has been moved away from this
+    /// host, before its process ends. If the record remained *running*, a later listener would
+    /// answer that the VM died.
     ///
     /// # Errors
-    /// The record cannot be written; *running* stays.
+    /// The record cannot be written. It remains *running*.
     pub fn moved_on(self) -> Result<(), JournalError> {
         let journal = lock(&self.held).outcome.journal.take();
         let moved_on = State::Destination(DestinationRecord::MovedOn);
@@ -397,7 +402,7 @@ impl Answering {
     /// Stops answering. A source that has not released the VM stays in doubt.
     pub fn stop(self) {
         self.stop.wake();
-        // A panic there has no further effect.
+        // Ignore a panic of the answering thread, because that thread must end in any case.
         let _ = self.thread.join();
     }
 }

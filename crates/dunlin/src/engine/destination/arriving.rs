@@ -1,4 +1,4 @@
-//! An arriving VM, from its description on.
+//! The state of an arriving VM, after the source has described it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use super::lanes::Lanes;
 use super::received::DestinationEvent;
 use super::session::Session;
 
-/// State common to all phases from the first record on.
+/// State common to the phases *Receiving*, *Prepared* and *Running*.
 pub(super) struct Arriving<'a> {
     pub(super) session: Session<'a>,
     pub(super) control: ControlLink,
@@ -28,7 +28,8 @@ pub(super) struct Arriving<'a> {
     pub(super) lanes: Lanes,
     /// Whether an inquiry has arrived on the newest control lane.
     pub(super) asked: bool,
-    /// Messages that the reader of an older control lane had read.
+    /// Messages that the reader of an older control lane had read and the session has not applied
+    /// yet.
     pub(super) drained: Vec<FromPeer>,
     /// When the source last made progress.
     pub(super) progressed: Instant,
@@ -37,7 +38,7 @@ pub(super) struct Arriving<'a> {
 /// The state of the newest control lane.
 pub(super) enum Link {
     Up,
-    /// The control lane is lost. The source may replace it until this time; otherwise the
+    /// The control lane is lost. The source may replace it until this time. If it does not, the
     /// session ends with the fault.
     Lost(Instant, Fault),
 }
@@ -93,10 +94,10 @@ impl Attempt {
         }
     }
 
-    /// Whether the source will never ask about the session: it has cancelled and keeps the
-    /// VM, or it was never accepted and has started nothing. Any other source may ask, even
-    /// one that did not receive *ready*: its process may have died just before, with the VM
-    /// paused in another process.
+    /// Whether the source will never ask about the session, because it has cancelled and keeps the
+    /// VM, or because it was never accepted and has started nothing. In all other cases a source
+    /// may ask, even if it did not receive *ready*: the source's process may have died before
+    /// *ready* arrived, with the VM paused in another process.
     pub(super) fn is_never_asked_about(&self) -> bool {
         self.reached < Reached::Accepted || self.source_keeps
     }
@@ -157,8 +158,9 @@ impl<'a> Arriving<'a> {
                 self.session
                     .warn("too late to cancel: the VM is here".into());
             }
-            // `resume_control` closes old control lanes when it adopts a new one;
-            // `Settled` forgets a *released* session; the others belong to a phase.
+            // These actions need no code here. `resume_control` closes old control lanes when it
+            // adopts a new one, `Settled` removes the record of a *released* session, and each
+            // phase executes its own actions.
             Do::CloseOld
             | Do::Forget
             | Do::Drain
@@ -201,7 +203,7 @@ impl<'a> Arriving<'a> {
         self.control.notify(&message);
     }
 
-    /// Drops the VM. Stops the lanes first, since none may write once its memory is
+    /// Drops the VM. Stops the lanes first, because no lane may write after the VM's memory is
     /// unmapped.
     fn discard(&mut self) {
         self.lanes.stop();
@@ -221,8 +223,8 @@ impl<'a> Arriving<'a> {
         self.attempt.state == Destination::Receiving
     }
 
-    /// Sends a message that would be repeated on a new control lane. If the control
-    /// lane fails, it counts as lost and the session continues.
+    /// Sends a message that the session repeats on a new control lane. If this control lane fails,
+    /// it counts as lost and the session continues.
     pub(super) fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
         let sent = self.control.lane.send(message);
         self.control.unless_resumable(sent, self.is_resumable())

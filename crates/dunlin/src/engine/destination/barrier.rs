@@ -1,10 +1,10 @@
 //! The iteration barrier: where the destination's lanes wait for each other.
 //!
-//! Its lock guards what the session's thread and the lane threads share about the
-//! lanes: which are open, which marks they have reached, what must be acknowledged. A
-//! lane at a mark waits until every other lane has reached it or is fenced, or until
-//! the session ends. `engine/interleavings` checks that no order of threads lets a lane
-//! through too early or loses its wake-up.
+//! The session's thread and the lane threads share the state of the lanes: which lanes are open,
+//! which marks they have reached, and what must be acknowledged. The barrier's lock guards that
+//! state. A lane at a mark waits until every other lane has reached it or is fenced, or until the
+//! session ends. `engine/interleavings` checks, in many orders of the threads, that no lane passes
+//! a mark too early or misses its wake-up.
 
 use std::collections::BTreeMap;
 
@@ -22,11 +22,11 @@ pub(in crate::engine) struct IterationBarrier {
 struct State {
     lanes: Receiving,
     stop: bool,
-    /// Interrupts the blocking call of each lane's thread.
+    /// For each lane, a function that interrupts the blocking call of its thread.
     interrupts: BTreeMap<u16, Interrupt>,
 }
 
-/// Called by the session's thread.
+/// Methods that the session's thread calls.
 impl IterationBarrier {
     pub(in crate::engine) fn new(lanes_max: u16) -> Self {
         Self {
@@ -39,7 +39,7 @@ impl IterationBarrier {
         }
     }
 
-    /// Accesses the state of the lanes, and then wakes those that wait at a mark.
+    /// Accesses the state of the lanes, and then wakes the lanes that wait at a mark.
     pub(in crate::engine) fn lanes<T>(&self, access: impl FnOnce(&mut Receiving) -> T) -> T {
         let result = access(&mut lock(&self.state).lanes);
         self.changed.notify_all();
@@ -58,8 +58,8 @@ impl IterationBarrier {
         Ok(())
     }
 
-    /// Interrupts the blocking call of one lane's thread. The lane must already be closing,
-    /// so that a wait at a mark has been woken.
+    /// Interrupts the blocking call of one lane's thread. The caller has already marked the lane as
+    /// closing, which ends a wait at a mark.
     pub(in crate::engine) fn cut(&self, lane: u16) {
         if let Some(interrupt) = lock(&self.state).interrupts.get(&lane) {
             interrupt();
@@ -78,8 +78,8 @@ impl IterationBarrier {
     }
 }
 
-/// Called by the lane threads. `notify` informs the session that something must be
-/// acknowledged; it is called only for the first such item.
+/// Methods that the lane threads call. `notify` informs the session that something must be
+/// acknowledged. It is called only if nothing was waiting to be acknowledged before.
 impl IterationBarrier {
     /// Checks the header of a chunk on `lane`: whether the chunk may be written.
     pub(in crate::engine) fn check_chunk(
@@ -91,7 +91,7 @@ impl IterationBarrier {
         lock(&self.state).lanes.check_chunk(lane, number, iteration)
     }
 
-    /// Notes something to report to the source.
+    /// Notes something that must be reported to the source.
     pub(in crate::engine) fn report<T>(
         &self,
         note: impl FnOnce(&mut Receiving) -> T,
@@ -108,8 +108,8 @@ impl IterationBarrier {
         noted
     }
 
-    /// Waits at the mark of `iteration`, received on `lane`, for every other lane. Returns
-    /// false if the lane is given up in the meantime.
+    /// Waits at the mark of `iteration`, received on `lane`, for every other lane. Returns false if
+    /// the lane is given up during the wait.
     pub(in crate::engine) fn pass(
         &self,
         lane: u16,
@@ -127,7 +127,7 @@ impl IterationBarrier {
         Ok(true)
     }
 
-    /// Whether `lane` must continue.
+    /// Whether the thread of `lane` must continue to receive.
     pub(in crate::engine) fn wants(&self, lane: u16) -> bool {
         lock(&self.state).wants(lane)
     }

@@ -13,7 +13,7 @@ pub(super) enum SessionEvent {
     Arrived(Box<Arrival>),
     /// The listener has failed.
     AcceptorEnded(io::Error),
-    /// From the control lane of this epoch.
+    /// What the reader of the control lane with this epoch has delivered.
     Control(u32, FromPeer),
     /// A lane's thread has ended.
     LaneEnded {
@@ -21,7 +21,8 @@ pub(super) enum SessionEvent {
         result: Result<(), Fault>,
         wire_bytes: u64,
     },
-    /// Lanes, control lane or decision have changed; a waiting caller must check again.
+    /// The lanes, the control lane or the decision about the VM has changed. A caller that waits
+    /// for one of them must check again.
     Tended,
     /// Chunks are waiting to be acknowledged.
     Acks,

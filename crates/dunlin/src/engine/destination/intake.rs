@@ -18,7 +18,7 @@ use super::lane::Lane;
 use super::received::DestinationEvent;
 
 impl Arriving<'_> {
-    /// Whether every lane is joined and everything has arrived (I4).
+    /// Whether every lane's thread is joined and everything has arrived (I4).
     pub(super) fn is_complete(&self) -> Result<bool, Fault> {
         if !self.lanes.threads.is_empty() {
             return Ok(false);
@@ -31,21 +31,22 @@ impl Arriving<'_> {
     pub(super) fn fence(&mut self, lane: u16) -> Result<(), Fault> {
         let barrier = &self.lanes.barrier;
         match barrier.lanes(|lanes| lanes.fence(lane)) {
-            // The answer follows when its thread ends.
+            // When the lane's thread has ended, the destination reports that the lane is fenced.
             Fence::Close => barrier.cut(lane),
             Fence::Answer => self.send_fenced(lane)?,
         }
         Ok(())
     }
 
-    /// A lane's thread has ended.
+    /// Handles the end of a lane's thread.
     pub(super) fn lane_ended(&mut self, lane: u16, result: Result<(), Fault>) -> Result<(), Fault> {
         if let Some(thread) = self.lanes.threads.remove(&lane)
             && thread.join().is_err()
         {
             return Err(Fault::new(FaultCode::Internal, "a lane thread panicked"));
         }
-        // A lost lane can be replaced; any other failure would repeat on its replacement.
+        // A lost lane can be replaced. Any other failure ends the session, because it would also
+        // occur on the replacement.
         match result.err() {
             Some(fault) if fault.code != FaultCode::LaneLost => return Err(fault),
             fault => {
@@ -60,7 +61,7 @@ impl Arriving<'_> {
         Ok(())
     }
 
-    /// Sends the lane's last acknowledgements, and that it is fenced.
+    /// Sends the lane's last acknowledgements, and then the message that the lane is fenced.
     fn send_fenced(&mut self, lane: u16) -> Result<(), Fault> {
         self.acknowledge()?;
         self.send_resumable(&Message::Fenced {
@@ -80,7 +81,7 @@ impl Arriving<'_> {
             Err((fault, text)) => {
                 self.session.reject(format!("lane {number}: {text}"));
                 if !is_proved(&self.lanes.secret, open) {
-                    // Not the source of this session: close without an answer.
+                    // The lane is not from the source of this session. Close it without an answer.
                     return Ok(());
                 }
                 return self.send_resumable(&Message::LaneRefused {

@@ -21,20 +21,20 @@ use super::super::vmm::GuestMemory;
 use super::barrier::IterationBarrier;
 use super::event::SessionEvent;
 
-/// How long the source may take from a lane's end frame to its close.
+/// How long the source may take to close a lane after its end frame.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Pages cleared between two checks of whether the lane must end: 16 MiB, a few
-/// milliseconds. A range may span a whole region, and a cancellation or fence waits for
-/// this thread.
+/// Number of pages cleared between two checks of whether the lane must end: 16 MiB, which takes a
+/// few milliseconds. The checks are necessary because a range may span a whole region, and a
+/// cancellation or fence waits for this thread.
 const CLEARED_AT_ONCE: u64 = 4096;
 
 /// The guest memory that a session's lanes write.
 pub(super) struct DestinationMemory {
     memory: Arc<dyn GuestMemory>,
     regions: RegionTable,
-    /// One bit per page that a lane has written, by region: only those pages have to be
-    /// cleared when zero pages arrive.
+    /// For each region, one bit per page, which is set if a lane has written the page. A zero page
+    /// that arrives is cleared only if its bit is set.
     written: Vec<Box<[AtomicU64]>>,
 }
 
@@ -64,10 +64,11 @@ impl DestinationMemory {
         }
     }
 
-    /// Clears the pages that earlier chunks have written.
+    /// Clears those pages of the range that earlier chunks have written.
     ///
-    /// After an error the remaining pages of the word are no longer marked as written although they
-    /// have content. No later chunk relies on the marks, because the error ends the session.
+    /// After an error, the remaining pages of the current bitmap word are no longer marked as
+    /// written, although they have content. No later chunk relies on the marks, because the error
+    /// ends the session.
     fn clear(&self, index: usize, first: u64, count: u64) -> std::io::Result<()> {
         const ZEROS: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
         for (word, mask) in word_masks(first..first + count) {
@@ -101,8 +102,8 @@ impl Lane {
     /// The thread's body. Reports the end of the lane to the session.
     pub(super) fn run(mut self) {
         let _lane = info_span!(parent: &self.span, "lane", lane = self.number).entered();
-        // This calls code of the VMM. If a panic in it were not reported, the session would wait
-        // for this lane forever.
+        // This calls the VMM's code. A panic there must be reported, otherwise the session would
+        // wait for this lane forever.
         let received = catch_unwind(AssertUnwindSafe(|| self.receive_all()));
         let wire_bytes = self.receiver.counters().wire_bytes;
         let result = received.unwrap_or_else(|_| {
@@ -124,8 +125,8 @@ impl Lane {
             let _ = receiver.close();
         }
         barrier.forget(number);
-        // Sent before the other lanes are stopped: the session treats the first reported end as the
-        // cause. The send fails once the session has ended.
+        // Report the end before the other lanes are stopped, because the session treats the first
+        // reported end as the cause. Sending fails only after the session has ended.
         let _ = events.send(SessionEvent::LaneEnded {
             lane: number,
             result,
@@ -183,8 +184,8 @@ impl Lane {
         Fault::new(FaultCode::LaneLost, what)
     }
 
-    /// The source closes right after its end frame. If this side closed first, the
-    /// connection would be reset.
+    /// Waits until the source closes the lane, which it does right after its end frame. If this
+    /// side closed the lane first, the connection would be reset.
     fn await_close(&mut self) -> Result<(), Fault> {
         match self.receiver.next(&mut [0], Some(CLOSE_LIMIT)) {
             Ok(false) => Ok(()),
@@ -203,7 +204,7 @@ impl Lane {
             .check_chunk(lane, chunk_number, chunk.iteration())
             .map_err(out_of_order)?;
         let mut pages = 0;
-        // The ranges were decoded against the region table.
+        // The ranges were decoded against the region table, so every region is found.
         let index_of = |id| region_index(&*self.memory.memory, id).unwrap_or(usize::MAX);
         let pages_of = |range: &Range| {
             (
@@ -267,7 +268,7 @@ impl Lane {
 
     /// Informs the session that something must be acknowledged.
     fn notify(&self) {
-        // Fails once the session has ended.
+        // Sending fails only after the session has ended.
         let _ = self.events.send(SessionEvent::Acks);
     }
 

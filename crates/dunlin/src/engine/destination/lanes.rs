@@ -46,7 +46,7 @@ impl Lanes {
     pub(super) fn stop(&mut self) {
         self.barrier.stop();
         for thread in std::mem::take(&mut self.threads).into_values() {
-            // A panic there must not keep the memory.
+            // Ignore a panic of the thread, because the memory must be unmapped in any case.
             let _ = thread.join();
         }
     }

@@ -58,7 +58,7 @@ use super::vmm::Builder;
 /// An incoming migration: accepts on a listener and receives one VM.
 ///
 /// A host that keeps receiving VMs runs one `Incoming` after another, each with a clone of the
-/// listener. Whether a VM arrives or an attempt fails, the next one can run.
+/// listener. The next one can run whether the last one has received a VM or failed.
 ///
 /// ```no_run
 /// # use dunlin::engine::{MigrateError, destination::{Incoming, Received}, vmm::Builder};
@@ -114,8 +114,8 @@ impl<'a> Incoming<'a> {
     }
 
     /// Receives one VM, which `builder` builds, on this thread. Connections from other peers are
-    /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait. Without a source it
-    /// waits until it is cancelled.
+    /// rejected ([`DestinationEvent::Rejected`]) and do not end the wait. Without a source, the
+    /// call waits until it is cancelled.
     ///
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is. The VM does not run
@@ -140,7 +140,7 @@ impl<'a> Incoming<'a> {
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
         let sender = session.sender.clone();
         let listening = self.cancel.listen(move || {
-            // Fails once the session has ended.
+            // Sending fails only after the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
         let settled = Describing::await_source(session)

@@ -84,7 +84,7 @@ impl OptionsBuilder {
                     .all(|one| (1..=MAX_ENDPOINT_BYTES).contains(&one.len())),
             "endpoints",
             endpoints,
-            "use at most 16 addresses with port, or none for the control lane's address",
+            "use at most 16 addresses with port, or none to use the address of the control lane",
         )?;
         check_limit("silence_limit", options.silence_limit)?;
         check_limit("control_limit", options.control_limit)?;
@@ -99,8 +99,8 @@ impl OptionsBuilder {
         self
     }
 
-    /// Admits lanes over IPsec if the source asks for them. If it is `None`, a source that
-    /// asks for such lanes is refused.
+    /// The implementation that admits lanes over IPsec if the source asks for them. If it is
+    /// `None`, a source that asks for such lanes is refused.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self
@@ -112,25 +112,26 @@ impl OptionsBuilder {
         self
     }
 
-    /// Addresses for the data lanes; empty, the default, for the control lane's address.
+    /// Addresses to which the source opens data lanes. If the list is empty, as by default, the
+    /// source uses the address of the control lane.
     pub fn endpoints(mut self, endpoints: Vec<String>) -> Self {
         self.0.endpoints = endpoints;
         self
     }
 
-    /// The control lane counts as lost after this long without a message; see [its
+    /// The control lane counts as lost after this long without a message; see [the source's
     /// option].
     ///
-    /// [its option]: crate::engine::source::OptionsBuilder::silence_limit
+    /// [the source's option]: crate::engine::source::OptionsBuilder::silence_limit
     #[cfg(feature = "unstable-internals")]
     pub fn silence_limit(mut self, silence_limit: Duration) -> Self {
         self.0.silence_limit = silence_limit;
         self
     }
 
-    /// How long to wait for the source to replace a lost control lane while memory and
-    /// state arrive. Set it longer than the source's [`control_limit`], since the
-    /// source has to notice the loss too.
+    /// How long to wait for the source to replace a lost control lane while memory and state
+    /// arrive. Set it longer than the source's [`control_limit`], because the source has to notice
+    /// the loss too.
     ///
     /// [`control_limit`]: crate::engine::source::OptionsBuilder::control_limit
     #[cfg(feature = "unstable-internals")]
@@ -139,17 +140,18 @@ impl OptionsBuilder {
         self
     }
 
-    /// How long the source may send no chunk, mark or control message before the session
-    /// ends, even if it answers pings: no other source can move a VM here in the meantime.
-    /// Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer than
-    /// the source holds its VM before *commit*. Default: 300 s.
+    /// The session ends if the source sends no chunk, mark or control message for this long, even
+    /// if it answers pings. The limit exists because no other source can move a VM here during the
+    /// session. Set it longer than a chunk (256 KiB) takes at the source's rate cap, and longer
+    /// than [`SourceVm::hold`](crate::engine::vmm::SourceVm::hold) may block at the source.
+    /// Default: 300 s.
     pub fn idle_limit(mut self, idle_limit: Duration) -> Self {
         self.0.idle_limit = idle_limit;
         self
     }
 
-    /// Journal of this host's sessions, from which inquiries are answered. Without one,
-    /// this process keeps the records in memory; if the process dies after *commit*, an
+    /// The journal of this host's sessions, from which the destination answers inquiries. Without
+    /// one, this process keeps the records in memory; if the process dies after *commit*, an
     /// operator has to find out where the VM runs.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;

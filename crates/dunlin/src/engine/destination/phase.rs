@@ -61,7 +61,7 @@ fn perform<'a>(phase: &mut impl Phase<'a>, actions: &[Do]) -> Result<(), Fault> 
             }
             action => phase.act(*action),
         };
-        // An action with a resulting event is the last of its list.
+        // An action that results in an event is the last action in `actions`.
         if let Some(event) = event {
             take(phase, event)?;
         }
@@ -69,13 +69,13 @@ fn perform<'a>(phase: &mut impl Phase<'a>, actions: &[Do]) -> Result<(), Fault> 
     Ok(())
 }
 
-/// Applies what the reader of the old control lane had read.
+/// Applies the messages that the reader of the old control lane had read before that lane ended.
 fn drain<'a>(phase: &mut impl Phase<'a>) -> Result<(), Fault> {
     for message in std::mem::take(&mut phase.arriving().drained) {
         match message {
             FromPeer::Message(Message::Commit { run }) => take(phase, On::Commit { run })?,
             FromPeer::Message(Message::Cancel { .. }) => take(phase, On::PeerCancelled)?,
-            // No other message decides anything.
+            // No other message affects the decision.
             FromPeer::Message(_) | FromPeer::Lost(_) => {}
         }
     }
@@ -87,7 +87,7 @@ pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) {
     let attempt = &mut phase.arriving().attempt;
     let event = match fault.code {
         _ if fault.from_peer && attempt.state.may_cancel() => {
-            // The source keeps the VM and will not ask.
+            // The source keeps the VM and will not ask for the outcome.
             attempt.source_keeps = true;
             On::PeerCancelled
         }
@@ -97,14 +97,13 @@ pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) {
     };
     attempt.fault = Some(fault);
     if let Err(impossible) = take(phase, event) {
-        // Every waiting state accepts a failure.
+        // This is a bug, because every state that waits accepts a failure.
         let text = format!("no state accepts this failure: {}", impossible.for_peer());
         phase.arriving().session.warn(text);
     }
 }
 
-/// Waits for an event, and handles those that all phases treat alike. `None` at
-/// `until`.
+/// Waits for an event, and handles those that all phases treat alike. Returns `None` at `until`.
 pub(super) fn next_event<'a>(
     phase: &mut impl Phase<'a>,
     until: Instant,
@@ -184,7 +183,8 @@ fn inquired<'a>(phase: &mut impl Phase<'a>, attempt: u32) -> Result<(), Fault> {
 }
 
 impl Arriving<'_> {
-    /// Notes that the source makes progress, or fails if it has made none for too long.
+    /// Notes that the source makes progress, or fails if the source has made no progress for too
+    /// long.
     pub(super) fn progress(&mut self, event: Option<&SessionEvent>) -> Result<(), Fault> {
         match event {
             Some(SessionEvent::Control(_, FromPeer::Message(_)) | SessionEvent::Acks) => {
@@ -204,7 +204,7 @@ impl Arriving<'_> {
         Ok(())
     }
 
-    /// The newest control lane has ended.
+    /// Handles the end of the newest control lane.
     fn control_lost(&mut self, fault: Fault) -> Result<(), Fault> {
         if fault.code != FaultCode::ControlLost || !self.is_resumable() {
             return Err(fault);

@@ -100,7 +100,8 @@ impl<'a> Prepared<'a> {
             match event {
                 Some(SessionEvent::Control(_, FromPeer::Message(message))) => match message {
                     Message::Commit { run } => take(self, On::Commit { run })?,
-                    // It crossed a late fence: everything has arrived.
+                    // The source sent *final* again after a late fence. Everything has already
+                    // arrived.
                     Message::Final(_) => {}
                     other => return Err(unexpected(&other, Role::Source)),
                 },
@@ -127,7 +128,7 @@ impl<'a> Phase<'a> for Running<'a> {
 }
 
 impl<'a> Running<'a> {
-    /// Waits for *release*. This side has the VM whether or not it arrives.
+    /// Waits for *release*. This side has the VM whether or not *release* arrives.
     pub(super) fn await_release(mut self) -> Settled {
         let attempt = &self.arriving.attempt;
         let runs = attempt.runs();

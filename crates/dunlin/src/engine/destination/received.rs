@@ -1,4 +1,4 @@
-//! What a destination reports: events while a VM arrives, and the VM.
+//! What a destination reports to its caller: events while a VM arrives, and then the VM.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,12 +35,12 @@ pub enum DestinationEvent {
     LaneLost {
         /// The lane's number.
         lane: u16,
-        /// Why, if known here.
+        /// The reason, if known here.
         why: String,
     },
     /// The control lane is lost; the source may replace it for a while.
     ControlLost {
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// The source has replaced the control lane.
@@ -52,16 +52,16 @@ pub enum DestinationEvent {
     Ready,
     /// *commit* has arrived; disks and devices are being acquired.
     Committed,
-    /// The source is being sent the outcome of the migration.
+    /// The outcome of the migration is about to be sent to the source.
     Notified(Verdict),
     /// An inquiry about a session that is not in progress is being answered.
     Inquired {
         /// The names of the asking peer, from its certificate.
         peer: String,
     },
-    /// The VM lives here.
+    /// This host has the VM.
     Running {
-        /// Whether it runs. If not, it is paused, because its owner had paused it.
+        /// Whether the guest runs. If not, it is paused, because the VM's owner had paused it.
         runs: bool,
     },
     /// A problem that does no harm but that an operator should see.
@@ -75,7 +75,7 @@ pub struct Received {
     pub vm: Arc<dyn DestinationVm>,
     /// The VM's description.
     pub offered: Offered,
-    /// Whether it runs. If not, it is paused, because its owner had paused it.
+    /// Whether the guest runs. If not, it is paused, because the VM's owner had paused it.
     pub runs: bool,
     /// Downtime as the guest saw it, if known.
     pub guest_downtime: Option<Duration>,
@@ -85,13 +85,13 @@ pub struct Received {
     pub pages: u64,
     /// CPU time of this session's threads here.
     pub cpu: Duration,
-    /// Answers the source on the listener until it confirms that it has released the
-    /// VM; `None` if it has confirmed.
+    /// Answers the source on the listener until the source confirms that it has released the VM;
+    /// `None` if the source has already confirmed that.
     pub answering: Option<Answering>,
 }
 
 impl fmt::Debug for Received {
-    /// Omits the VM, which need not implement `Debug`.
+    /// Omits the VM, because a [`DestinationVm`] may lack `Debug`.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Received")

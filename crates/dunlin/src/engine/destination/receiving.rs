@@ -20,8 +20,8 @@ use super::prepared::Prepared;
 use super::refusal::starved;
 use super::settled::Settled;
 
-/// How long acknowledgements are collected before they are sent: this allows a few hundred
-/// messages per second at most, and adds far less delay than a round trip.
+/// How long acknowledgements are collected before they are sent. The delay limits them to a few
+/// hundred messages per second.
 const ACK_DELAY: Duration = Duration::from_millis(3);
 
 /// The VM is accepted; memory arrives on data lanes, state on the control lane.
@@ -108,15 +108,15 @@ impl<'a> Receiving<'a> {
         self.arriving.acknowledge()
     }
 
-    /// Loads the state. Returns the digest of the memory before that, if verification
-    /// was negotiated.
+    /// Loads the state. If verification was negotiated, returns the digest that the memory had
+    /// before the load.
     fn load(&mut self) -> Result<Option<Digest>, Fault> {
         take(self, On::Complete)?;
         let Arriving {
             control, attempt, ..
         } = &self.arriving;
         if attempt.state != Destination::Loading {
-            // The source has inquired in the meantime, and was answered *aborted*.
+            // The source has inquired in the meantime, and the answer was *aborted*.
             return Ok(None);
         }
         let digest = control

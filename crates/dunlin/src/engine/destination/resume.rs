@@ -1,7 +1,7 @@
 //! Replacement of a control lane that is lost while memory and state arrive.
 //!
-//! The source opens a new one with a higher epoch. Both sides repeat on it what the old
-//! one may not have delivered: acknowledgements, and which lanes are up.
+//! The source opens a new control lane with a higher epoch. On it, both sides repeat what the old
+//! lane may not have delivered: acknowledgements, and messages that a lane is up.
 
 use std::mem;
 
@@ -20,9 +20,9 @@ use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse};
 
 impl Arriving<'_> {
-    /// If the source starts a new session while this side waits for its old control lane,
-    /// it has given the old session up: this side ends it too, so that the next attempt
-    /// succeeds.
+    /// Ends this session if the source starts a new session while this side waits for the old
+    /// control lane. The source has then given up this session. Its next attempt can succeed,
+    /// because this session no longer blocks it.
     pub(super) fn give_way(&mut self, arrival: &Arrival) -> Result<(), Fault> {
         let Arrival::Control { stream, .. } = arrival else {
             return Ok(());
@@ -36,7 +36,7 @@ impl Arriving<'_> {
         }
     }
 
-    /// The source has opened a new control lane for this session.
+    /// Handles a new control lane that the source has opened for this session.
     pub(super) fn resume_control(
         &mut self,
         stream: ControlStream,
@@ -69,7 +69,7 @@ impl Arriving<'_> {
             ..self.control.terms.clone()
         };
         let control = self.session.open_control(stream, terms)?;
-        // The loss of the old lane has already reported a panic of its reader.
+        // Ignore a panic of the old lane's reader, because the new lane replaces that lane.
         let _ = mem::replace(&mut self.control, control).end();
         self.link = Link::Up;
         self.asked = false;
@@ -94,10 +94,10 @@ impl Arriving<'_> {
             return Err(refusal(FaultCode::WrongIdentity, text));
         }
         if offer.attempt != ours.attempt || offer.epoch <= ours.epoch {
-            let text = "another attempt, or an epoch that is not newer";
+            let text = "the offer is for another attempt, or its epoch is not newer";
             return Err(refusal(FaultCode::Malformed, text));
         }
-        // The source's process may have died and the process that asks now has only its record,
+        // The source's process may have died. The process that asks now then has only the record,
         // which does not contain the negotiated terms.
         select(offer, &INQUIRIES)
     }

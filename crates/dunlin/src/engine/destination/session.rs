@@ -31,9 +31,9 @@ use super::options::Options;
 use super::received::DestinationEvent;
 use super::refusal::{peer_of, refuse, starved};
 
-/// Connections that may wait while the session's thread is busy, for example in the
-/// VMM; more are dropped. Plain lanes are not authenticated at this point, so any host
-/// can open them (I7).
+/// Maximum number of connections that wait while the session's thread is busy, for example in the
+/// VMM. Further connections are dropped. Plain lanes are not authenticated at this point, so any
+/// host can open them (I7).
 const ARRIVALS_LIMIT: usize = 2 * MAX_LANES as usize;
 
 /// State common to all phases, which own it in turn: *Waiting → Describing → Receiving
@@ -51,13 +51,13 @@ pub(super) struct Session<'a> {
     /// Connections that wait for the session's thread.
     arrivals: Arc<AtomicUsize>,
     answers: Answers,
-    /// Events set aside while draining.
+    /// Events that stay in the queue after [`Session::set_aside`] has removed older messages.
     deferred: VecDeque<SessionEvent>,
     /// CPU time of the session's threads.
     pub(super) cpu: CpuTime,
     /// CPU time of the calling thread before the session.
     cpu_before: Duration,
-    /// The parent of the lanes' spans.
+    /// The `tracing` span that contains the lanes' spans.
     pub(super) span: Span,
 }
 
@@ -83,7 +83,8 @@ impl<'a> Session<'a> {
             let sealed = options.ipsec.clone();
             let body = move || {
                 let ended = accept(&listener, &tls, &stop, |arrival| {
-                    // Keying sessions use their own connections.
+                    // `take` removes the connections of keying sessions, which use the same
+                    // listener.
                     let Some(arrival) = (match &sealed {
                         Some(lanes) => lanes.take(arrival),
                         None => Some(arrival),
@@ -94,7 +95,7 @@ impl<'a> Session<'a> {
                         arrivals.fetch_sub(1, Ordering::SeqCst);
                         return;
                     }
-                    // Fails once the session has ended.
+                    // Sending fails only after the session has ended.
                     let _ = sender.send(SessionEvent::Arrived(Box::new(arrival)));
                 });
                 if let Err(error) = ended {
@@ -160,7 +161,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Answers an inquiry about another session. Returns any other arrival.
+    /// If `arrival` is an inquiry about another session, answers it. Otherwise returns `arrival`.
     pub(super) fn answer_inquiry(&mut self, arrival: Arrival) -> Option<Arrival> {
         let (stream, offer) = match arrival {
             Arrival::Control {
@@ -191,7 +192,7 @@ impl<'a> Session<'a> {
         read
     }
 
-    /// Closes an arriving connection that is not accepted now; `why` is for the log.
+    /// Closes an arriving connection that is not accepted now. `why` is for the log.
     pub(super) fn turn_away(&self, arrival: Arrival, why: &str) {
         self.reject(match arrival {
             Arrival::Rejected { from, reason } => format!("{from}: {reason}"),
@@ -234,10 +235,10 @@ impl<'a> Session<'a> {
         self.acceptor.wake();
         self.answers.end();
         let read = control.map(|control| {
-            // Best effort: the peer may be gone. If it is not, it closes the lane next.
+            // Best effort: the peer may have died. A peer that is alive closes the lane next.
             let _ = control.lane.stream.close();
             let until = Instant::now() + CLOSE_LIMIT;
-            // The time limit also holds for a peer that keeps sending.
+            // The limit also ends the wait for a peer that keeps sending.
             while !control.has_ended() && Instant::now() < until {
                 if !matches!(self.receive(Some(&control), Some(until)), Ok(Some(_))) {
                     break;
@@ -269,7 +270,7 @@ impl<'a> Session<'a> {
             &self.cpu,
             |_| Ok(false),
             move |epoch, from_peer| {
-                // Fails once the session has ended.
+                // Sending fails only after the session has ended.
                 let _ = events.send(SessionEvent::Control(epoch, from_peer));
             },
         )

@@ -14,7 +14,7 @@ use super::received::{DestinationEvent, Received};
 
 /// A session that has ended: none of its threads or lanes remains.
 pub(super) enum Settled {
-    /// The VM lives here.
+    /// This host has the VM.
     Arrived(Box<Received>),
     /// This side does not have the VM, or no longer has it.
     Failed(Fault, VmIs),
@@ -40,7 +40,7 @@ impl Settled {
                 warn(error.to_string());
             }
         };
-        // The source has released the VM.
+        // A session that the source has released needs no record.
         let journal = match attempt.state {
             Destination::Released => {
                 forget(attempt.journal);
@@ -74,7 +74,7 @@ impl Settled {
                 }));
             }
             Destination::Died => VmIs::RanThenDied,
-            // The source was sent no verdict and may be waiting.
+            // The source has received no verdict and may be waiting for one.
             Destination::Unrecorded if attempt.reached >= Reached::Ready => VmIs::InDoubt,
             _ => VmIs::AtSource,
         };

@@ -35,7 +35,7 @@ use super::settled::Settled;
 /// How long the source may take to describe its VM.
 const DESCRIBE_LIMIT: Duration = Duration::from_secs(10);
 
-/// The offer is accepted; the VM is not. This side is not bound to anything yet.
+/// The offer is accepted, but the VM is not accepted yet. Nothing is recorded yet.
 pub(super) struct Describing<'a> {
     session: Session<'a>,
     control: ControlLink,
@@ -85,8 +85,10 @@ impl<'a> Describing<'a> {
             ));
         }
         let (security, options) = (self.control.terms.selection.security, self.session.options);
-        let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref())
-            .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
+        let acceptor = acceptor(security, options.allow_plain, options.ipsec.as_ref()).or_fault(
+            FaultCode::Internal,
+            "cannot open lanes with the selected security",
+        )?;
         let offered = Offered {
             vm: VmDescription {
                 uuid: vm_uuid,
@@ -154,8 +156,8 @@ impl<'a> Describing<'a> {
         }
     }
 
-    /// Allocates the session's journal file: a full disk fails the migration here,
-    /// before anything is moved.
+    /// Allocates the session's journal file, so that a full disk fails the migration before
+    /// anything is moved.
     fn make_room(&self, offered: &Offered, owner: &str) -> Result<SessionJournal, Fault> {
         let stream = &self.control.lane.stream;
         let record = SessionJournal::first_record(
@@ -170,7 +172,7 @@ impl<'a> Describing<'a> {
         let recorded = begun.and_then(|mut journal| match journal.write_peer(&peer.principal()) {
             Ok(()) => Ok(journal),
             Err(error) => {
-                // Best effort: an empty record has no meaning.
+                // Best effort: other processes ignore a file without a record.
                 let _ = journal.forget();
                 Err(error)
             }
@@ -187,7 +189,7 @@ impl<'a> Describing<'a> {
 
     fn fail(self, fault: Fault) -> Settled {
         if fault.code != FaultCode::ControlLost {
-            // Best effort: the peer may be gone.
+            // Best effort: the peer may have died.
             let _ = self.control.lane.send(&Message::Cancel {
                 fault: fault.kind(),
                 text: fault.for_peer(),

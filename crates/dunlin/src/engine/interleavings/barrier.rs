@@ -1,5 +1,5 @@
-//! The destination's barrier: lanes that wait at marks, end, are fenced or stopped, and
-//! their reports to the session.
+//! Scenarios of the destination's barrier: lanes that wait at marks, end, are fenced or stopped,
+//! and their reports to the session.
 
 use std::sync::{Arc, Mutex as Plain};
 
@@ -13,7 +13,7 @@ use super::connection::Connection;
 /// The last mark that each lane has reached.
 type Reached = Arc<Plain<[u32; 3]>>;
 
-/// A barrier with lanes 1 to 3, and the lanes' connections, which tests can cut.
+/// A barrier with lanes 1 to 3, and the lanes' connections, which scenarios can interrupt.
 fn barrier() -> (Arc<IterationBarrier>, [Arc<Connection>; 3], Reached) {
     let barrier = IterationBarrier::new(3);
     let connections = [1, 2, 3].map(|lane| {
@@ -24,7 +24,7 @@ fn barrier() -> (Arc<IterationBarrier>, [Arc<Connection>; 3], Reached) {
     (Arc::new(barrier), connections, Reached::default())
 }
 
-/// A lane that reads marks 1 to `last`; false if it was given up at a mark.
+/// A lane's thread that reads marks 1 to `last`. Returns false if the lane was given up at a mark.
 fn lane(
     barrier: &Arc<IterationBarrier>,
     lane: u16,
@@ -48,7 +48,8 @@ fn lane(
     })
 }
 
-/// No lane passes a mark before every other has reached it, and every lane passes.
+/// No lane passes a mark before every other lane has reached it. In the end, every lane has passed
+/// all marks.
 pub(super) fn marks() {
     let (barrier, _, reached) = barrier();
     for lane in [1, 2, 3].map(|number| lane(&barrier, number, 3, &reached)) {
@@ -56,7 +57,7 @@ pub(super) fn marks() {
     }
 }
 
-/// No lane waits for one that has ended.
+/// No lane waits for a lane that has ended.
 pub(super) fn ends() {
     let (barrier, _, reached) = barrier();
     for lane in [1, 2, 3].map(|number| lane(&barrier, number, 4 - u32::from(number), &reached)) {
@@ -103,8 +104,7 @@ pub(super) fn stop() {
     }
 }
 
-/// The session is notified of everything to acknowledge, in whatever batches the reports
-/// are collected.
+/// The session is notified of everything to acknowledge, regardless of how the reports are batched.
 pub(super) fn acknowledgements() {
     const CHUNKS: u64 = 3;
     let (barrier, ..) = barrier();

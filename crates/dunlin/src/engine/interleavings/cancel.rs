@@ -1,4 +1,4 @@
-//! A cancellation, and the backlog of a control lane.
+//! Scenarios of a cancellation, and of the backlog of a control lane.
 
 use std::sync::Arc;
 
@@ -54,8 +54,8 @@ pub(super) fn backlog() {
     reader.join().unwrap();
 }
 
-/// A reader that waits for room ends with its lane, and has never queued more than the
-/// limit.
+/// When its lane ends, a reader that waits in `await_room` ends too. It never queues more messages
+/// than the limit.
 pub(super) fn backlog_closes() {
     let backlog = Arc::new(Backlog::default());
     let (messages, read) = channel();
@@ -73,6 +73,6 @@ pub(super) fn backlog_closes() {
     read.recv().expect("the reader lives");
     backlog.close();
     reader.join().unwrap();
-    // A waiting reader is released without room.
+    // A reader that waits in `await_room` may deliver one more message when its lane ends.
     assert!(read.iter().count() <= QUEUED_MESSAGES + 1);
 }

@@ -1,4 +1,5 @@
-//! A connection without a socket. Planted mistakes do not affect its own locks.
+//! A connection without a socket. Its locks are not those of the engine, so planted mistakes do not
+//! affect them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ pub(super) enum Frame {
     /// A chunk: its number, its iteration, and pages with their versions.
     Chunk(u64, u32, Vec<(usize, u32)>),
     Mark(u32),
-    /// The end, with the number of chunks.
+    /// The end of the lane, with the number of chunks that were sent on it.
     End(u64),
 }
 
@@ -25,7 +26,7 @@ pub(super) struct Connection {
 #[derive(Default)]
 struct State {
     in_flight: VecDeque<Frame>,
-    /// The sender sends no more; frames in flight still arrive.
+    /// The sender sends no more frames; frames in flight still arrive.
     closed: bool,
     /// The receiver gets no more frames.
     ended: bool,
@@ -70,13 +71,13 @@ impl Connection {
         assert!(self.receive().is_none());
     }
 
-    /// Ends the sender's side, or the network.
+    /// Ends the connection at the sender or in the network. Frames in flight still arrive.
     pub(super) fn close(&self) {
         self.state.lock().unwrap().closed = true;
         self.changed.notify_all();
     }
 
-    /// Ends the receiver's side; unread frames are lost.
+    /// Returns a function that ends the connection for the receiver. Unread frames are then lost.
     pub(super) fn interrupt(self: &Arc<Self>) -> Interrupt {
         let connection = Arc::clone(self);
         Box::new(move || {

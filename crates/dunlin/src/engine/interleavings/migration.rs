@@ -1,5 +1,5 @@
-//! Whole migrations of a small memory: the engine's work queue and barrier with lanes on
-//! both sides, over [`Connection`]s, and sessions that act like the engine's between events.
+//! Whole migrations of a small memory. The engine's work queue and barrier run with lanes on both
+//! sides, over [`Connection`]s. The two sessions are short substitutes for those of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,9 +26,9 @@ use super::work_queue::TIMEOUTS;
 
 const PAGES: usize = CHUNK_PAGES as usize + 2;
 const LANES: u16 = 2;
-/// Iterations before the last.
+/// Number of iterations while the guest runs.
 const ITERATIONS: u32 = 2;
-/// How often the guest writes.
+/// Number of writes by the guest.
 const WRITES: usize = 3;
 
 /// The guest's memory, as one version per page, and its dirty log.
@@ -58,7 +58,7 @@ enum AtDestination {
 struct Source {
     work_queue: Arc<WorkQueue>,
     guest: Arc<Mutex<Guest>>,
-    /// The lanes' connections, so that a scenario can cut them.
+    /// The lanes' connections, so that a scenario can end them.
     connections: Arc<Mutex<BTreeMap<u16, Arc<Connection>>>>,
     events: Receiver<AtSource>,
     sender: Sender<AtSource>,
@@ -71,7 +71,7 @@ pub(super) fn moves() {
     run(|_, _| None);
 }
 
-/// A lane's connection ends at any time.
+/// A migration during which a lane's connection ends, at any time.
 pub(super) fn loses() {
     run(|source, _| {
         let connections = Arc::clone(&source.connections);
@@ -87,7 +87,7 @@ pub(super) fn loses() {
     });
 }
 
-/// The operator cancels at any time.
+/// A migration that the operator cancels, at any time.
 pub(super) fn cancelled() {
     run(|_, cancel| {
         let cancel = cancel.clone();
@@ -124,7 +124,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
         let sender = source.peer.clone();
         spawn(move || receive(&sender, &at_destination, &control))
     };
-    // The control lane's reader.
+    // The thread of the control lane's reader.
     let reader = {
         let (work_queue, events) = (Arc::clone(&source.work_queue), source.sender.clone());
         spawn(move || {
@@ -134,7 +134,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
                     Some(message) => AtSource::Received(message),
                     None => AtSource::Complete,
                 };
-                // Fails once the session has ended.
+                // Sending fails only after the session has ended.
                 let _ = events.send(event);
             }
         })
@@ -157,7 +157,8 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
     if let Some(trouble) = trouble {
         trouble.join().unwrap();
     }
-    // A cancellation may arrive after everything else.
+    // A cancellation may arrive after the whole memory, so the destination may return memory
+    // although `moved` is false.
     assert!(memory.is_some() || !moved);
     if let Some(memory) = memory {
         assert_eq!(memory, source.guest.lock().unwrap().versions);
@@ -165,7 +166,7 @@ fn run(trouble: fn(&Source, &Cancel) -> Option<JoinHandle<()>>) {
 }
 
 impl Source {
-    /// The source's session; false if it was cancelled.
+    /// Runs the source's session. Returns false if the session was cancelled.
     fn send(&mut self) -> bool {
         lock(&self.work_queue.state).lanes.want(LANES);
         while lock(&self.work_queue.state).lanes.up() == 0 {
@@ -195,7 +196,8 @@ impl Source {
         let mut on_time = true;
         for _ in 0..ITERATIONS {
             let (iteration, _) = self.work_queue.begin_iteration(false);
-            // At the time limit the source no longer waits for convergence.
+            // Sometimes the time limit expires. The source then does not wait for the end of the
+            // iteration.
             let in_time = thread_rng().gen_range(0..4) > 0;
             on_time = on_time && (!in_time || self.until_cut(iteration));
             self.fetch();
@@ -257,7 +259,7 @@ impl Source {
     }
 
     fn tell_peer(&self, message: Message) {
-        // Fails if the destination has everything and has ended.
+        // Sending fails if the destination has everything and has ended.
         let _ = self.peer.send(AtDestination::Received(message));
     }
 
@@ -459,7 +461,7 @@ fn receive_all(
     connection: &Connection,
     events: &Sender<AtDestination>,
 ) -> bool {
-    // Fails once the session has ended.
+    // Sending fails only after the session has ended.
     let notify = || drop(events.send(AtDestination::Acks));
     loop {
         match connection.receive() {
@@ -470,9 +472,10 @@ fn receive_all(
                 for half in pages.chunks(pages.len().div_ceil(2)) {
                     let mut memory = memory.lock().unwrap();
                     for &(page, version) in half {
-                        // A page may be read for one iteration after it was read for the next, so a
-                        // chunk of the later iteration has an older version; but the page has been
-                        // written since then, and is sent again.
+                        // One lane may read a page for an iteration after another lane has read it
+                        // for the next iteration. The chunk of the later iteration then has the
+                        // older version. No write is lost, because the page has been written in
+                        // between and is sent again.
                         let (last, was) = memory[page];
                         assert!(
                             last < iteration || last == iteration && was <= version,

@@ -5,15 +5,15 @@
 //! [`super::destination::barrier`], the backlog of a control lane, `Cancel` and `Tune`.
 //! Sockets and guest memory are replaced ([`migration`]). Half of the schedules are random.
 //! The other half give each thread a priority and change it a few times, which finds errors
-//! that need a thread to pause for a long time. A run ends with a panic at a deadlock,
-//! which includes a lost wake-up.
+//! that need a thread to pause for a long time. A deadlock ends a run with a panic. A lost wake-up
+//! is a deadlock too.
 //!
-//! Each run prints the number of schedules. A failure prints its seed: `DUNLIN_SEED=…`
-//! repeats it. `DUNLIN_SOAK=1` tries fifty times as many.
+//! Each run prints the number of schedules. A failure prints its seed: `DUNLIN_SEED=…` repeats the
+//! run. `DUNLIN_SOAK=1` tries fifty times as many schedules.
 //!
-//! Planted mistakes show that the checks find errors: in the locks ([`sync::Mistake`]),
-//! where each of the engine's notifications is omitted once, and in the decisions
-//! ([`dunlin_proto::mistake`]).
+//! Planted mistakes show that the checks find errors. The mistakes in the locks ([`sync::Mistake`])
+//! include one for each of the engine's notifications, which omits that notification. The mistakes
+//! in the decisions are those of [`dunlin_proto::mistake`].
 #![allow(clippy::unwrap_used)]
 
 mod barrier;
@@ -128,7 +128,7 @@ fn soaks() -> bool {
     std::env::var_os("DUNLIN_SOAK").is_some()
 }
 
-/// Tries `count` schedules from `seed`; returns whether the scenario held in all of them.
+/// Tries `count` schedules from `seed`; returns whether the scenario succeeded in all of them.
 fn holds(timeouts: Timeouts, seed: u64, count: usize, scenario: Scenario) -> bool {
     let mut config = Config::new();
     config.failure_persistence = FailurePersistence::None;
@@ -197,7 +197,7 @@ fn every_omitted_notification_is_found() {
         assert!(holds(timeouts, 1, few(count), scenario));
     }
     let mut sites: BTreeSet<Site> = take_sites();
-    // Not the notifications of the scenarios themselves.
+    // Leave out the notifications of the scenarios themselves.
     sites.retain(|(file, _)| !file.contains("interleavings"));
     let missed: Vec<Site> = sites
         .iter()

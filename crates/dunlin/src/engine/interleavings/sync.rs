@@ -1,5 +1,5 @@
-//! The checker's locks under the engine's names, a clock that only the checker
-//! advances, and mistakes that a check must find.
+//! The checker's locks, with the names that the engine uses; a clock that only the checker
+//! advances; and mistakes that a check must find.
 //!
 //! All threads of a run are coroutines of one thread, so thread-local state belongs to
 //! the run.
@@ -35,7 +35,7 @@ pub(super) enum Timeouts {
     /// as a deadlock.
     #[default]
     Never,
-    /// At the checker's choice.
+    /// Timed waits expire at the checker's choice.
     Sometimes,
 }
 
@@ -67,7 +67,7 @@ pub(super) fn plant(mistake: Option<Mistake>) {
     MISTAKE.set(mistake);
 }
 
-/// The locations of the engine's notifications since the last call.
+/// Returns the locations of the engine's notifications that have been executed since the last call.
 pub(super) fn take_sites() -> BTreeSet<Site> {
     SITES.take()
 }
@@ -139,7 +139,8 @@ impl Condvar {
         Ok(guard.wait(&self.0))
     }
 
-    /// Also returns whether the time expired, like the standard library.
+    /// Waits for a notification for at most `time`. As in the standard library, also returns
+    /// whether the time expired.
     pub(crate) fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,

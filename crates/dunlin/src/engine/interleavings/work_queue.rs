@@ -1,5 +1,5 @@
-//! The source's work queue: lanes that share work, wait for it, are held back by a rate
-//! cap, and end.
+//! Scenarios of the source's work queue: lanes that share work, wait for work, are held back by a
+//! rate cap, and end.
 
 use std::sync::{Arc, Mutex as Plain};
 
@@ -74,8 +74,8 @@ fn lane(
     })
 }
 
-/// Every page of every iteration is sent once, each iteration's last chunk is reported
-/// to the session, and the lanes end after the last one.
+/// Every page of every iteration is sent once, each iteration's last chunk is reported to the
+/// session, and the lanes end after the last iteration.
 pub(super) fn share() {
     const PAGES: u64 = 2 * CHUNK_PAGES + 1;
     let work_queue = work_queue(PAGES, 2, None);
@@ -115,7 +115,7 @@ pub(super) fn share() {
     assert!(reported.recv().is_err(), "one iteration was cut twice");
 }
 
-/// Lanes at the limit of chunks in flight continue once some are acknowledged.
+/// Lanes at the limit of chunks in flight continue once some of these chunks are acknowledged.
 pub(super) fn acknowledged() {
     // Each page is a separate range.
     const WORDS: usize = 2 * MAX_IN_FLIGHT_RANGES / 64 + 4;
@@ -170,7 +170,7 @@ fn busy(work_queue: &Arc<WorkQueue>) -> [JoinHandle<bool>; 2] {
     [lane(work_queue, 1, &events, &chunks), blocked]
 }
 
-/// A lane that is cut ends, whatever it is waiting for.
+/// `WorkQueue::cut` ends a lane, whatever the lane is waiting for.
 pub(super) fn cut() {
     let work_queue = work_queue(1, 2, None);
     admit(&work_queue, 1);
@@ -255,8 +255,7 @@ pub(super) fn rate_holds() {
     }
 }
 
-/// The rates that an operator sets reach the lanes in order, at any time before the
-/// switchover.
+/// An operator may set rates at any time before the switchover. They reach the lanes in order.
 pub(super) fn tuned() {
     let work_queue = work_queue(1, 2, Some(1));
     let tune = Tune::new();
@@ -265,7 +264,7 @@ pub(super) fn tuned() {
         spawn(move || {
             tune.set_rate(Some(3)).unwrap();
             tune.set_rate(None).unwrap();
-            // Before the end or after it.
+            // This call may come before or after the end of pre-copy.
             tune.set_rate(Some(5)).is_ok()
         })
     };
@@ -274,7 +273,7 @@ pub(super) fn tuned() {
         let (work_queue, rates) = (Arc::clone(&work_queue), Arc::clone(&rates));
         tune.attach(move |rate| {
             rates.lock().unwrap().push(rate);
-            // The last rate must not hold the lanes back.
+            // Apply no cap for the last rate, 5, so that it does not hold the lanes back.
             work_queue.set_rate(rate.filter(|rate| *rate == 3));
         });
     }

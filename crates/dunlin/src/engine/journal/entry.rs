@@ -1,4 +1,4 @@
-//! Entries of a journal, and the disk under it.
+//! Entries of a journal, and operations on the disk that stores it.
 
 use std::fs::File;
 use std::io;
@@ -21,7 +21,7 @@ pub trait Disk: Send + Sync {
         file.write_all_at(bytes, offset)
     }
 
-    /// Syncs: when it returns, the written bytes are on the disk.
+    /// Syncs the file: when this returns, the written bytes are on the disk.
     ///
     /// # Errors
     /// An error from fdatasync(2). The bytes may still have reached the disk.
@@ -29,7 +29,7 @@ pub trait Disk: Send + Sync {
         file.sync_data()
     }
 
-    /// Syncs a directory: when it returns, the directory's entries are on the disk. After a
+    /// Syncs a directory: when this returns, the directory's entries are on the disk. After a
     /// crash, a created file exists and a removed file does not.
     ///
     /// # Errors
@@ -45,7 +45,7 @@ pub struct StandardDisk;
 
 impl Disk for StandardDisk {}
 
-/// The side of a session to which a file belongs.
+/// This host's role in the session that a file records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
     /// The VM leaves this host.

@@ -1,4 +1,4 @@
-//! Errors of the journal, with advice.
+//! Errors of the journal. The messages advise the operator.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,15 +17,15 @@ pub enum JournalError {
     /// missing.
     #[error("journal {path} cannot be {what}: free space there, or check the disk and the permissions", path = path.display())]
     Io {
-        /// The failed operation, as a participle.
+        /// The failed operation, as a participle such as `written`.
         what: &'static str,
         /// The file or directory.
         path: PathBuf,
         /// The kernel's error.
         source: io::Error,
     },
-    /// Other users may read or write the directory, or one of them owns it.
-    #[error("journal {path} has mode {mode:03o} and belongs to user {owner}: other users could read it, or change where VMs run; it must have mode 700 and belong to the user of this process", path = path.display())]
+    /// Other users may read or write the directory.
+    #[error("journal {path} has mode {mode:03o}: other users could read it, or change where VMs run; run `chmod 700 {path}`", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
@@ -35,15 +35,15 @@ pub enum JournalError {
         owner: u32,
     },
     /// The file's content is not valid.
-    #[error("{path} cannot be relied upon; keep it, and find out where the VM is before running it anywhere", path = path.display())]
+    #[error("{path} cannot be relied upon; keep this file, and find out where the VM is before you run the VM anywhere", path = path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the file's content.
         source: Unreadable,
     },
     /// Another process holds the session.
-    #[error("another process holds the session {path}: ask that process while it lives", path = path.display())]
+    #[error("another process holds the session {path}; only that process can settle it while it lives", path = path.display())]
     Held {
         /// The file.
         path: PathBuf,
@@ -69,7 +69,7 @@ pub enum JournalError {
     /// The journal has no such session.
     #[error("session {path} does not exist", path = path.display())]
     Missing {
-        /// The file that would hold it.
+        /// The file in which the session would be recorded.
         path: PathBuf,
     },
     /// The record does not fit into a slot: a bug in the engine.

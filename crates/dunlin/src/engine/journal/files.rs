@@ -17,12 +17,13 @@ use dunlin_proto::negotiate::SessionId;
 use super::entry::{Disk, Entry, Role, may_follow};
 use super::error::{JournalError, io_error};
 
-/// How long to wait for a lock. A listing holds it for microseconds, an owner for the
+/// How long to wait for a file's lock. This is long enough for a listing, which holds the lock for
+/// microseconds. It is of no use to wait longer for a session, which holds the lock for the
 /// duration of the migration or for the lifetime of the VM.
 const LOCK_LIMIT: Duration = Duration::from_millis(200);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
-/// The journal's directory, and its disk.
+/// The journal's directory, and the operations on its disk.
 #[derive(Clone)]
 pub(super) struct Directory {
     pub(super) path: PathBuf,
@@ -42,8 +43,8 @@ impl HeldFile {
     pub(super) fn write(&mut self, record: &Record) -> Result<(), JournalError> {
         let bytes = record.encode(self.generation + 1)?;
         self.put(&bytes, self.next_slot * SLOT_BYTES)?;
-        // Count the generation only now: until the sync succeeds, the other slot is the only record
-        // known to be on the disk.
+        // Use the next generation and slot only after the sync. Until then, the other slot has the
+        // only record that is known to be on the disk.
         self.generation += 1;
         self.next_slot = 1 - self.next_slot;
         Ok(())
@@ -98,7 +99,7 @@ impl Directory {
         match created {
             Ok(file) => {
                 self.allocate(&file, &path).inspect_err(|_| {
-                    // Best effort: an empty file has no meaning.
+                    // Best effort: other processes ignore a file without a record.
                     let _ = std::fs::remove_file(&path);
                 })?;
                 Ok(HeldFile {
@@ -147,7 +148,8 @@ impl Directory {
             let path = self.path.join(&name);
             let file = match regular::open(&path, false) {
                 Ok(file) => file,
-                // Not a file of a journal: it must not hide the others.
+                // This is not a file of a journal. List it as unreadable, so that the other
+                // sessions are listed too.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                     entries.push(Entry {
                         session,
@@ -158,11 +160,11 @@ impl Directory {
                     });
                     continue;
                 }
-                // Removed since the directory was read.
+                // The file was removed after the directory was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(source) => return Err(io_error("read", &path)(source)),
             };
-            // A shared lock, so that two concurrent listings do not see each other as owners.
+            // Take a shared lock, so that two concurrent listings do not see each other as owners.
             let lives = match file.try_lock_shared() {
                 Ok(()) => false,
                 Err(TryLockError::WouldBlock) => true,
@@ -211,7 +213,7 @@ impl Directory {
         }
         let newest = read(&file, &path)?;
         if ours.len() < SLOTS_BYTES as u64 {
-            // The process crashed before it had allocated the file.
+            // The previous process crashed before it had allocated the file.
             self.disk
                 .write(&file, &[0; JOURNAL_BYTES], 0)
                 .map_err(io_error("allocated", &path))?;

@@ -1,4 +1,4 @@
-//! Records of sessions in the memory of their process.
+//! Records of sessions in the memory of the process.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,8 +14,9 @@ use super::entry::{Entry, Role, may_follow};
 use super::error::JournalError;
 use super::files::file_name;
 
-/// Maximum number of sessions. If a peer starts more failing sessions than any host has
-/// VMs, its oldest sessions can no longer be answered (I8).
+/// Maximum number of sessions. Beyond it, the oldest session that no thread uses is removed, and
+/// inquiries about it can no longer be answered. A peer reaches the maximum only with more failing
+/// sessions than any host has VMs (I8).
 const SESSIONS_LIMIT: usize = 4096;
 
 type Name = (SessionId, Role);
@@ -32,7 +33,7 @@ struct Remembered {
     held: bool,
 }
 
-/// A session that is held.
+/// A session that a thread of this process holds.
 pub(super) struct HeldInMemory {
     name: Name,
     memory: Memory,
@@ -132,7 +133,7 @@ impl Drop for HeldInMemory {
     fn drop(&mut self) {
         let mut sessions = lock(&self.memory.0);
         match sessions.get_mut(&self.name) {
-            // A session without a record leaves nothing.
+            // Remove a session that has no record.
             Some(session) if session.record.is_none() => drop(sessions.remove(&self.name)),
             Some(session) => session.held = false,
             None => {}

@@ -85,11 +85,13 @@ impl SessionJournal {
         })
     }
 
-    /// Creates the file for the first attempt of a session of a VM, and removes obsolete
-    /// records of earlier sessions. At the destination, obsolete records are those of the
-    /// same VM in sessions that `peer` started and in which the VM never ran here, and the
-    /// oldest records of `peer`'s other VMs beyond [`MAX_RECORDS_OF_A_PEER`]. A source has
-    /// not connected to a peer yet.
+    /// Creates the file for the first attempt of a session of a VM, and removes obsolete records of
+    /// earlier sessions.
+    ///
+    /// At the source, obsolete records are those of earlier sessions of the same VM. `peer` is
+    /// `None`, because a source has not connected to a peer yet. At the destination, only sessions
+    /// that `peer` started and in which the VM never ran here can be obsolete: those of the same
+    /// VM, and the oldest of other VMs beyond [`MAX_RECORDS_OF_A_PEER`].
     ///
     /// # Errors
     /// Same as [`SessionJournal::create`]; at the source also [`JournalError::Unresolved`].
@@ -99,7 +101,7 @@ impl SessionJournal {
         peer: Option<&PeerIdentity>,
     ) -> Result<Self, JournalError> {
         let mut others = 0;
-        // Newest first.
+        // Begin with the newest sessions, so that those beyond the limit are the oldest.
         for entry in journal.list()?.iter().rev() {
             let Ok(Some(before)) = &entry.record else {
                 continue;
@@ -237,7 +239,7 @@ impl SessionJournal {
         Ok(())
     }
 
-    /// Removes the session; no side will ask about it again.
+    /// Removes the session. Call it when no side will ask about the session again.
     ///
     /// # Errors
     /// [`JournalError::Io`]: the record still exists, or reappears if the host crashes
@@ -252,8 +254,8 @@ impl SessionJournal {
         }
     }
 
-    /// Removes the session, unless its record says that something is still to be
-    /// decided or done.
+    /// Removes the session. Fails if the record shows that the session still needs a decision or an
+    /// action.
     pub(crate) fn forget_if_over(self) -> Result<(), JournalError> {
         let Record { state, attempt, .. } = self.record;
         match state {
@@ -272,7 +274,8 @@ impl SessionJournal {
     }
 }
 
-/// Best effort: a record that stays does no harm, and the next session tries again.
+/// Removes a record if possible. A record that remains does no harm, and the next session tries
+/// again.
 fn remove(journal: &Journal, entry: &Entry) {
     let _ =
         SessionJournal::take(journal, entry.session, entry.role).and_then(SessionJournal::forget);
@@ -289,10 +292,9 @@ impl Held {
 
 /// Whether `peer` is the peer of a recorded session.
 ///
-/// A file older than the peer block identifies a destination's peer by its certificate
-/// names, which must be equal and certified by an authority. At the source such a file has
-/// only the destination's address, so every peer that the source trusts matches, as it did
-/// in that release.
+/// A file from a release without peer blocks identifies a destination's peer by its certificate
+/// names, which must be equal and certified by an authority. At the source such a file has only the
+/// destination's address, so every peer that the source trusts matches, as it did in that release.
 fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> bool {
     match (recorded, record.state) {
         (RecordedPeer::Known(principal), _) => peer.is(principal),
@@ -302,7 +304,7 @@ fn is_with(recorded: &RecordedPeer, record: &Record, peer: &PeerIdentity) -> boo
             let names = names_of(peer);
             peer.authority.is_some()
                 && !names.is_empty()
-                // A longer text was truncated, so its end is unknown.
+                // A text of maximum length may have been truncated, so its end is unknown.
                 && names.len() < MAX_ENDPOINT_BYTES
                 && names == record.peer
         }
@@ -316,7 +318,7 @@ pub(crate) fn names_of(peer: &PeerIdentity) -> String {
     harmless(&names.join(", "))
 }
 
-/// Milliseconds since 1970; 0 if the clock is earlier.
+/// Milliseconds since 1970; 0 if the clock is set to an earlier time.
 fn now_ms() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -66,8 +66,8 @@ impl Journal {
         })))
     }
 
-    /// No journal: the process remembers sessions in memory while this value, or a clone of
-    /// it, exists.
+    /// A journal without files: the process keeps the sessions in memory while this value, or a
+    /// clone of it, exists.
     #[must_use]
     pub fn none() -> Self {
         Self(Storage::Memory(Memory::default()))

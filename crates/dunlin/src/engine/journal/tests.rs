@@ -21,8 +21,8 @@ const PREPARED: State = State::Destination(DestinationRecord::Prepared);
 const RUNNING: State = State::Destination(DestinationRecord::Running);
 const ABORTED: State = State::Destination(DestinationRecord::Aborted);
 
-/// Fails the operations with the given numbers, counted from 0. A failed sync follows a
-/// successful write.
+/// A disk that fails the operations with the given numbers, counted from 0. When a sync fails, the
+/// write before it has succeeded.
 #[derive(Default)]
 struct FailingDisk {
     writes: AtomicUsize,
@@ -37,7 +37,7 @@ impl Disk for FailingDisk {
             .fail_writes
             .contains(&self.writes.fetch_add(1, Ordering::Relaxed))
         {
-            // Like a full disk: part of the data is written.
+            // A full disk writes only a part of the data.
             file.write_all_at(&bytes[..bytes.len() / 2], offset)?;
             return Err(io::ErrorKind::StorageFull.into());
         }
@@ -111,7 +111,7 @@ fn i1_a_session_of_a_living_process_can_be_listed_but_not_taken() {
     assert_eq!(listed[0].record.clone().unwrap().unwrap().state, PREPARED);
     let taken = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(taken, Err(JournalError::Held { .. })));
-    // A malicious peer starts a second session of the same identifier.
+    // A malicious peer starts a second session with the same identifier.
     let again = SessionJournal::create(&journal, record(PREPARED));
     assert!(matches!(again, Err(JournalError::Held { .. })));
     drop(session);
@@ -123,7 +123,7 @@ fn i1_a_session_of_a_living_process_can_be_listed_but_not_taken() {
 fn i1_a_failed_write_keeps_the_previous_record() {
     let scratch = Scratch::new();
     let directory = scratch.join("journal");
-    // Write 0 allocates, 1 is *prepared*.
+    // Write 0 allocates the file, and write 1 records *prepared*. Both succeed.
     let disk = FailingDisk {
         fail_writes: vec![2, 3],
         ..FailingDisk::default()
@@ -144,7 +144,7 @@ fn i1_a_failed_write_keeps_the_previous_record() {
     assert_eq!(state_of(&journal), ABORTED);
 }
 
-/// A failed sync may have written the record; the retry must not use the other slot.
+/// A failed sync may have written the record, so the retry must not use the other slot.
 #[test]
 fn i1_after_a_failed_sync_the_next_record_goes_to_the_same_slot() {
     let scratch = Scratch::new();
@@ -219,7 +219,7 @@ fn i2_a_session_starts_again_only_after_its_last_attempt_has_ended() {
             },
         )
     };
-    // Without a record it never started.
+    // A session without a record has never started, so the same attempt may begin again.
     drop(begin(1).unwrap());
     let mut session = begin(1).unwrap();
     for state in [PREPARED, RUNNING] {
@@ -254,12 +254,12 @@ fn i7_foreign_files_in_the_directory_are_skipped_or_reported_as_unreadable() {
         std::fs::write(directory.join(other), b"x").unwrap();
     }
     assert!(journal.list().unwrap().is_empty());
-    // Shorter than a journal: the process crashed before it allocated the file.
+    // A file that is shorter than a journal: the process crashed before it allocated the file.
     std::fs::write(directory.join(&name), []).unwrap();
     assert_eq!(journal.list().unwrap()[0].record, Ok(None));
     let missing = SessionJournal::take(&journal, [0xa5; 16], Role::Destination);
     assert!(matches!(missing, Err(JournalError::Missing { .. })));
-    // Larger, and with foreign content.
+    // A file that is larger than a journal and contains no record.
     let path = directory.join(&name);
     std::fs::write(&path, vec![0x5a; 1 << 20]).unwrap();
     let unreadable = || {
@@ -268,7 +268,7 @@ fn i7_foreign_files_in_the_directory_are_skipped_or_reported_as_unreadable() {
         assert!(matches!(taken, Err(JournalError::Unreadable { .. })));
     };
     unreadable();
-    // A link to a file elsewhere is not followed.
+    // The journal does not follow a link to a file elsewhere.
     let elsewhere = scratch.join("elsewhere");
     std::fs::rename(&path, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
@@ -323,7 +323,7 @@ fn i2_without_a_journal_a_session_is_remembered_while_the_process_lives() {
     assert!(Journal::none().list().unwrap().is_empty());
 }
 
-/// Leaves a record of the same VM, in a session of this number with this peer.
+/// Leaves a record of the same VM in session `number`, which was started with `peer`.
 fn leave(journal: &Journal, number: u8, state: State, peer: &PeerIdentity) {
     let made = Record {
         session: [number; 16],
@@ -348,14 +348,15 @@ fn obsolete_records_are_removed_when_the_vm_moves_again() {
         let ours = peer("host-a.example");
         leave(&journal, 1, PREPARED, &ours);
         leave(&journal, 2, ABORTED, &ours);
-        // The VM ran here; the source may not have learnt it.
+        // Session 3: the VM ran here, and the source may not have learnt that.
         leave(&journal, 3, RUNNING, &ours);
-        // Another peer's VM, and one of a peer of the same name with a certificate of
-        // another authority. The texts in the records are equal.
+        // Session 4: another peer's record. Session 8: the record of a peer with the same name and
+        // a certificate of another authority. In both records the text of `Record::peer` is that of
+        // `ours`.
         leave(&journal, 4, ABORTED, &peer("host-c.example"));
         let twin = PeerIdentity::test(AuthorisedBy::Authority, 2, &["host-a.example"]);
         leave(&journal, 8, ABORTED, &twin);
-        // The other role, and a living process.
+        // Session 5: a record of the other role. Session 6: a record of a living process.
         leave(&journal, 5, State::Source(SourceRecord::Kept), &ours);
         let living = Record {
             session: [6; 16],
@@ -395,7 +396,7 @@ fn i7_a_peer_that_offers_vm_after_vm_leaves_a_bounded_number_of_records() {
             session.write_peer(&peer.principal()).unwrap();
             session.write(state).unwrap();
         };
-        // A record of a VM that ran here stays, and so do another peer's records.
+        // The record of a VM that ran here stays, and so does another peer's record.
         begin(1_000_000, "host-a", RUNNING);
         begin(1_000_001, "host-c", ABORTED);
         for number in 0..MAX_RECORDS_OF_A_PEER + 10 {
@@ -520,7 +521,7 @@ fn i1_the_peer_of_a_session_survives_its_process() {
     }
 }
 
-/// A file as written by release ca8670a: two slots without a peer block.
+/// Tests a file as commit ca8670a wrote it: two slots without a peer block.
 #[test]
 fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() {
     let scratch = Scratch::new();
@@ -570,9 +571,9 @@ fn i1_a_record_without_a_peer_block_matches_names_vouched_for_by_an_authority() 
     );
     let cut = peer(&long[4..]);
     assert!(!is_with(3, &cut), "the text may have been truncated");
-    // The source's old record never named its peer.
+    // An old record of a source does not name its peer, so every trusted peer matches.
     assert!(is_with(4, &ours));
-    // A file that ends within the block is not an old file.
+    // A file that ends inside the peer block does not come from an old release.
     for length in [8193, 9215] {
         let path = directory.join(file_name([4; 16], Role::Source));
         let file = File::options().write(true).open(path).unwrap();

@@ -41,14 +41,14 @@ pub enum VmLocation {
     /// The VM ran at the destination and no longer does. An operator decides whether the
     /// paused copy is resumed from the moment of the pause.
     RanThenDied,
-    /// Unknown, for this reason.
+    /// The location is unknown, for this reason.
     InDoubt(String),
 }
 
 impl Doubt {
     /// Takes over the record of a source after its process has died or released the record.
-    /// `paused_by_owner`, which the record does not contain, says whether the VM's owner
-    /// had paused it before the migration; if so, the VM is not resumed.
+    /// `paused_by_owner`, which the record does not contain, says whether the VM's owner had paused
+    /// the VM before the migration. If so, the VM is not resumed.
     ///
     /// # Errors
     /// [`JournalError::Held`] while the process lives; [`JournalError::Missing`], including
@@ -72,12 +72,13 @@ impl Doubt {
         })
     }
 
-    /// Executes what the record requires. If the outcome is unknown, asks the destination
-    /// on separate control lanes until it answers or `options.doubt_limit` expires; of the
-    /// other options, only those for connections apply. The call cannot be cancelled: it
-    /// blocks for at most `options.doubt_limit`, plus one second for the destination to
-    /// close the lane. `vm` is the VM if it ran outside the dead process; `None` if it died
-    /// with that process.
+    /// Executes what the record requires. If the outcome is unknown, asks the destination on
+    /// separate control lanes until the destination answers or `options.doubt_limit` expires. Of
+    /// the other options, only those for connections apply. `vm` is the VM if it ran outside the
+    /// dead process, or `None` if the VM died with that process.
+    ///
+    /// The call cannot be cancelled. It blocks for at most `options.doubt_limit`, plus one second
+    /// for the destination to close the lane.
     ///
     /// # Errors
     /// [`ResolveError`]: an action that follows from the answer failed.
@@ -111,8 +112,8 @@ impl Doubt {
                 }
                 Err(fault) => fault,
             };
-            // This limit often cuts the last attempt short, so the fault of an earlier attempt is
-            // more informative.
+            // The last attempt often ends at the limit, so the fault of an earlier attempt is more
+            // informative.
             if inquiries.left().is_zero() {
                 let fault = why.unwrap_or(fault);
                 return Ok(VmLocation::InDoubt(fault.for_peer()));
@@ -131,8 +132,8 @@ impl Doubt {
         }
     }
 
-    /// Asks once, on a control lane with a higher epoch than any before. Returns that
-    /// lane, for the last message, and the answer.
+    /// Asks once, on a control lane with a higher epoch than any before. Returns the answer, and
+    /// the lane, on which the caller sends its last message.
     fn inquire(
         &mut self,
         tls: &ClientTls,
@@ -143,7 +144,7 @@ impl Doubt {
         let record = self.journal.record();
         let (session, attempt, to) = (record.session, record.attempt, record.peer.clone());
         let epoch = record.epoch.saturating_add(1);
-        // The epoch is recorded first: a later process numbers its messages from this epoch.
+        // Record the epoch first: a later process numbers its messages from this epoch.
         self.journal
             .write_epoch(epoch)
             .or_fault(FaultCode::Journal, "cannot record the inquiry")?;
@@ -174,7 +175,7 @@ impl Doubt {
             &**host,
             &CpuTime::default(),
             |_| Ok(false),
-            // Fails once the answer has been received.
+            // Sending fails only after the answer has been received.
             move |_, message| drop(sender.send(message)),
         )?;
         let inquiry = Inquiry { control, messages };
@@ -183,7 +184,7 @@ impl Doubt {
         match asked.and_then(|()| inquiry.await_answer(attempt, until)) {
             Ok(answer) => Ok((inquiry, answer)),
             Err(fault) => {
-                // The fault is more informative than a panic of the reader.
+                // Ignore a panic of the reader, because the fault is more informative.
                 let _ = inquiry.control.end();
                 Err(fault)
             }
@@ -206,12 +207,12 @@ impl Inquiry {
                         attempt: theirs,
                         verdict,
                     } if theirs == attempt => return Ok(On::answer(attempt, theirs, verdict)),
-                    // Sent before the inquiry was read.
+                    // The destination sent one of these messages before it read the inquiry.
                     Message::Running { .. } => return Ok(On::Running),
                     Message::Cancel { .. } => return Ok(On::PeerCancelled),
                     Message::Refuse { fault, text } => return Err(Fault::from_peer(fault, text)),
-                    // A repeated message for a source that continues, or an answer
-                    // about another attempt.
+                    // Ignore a message that the destination repeats for a source that continues the
+                    // migration, and an answer about another attempt.
                     _ => {}
                 },
                 Some(FromPeer::Lost(fault)) => return Err(fault),
@@ -237,7 +238,7 @@ impl Inquiry {
             let until = Instant::now() + CLOSE_LIMIT;
             while let Some(FromPeer::Message(_)) = self.next(until) {}
         }
-        // The answer has been taken: a panic of the reader has no further effect.
+        // Ignore a panic of the reader, because the answer has already arrived.
         let _ = self.control.end();
     }
 }

@@ -1,4 +1,4 @@
-//! After *commit*: the destination reports the outcome, or the source asks for it.
+//! The phases after *commit*: the destination reports the outcome, or the source asks for it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,9 +20,9 @@ use super::phase::{Done, Phase, Rest, failed, perform, take};
 use super::session::Session;
 use super::settled::{Figures, Settled};
 
-/// How long the destination may take from *final* to *ready*, and from *commit* to
-/// *running*. The guest is paused during that time, but would not run sooner with a shorter
-/// limit: the destination may be loading the state.
+/// How long the destination may take from *final* to *ready*, and from *commit* to *running*. The
+/// guest is paused during that time. A shorter limit would not let the guest run sooner, because
+/// the destination may still be loading the state.
 pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// *commit* is sent; the source waits for the destination's answer.
@@ -109,7 +109,7 @@ impl<'a> Committed<'a> {
             run: !session.paused_by_owner,
         };
         if session.control.lane.send(&commit).is_err() {
-            // Part of the message may have been sent. The reader reports the loss.
+            // Part of the message may have been sent, so end the lane. Its reader reports the loss.
             session.control.lane.shutdown();
         }
         session.observer.event(&Event::Committed);
@@ -140,7 +140,8 @@ impl<'a> Committed<'a> {
                 }
                 On::answer(session.control.terms.offer.attempt, attempt, verdict)
             }
-            // The message crossed the inquiry and no longer means anything.
+            // The destination sent *ready* before it received the inquiry. *ready* no longer has an
+            // effect.
             Message::Ready { .. } if session.state == Source::InDoubt => {
                 On::Ready { same_memory: true }
             }
@@ -205,7 +206,8 @@ impl<'a> InDoubt<'a> {
             done = self.await_answer().and_then(|event| {
                 let answered = matches!(event, On::Answer { .. });
                 let done = take(&mut self, event);
-                // The destination would give the same answer again.
+                // Stop asking after an answer that does not resolve the doubt: the destination
+                // would give the same answer again.
                 self.gave_up |= answered && self.session().state == Source::InDoubt;
                 done
             });
@@ -228,7 +230,8 @@ impl<'a> InDoubt<'a> {
         self.committed.verdict(message)
     }
 
-    /// Opens a new control lane and asks on it, until the limit.
+    /// Opens a new control lane and asks the destination on it. Tries this until it succeeds or
+    /// until the limit.
     fn inquire(&mut self) {
         self.session().control.lane.shutdown();
         let Transfer { session, lanes } = &mut self.committed.transfer;
@@ -252,13 +255,13 @@ impl<'a> InDoubt<'a> {
                 session.control.notify(&Message::Inquire { attempt });
                 return;
             };
-            // Whatever failed, only an answer resolves the doubt.
+            // Only an answer resolves the doubt, so ask again after any failure.
             last = Some(fault);
         }
     }
 }
 
-/// The destination's next message, as the answer to `what`.
+/// Waits for the destination's next message, which answers `what`.
 fn await_message(
     transfer: &mut Transfer<'_>,
     what: &str,

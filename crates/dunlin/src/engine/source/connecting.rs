@@ -119,7 +119,8 @@ impl<'a> Connecting<'a> {
         let control = match opened {
             Ok(control) => control,
             Err(fault) => {
-                // The destination keeps nothing before it accepts the VM.
+                // The destination keeps no record before it accepts the VM, so the source needs
+                // none either.
                 if let Err(error) = journal.forget() {
                     observer.event(&Event::Warning(error.to_string()));
                 }
@@ -217,8 +218,10 @@ impl<'a> Connecting<'a> {
             peer: names_of(peer),
         });
         let selection = &session.control.terms.selection;
-        let dialer = dialer(selection.security, session.options.ipsec.as_ref())
-            .or_fault(FaultCode::Internal, "no lanes with the selected security")?;
+        let dialer = dialer(selection.security, session.options.ipsec.as_ref()).or_fault(
+            FaultCode::Internal,
+            "cannot open lanes with the selected security",
+        )?;
         Ok(LaneTerms {
             dialer,
             connector: Arc::clone(session.host) as _,
@@ -235,8 +238,8 @@ impl<'a> Connecting<'a> {
     }
 }
 
-/// Allocates the session's journal file and writes the first record: a full disk fails
-/// the migration here, while the guest runs.
+/// Allocates the session's journal file and writes the first record, so that a full disk fails the
+/// migration while the guest runs.
 fn begin_record(
     session: SessionId,
     described: &VmDescription,
@@ -254,7 +257,7 @@ fn begin_record(
             Ok(journal)
         }
         Err(error) => {
-            // Best effort: an empty record has no meaning.
+            // Best effort: other processes ignore a file without a record.
             let _ = journal.forget();
             Err(unrecorded(error))
         }
@@ -268,14 +271,14 @@ fn unrecorded(error: JournalError) -> Fault {
 
 /// Delay before the first attempt to replace a lost lane.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
-/// Longest delay between attempts.
+/// Longest delay between attempts to replace a lost lane.
 const RETRY_LAST: Duration = Duration::from_secs(2);
 
 fn timeouts(options: &Options) -> Timeouts {
     Timeouts {
         progress_ns: nanos(options.lane_stall_limit),
-        // The connecting thread has its own limit and reports a more precise
-        // failure.
+        // Twice the limit of the thread that connects the lane, so that the thread reports its more
+        // precise failure before this limit expires.
         open_ns: nanos(options.connect_limit * 2),
         retry_first_ns: nanos(RETRY_FIRST),
         retry_last_ns: nanos(RETRY_LAST),

@@ -38,7 +38,8 @@ fn not_opened(to: &str, error: OpenError) -> Fault {
     match error {
         OpenError::Refused(refusal) => Fault::from_peer(refusal.fault, refusal.text),
         OpenError::Dial(DialError::Connect { source, .. }) => {
-            // Not an error of the network; EINVAL from a socket call would carry an errno.
+            // `InvalidInput` without an errno means a malformed address, which is not an error of
+            // the network. An EINVAL from a socket call would carry an errno.
             if source.kind() == io::ErrorKind::InvalidInput && source.raw_os_error().is_none() {
                 fault.at_fault = AtFault::Configuration;
             }

@@ -1,4 +1,4 @@
-//! After *commit* without an answer: the source asks the destination, and leaves the
+//! The phase after a *commit* without an answer: the source asks the destination, and leaves the
 //! decision to an operator if no answer arrives.
 
 use std::thread;
@@ -19,11 +19,11 @@ use super::super::vmm::{SourceVm, VmmError};
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Longest delay between inquiries.
 const RETRY_LAST: Duration = Duration::from_secs(2);
-/// How long the destination may take to answer an inquiry. The destination has the answer
-/// in memory or in its journal.
+/// How long the destination may take to answer an inquiry. The destination only has to read it from
+/// memory or from its journal.
 pub(super) const VERDICT_LIMIT: Duration = Duration::from_secs(10);
 
-/// The delays between inquiries, which double, until the limit.
+/// The delays between inquiries, up to a time limit. Each delay is twice the previous one.
 pub(super) struct Inquiries {
     pub(super) until: Instant,
     delay: Duration,
@@ -51,8 +51,8 @@ impl Inquiries {
 
 pub(super) const NO_RECORD: &str = "the destination has no record of the session";
 
-/// A VM that the source holds paused until an operator decides. It keeps the record
-/// locked, which shows other processes that the VM's process lives.
+/// A VM that stays paused at the source until an operator decides. While this value exists, the
+/// record is locked, which shows other processes that the VM's process lives.
 ///
 /// [`Doubt::ask`] asks the destination again. If the destination can no longer answer,
 /// [`Doubt::resolve`] carries out the decision of an operator who has checked the
@@ -73,7 +73,7 @@ pub enum ResolveError {
     /// The resolution could not be recorded. Nothing has changed.
     #[error("cannot record the resolution; the VM stays in doubt")]
     Journal(#[source] JournalError),
-    /// The record gives the VM to the source, but it could not be resumed.
+    /// The record gives the VM to the source, but the VM could not be resumed.
     #[error("the source has the VM again, but it stays paused: {what}")]
     Resume {
         /// What failed.
@@ -103,11 +103,11 @@ impl Doubt {
         self.journal.record()
     }
 
-    /// Applies the operator's decision; see [`Resolution`] for what the operator
-    /// vouches for. Records it, and resumes or destroys `vm`.
+    /// Records the operator's decision, and then resumes or destroys `vm`. See [`Resolution`] for
+    /// what the operator vouches for.
     ///
     /// # Errors
-    /// [`ResolveError`]; after `Journal` the caller may retry.
+    /// [`ResolveError`]. After [`ResolveError::Journal`] the caller may retry.
     pub fn resolve(
         &mut self,
         vm: &dyn SourceVm,
@@ -116,10 +116,10 @@ impl Doubt {
         self.take(On::Resolve(resolution), Some(vm), None)
     }
 
-    /// Records that the source no longer has a copy of the VM. For a record that was taken
-    /// over ([`Doubt::taken_over`]) after the VM died with its process: the operator vouches
-    /// that the VM runs at the destination, or is no longer needed. Changes nothing if the
-    /// session has ended.
+    /// Records that the source no longer has a copy of the VM. Use it for a record that was taken
+    /// over ([`Doubt::taken_over`]) after the VM died with its process. The operator vouches that
+    /// the VM runs at the destination, or is no longer needed. Changes nothing if the session has
+    /// ended.
     ///
     /// # Errors
     /// [`ResolveError::Journal`]; the caller may retry.
@@ -127,11 +127,12 @@ impl Doubt {
         self.take(On::Resolve(Resolution::Destroy), None, None)
     }
 
-    /// Removes the record if nothing is in doubt any more: no side asks a source about a
-    /// session that has ended.
+    /// Removes the record if the session has ended, because no side asks a source about such a
+    /// session.
     ///
     /// # Errors
-    /// [`JournalError::Undecided`], and the record stays; [`JournalError::Io`].
+    /// [`JournalError::Undecided`] if the session is in doubt; the record then stays.
+    /// [`JournalError::Io`].
     pub fn forget(self) -> Result<(), JournalError> {
         self.journal.forget_if_over()
     }
@@ -161,7 +162,8 @@ impl Doubt {
                     }
                     Ok(None) => {}
                     Err(error) => {
-                        // Stay in the state that accepts the same answer again.
+                        // Return to the previous state, in which the same answer can be applied
+                        // again.
                         if before.may_resolve() {
                             self.state = before;
                         }
@@ -171,7 +173,7 @@ impl Doubt {
             }
         }
         match (unrecorded, self.state) {
-            // The destination has the VM, whether or not it could be recorded here.
+            // The destination has the VM, whether or not this side could record that.
             (None, _) | (_, Source::Released) => Ok(()),
             (Some(error), _) => Err(ResolveError::Journal(error)),
         }
@@ -189,14 +191,14 @@ impl Doubt {
                 let written = self.journal.write(State::Source(record));
                 return Ok(Some(written.map(|()| On::Recorded)));
             }
-            // Best effort: the older record is just as safe.
+            // Ignore an error: if the older record remains, it is just as safe.
             (Do::Note(record), _) => drop(self.journal.write(State::Source(record))),
             (Do::ResumeGuest, Some(vm)) => self.resume(vm)?,
             (Do::DestroyCopy, Some(vm)) => vm.destroy(),
             (Do::SendRelease, _) => {
                 if let Some(lane) = lane {
-                    // The destination runs the VM. Without this message it keeps its
-                    // record.
+                    // The destination runs the VM in any case. If this message is lost, the
+                    // destination keeps its record.
                     let _ = lane.send(&Message::Release);
                 }
             }

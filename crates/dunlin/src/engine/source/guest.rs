@@ -40,8 +40,8 @@ impl LoggedGuest {
         Ok(())
     }
 
-    /// Adds the pages dirtied since the last call to the pending pages; returns the number
-    /// that the logs reported.
+    /// Adds the pages dirtied since the last call to the pending pages. Returns how many pages the
+    /// logs reported.
     pub(super) fn fetch(&mut self, session: &Session<'_>) -> Result<u64, Fault> {
         let mut named = 0;
         for log in &mut self.logs {
@@ -89,7 +89,8 @@ pub(super) struct PausedGuest {
 impl PausedGuest {
     /// Resumes the guest at the source, unless it has ended.
     pub(super) fn resume(&self, session: &Session<'_>) -> VmIs {
-        // Asks the VMM, because a fault that the peer sent may name any reason.
+        // Ask the VMM whether the guest has ended, because a fault that the peer sent may state any
+        // reason.
         let ended = check_guest(&**session.vm).is_err();
         let reactivated = !self.deactivated || self.reactivate(session);
         if ended {
@@ -110,7 +111,7 @@ impl PausedGuest {
         }
     }
 
-    /// Takes back disks and devices; returns whether that succeeded.
+    /// Acquires disks and devices again; returns whether that succeeded.
     fn reactivate(&self, session: &Session<'_>) -> bool {
         let result = session.vm.reactivate();
         if let Err(error) = &result {

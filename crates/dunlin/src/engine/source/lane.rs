@@ -28,12 +28,13 @@ use super::super::vmm::GuestMemory;
 use super::event::SessionEvent;
 use super::work_queue::{WorkQueue, given_up};
 
-/// Minimum room in a chunk for which the lane asks for more pages, because each request
-/// takes a lock.
+/// A lane asks for more pages only if its chunk has room for at least this many, because each
+/// request takes a lock.
 const LEAST_ROOM: u64 = CHUNK_PAGES / 4;
 
-/// How long a lane looks for non-zero pages before it sends its chunk. Each page in swap
-/// costs a page fault, and the destination receives nothing during the search.
+/// How long a lane looks for non-zero pages before it sends its chunk. The search has a limit
+/// because each page in swap costs a page fault, and the destination receives nothing in the
+/// meantime.
 const LOOK_LIMIT: Duration = Duration::from_millis(10);
 
 /// Parameters common to all lanes of a session.
@@ -48,7 +49,7 @@ pub(super) struct LaneTerms {
     pub(super) to: String,
     pub(super) peer: Principal,
     pub(super) rate: Option<u64>,
-    /// Records after which a lane is replaced.
+    /// Number of records after which a new lane replaces a lane.
     pub(super) records: u64,
     pub(super) memory: Arc<dyn GuestMemory>,
 }
@@ -57,7 +58,7 @@ pub(super) struct LaneTerms {
 pub(super) struct Lane {
     pub(super) number: u16,
     pub(super) terms: Arc<LaneTerms>,
-    /// Whether lanes have been established before.
+    /// Whether this lane is opened after the first lanes have been established.
     pub(super) is_replacement: bool,
     pub(super) deadline: Instant,
     pub(super) work_queue: Arc<WorkQueue>,
@@ -74,13 +75,13 @@ impl Lane {
             let sender = self.connect()?;
             self.send_all(sender)
         };
-        // This calls code of the VMM. If a panic in it were not reported, the session would wait
-        // for this lane forever.
+        // `body` calls the VMM's code. A panic there must be reported, otherwise the session would
+        // wait for this lane forever.
         let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
             let what = format!("the thread of lane {} panicked", self.number);
             Err(Fault::new(FaultCode::Internal, what))
         });
-        // Fails once the session has ended.
+        // Sending fails only after the session has ended.
         let _ = self.events.send(SessionEvent::LaneEnded {
             lane: self.number,
             result,
@@ -121,8 +122,8 @@ impl Lane {
 
     fn not_opened(&self, error: DialError) -> Fault {
         let may_retry = self.is_replacement && !matches!(error, DialError::OtherPeer { .. });
-        // A permanent error of one of the first lanes applies to all lanes; later lanes may be
-        // retried.
+        // A permanent error of one of the first lanes applies to all lanes. The error of a later
+        // lane may be temporary.
         let code = error.permanent().filter(|_| !may_retry);
         let number = self.number;
         let fault = |what: String| Fault::new(code.unwrap_or(FaultCode::LaneLost), what);
@@ -154,7 +155,7 @@ impl Lane {
                 self.number,
                 key_usage,
                 &mut frames.plan,
-                // Fails once the session has ended.
+                // Sending fails only after the session has ended.
                 |event| drop(self.events.send(event)),
                 || has_ended(sender.socket()),
             )?;
@@ -215,8 +216,8 @@ impl Lane {
                 let encoding = if raw { Encoding::Raw } else { Encoding::Zero };
                 append(ranges, planned.region, planned.run.first + page, encoding);
             }
-            // Zero pages have left room for more pages. Each may need a range of its
-            // own.
+            // The chunk contained zero pages, so the frame has room for more pages. Each added page
+            // may need a range of its own.
             let raw_pages = frame.payload_bytes() as u64 / PAGE_BYTES;
             let ranges_left = MAX_RANGES_PER_CHUNK - ranges.len();
             let room = (CHUNK_PAGES - raw_pages).min(ranges_left as u64);
@@ -302,7 +303,7 @@ fn append(ranges: &mut Vec<Range>, region: u16, page: u64, encoding: Encoding) {
     });
 }
 
-/// Whether the peer has closed the connection, or it has failed.
+/// Whether the peer has closed the connection or the connection has failed.
 fn has_ended(socket: &TcpStream) -> bool {
     match wait_readable(socket, Instant::now()) {
         Ok(true) => !matches!(socket.peek(&mut [0]), Ok(1..)),

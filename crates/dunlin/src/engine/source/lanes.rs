@@ -1,8 +1,8 @@
-//! A session with its data lanes: opens them, replaces lost and used-up lanes, and has
-//! lost lanes fenced.
+//! A session with its data lanes: opens them, replaces lost and used-up lanes, and asks the
+//! destination to fence lost lanes.
 //!
-//! [`Sending`](dunlin_proto::lanes::Sending) decides; this module acts on the
-//! decisions, on the session's thread, before each event.
+//! [`Sending`](dunlin_proto::lanes::Sending) decides. This module executes its decisions, on the
+//! session's thread, before it waits for each event.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -65,9 +65,8 @@ pub(super) struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
-    /// Waits for an event and handles those that all phases treat alike: the end of the
-    /// control lane, lane events, a cancellation, the peer's refusal. `None` after
-    /// `wait`.
+    /// Waits for an event and handles those that all phases treat alike: the end of the control
+    /// lane, lane events, a cancellation, the peer's refusal. Returns `None` after `wait`.
     pub(super) fn next_event(&mut self, wait: Duration) -> Result<Option<SessionEvent>, Fault> {
         let until = Instant::now() + wait;
         loop {
@@ -115,8 +114,8 @@ impl Transfer<'_> {
             let action = {
                 let mut state = lock(&self.session.work_queue.state);
                 let now_ns = self.session.work_queue.now_ns();
-                // While the control lane is silent, missing acknowledgements are not
-                // the lanes' fault.
+                // Acknowledgements arrive on the control lane. While it is silent, their absence
+                // does not show that a data lane is stalled.
                 if self.session.control.lane.is_silent() {
                     state.lanes.unheard(now_ns);
                 }
@@ -168,7 +167,7 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// A lane's thread has ended.
+    /// Handles the end of a lane's thread.
     fn lane_ended(&mut self, lane: u16, result: Result<(), Fault>) -> Result<(), Fault> {
         if let Some(thread) = self.lanes.threads.remove(&lane)
             && thread.join().is_err()
@@ -177,7 +176,8 @@ impl Transfer<'_> {
         }
         let in_order = result.is_ok();
         if let Err(fault) = result {
-            // A lost lane can be replaced; any other failure would repeat on its replacement.
+            // A lost lane can be replaced. Any other failure ends the migration, because it would
+            // also occur on the replacement.
             if fault.code != FaultCode::LaneLost {
                 return Err(self.session.reason_of_peer().unwrap_or(fault));
             }
@@ -207,8 +207,8 @@ impl Transfer<'_> {
                     return Ok(true);
                 }
                 let fault = Fault::from_peer(*fault, format!("lane {lane} was refused: {text}"));
-                // A destination that refuses the first lane would refuse the next one
-                // too, unless it is only at its lane limit.
+                // A destination that refuses the first lane would refuse the next one too. The
+                // exception is a refusal because of the destination's lane limit.
                 if !self.lanes.established && fault.code != FaultCode::LaneLimit {
                     return Err(fault);
                 }
@@ -248,8 +248,8 @@ impl Transfer<'_> {
         self.session.state == Source::Live
     }
 
-    /// Sends a message that would be repeated on a new control lane. If the control
-    /// lane fails, it counts as lost and the migration continues.
+    /// Sends a message that the session repeats on a new control lane. If this control lane fails,
+    /// it counts as lost and the migration continues.
     fn send_resumable(&self, message: &Message) -> Result<(), Fault> {
         let control = &self.session.control;
         control.unless_resumable(control.lane.send(message), self.is_resumable())
@@ -284,7 +284,7 @@ impl Transfer<'_> {
                 Ok(_) => {
                     return Err(Fault::new(
                         FaultCode::SecurityNotAgreed,
-                        "the destination's selection differs from the first one",
+                        "the destination selected other terms on the new control lane",
                     ));
                 }
                 Err(fault) if fault.code == FaultCode::ControlLost => last = fault,
@@ -303,7 +303,7 @@ impl Transfer<'_> {
     }
 }
 
-/// The destination's report contradicts the state of the lane.
+/// The fault for a report that contradicts the state of the lane.
 fn wrong_report(error: ReportError) -> Fault {
     Fault::new(
         FaultCode::Malformed,

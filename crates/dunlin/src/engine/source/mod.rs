@@ -15,10 +15,10 @@
 //! leaves the guest as it was, unless the destination has the VM or may have it: then the guest
 //! stays paused ([`Doubt`]).
 //!
-//! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`,
-//! `Committing`, `Committed`, then `Running` after `Recorded(Released)`, or `InDoubt`
-//! any number of times before it. At the destination: `Recorded(Prepared)`, `Ready`,
-//! `Committed`, `Recorded(Running)`, `Notified(Running)`, `Running`.
+//! Around *commit* the events arrive in this order: `Recorded(Committing)`, `Paused`, `Committing`,
+//! `Committed`, any number of `InDoubt`, and, if the destination runs the VM, `Recorded(Released)`
+//! and `Running`. At the destination: `Recorded(Prepared)`, `Ready`, `Committed`,
+//! `Recorded(Running)`, `Notified(Running)`, `Running`.
 //!
 //! Each session, lane, iteration and step is a `tracing` span, and the observer is called inside
 //! the spans of the session's thread:
@@ -139,8 +139,8 @@ impl<'a> Migration<'a> {
         self
     }
 
-    /// Moves the VM, on this thread. Afterwards the destination runs it, and the source's
-    /// copy is destroyed ([`SourceVm::destroy`]).
+    /// Moves the VM, on this thread. Afterwards the destination has the VM, and the source's copy
+    /// is destroyed ([`SourceVm::destroy`]).
     ///
     /// # Errors
     /// [`MigrateError`]: what failed, who is at fault, and where the VM is
@@ -164,7 +164,7 @@ impl<'a> Migration<'a> {
         .map_err(|fault| fault.into_error(VmIs::AtSource))?;
         let sender = connecting.session.sender.clone();
         let listening = self.cancel.listen(move || {
-            // Fails once the session has ended.
+            // Sending fails only after the session has ended.
             let _ = sender.send(SessionEvent::Cancelled);
         });
         let work_queue = Arc::clone(&connecting.session.work_queue);

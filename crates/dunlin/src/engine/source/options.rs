@@ -121,7 +121,8 @@ impl OptionsBuilder {
             ("last_pass_rate", options.last_pass_rate),
             ("lane_rate", options.lane_rate),
         ] {
-            let advice = "rate 0 would never finish; leave it unset for no cap";
+            let advice =
+                "a migration at rate 0 would never finish; for no cap, leave this option unset";
             check(rate != Some(0), option, rate.unwrap_or(0), advice)?;
         }
         check(
@@ -150,21 +151,23 @@ impl OptionsBuilder {
         self
     }
 
-    /// Opens the lanes if [`LaneSecurity::Ipsec`] is chosen. The implementation binds their
-    /// connections to the session's ports and keeps their threads on its CPUs.
+    /// The implementation that opens the lanes if [`LaneSecurity::Ipsec`] is chosen. It binds their
+    /// connections to the ports of the keying session and keeps their threads on that session's
+    /// CPUs.
     pub fn ipsec(mut self, lanes: Option<Arc<dyn SealedLanes>>) -> Self {
         self.0.ipsec = lanes;
         self
     }
 
-    /// Longest acceptable downtime: pre-copy goes on until the rest is expected to fit into
-    /// it. Default: 300 ms.
+    /// Longest acceptable downtime. Pre-copy continues until the remaining work is expected to fit
+    /// into this time. Default: 300 ms.
     pub fn downtime_limit(mut self, downtime_limit: Duration) -> Self {
         self.0.downtime_limit = downtime_limit;
         self
     }
 
-    /// Longest time for the whole migration; `None`, the default, for no limit.
+    /// Longest time from the start of the migration to the pause of the guest. Default: `None`, which
+    /// means no limit.
     pub fn time_limit(mut self, time_limit: impl Into<Option<Duration>>) -> Self {
         self.0.time_limit = time_limit.into();
         self
@@ -183,21 +186,20 @@ impl OptionsBuilder {
         self
     }
 
-    /// Rate cap over all data lanes together, in bytes per second. Default for this and
-    /// the other caps: none.
+    /// Rate cap over all data lanes together, in bytes per second. Default: no cap.
     pub fn rate(mut self, rate: impl Into<Option<u64>>) -> Self {
         self.0.rate = rate.into();
         self
     }
 
-    /// Rate cap over all data lanes during the last pass, while the guest is paused, in
-    /// bytes per second.
+    /// Rate cap over all data lanes during the last pass, while the guest is paused, in bytes per
+    /// second. Default: no cap.
     pub fn last_pass_rate(mut self, last_pass_rate: impl Into<Option<u64>>) -> Self {
         self.0.last_pass_rate = last_pass_rate.into();
         self
     }
 
-    /// Rate cap of each data lane, enforced by the kernel, in bytes per second.
+    /// Rate cap of each data lane, enforced by the kernel, in bytes per second. Default: no cap.
     pub fn lane_rate(mut self, lane_rate: impl Into<Option<u64>>) -> Self {
         self.0.lane_rate = lane_rate.into();
         self
@@ -225,7 +227,7 @@ impl OptionsBuilder {
         self
     }
 
-    /// How long a migration without any lane tries to open one.
+    /// How long the source tries to open a data lane while it has none.
     #[cfg(feature = "unstable-internals")]
     pub fn no_lane_limit(mut self, no_lane_limit: Duration) -> Self {
         self.0.no_lane_limit = no_lane_limit;
@@ -247,33 +249,32 @@ impl OptionsBuilder {
         self
     }
 
-    /// Records after which a lane is replaced by a new one: at least 512; the maximum
-    /// and default is the limit of the cipher.
+    /// Number of records after which a new lane replaces a lane: at least 512. The limit of the
+    /// cipher is the default and the maximum.
     #[cfg(feature = "unstable-internals")]
     pub fn records_per_lane(mut self, records_per_lane: u64) -> Self {
         self.0.records_per_lane = records_per_lane;
         self
     }
 
-    /// How long to ask the destination for the outcome of an unanswered *commit* before
-    /// the VM is left in doubt. Cancelling does not end the inquiries, because only an
-    /// answer resolves the doubt: each attempt to connect, name resolution included, ends at
-    /// [`OptionsBuilder::connect_limit`], and the last one at this limit. Default: 60 s.
+    /// How long to ask the destination for the outcome of an unanswered *commit* before the VM is
+    /// left in doubt. Cancelling does not end the inquiries, because only an answer resolves the
+    /// doubt. Each attempt to connect, including name resolution, ends at
+    /// [`OptionsBuilder::connect_limit`], and the last attempt ends at this limit. Default: 60 s.
     pub fn doubt_limit(mut self, doubt_limit: Duration) -> Self {
         self.0.doubt_limit = doubt_limit;
         self
     }
 
-    /// Journal of this migration. Without one, this process keeps the record in memory;
-    /// if the process dies after *commit*, an operator has to find out where the VM
-    /// runs.
+    /// The journal for this migration's record. Without a journal, this process keeps the record in
+    /// memory; if the process dies after *commit*, an operator has to find out where the VM runs.
     pub fn journal(mut self, journal: Journal) -> Self {
         self.0.journal = journal;
         self
     }
 
-    /// Path of this process's control socket, stored in the journal: an operator who finds
-    /// the record can query the process there. At most 107 bytes; empty for none.
+    /// Path of this process's control socket, stored in the journal: an operator who finds the
+    /// record can query the process there. At most 107 bytes; empty if there is no such socket.
     pub fn owner(mut self, owner: impl Into<String>) -> Self {
         self.0.owner = owner.into();
         self

@@ -73,12 +73,12 @@ pub(super) fn perform<'a>(phase: &mut impl Phase<'a>, actions: Rest) -> Result<R
 pub(super) fn failed<'a>(phase: &mut impl Phase<'a>, fault: Fault) -> Rest {
     let session = phase.session();
     let event = session.event_of(&fault);
-    // The cause of the doubt is more informative than a failed inquiry.
+    // The fault that caused the doubt is more informative than that of a failed inquiry.
     if session.state != Source::InDoubt || session.fault.is_none() {
         session.fault = Some(fault);
     }
     take(phase, event).unwrap_or_else(|impossible| {
-        // Every waiting state accepts a failure.
+        // This is a bug, because every state that waits accepts a failure.
         let text = format!("no state accepts this failure: {}", impossible.for_peer());
         phase.session().warn(text);
         &[]
@@ -114,7 +114,7 @@ impl Session<'_> {
                     Some(fault) => (fault.kind(), fault.for_peer()),
                     None => (FaultCode::Internal, String::new()),
                 };
-                // If the peer is unreachable, it drops its copy without this message.
+                // Best effort: an unreachable peer drops its copy without this message.
                 let _ = self.control.lane.send(&Message::Cancel { fault, text });
             }
             Do::AskOperator => self.vm_is = VmIs::RanThenDied,
@@ -145,7 +145,7 @@ impl Session<'_> {
                 let fault = Fault::new(FaultCode::Journal, format!("cannot record {record}"))
                     .because(error);
                 if self.state == Source::Releasing {
-                    // The migration has succeeded even so.
+                    // The migration has succeeded, although the success could not be recorded.
                     self.warn(fault.for_peer());
                 } else {
                     self.fault = Some(fault);

@@ -26,24 +26,25 @@ use super::window::{Window, per_second};
 
 /// Interval between progress events.
 const PROGRESS_EVERY: Duration = Duration::from_millis(250);
-/// Cost of the switchover besides the last pages and round trips: pausing, saving and
-/// loading state, starting the guest. With the reference VMM, `dunlin demo` measures about
-/// 0.1 ms for pausing, up to 3 ms for the state and 0.7 ms for starting; the rest is a
-/// reserve for a VMM with devices.
+/// Cost of the switchover besides the last pages and round trips: pausing, saving and loading
+/// state, starting the guest. With the reference VMM, `dunlin demo` measures about 0.1 ms for
+/// pausing, up to 3 ms for the state and 0.7 ms for starting; the remaining time is a reserve for a
+/// VMM with devices.
 const STATE_COST: Duration = Duration::from_millis(6);
 /// Rate of hashing memory, in bytes per second; used only for the prediction.
 const DIGEST_BYTES_PER_S: u64 = 3 << 30;
-/// A shorter pass is not used to measure the bandwidth.
+/// Minimum duration of a pass that is used to measure the bandwidth.
 const MEASURABLE: Duration = Duration::from_millis(20);
 /// Shortest duration of a pass. Without it, a guest with few dirty pages would have its
 /// dirty log fetched thousands of times a second.
 const SHORTEST_PASS: Duration = Duration::from_millis(5);
-/// The data still in flight when a pass ends, measured as time on the link. This data keeps
-/// the link busy between two passes. A larger value would be worse: fetching the dirty log
-/// later finds fewer repeated writes, and data in the socket buffers of many lanes on a
-/// slow link would count as a remainder that no pass can reduce.
+/// Amount of data that may still be in flight when a pass ends, measured as time on the link. This
+/// data keeps the link busy between two passes. A larger value would be worse for two reasons. The
+/// dirty log would be fetched earlier, and fewer repeated writes to a page would be combined. And
+/// data in the socket buffers of many lanes on a slow link would count as a remainder that no pass
+/// can reduce.
 const KEPT_UNDER_WAY: Duration = Duration::from_millis(10);
-/// Interval between checks of whether enough has been acknowledged.
+/// Interval between checks of whether enough data has been acknowledged.
 const DRAIN_EVERY: Duration = Duration::from_millis(2);
 
 /// Iterations over dirty pages while the guest runs.
@@ -51,7 +52,7 @@ pub(super) struct PreCopy<'a> {
     transfer: Transfer<'a>,
     guest: LoggedGuest,
     iterations: Vec<Iteration>,
-    /// Bandwidth; 0 before the first measurement.
+    /// Bandwidth in bytes per second; 0 before the first measurement.
     bytes_per_s: u64,
     window: Window,
     dirty_pages_per_s: u64,
@@ -75,7 +76,7 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// Iterates until the switchover is due, and records it.
+    /// Iterates until the switchover is due, and records that the switchover begins.
     pub(super) fn converge(mut self) -> Result<Switchover<'a>, Settled> {
         let converged = info_span!("open-lanes")
             .in_scope(|| self.open_lanes())
@@ -179,7 +180,7 @@ impl<'a> PreCopy<'a> {
                 Decision::GiveUp => {
                     return Err(Fault::new(
                         FaultCode::TimeLimit,
-                        "no convergence within the time limit",
+                        "pre-copy did not converge within the time limit",
                     ));
                 }
                 Decision::OutOfReach => {
@@ -290,8 +291,8 @@ impl<'a> PreCopy<'a> {
         }
     }
 
-    /// The switchover's cost besides the last pages. It excludes digests: they are an
-    /// explicit option, and no further pass shortens them.
+    /// The switchover's cost besides the last pages. It excludes the comparison of digests, which
+    /// the user has requested and which no further pass shortens.
     fn fixed_cost(&self) -> Duration {
         STATE_COST + self.transfer.session.control.lane.round_trip() * 3 / 2
     }
@@ -334,7 +335,8 @@ impl<'a> PreCopy<'a> {
     }
 }
 
-/// Bytes that a switchover now would wait for: dirty pages, and pages in flight.
+/// Bytes for which a switchover would have to wait if it began now: dirty pages, and pages in
+/// flight.
 fn remaining_bytes(schedule: &Schedule) -> u64 {
     schedule.remaining_pages() * PAGE_BYTES
 }
@@ -348,10 +350,10 @@ mod tests {
 
     use super::*;
 
-    /// A link of 100 MiB/s carries a chunk of 256 KiB in 2.5 ms. With 10 ms of chunks
-    /// in flight and nothing dirty, the last byte arrives too late for a limit of 15
-    /// ms, since the rest of the switchover takes 6 ms. Once half of them have been
-    /// acknowledged, it arrives in time.
+    /// A link of 100 MiB/s carries a chunk of 256 KiB in 2.5 ms. With 10 ms of chunks in flight and
+    /// nothing dirty, the last byte arrives too late for a limit of 15 ms, because the rest of the
+    /// switchover takes 6 ms. Once half of these chunks have been acknowledged, the last byte
+    /// arrives in time.
     #[test]
     fn data_in_flight_counts_against_the_downtime_limit() {
         const BYTES_PER_S: u64 = 100 << 20;

@@ -53,13 +53,13 @@ pub(super) struct Session<'a> {
     pub(super) fault: Option<Fault>,
     /// Where the VM is if the session ends now.
     pub(super) vm_is: VmIs,
-    /// Whether the owner paused the guest, rather than the migration.
+    /// Whether the VM's owner, and not the migration, paused the guest.
     pub(super) paused_by_owner: bool,
-    /// Joined at the end.
+    /// Threads to join at the end of the session.
     pub(super) threads: Vec<JoinHandle<()>>,
     pub(super) cpu: CpuTime,
     pub(super) started: Instant,
-    /// The parent of the lanes' spans.
+    /// The `tracing` span that contains the lanes' spans.
     pub(super) span: Span,
 }
 
@@ -90,7 +90,7 @@ impl Session<'_> {
             SessionEvent::Control(_, FromPeer::Message(Message::Cancel { fault, text })) => {
                 Err(Fault::from_peer(fault, text))
             }
-            // Nothing is left to refuse after *commit*.
+            // The destination may refuse only before *commit*.
             SessionEvent::Control(_, FromPeer::Message(Message::Refuse { fault, text }))
                 if self.state.may_cancel() =>
             {
@@ -135,7 +135,8 @@ impl Session<'_> {
                         Message::Cancel { fault, text } | Message::Refuse { fault, text },
                     ),
                 ) => return Some(Fault::from_peer(fault, text)),
-                // The peer sends a reason before it closes the control lane.
+                // The peer sends its reason before it closes the control lane, so no reason will
+                // follow.
                 SessionEvent::Control(_, FromPeer::Lost(_)) => return None,
                 _ => {}
             }
@@ -146,10 +147,10 @@ impl Session<'_> {
     /// close, up to [`CLOSE_LIMIT`]. The caller calls [`join`] next.
     pub(super) fn close(&self) {
         self.work_queue.stop();
-        // Best effort: the peer may be gone.
+        // Best effort: the peer may have died.
         let _ = self.control.lane.stream.close();
         let until = Instant::now() + CLOSE_LIMIT;
-        // The time limit also holds for a peer that keeps sending.
+        // The limit also ends the wait for a peer that keeps sending.
         while !self.control.has_ended() && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             if !matches!(self.receive(left), Ok(Some(_))) {
@@ -190,7 +191,7 @@ impl Session<'_> {
             &self.work_queue,
             &self.sender,
         )?;
-        // The loss of the old lane has already reported a panic of its reader.
+        // Ignore a panic of the old lane's reader, because the new lane replaces that lane.
         let _ = mem::replace(&mut self.control, control).end();
         Ok(())
     }
@@ -232,7 +233,7 @@ pub(super) fn start_control(
         cpu,
         move |message| work_queue.acknowledge(message),
         move |epoch, from_peer| {
-            // Fails once the session has ended.
+            // Sending fails only after the session has ended.
             let _ = events.send(SessionEvent::Control(epoch, from_peer));
         },
     )

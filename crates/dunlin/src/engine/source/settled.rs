@@ -31,17 +31,17 @@ pub(super) struct Figures {
 pub(super) enum Settled {
     /// The destination has the VM.
     Moved(Box<Report>),
-    /// The destination does not have the VM, or may not have it.
+    /// The destination does not have the VM, or it is unknown whether the destination has it.
     NotMoved(MigrateError),
 }
 
 impl Settled {
-    /// Ended before the destination accepted the VM.
+    /// Ends a session before the destination has accepted the VM.
     pub(super) fn unaccepted(session: Session<'_>) -> Self {
         Self::NotMoved(error(session, std::iter::empty()))
     }
 
-    /// Ended before *commit*.
+    /// Ends a session before *commit*.
     pub(super) fn kept(transfer: Transfer<'_>, guest: LoggedGuest) -> Self {
         end(&transfer, guest);
         Self::NotMoved(error(
@@ -50,7 +50,7 @@ impl Settled {
         ))
     }
 
-    /// Ended after *commit*.
+    /// Ends a session after *commit*.
     pub(super) fn committed(transfer: Transfer<'_>, guest: LoggedGuest, figures: Figures) -> Self {
         end(&transfer, guest);
         let Transfer { session, lanes } = transfer;
@@ -66,8 +66,8 @@ impl Settled {
             threads.chain(session.threads),
             session.observer,
         );
-        // If *released* could not be recorded, the destination was not asked to forget the
-        // session either, and the record may still be needed.
+        // Keep the record if it is not *released*: the source then has not asked the destination to
+        // forget the session, and may still need the record.
         if session.journal.record().state == State::Source(SourceRecord::Released)
             && let Err(error) = session.journal.forget()
         {
@@ -91,7 +91,7 @@ impl Settled {
         }))
     }
 
-    /// The result; `own_cpu` is the CPU time of the calling thread.
+    /// The result of the migration for its caller; `own_cpu` is the CPU time of the calling thread.
     pub(super) fn into_result(
         self,
         own_cpu: impl FnOnce() -> Duration,
@@ -106,13 +106,13 @@ impl Settled {
     }
 }
 
-/// Ends lanes, dirty logs and throttle.
+/// Ends the lanes and the dirty logs, and lifts the throttle.
 fn end(transfer: &Transfer<'_>, mut guest: LoggedGuest) {
     transfer.session.work_queue.stop();
     guest.release(&transfer.session);
 }
 
-/// Ends the session, and says why it failed.
+/// Ends the session, and returns the reason why it failed.
 fn error(session: Session<'_>, lanes: impl Iterator<Item = JoinHandle<()>>) -> MigrateError {
     let _close = info_span!("close").entered();
     session.close();

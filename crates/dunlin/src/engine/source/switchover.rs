@@ -33,11 +33,11 @@ pub(super) struct Switchover<'a> {
     figures: Figures,
 }
 
-/// Data of the switchover that has been sent.
+/// What the switchover needs after it has sent the last pages and the state.
 struct Sent {
     /// When the guest was paused.
     paused: Instant,
-    /// The source's digest, if verification was negotiated.
+    /// Receives the source's digest, if verification was negotiated.
     digest: Option<Receiver<std::io::Result<Digest>>>,
     /// The most recent *final*.
     last: Final,
@@ -101,7 +101,7 @@ impl<'a> Switchover<'a> {
         }
     }
 
-    /// Pauses the guest and sends everything that is left, up to *final*.
+    /// Pauses the guest and sends all remaining data, up to *final*.
     fn pause_and_finish(&mut self) -> Result<Sent, Fault> {
         let session = &mut self.transfer.session;
         // The owner may have paused or resumed the VM since it was described.
@@ -176,7 +176,7 @@ impl<'a> Switchover<'a> {
         })
     }
 
-    /// The totals that the destination must have received.
+    /// Returns the totals of what the destination must have received.
     fn count(&self, iteration: u32, sections: u32) -> Final {
         let state = lock(&self.transfer.session.work_queue.state);
         let (chunks, pages) = state.lanes.schedule().kept();
@@ -196,7 +196,7 @@ impl<'a> Switchover<'a> {
         let session = &mut self.transfer.session;
         let memory = Arc::clone(&session.memory);
         let body = move || {
-            // Fails once the session has ended.
+            // Sending fails only after the session has ended.
             let _ = sender.send(digest(&*memory, 1));
         };
         let thread = spawn_counted(&**session.host, "dunlin-digest", &session.cpu, body)?;
@@ -227,16 +227,17 @@ impl<'a> Switchover<'a> {
         let session = &self.transfer.session;
         session.vm.hold().or_fault(
             FaultCode::Cancelled,
-            "the VMM refused the migration after holding it",
+            "the VMM aborted the migration before commit",
         )?;
-        // A cancellation that arrived while either VMM was busy is still in time.
+        // Process the events that arrived while one of the VMMs was busy: a cancellation among them
+        // is still in time.
         while self.transfer.next_silent(Duration::ZERO)?.is_some() {}
         check_guest(&**self.transfer.session.vm)?;
         Ok(())
     }
 
-    /// Sends *final* again if a lane was lost after the last one: the lane's chunks
-    /// have been sent again, which changes the totals.
+    /// Sends *final* again if a lane was lost after the last *final*: the lane's chunks have been
+    /// sent again, which changes the totals.
     fn repeat_final(&self, last: &mut Final) -> Result<(), Fault> {
         let state = lock(&self.transfer.session.work_queue.state);
         let overtaken = state.lanes.fenced_count() != last.fenced && state.lanes.complete();

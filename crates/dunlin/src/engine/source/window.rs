@@ -6,14 +6,15 @@ use dunlin_proto::limits::PAGE_BYTES;
 
 use super::super::report::Traffic;
 
-/// At or above this ratio of zero pages to other pages, a pass does not measure the
-/// bandwidth, unless the previous pass was like that too.
+/// Above this ratio of zero pages to other pages, a pass does not measure the bandwidth, except
+/// when the previous pass was above the ratio too.
 const MOSTLY_ZERO: u64 = 4;
 
 /// A measurement of the bandwidth, over one pass or over several short ones.
 pub(super) struct Window {
     pub(super) since: Instant,
-    /// The acknowledged pages at the start of the window, and the pages sent by then.
+    /// At the start of the window: the number of acknowledged pages, and the numbers of non-zero
+    /// and zero pages sent.
     acked_pages: u64,
     raw_pages: u64,
     zero_pages: u64,
@@ -32,8 +33,8 @@ impl Window {
         }
     }
 
-    /// Pages acknowledged in this window. The count may be smaller than at the start,
-    /// because pages of a lost lane are sent twice; the result is then 0.
+    /// Pages acknowledged in this window. `acked_pages` may be smaller than at the start of the
+    /// window, because pages of a lost lane are sent twice; the result is then 0.
     pub(super) fn acked_since(&self, acked_pages: u64) -> u64 {
         acked_pages.saturating_sub(self.acked_pages)
     }
@@ -42,10 +43,10 @@ impl Window {
     /// so far, and begins the next. Returns bytes per second, or `None` if the window does
     /// not measure the bandwidth.
     ///
-    /// Zero pages are sent much faster than the pages that a guest works on, and would
-    /// suggest a bandwidth that does not exist. They occur in untouched memory, in huge
-    /// pages that were touched once, and in pages that a guest clears before use. If the
-    /// next window has mostly zero pages too, its result counts.
+    /// Zero pages are sent much faster than the pages that a guest works on. A window of zero pages
+    /// would suggest a bandwidth that does not exist. They occur in untouched memory, in huge pages
+    /// that were touched once, and in pages that a guest clears before use. If the next window has
+    /// mostly zero pages too, its bandwidth is returned.
     pub(super) fn end(
         &mut self,
         measured: Duration,
@@ -59,7 +60,8 @@ impl Window {
         let tells = acked > 0 && (!mostly_zero || self.mostly_zero);
         *self = Self {
             since: Instant::now(),
-            // Zero pages still in flight do not count for the next window.
+            // Count zero pages in flight as acknowledged, so that they do not count for the next
+            // window.
             acked_pages: if mostly_zero {
                 traffic.raw_pages + traffic.zero_pages
             } else {
@@ -83,8 +85,8 @@ pub(super) fn per_second(amount: u64, duration: Duration) -> u64 {
 mod tests {
     use super::*;
 
-    /// Passes of 100 ms over a link of 100 MiB/s, which zero pages do not load: each
-    /// sends 2560 non-zero pages, or forty times as many zero pages.
+    /// Each pass takes 100 ms on a link of 100 MiB/s. It sends 2560 non-zero pages, or forty times
+    /// as many zero pages, which do not load the link.
     #[test]
     fn a_pass_of_mostly_zero_pages_counts_only_after_another() {
         const BYTES_PER_S: u64 = 100 << 20;
@@ -98,18 +100,19 @@ mod tests {
             let acked = traffic.raw_pages + traffic.zero_pages;
             window.end(Duration::from_millis(100), acked, &traffic)
         };
-        // Untouched memory first. A guest that has only zero pages must finish too.
+        // The first passes send untouched memory. A guest that has only zero pages must finish too.
         assert_eq!(pass(0, ZERO), None);
         assert_eq!(pass(0, ZERO), Some(40 * BYTES_PER_S));
-        // Passes of pages that the guest works on, and between them a pass of pages that it has
-        // only touched.
+        // Then come passes of pages that the guest works on, and between them a pass of pages that
+        // the guest has only touched.
         assert_eq!(pass(RAW, 0), Some(BYTES_PER_S));
         assert_eq!(pass(RAW / 100, ZERO), None);
         assert_eq!(pass(RAW, RAW), Some(2 * BYTES_PER_S));
         assert_eq!(pass(0, 0), None);
     }
 
-    /// The last zero pages of a pass are acknowledged in the next pass.
+    /// The last zero pages of a pass are acknowledged during the next pass, and must not count
+    /// there.
     #[test]
     fn zero_pages_in_flight_do_not_count_for_the_next_pass() {
         const RAW: u64 = 2560;

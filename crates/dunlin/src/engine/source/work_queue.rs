@@ -1,10 +1,10 @@
-//! The work queue: the source's lanes take work from it, and wait in it.
+//! The work queue: the source's lanes take work from it, and wait until it has work.
 //!
-//! Its lock guards everything that the session's thread, the control lane's reader and
-//! the lane threads share. A wait ends when something that it waits for may have
-//! changed: [`WorkQueue::change`] signals new work, [`WorkQueue::set_rate`] wakes lanes
-//! held back by the rate cap, [`WorkQueue::cut`] and [`WorkQueue::stop`] wake all.
-//! `engine/interleavings` checks that no order of threads loses a wake-up.
+//! Its lock guards everything that the session's thread, the control lane's reader and the lane
+//! threads share. A wait ends when something that it waits for may have changed:
+//! [`WorkQueue::change`] signals new work, [`WorkQueue::set_rate`] wakes lanes held back by the
+//! rate cap, [`WorkQueue::cut`] and [`WorkQueue::stop`] wake all. `engine/interleavings` checks, in
+//! many orders of the threads, that no wake-up is lost.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -37,11 +37,11 @@ pub(in crate::engine) struct WorkQueue {
 pub(in crate::engine) struct State {
     pub(in crate::engine) lanes: Sending,
     pace: Pace,
-    /// How often the cap has been changed.
+    /// How many times the rate cap has been changed.
     rate_changes: u64,
     /// Whether every lane must end immediately.
     stop: bool,
-    /// The newest iteration that has been reported as cut.
+    /// The newest iteration for which `SessionEvent::Cut` has been sent.
     reported: u32,
     /// Traffic and status of each lane, by its number.
     shares: BTreeMap<u16, LaneShare>,
@@ -49,7 +49,7 @@ pub(in crate::engine) struct State {
     pub(super) acked_pages: u64,
 }
 
-/// One lane's share of the work.
+/// Traffic and status of one lane.
 #[derive(Default)]
 struct LaneShare {
     traffic: Traffic,
@@ -69,7 +69,7 @@ impl LaneShare {
     }
 }
 
-/// Called by the session's thread and by the thread that reads the control lane.
+/// Methods that the session's thread and the thread that reads the control lane call.
 impl WorkQueue {
     pub(in crate::engine) fn new(lanes: Sending, pace: Pace) -> Self {
         Self {
@@ -88,7 +88,7 @@ impl WorkQueue {
     }
 
     /// Changes state that a lane may wait for.
-    // The tests omit the notification of one caller at a time.
+    // The tests of `interleavings` omit the notification of one caller at a time.
     #[cfg_attr(all(test, feature = "shuttle"), track_caller)]
     pub(in crate::engine) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut lock(&self.state));
@@ -144,9 +144,9 @@ impl WorkQueue {
         });
     }
 
-    /// Handles an acknowledgement on the thread that reads the control lane, so that it
-    /// need not wait while the session's thread is busy. Returns whether `message` was an
-    /// acknowledgement.
+    /// Handles an acknowledgement on the thread that reads the control lane, so that an
+    /// acknowledgement does not wait while the session's thread is busy. Returns whether `message`
+    /// was an acknowledgement.
     pub(in crate::engine) fn acknowledge(&self, message: &Message) -> Result<bool, Fault> {
         let Message::Ack { sets, reached } = message else {
             return Ok(false);
@@ -161,18 +161,18 @@ impl WorkQueue {
         })
     }
 
-    /// Converts a time of the clock that lanes and rates use.
+    /// Converts a time on the clock of [`WorkQueue::now_ns`].
     pub(super) fn instant(&self, at_ns: u64) -> Instant {
         self.started + Duration::from_nanos(at_ns)
     }
 
-    /// The clock of lanes and rates.
+    /// The time on the clock that lanes and rates use, in nanoseconds.
     pub(in crate::engine) fn now_ns(&self) -> u64 {
         u64::try_from(since(self.started).as_nanos()).unwrap_or(u64::MAX)
     }
 }
 
-/// Called by the lane threads.
+/// Methods that the lane threads call.
 impl WorkQueue {
     /// Sets the function with which [`WorkQueue::cut`] and [`WorkQueue::stop`] interrupt
     /// `lane`. Replaces any earlier function.
@@ -193,8 +193,8 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Waits for work for `lane`; returns [`Work::Stop`] once it has been cut. `report`
-    /// sends an event to the session, `has_ended` checks the lane's connection.
+    /// Waits for work for `lane`. Returns [`Work::Stop`] once the lane has been cut. `report` sends
+    /// an event to the session, and `has_ended` checks the lane's connection.
     ///
     /// # Errors
     /// The connection ended before the destination admitted the lane.
@@ -235,7 +235,8 @@ impl WorkQueue {
                 continue;
             }
             // The destination has not admitted the lane yet. If the connection ends before that,
-            // the destination cannot report which lane it was.
+            // the destination cannot report which lane has ended, so this thread checks the
+            // connection.
             state = wait(&self.changed, state, Some(LOOK_EVERY));
             if state.lanes.schedule().course(lane).is_none() && has_ended() {
                 let what = format!("lane {lane} ended before it was admitted");
@@ -313,7 +314,7 @@ impl State {
     }
 }
 
-/// The fault that ends a lane's thread.
+/// The fault that the thread of a lane returns after the lane was given up.
 pub(super) fn given_up(lane: u16) -> Fault {
     Fault::new(FaultCode::LaneLost, format!("lane {lane} was given up"))
 }
