@@ -1,4 +1,4 @@
-//! The exit codes of `dunlin`; docs/reference/exit-codes.md has them for each command.
+//! The exit codes of `dunlin`; docs/reference/exit-codes.md lists them for each command.
 
 /// Success.
 pub(crate) const DONE: i32 = 0;
@@ -10,5 +10,6 @@ pub(crate) const USAGE: i32 = 2;
 pub(crate) const IN_DOUBT: i32 = 3;
 /// Cancelled; the VM is at the source.
 pub(crate) const CANCELLED: i32 = 4;
-/// Added to a signal's number, as in shells, if a second signal ends a process immediately.
+/// The exit code after a second signal, which ends a process immediately, is this number plus the
+/// signal's number, as in shells.
 pub(crate) const SIGNAL: i32 = 128;

@@ -3,20 +3,20 @@
 //!
 //! An attacker that takes over a confined process, from the guest or a peer, finds no privileges,
 //! access only to the files that the process needs, and few system calls. New threads inherit the
-//! confinement, so it must precede the second thread. docs/decisions/0010-confinement.md gives the
-//! reasons.
+//! confinement, so it must be applied before the process starts a second thread.
+//! docs/decisions/0010-confinement.md gives the reasons.
 //!
 //! | part | what remains |
 //! | --- | --- |
-//! | privileges | no capabilities, and none through `execve` |
+//! | privileges | no capabilities; `execve` grants none |
 //! | [`files`] | reading identities and system settings; writing in the journal and next to the control socket; no listening TCP ports; no signals to other processes |
 //! | [`calls`] | a list of system calls; no programs, new code, debugging, mounts, or new kinds of socket |
 //!
-//! A tunnel's routes, and with them the paths that it uses, may change while it runs. It therefore
-//! keeps the capabilities for other users' sockets and for low ports, and reads files and creates
-//! local sockets wherever file permissions allow, but writes, creates and executes nothing else. It
-//! removes files only in the directories of the sockets that it had at its start. `handoff accept`
-//! may do less: it needs no low ports, and removes no files.
+//! A tunnel's routes may change while it runs, and with the routes the paths that the tunnel uses.
+//! A tunnel therefore keeps the capabilities for other users' sockets and for low ports, and reads
+//! files and creates local sockets wherever file permissions allow, but writes, creates and
+//! executes nothing else. It removes files only in the directories of the sockets that it had at
+//! its start. `handoff accept` keeps less, because it needs no low ports and removes no files.
 
 mod calls;
 mod files;
@@ -40,8 +40,8 @@ use crate::line::Line;
 /// How far a process is confined.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Confining {
-    /// Whether the process, after its start, drops what it does not need: `auto` drops as much
-    /// as the kernel allows, `yes` everything or the process does not start.
+    /// Whether the process, after its start, drops what it does not need: `auto` drops as much as
+    /// the kernel allows, `yes` drops everything or the process does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
     /// A directory from which the confined process may read identities; repeatable [default: for
@@ -59,7 +59,8 @@ enum Whether {
     No,
 }
 
-/// Below Linux's ephemeral ports, and not used by Kubernetes or libvirt.
+/// Default source ports of lanes over IPsec. They are below Linux's ephemeral ports, and neither
+/// Kubernetes nor libvirt uses them.
 pub(crate) const LANE_PORTS: &str = "24576-28671";
 
 /// Set when this process has dropped CAP_NET_ADMIN.
@@ -80,7 +81,7 @@ pub(crate) fn allows_ipsec() -> Result<()> {
     Ok(())
 }
 
-/// Where this process may read identities, once confined.
+/// The directories from which this process may read identities after it is confined.
 static IDENTITIES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 
 impl Confining {
@@ -88,13 +89,15 @@ impl Confining {
     /// reports it. Existing threads are not confined.
     ///
     /// # Errors
-    /// With `yes`, the part that failed; other parts may be in force.
+    /// A part failed although `--confine yes` was given; the error names the part. Other parts may
+    /// be in force.
     pub(crate) fn apply(&self, needs: &Needs) -> Result<Line> {
         if self.confine == Whether::No {
             return Ok(Applied::new(self.confine).line());
         }
         names::load_modules();
-        // A confined process cannot listen, not even to probe kernel TLS; the results are cached.
+        // Probe kernel TLS now, and cache the results. The probe needs a listening socket, which a
+        // confined process cannot open.
         for suite in CipherSuite::ALL {
             let _ = abilities(suite);
         }
@@ -103,15 +106,18 @@ impl Confining {
         let rules = files::Rules::new(needs, &identities)?;
         let mut applied = Applied::new(self.confine);
         let privileges = match needs.ipsec {
-            // For lanes over IPsec.
-            Some(_) => keep_privileges(&[Capability::Network], "no privileges but for the network"),
+            // Lanes over IPsec need CAP_NET_ADMIN.
+            Some(_) => keep_privileges(
+                &[Capability::Network],
+                "no privileges except for the network",
+            ),
             None => keep_privileges(&[], "no privileges"),
         };
         if applied.take("privileges", privileges)? && needs.ipsec.is_none() {
             let _ = GAVE_UP_NETWORK.set(());
         }
         if applied.take("files", rules.apply())? && !identities.is_empty() {
-            // The only place that sets it.
+            // Cannot fail, because only this line sets the value.
             let _ = IDENTITIES.set(identities);
         }
         let work = calls::Work::Guest {
@@ -125,22 +131,22 @@ impl Confining {
 
 /// How far a tunnel or `handoff accept` is confined.
 #[derive(Clone, Debug, Args)]
-pub(crate) struct ConfiningService {
-    /// Whether the process, after its start, drops what it does not need: `auto` drops as much as
-    /// the kernel allows (nothing in a tunnel with an `exec` route), `yes` everything or the process
-    /// does not start.
+pub(crate) struct ConfiningTunnel {
+    /// Whether the tunnel, after its start, drops what it does not need: `auto` drops as much as the
+    /// kernel allows unless a route has `exec`, `yes` drops everything or the tunnel does not start.
     #[arg(long, value_enum, value_name = "MODE", default_value_t)]
     confine: Whether,
 }
 
 impl ConfiningService {
-    /// Like [`Confining::apply`], for a tunnel; `control` is the directory of the control socket,
-    /// `sockets` are those of other sockets that the process removes. `against` is a reason not to
-    /// confine, and its remedy. An example of a reason: the programs of routes with `exec` would be
-    /// confined with the tunnel.
+    /// Like [`Confining::apply`], for a tunnel. `control` is the directory of the control socket,
+    /// and `sockets` are the directories of the other sockets that the process removes. `against`
+    /// is a reason not to confine the tunnel, and its remedy. For example, the programs of routes
+    /// with `exec` would be confined too.
     ///
     /// # Errors
-    /// With `yes`, the part that failed; other parts may be in force.
+    /// A part failed although `--confine yes` was given; the error names the part. Other parts may
+    /// be in force.
     pub(crate) fn tunnel(
         &self,
         against: Option<(&str, &str)>,
@@ -158,7 +164,7 @@ impl ConfiningService {
             applied.lacks.push(text.to_owned());
             return Ok(applied.line());
         }
-        // Routes may need these.
+        // A route may need these capabilities.
         let kept = [Capability::OthersFiles, Capability::LowPorts];
         let left = "no privileges but for others' sockets and low ports";
         self.apply((&kept, left), calls::Work::Channels, || {
@@ -169,9 +175,10 @@ impl ConfiningService {
     /// Like [`Confining::apply`], for `handoff accept`.
     ///
     /// # Errors
-    /// With `yes`, the part that failed; other parts may be in force.
+    /// A part failed although `--confine yes` was given; the error names the part. Other parts may
+    /// be in force.
     pub(crate) fn handoff(&self) -> Result<Line> {
-        // For the sockets of receivers.
+        // The sockets of receivers may belong to other users.
         let kept = [Capability::OthersFiles];
         let left = "no privileges but for others' sockets";
         self.apply((&kept, left), calls::Work::Handoff, || {
@@ -190,7 +197,8 @@ impl ConfiningService {
             return Ok(applied.line());
         }
         names::load_modules();
-        // The kernel loads its TLS module only for a privileged process; the results are cached.
+        // Probe kernel TLS now, and cache the results, because the kernel loads its TLS module only
+        // for a privileged process.
         for suite in CipherSuite::ALL {
             let _ = abilities(suite);
         }
@@ -201,7 +209,7 @@ impl ConfiningService {
     }
 }
 
-/// The parts in force so far.
+/// The parts of the confinement that are in force so far, and those that the kernel lacks.
 struct Applied {
     whole: bool,
     by: Vec<String>,
@@ -220,7 +228,7 @@ impl Applied {
     /// Records the result of one part; returns whether the part is in force.
     ///
     /// # Errors
-    /// With `yes`, the part failed completely or partly.
+    /// The part failed completely or partly, although `--confine yes` was given.
     fn take(&mut self, part: &str, taken: Result<files::Taken>) -> Result<bool> {
         let held = match taken {
             Ok(taken) => {
@@ -252,17 +260,17 @@ impl Applied {
     }
 }
 
-/// Drops all capabilities except `kept`, and the ability to gain any; `left` describes
-/// those that are kept.
+/// Drops all capabilities except `kept`, and the ability to gain any; `left` is the text that
+/// describes `kept`.
 fn keep_privileges(kept: &[Capability], left: &str) -> Result<files::Taken> {
     privileges::gain_none()?;
     privileges::keep_capabilities(kept)?;
     Ok(files::Taken::wholly(left))
 }
 
-/// Forbids new local sockets and listening sockets in all threads. Other local services, some of
-/// which act as root for their clients, become unreachable. Lanes over `ipsec` still bind their
-/// source ports. No effect if system calls are not confined.
+/// Forbids new local sockets and listening sockets in all threads. The process can then not reach
+/// other local services, some of which act as root for their clients. Lanes over `ipsec` still bind
+/// their source ports. No effect if system calls are not confined.
 ///
 /// # Errors
 /// The kernel rejected the filter. The previous confinement stays in force.

@@ -2,7 +2,7 @@
 //!
 //! A request is one JSON line. The answer is any number of JSON lines, mostly [`Line`]s, after
 //! which the server closes the connection. The process implements [`Service`]; a command is a
-//! [`Client`]. The socket accepts only its owner's user, and root.
+//! [`Client`]. The socket accepts only root and the user of its process.
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -28,7 +28,7 @@ use crate::service::start;
 /// Maximum length of a request line.
 const REQUEST_LIMIT_BYTES: u64 = 64 * 1024;
 
-/// The control socket, removed when dropped.
+/// A control socket. Dropping it removes its file.
 pub(crate) struct Socket {
     listener: UnixListener,
     pub(crate) path: PathBuf,
@@ -36,8 +36,8 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// Binds the path, unless a running process holds it; `owner` describes the process in the
-    /// error, such as "a VM".
+    /// Binds the path, unless a running process listens at the path. `owner` describes that process
+    /// in the error, for example "a VM".
     pub(crate) fn bind(path: &Path, owner: &str) -> Result<Self> {
         if let Some(directory) = path.parent() {
             // No other user may write to the directory, whatever the umask.
@@ -50,7 +50,7 @@ impl Socket {
                     path.display()
                 );
             }
-            // Left by a dead process.
+            // The process that bound this socket has died.
             let _ = fs::remove_file(path);
         }
         let listener = UnixListener::bind(path)
@@ -80,7 +80,7 @@ impl Drop for Socket {
         self.closed.store(true, Ordering::SeqCst);
         // Wakes the thread that accepts, if it exists.
         let _ = UnixStream::connect(&self.path);
-        // Another program may have removed it.
+        // Another program may have removed the socket.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -116,8 +116,8 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
             }
         };
         short = false;
-        // Check the user too: the mode excludes other users only after the chmod, shortly after the
-        // bind.
+        // Check the user too, because the mode of the socket excludes other users only after the
+        // chmod that follows the bind.
         let user = peer_user(&connection);
         if !user.is_ok_and(|user| user == own_user() || user == 0) {
             continue;
@@ -132,10 +132,11 @@ fn accept<S: Service>(listener: &UnixListener, service: &Arc<S>, closed: &Atomic
 
 /// A process's handler of requests at its control socket.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// The requests that it accepts.
+    /// The requests that the process accepts.
     type Request: DeserializeOwned;
 
-    /// Carries out one request and sends the answer; `requests` reads the rest of the connection.
+    /// Carries out one request and sends the answer; `requests` reads further requests of the
+    /// connection.
     fn handle(
         self: &Arc<Self>,
         request: Self::Request,
@@ -164,16 +165,17 @@ fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
             Err(error) => Err(error),
         },
         Err(error) => {
-            // The client sends its whole request before it reads the answer.
+            // Read the request before the error is sent, because the client sends the whole request
+            // before it reads the answer.
             let _ = read_request::<S::Request>(&mut BufReader::new(connection));
             Err(error).context("cannot carry out the request")
         }
     };
     if let Err(error) = handled {
-        // The client may be gone.
+        // Sending fails if the client has disconnected.
         let _ = send(connection, &Line::Failed(service.refused(&error)));
     }
-    // A reading thread may hold a clone of the connection.
+    // Closing this descriptor would not end the connection if a reading thread holds a clone of it.
     let _ = connection.shutdown(Shutdown::Both);
     *lock(&PENDING) -= 1;
     ANSWERED.notify_all();
@@ -182,7 +184,7 @@ fn answer<S: Service>(connection: &UnixStream, service: &Arc<S>) {
 /// How long an ending process waits for clients that do not read.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// The number of requests that this process has not answered completely.
+/// The number of requests that this process has not yet answered completely.
 static PENDING: Mutex<usize> = Mutex::new(0);
 static ANSWERED: Condvar = Condvar::new();
 
@@ -209,7 +211,7 @@ pub(crate) fn send(mut connection: &UnixStream, line: &Line) -> Result<()> {
 }
 
 /// Suffix of the error for an unexpected answer.
-const UNEXPECTED: &str = "sent an unexpected answer: does it run another release?";
+const UNEXPECTED: &str = "sent an unexpected answer: it may run another release";
 
 /// A request, and the lines of its answer.
 pub(crate) struct Client {
@@ -233,7 +235,7 @@ impl Client {
                     format!("{at} accepts only the {owner}'s user: run the command as that user, or as root")
                 }
                 _ => format!(
-                    "no {owner} answers at {at}: is its process running, and is --control the same?"
+                    "no {owner} answers at {at}: check that its process runs and --control is the same"
                 ),
             };
             anyhow::Error::new(error).context(what)
@@ -256,7 +258,7 @@ impl Client {
         let read = self
             .answer
             .read_line(&mut text)
-            .with_context(|| format!("no answer from the {owner}'s process: is it stopped?"))?;
+            .with_context(|| format!("no answer from the {owner}'s process: it may be stopped"))?;
         if read == 0 {
             return Ok(None);
         }
@@ -277,8 +279,7 @@ impl Client {
         }
     }
 
-    /// Reads the last line of a successful request, and prints it with `json`; returns the exit
-    /// code.
+    /// Reads the last line of a successful answer, and prints it if `json`; returns the exit code.
     pub(crate) fn done(&mut self, json: bool) -> Result<i32> {
         self.expect(|line| matches!(line, Line::Done).then_some(()))?;
         if json {

@@ -53,7 +53,7 @@ impl Demo {
     pub(crate) fn run(&self) -> Result<i32> {
         if let SecurityName::Ipsec = self.security {
             bail!(
-                "the demo moves a guest within this host, and packets to the own host bypass IPsec \
+                "the demo moves a guest within this host, and packets from a host to itself bypass IPsec \
                  (at fault: configuration): use tls or plain"
             );
         }
@@ -109,8 +109,8 @@ impl Demo {
         let later = status(&control, ANSWER_LIMIT)?;
         if later.state != "running" || later.pages_checked <= arrived.pages_checked {
             bail!(
-                "the guest does not run at the destination: it is {}, and has checked {} pages, {} \
-                 at its arrival",
+                "the guest does not run at the destination: it is {}, and has checked {} pages \
+                 ({} at its arrival)",
                 later.state,
                 later.pages_checked,
                 arrived.pages_checked
@@ -119,7 +119,7 @@ impl Demo {
         let downtime_ms = moved
             .downtime
             .guest_ms
-            .context("the guest did not see its downtime")?;
+            .context("the guest did not measure its downtime")?;
         if self.json {
             println!(
                 "{}",
@@ -174,7 +174,7 @@ fn name_of(guest: GuestKind) -> &'static str {
 /// Compares digests of both memories, one for each 2 MiB.
 ///
 /// # Errors
-/// They differ, or are missing.
+/// The digests differ, or are missing.
 fn compare(source: &[u64], destination: &[u64]) -> Result<()> {
     let blocks = source.len();
     let differ: Vec<usize> = (0..blocks)
@@ -182,7 +182,7 @@ fn compare(source: &[u64], destination: &[u64]) -> Result<()> {
         .collect();
     let text = match differ.first() {
         _ if blocks == 0 || blocks != destination.len() => {
-            "the memories were not compared, because a process could not digest its own".into()
+            "the memories were not compared, because a process could not digest its memory".into()
         }
         None => return Ok(()),
         Some(first) => format!(
@@ -194,7 +194,7 @@ fn compare(source: &[u64], destination: &[u64]) -> Result<()> {
     Err(FailedLine::new(FaultCode::VerificationFailed, "", text, FAILED).into())
 }
 
-/// Whether this process may use KVM.
+/// Checks that this process may use KVM.
 fn kvm() -> io::Result<()> {
     std::fs::OpenOptions::new()
         .read(true)
@@ -203,7 +203,7 @@ fn kvm() -> io::Result<()> {
         .map(drop)
 }
 
-/// The kind of guest to run, and a notice if it is not the expected one.
+/// The kind of guest to run, and a notice if no kind was requested and KVM is not available.
 fn choose(asked: Option<GuestKind>, kvm: io::Result<()>) -> Result<(GuestKind, Option<String>)> {
     match (asked, kvm) {
         (Some(GuestKind::Process), _) => Ok((GuestKind::Process, None)),
@@ -214,8 +214,8 @@ fn choose(asked: Option<GuestKind>, kvm: io::Result<()>) -> Result<(GuestKind, O
         ),
         (None, Err(error)) => {
             let text = format!(
-                "cannot open /dev/kvm ({error}): instead of a VM, threads write the memory of a \
-                 process"
+                "cannot open /dev/kvm ({error}): the guest is not a VM but threads that write the \
+                 memory of a process"
             );
             Ok((GuestKind::Process, Some(text)))
         }

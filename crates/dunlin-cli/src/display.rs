@@ -1,5 +1,5 @@
-//! Shows a migration to people: one line that is rewritten on a terminal, plain lines elsewhere,
-//! and a table at the end; or JSON lines.
+//! Shows a migration to people, or prints JSON lines. On a terminal, the progress is one line that
+//! is rewritten; elsewhere, each step is a new line. A table follows at the end.
 
 use std::io::{IsTerminal, Write};
 
@@ -12,7 +12,7 @@ pub(crate) const MIB: f64 = (1_u64 << 20) as f64;
 pub(crate) struct Display {
     json: bool,
     terminal: bool,
-    /// Whether the last line can be overwritten.
+    /// Whether the last line is progress, which the next line overwrites.
     transient: bool,
 }
 
@@ -72,7 +72,8 @@ impl Display {
         }
         text.push_str(&format!("  lanes {}", lanes.join(" ")));
         if self.terminal {
-            // A wrapped line could not be rewritten: a narrow terminal truncates it.
+            // Wrapping is off for this line, because a wrapped line could not be rewritten. A
+            // narrow terminal truncates the line.
             print!("\r\x1b[K\x1b[?7l{text}\x1b[?7h");
             // A closed terminal is not an error.
             let _ = std::io::stdout().flush();
@@ -91,7 +92,7 @@ impl Display {
     }
 }
 
-/// The iteration, the rate and what remains, with `between` between them.
+/// The iteration, the rate and the remaining bytes, separated by `between`.
 pub(crate) fn pace(progress: &ProgressLine, between: &str) -> String {
     format!(
         "iteration {}{between}{:.0} MiB/s{between}{:.0} MiB remain",

@@ -5,7 +5,7 @@ use clap::Args;
 
 use crate::code::DONE;
 
-/// An entry begins with `## CODE`.
+/// All entries. Each one begins with `## CODE`.
 const TEXT: &str = include_str!("explain.md");
 
 #[derive(Debug, Args)]
@@ -51,7 +51,7 @@ mod tests {
         let faults = FaultCode::ALL.iter().map(|code| code.name().to_owned());
         let exits = [DONE, FAILED, USAGE, IN_DOUBT, CANCELLED, SIGNAL].map(|code| code.to_string());
         let mut codes: BTreeSet<_> = faults.chain(exits).collect();
-        // A failure without a fault code, in a JSON object.
+        // In JSON output, `usage` is the code of a failure without a fault code.
         codes.insert("usage".to_owned());
         for (code, text) in entries() {
             assert!(codes.remove(code), "{code}");

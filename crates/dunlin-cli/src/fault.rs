@@ -12,7 +12,7 @@ use dunlin_tunnel::{DemandError, Failure, TunnelError};
 
 type Cause = dyn Error + 'static;
 
-/// The fault code of an error, and who has to act. An error in the use of a command has no
+/// The fault code of an error, and the party at fault. An error in the use of a command has no
 /// code. If a shortage caused the error, the code is that of the shortage, not that of the step
 /// that failed.
 pub(crate) fn fault_of(error: &anyhow::Error) -> Option<(FaultCode, AtFault)> {
@@ -28,7 +28,7 @@ pub(crate) fn fault_name(error: &anyhow::Error) -> Option<&'static str> {
 }
 
 fn of_cause(cause: &Cause) -> Option<(FaultCode, AtFault)> {
-    // For a fault that the peer reports, the party at fault is stated from this side's view.
+    // If the peer reported the fault, the party at fault is converted to this side's view.
     if let Some(error) = cause.downcast_ref::<MigrateError>() {
         return Some((error.code(), error.at_fault()));
     }

@@ -1,4 +1,4 @@
-//! Flags for this host's identity and its peers, and the certificates that they name, loaded at
+//! Flags for this host's identity and its peers. Loads the certificates that the flags name, at
 //! start and at each reload.
 
 use dunlin_lane::sync::lock;
@@ -40,7 +40,7 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    /// An identity and its peers, with automatic choice between kernel and process TLS.
+    /// An identity and its peers. Kernel or process TLS is chosen automatically.
     pub(crate) fn new(identity: &Path, peers: Vec<String>, reading: &Reading) -> Self {
         Self {
             identity: identity.to_owned(),
@@ -75,7 +75,7 @@ impl Records {
         Ok(crypto(self.offload.parse()?))
     }
 
-    /// The choice, and its reason.
+    /// The choice between kernel and process TLS, and its reason.
     pub(crate) fn choice(&self) -> Result<Choice> {
         chosen(&self.crypto()?)
     }
@@ -89,7 +89,7 @@ pub(crate) fn crypto(offload: Offload) -> Crypto {
     }
 }
 
-/// The choice between kernel and process, and its reason.
+/// The choice between kernel and process TLS for `crypto`, and its reason.
 pub(crate) fn chosen(crypto: &Crypto) -> Result<Choice> {
     let suite = crypto.suites.first().copied();
     Ok(choose(
@@ -108,7 +108,7 @@ pub(crate) struct Reading {
     /// Accept a key file that every user of this host can read.
     #[arg(long)]
     allow_open_key: bool,
-    /// Days before a certificate expires at which warnings start, but not before the last third of
+    /// Warn when a certificate expires within this many days, but never before the last third of
     /// its validity.
     #[arg(long, value_name = "DAYS", default_value_t = Reading::default().expiry_warning)]
     expiry_warning: u32,
@@ -133,7 +133,7 @@ impl Reading {
         }
     }
 
-    /// The layout of a directory, given or detected from its files.
+    /// The layout of a directory, from the flag or detected from its files.
     pub(crate) fn layout(&self, directory: &Path) -> Result<Layout> {
         match &self.identity_layout {
             Some(layout) => Ok(layout.parse()?),
@@ -191,7 +191,7 @@ pub(crate) fn client_tls(common: &Common, to: &str) -> Result<(ClientTls, Vec<St
 pub(crate) struct Accepting {
     pub(crate) tls: ServerTls,
     common: Common,
-    /// The identity, and its reported warnings.
+    /// The identity, and the warnings about the identity that were already reported.
     loaded: Mutex<(Identity, Vec<String>)>,
 }
 
@@ -211,7 +211,7 @@ impl Accepting {
     /// warnings.
     ///
     /// # Errors
-    /// The previous identity stays in use.
+    /// The files cannot be loaded. The previous identity stays in use.
     pub(crate) fn reload(&self) -> Result<(String, Vec<String>)> {
         let (tls, identity, warnings) = accept_with(&self.common)?;
         self.tls.replace(&tls);
@@ -231,8 +231,8 @@ impl Accepting {
     }
 }
 
-/// Returns the settings and the identity of a process that accepts sources, with the
-/// warnings from loading it.
+/// Returns the settings and the identity of a process that accepts sources, with the warnings from
+/// loading the identity.
 fn accept_with(common: &Common) -> Result<(ServerTls, Identity, Vec<String>)> {
     let (identity, warnings) = load_identity(&common.identity, Role::Destination, &common.reading)?;
     let tls = identity.server(&common.records.crypto()?, allowed_peers(&common.peers)?)?;

@@ -1,5 +1,5 @@
-//! Output of the commands about a migration, as one JSON object per line: on standard output with
-//! `--json`, and from a VM's process to `dunlin vm migrate` over the control socket.
+//! The events of migrations and tunnels as JSON lines, one object per line. Commands print them
+//! with `--json`, and processes send them over their control sockets.
 
 use std::time::Duration;
 
@@ -75,7 +75,8 @@ pub(crate) enum Line {
         pid: u32,
         control: String,
     },
-    /// The confinement of this process, and the parts that this kernel does not support.
+    /// The parts of the confinement that are in force in this process, and those that the kernel
+    /// does not support.
     Confined {
         by: Vec<String>,
         lacks: Vec<String>,
@@ -110,7 +111,7 @@ pub(crate) enum Line {
     Throttled {
         percent: u8,
     },
-    /// The journal contains this record.
+    /// A record with this state has been written to the journal.
     Recorded {
         state: String,
     },
@@ -138,7 +139,8 @@ pub(crate) enum Line {
         runs: bool,
         downtime_ms: Option<f64>,
         cpu_s: f64,
-        /// A digest for each 2 MiB of memory as it was when the guest resumed, if asked for.
+        /// A digest for each 2 MiB of memory as it was when the guest resumed; empty unless
+        /// requested.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         digests: Vec<u64>,
     },
@@ -146,7 +148,7 @@ pub(crate) enum Line {
     Rejected {
         text: String,
     },
-    /// The guest ended here.
+    /// The process ends because its VM has ended or because of a signal; `state` says which.
     Ended {
         state: String,
         code: i32,
@@ -223,7 +225,7 @@ pub(crate) struct DowntimeLine {
 pub(crate) struct FailedLine {
     pub(crate) fault: String,
     pub(crate) at_fault: String,
-    /// Where the VM is; empty if no VM is concerned.
+    /// Where the VM is; empty if the failure does not concern a VM.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) vm: String,
     pub(crate) text: String,
@@ -243,7 +245,7 @@ impl FailedLine {
         }
     }
 
-    /// The text, and in brackets the fault code that `dunlin explain` takes.
+    /// The text, followed in brackets by the fault code, which `dunlin explain` accepts.
     pub(crate) fn for_people(&self) -> String {
         let text = clean_lines(&self.text);
         match self.fault.as_str() {
@@ -253,8 +255,8 @@ impl FailedLine {
     }
 }
 
-/// Used as an error if another process rejected or failed a request; the line has its
-/// reason.
+/// Used as an error if another process rejected a request or failed to carry it out. The line
+/// contains the reason.
 impl std::error::Error for FailedLine {}
 
 impl std::fmt::Display for FailedLine {
@@ -392,7 +394,8 @@ impl Line {
 }
 
 /// Escapes the characters that control terminals. JSON allows them only inside strings, where
-/// `\uXXXX` is equivalent. All of them have four hexadecimal digits.
+/// `\uXXXX` is equivalent. The code points of these characters have at most four hexadecimal
+/// digits.
 pub(crate) fn plain(json: String) -> String {
     if !json.contains(is_harmful) {
         return json;
@@ -435,7 +438,7 @@ impl From<&Event> for Line {
             Event::InDoubt { why } => Self::InDoubt { text: why.clone() },
             Event::Running => Self::Running,
             Event::Warning(text) => Self::Warning { text: text.clone() },
-            // The library is newer than this command.
+            // The library may define events that this command does not handle yet.
             event => Self::Warning {
                 text: format!("{event:?}"),
             },
@@ -509,8 +512,8 @@ impl From<&Report> for MovedLine {
     }
 }
 
-/// An error and its causes, one to a line. Only the line breaks come from this process; a peer may
-/// have sent the text.
+/// An error and its causes, each on its own line. A peer may have sent the texts, so their line
+/// breaks and other control characters are escaped.
 fn escaped(error: &dyn std::error::Error) -> String {
     let mut text = harmless(&error.to_string());
     let mut next = error.source();

@@ -36,7 +36,7 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Parses a level.
+/// A parser for log levels.
 fn level() -> impl TypedValueParser<Value = Level> {
     PossibleValuesParser::new(["error", "warn", "info", "debug"]).try_map(|name| name.parse())
 }
@@ -57,18 +57,18 @@ impl LogFlags {
     /// Starts the log, in the format of the flag or in `default`.
     pub(crate) fn start(&self, default: Option<Format>) {
         if let Some(format) = self.log.or(default) {
-            // Only this line sets it, once in a process.
+            // Cannot fail, because only this line sets the format, once in a process.
             let _ = FORMAT.set(format);
             install(self.log_level);
         }
     }
 }
 
-/// Installs the subscriber, unless there is one: it writes the log, if the process has one, and
-/// records timelines.
+/// Installs the subscriber, unless one is installed. The subscriber writes the log, if the process
+/// has one, and records timelines.
 pub(crate) fn install(level: Level) {
     let subscriber = Registry::default().with(Log { level });
-    // If a subscriber exists, it is also of this kind.
+    // An error means that this process has already installed a subscriber, which is also a `Log`.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
@@ -88,7 +88,7 @@ pub(crate) fn warn(warnings: impl IntoIterator<Item = String>) {
     }
 }
 
-/// Writes one line.
+/// Writes one line to the log, or to standard error if there is no log.
 pub(crate) fn say(text: &str) {
     if is_started() {
         tracing::info!("{text}");
@@ -100,8 +100,8 @@ pub(crate) fn say(text: &str) {
 /// Writes the error with which the command ends. A JSON log stays JSON to its last line.
 pub(crate) fn fail(failed: &FailedLine) {
     if let Some(Format::Json) = FORMAT.get() {
-        // The line is not an event: the process is ending, so the line may wait for a stalled
-        // reader.
+        // Write the line directly. A logged event would be lost if the reader of standard error
+        // stalls. The process is ending, so its last line may wait for the reader.
         let mut fields = Fields::default();
         fields.0.insert("fault".into(), failed.fault.clone().into());
         let at_fault = failed.at_fault.clone().into();
@@ -118,15 +118,15 @@ fn write(line: &str) {
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// How long a line of the log waits for standard error. The threads that log also move VMs: a reader
-/// that stalls must not keep a guest paused.
+/// How long a line of the log waits for standard error. The time is short, because the threads that
+/// log also move VMs, and a stalled reader must not keep a guest paused.
 const STALL_LIMIT: Duration = Duration::from_millis(10);
 
 /// The number of lines lost since the last written line because standard error stalled.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
-/// Whether standard error accepts a line now: pipes and sockets are reported as writable only if
-/// they have space for one.
+/// Whether standard error accepts a line within [`STALL_LIMIT`]. Pipes and sockets are reported as
+/// writable only if they have space for a line.
 fn is_writable() -> bool {
     let stderr = std::io::stderr();
     // A line also counts as lost if a signal interrupts the wait.
@@ -164,7 +164,7 @@ impl Fields {
         self.0.insert(field.name().to_owned(), value);
     }
 
-    /// Adds how many lines were lost before this one, if any.
+    /// Adds the number of lines that were lost before this one, if any.
     fn add_lost_lines(&mut self) {
         let lost = LOST.swap(0, Ordering::Relaxed);
         if lost > 0 {
@@ -236,7 +236,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Log {
 
     fn on_exit(&self, id: &Id, context: Context<'_, S>) {
         let Some(span) = context.span(id) else { return };
-        // A separate statement, so that the lock on the extensions is released after it.
+        // A separate statement, so that the lock on the extensions is released before `add` runs.
         let entered = span.extensions_mut().remove::<Instant>();
         if let Some(entered) = entered {
             timeline::add(span.name(), entered, || lane_and_fields(&span));
@@ -282,8 +282,8 @@ fn lane_and_fields<'a, S: LookupSpan<'a>>(span: &SpanRef<'a, S>) -> (u64, Map<St
     (lane.unwrap_or(0), fields.unwrap_or_default())
 }
 
-/// The time in UTC (RFC 3339). The local time zone is not used: it is in a file, which a
-/// confined process may not read.
+/// The time in UTC (RFC 3339). The local time is not used, because the time zone is in a file,
+/// which a confined process may not read.
 fn now() -> String {
     let now = OffsetDateTime::now_utc();
     let (year, month, day) = now.to_calendar_date();

@@ -81,7 +81,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let helper = handoff::helper(std::env::args_os().collect());
-    // The standard output of a helper belongs to its caller: it carries the sockets, or nothing.
+    // The caller of a helper reads standard output and expects only descriptions of sockets there.
+    // After a failure, a helper therefore prints nothing there, even with `--json`.
     let (cli, json) = match helper {
         Some(words) => (
             Cli::try_parse_from(words).map_err(|error| handoff::refused(&error)),

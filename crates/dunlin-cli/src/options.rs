@@ -22,7 +22,7 @@ use crate::confine::LANE_PORTS;
 use crate::ipsec::ModeName;
 use crate::ipsec::advice::event_text;
 
-/// Subdirectories of the control directory: sockets of tunnels, and of keying sessions.
+/// Subdirectories of the control directory, for the sockets of tunnels and of keying sessions.
 pub(crate) const TUNNELS: &str = "tunnels";
 pub(crate) const IPSEC: &str = "ipsec";
 
@@ -40,7 +40,8 @@ impl ControlPath {
         self.socket_in(TUNNELS, name)
     }
 
-    /// The control socket of the keying session with this peer, or of the server.
+    /// The control socket of the keying session with the peer `name`, or of `ipsec serve` if `name`
+    /// is `serve`.
     pub(crate) fn ipsec(&self, name: &str) -> Result<PathBuf> {
         let file = name.replace(['/', '\0', ':', '[', ']'], "_");
         if file.is_empty() || file.starts_with('.') {
@@ -57,7 +58,7 @@ impl ControlPath {
         path.join(directory).join(format!("{name}.sock"))
     }
 
-    /// All control sockets in one of the directories, including those of dead processes.
+    /// All control sockets in one of the subdirectories, including those of dead processes.
     pub(crate) fn sockets_in(&self, directory: &str) -> Vec<PathBuf> {
         let path = self.path();
         if is_socket(&path) {
@@ -80,7 +81,7 @@ impl ControlPath {
 
     /// The control socket of the VM with this name.
     ///
-    /// A source may have sent the name, which must therefore not lead out of the directory (I7).
+    /// A source may have sent the name, so the name must not lead out of the directory (I7).
     pub(crate) fn socket(&self, name: &str) -> Result<PathBuf> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
             bail!("invalid VM name {name:?}: it must be non-empty, without slash or leading dot");
@@ -89,7 +90,7 @@ impl ControlPath {
     }
 }
 
-/// Whether the path names a socket, by its extension.
+/// Whether the path has the extension of a control socket.
 fn is_socket(path: &Path) -> bool {
     path.extension()
         .is_some_and(|extension| extension == "sock")
@@ -114,7 +115,7 @@ impl From<SecurityName> for LaneSecurity {
     }
 }
 
-/// Parses a flag that takes the names in a table.
+/// A parser for a flag that accepts the names in `table`.
 pub(crate) fn named<T: Copy + Send + Sync + 'static>(
     table: &'static [(&'static str, T)],
 ) -> impl TypedValueParser<Value = T> {
@@ -154,14 +155,15 @@ pub(crate) struct MigrateFlags {
     /// however long the downtime [default: cancel].
     #[arg(long, value_enum, requires = "time_limit")]
     pub(crate) at_time_limit: Option<AtTimeLimitName>,
-    /// After commit, how long to query a destination that does not answer; then `dunlin resolve`
-    /// decides.
+    /// After commit, how long to query a destination that does not answer; after that, an operator
+    /// decides with `dunlin resolve`.
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_limit)]
     pub(crate) doubt_limit: Duration,
     /// Compare both memories before the switchover; lengthens the downtime.
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Digest the source's memory once the destination has the VM, for a parent that compares.
+    /// Digest the source's memory once the destination has the VM, for a parent process that
+    /// compares the digests.
     #[arg(long, hide = true)]
     #[serde(default)]
     pub(crate) digests: bool,
@@ -236,7 +238,8 @@ impl Default for IpsecFlags {
 }
 
 impl IpsecFlags {
-    /// Options for the lanes of this process; `records` is where installed state is recorded.
+    /// Options for the lanes of this process; `records` is the directory for records of the
+    /// installed SAs and policies.
     pub(crate) fn options(&self, records: PathBuf) -> Result<ipsec::Options> {
         let cpus = self.cpus.as_deref().map(str::parse).transpose();
         let ports = self.ipsec_ports.parse()?;
@@ -247,7 +250,8 @@ impl IpsecFlags {
     }
 }
 
-/// How long to wait for the peer to close its lanes: both sides close them.
+/// How long to wait at the end of a session until no lane is open. A short time suffices, because
+/// both sides close their lanes.
 pub(crate) const LANES_QUIET: Duration = Duration::from_secs(5);
 
 /// Checks that a text parses as a `T` and returns the text, because requests carry it
@@ -263,7 +267,7 @@ pub(crate) fn text_of<T: FromStr<Err: Display>>(text: &str) -> Result<String, St
 /// `warn`.
 ///
 /// # Errors
-/// The kernel or this process lacks something; the error names it.
+/// The kernel lacks a feature, or this process lacks a privilege; the error names it.
 pub(crate) fn ipsec_lanes(
     options: ipsec::Options,
     warn: impl Fn(String) + Send + Sync + 'static,
@@ -282,8 +286,8 @@ pub(crate) fn ipsec_lanes(
 pub(crate) fn offload_advice() -> Option<String> {
     let command = esp_offload().how_to_load()?;
     Some(format!(
-        "without ESP segmentation offload TCP passes one packet per segment to IPsec; run \
-         `{command}` before this process starts to make it faster"
+        "IPsec is slower without ESP segmentation offload, because TCP passes it one packet per \
+         segment; run `{command}` before this process starts"
     ))
 }
 
@@ -337,7 +341,7 @@ impl FromStr for Cpus {
     }
 }
 
-/// The engine's range of lane counts.
+/// A parser for a lane count in the engine's range.
 pub(crate) fn parse_lanes() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=128)
 }
@@ -350,16 +354,16 @@ pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a time limit; 0 could never be met.
+/// Parses a time limit; 0 is rejected, because every operation would exceed it.
 pub(crate) fn parse_limit(text: &str) -> Result<Duration, String> {
     match parse_duration(text)? {
-        Duration::ZERO => Err("limit 0 out of range".into()),
+        Duration::ZERO => Err("limit 0 out of range (1ms or more)".into()),
         limit => Ok(limit),
     }
 }
 
-/// Parses a whole number with a unit: ms, s, m or h. The unit is required: other tools read bare
-/// numbers as milliseconds for one limit and seconds for another.
+/// Parses a whole number with a unit: ms, s, m or h. A number without a unit is rejected, because
+/// other tools read it as milliseconds for one limit and as seconds for another.
 fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit_ms = match &text[digits.len()..] {

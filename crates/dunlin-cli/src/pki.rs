@@ -23,16 +23,17 @@ use crate::state::hex;
 
 /// The authority's key, next to its certificate. It never leaves the directory.
 const AUTHORITY_KEY_FILE: &str = "ca-key.pem";
-/// Clocks of two hosts differ; a new certificate must be valid on both.
+/// How long before now a certificate becomes valid. The clocks of two hosts differ, and a new
+/// certificate must be valid on both.
 const BACKDATE: Duration = Duration::hours(1);
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Create an authority.
     Init {
-        /// A new directory for its certificate and key.
+        /// A new directory for the authority's certificate and key.
         directory: PathBuf,
-        /// Days until it expires.
+        /// Days until the authority's certificate expires.
         #[arg(long, value_name = "N", default_value_t = 3650)]
         days: u32,
         /// Print one JSON object that names the directory.
@@ -47,10 +48,10 @@ pub(crate) enum Command {
         /// A DNS name, IP address or URI of the host; repeatable.
         #[arg(long = "name", value_name = "NAME", required = true, value_parser = parse_name)]
         names: Vec<String>,
-        /// Days until it expires.
+        /// Days until the host's certificate expires.
         #[arg(long, value_name = "N", default_value_t = 365)]
         days: u32,
-        /// A new directory for the host, for `--identity`.
+        /// A new directory for the host's certificate and key, to use with `--identity`.
         directory: PathBuf,
         /// Print one JSON object that names the directory.
         #[arg(long)]
@@ -102,7 +103,7 @@ pub(crate) fn run(command: &Command) -> Result<()> {
     Ok(())
 }
 
-/// A name that identifies a host to its peers.
+/// Parses a name that identifies a host to its peers.
 fn parse_name(text: &str) -> Result<String, String> {
     match text.parse::<Peer>() {
         Ok(Peer::Name(_)) => Ok(text.to_owned()),
@@ -173,7 +174,7 @@ fn show(directory: &Path, reading: &Reading, json: bool) -> Result<()> {
     let mut shown = 0;
     for (side, role) in sides {
         let files = Files::in_directory(directory, Some(layout), Some(*role))?;
-        // A host may be set up for one side only.
+        // Skip a side without a certificate, because a host may be set up for only one side.
         if sides.len() > 1 && !files.certificate.exists() {
             continue;
         }

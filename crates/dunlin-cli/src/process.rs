@@ -1,5 +1,5 @@
-//! Child `dunlin` processes on this host, read line by line: the demo and the benchmarks move VMs
-//! between the same processes as on two hosts.
+//! Child `dunlin` processes on this host, and the lines that they print. The demo and the benches
+//! move VMs between two such processes, as between two hosts.
 
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
@@ -18,8 +18,8 @@ use crate::text::clean_lines;
 use crate::vm::{Ended, follow};
 
 /// A process that owns a VM or waits for one. Dropping it kills the process; if the parent dies
-/// first, the child ends on its own and removes the scratch directory. A process that neither
-/// prints nor ends blocks the reader: the processes have their own deadlines.
+/// first, the child ends on its own and removes the scratch directory. Reads of the child's output
+/// have no timeout, because the processes have their own deadlines.
 pub(crate) struct Process {
     child: Child,
     out: BufReader<ChildStdout>,
@@ -42,15 +42,18 @@ impl Process {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("cannot start a process")?;
-        let out = child.stdout.take().context("a process has no output")?;
+            .context("cannot start a child process")?;
+        let out = child
+            .stdout
+            .take()
+            .context("the standard output of the child process is not available")?;
         Ok(Self {
             child,
             out: BufReader::new(out),
         })
     }
 
-    /// Its process id.
+    /// The child's process id.
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }
@@ -61,7 +64,7 @@ impl Process {
             let mut text = String::new();
             if self.out.read_line(&mut text)? == 0 {
                 let code = self.child.wait()?;
-                bail!("a process ended early ({code}); see its error above");
+                bail!("a child process ended early ({code}); see its error above");
             }
             match serde_json::from_str(&text)? {
                 Line::Failed(failed) => bail!("{}", failed.text),
@@ -84,7 +87,7 @@ impl Drop for Process {
     }
 }
 
-/// A process with a guest and one that waits for it, as on two hosts.
+/// A process with a guest, and a process that waits for the guest, as on two hosts.
 pub(crate) struct Pair {
     pub(crate) source: Process,
     pub(crate) destination: Process,
@@ -170,8 +173,8 @@ impl Scratch {
         Ok(Self(path, purpose))
     }
 
-    /// A new directory with an authority and the certificates of two hosts, `source` and
-    /// `destination`; their names end in the purpose.
+    /// A new directory with an authority and the identities of two hosts, `source` and
+    /// `destination`. Their certificates have the names `source.PURPOSE` and `destination.PURPOSE`.
     pub(crate) fn with_identities(purpose: &'static str) -> Result<Self> {
         let scratch = Self::new(purpose)?;
         let ca = scratch.join("ca");
@@ -190,7 +193,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // The keys are for this run only, so leftover files do no harm.
+        // Ignore an error. The keys are only for this run, so leftover files do no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

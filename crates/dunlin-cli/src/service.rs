@@ -19,7 +19,7 @@ use crate::fault::fault_name;
 use crate::log::say;
 use crate::text::{chained, clean, count};
 
-/// Signals for the main thread.
+/// Events for the main thread of a service.
 pub(crate) enum ServiceEvent {
     Reload,
     End(EndSignal),
@@ -53,8 +53,8 @@ pub(crate) fn passed() -> Result<Sockets> {
     Ok(sockets)
 }
 
-/// Sends the process's signals as events, and calls `ending` after the first SIGINT or
-/// SIGTERM. A second one ends the process immediately.
+/// Sends the process's signals as events, and calls `ending` after the first SIGINT or SIGTERM. A
+/// second SIGINT or SIGTERM ends the process immediately.
 pub(crate) fn wait_for(
     sender: Sender<ServiceEvent>,
     ends: EndSignals,
@@ -67,7 +67,7 @@ pub(crate) fn wait_for(
     })?;
     start("dunlin-signals", move || {
         if let Ok(signal) = ends.wait() {
-            // The main thread receives until the process ends.
+            // An error only means that the process is ending.
             let _ = sender.send(ServiceEvent::End(signal));
             ending();
         }
@@ -116,7 +116,8 @@ pub(crate) fn serve(
     None
 }
 
-/// The exit code of a service that aborted `cut` of `what` when it ended.
+/// Reports how many connections or channels the service aborted when it ended, and returns its exit
+/// code. `what` is the noun for them.
 pub(crate) fn drained(cut: usize, what: &str) -> i32 {
     if cut == 0 {
         return DONE;

@@ -60,8 +60,8 @@ impl StatePath {
         Ok(self.open()?.list()?)
     }
 
-    /// The one session with this prefix of its identifier: the record of the source, if both sides
-    /// are on this host.
+    /// The only session with this prefix of its identifier. If both sides are on this host, the
+    /// entry is that of the source.
     pub(crate) fn find(&self, prefix: &str) -> Result<(Entry, Record)> {
         let prefix = prefix.to_ascii_lowercase();
         let mut found: Vec<Entry> = self
@@ -72,8 +72,8 @@ impl StatePath {
         found.sort_by_key(|entry| entry.role);
         let Some(first) = found.first() else {
             bail!(
-                "no session {prefix} in {}: see `dunlin status`, and check that --state-dir is the \
-                 same",
+                "no session {prefix} in {}: see `dunlin status`, and check that --state-dir is \
+                 that of the session's process",
                 self.directory()?.display()
             );
         };
@@ -86,7 +86,9 @@ impl StatePath {
                 let record = record.clone();
                 Ok((entry, record))
             }
-            Ok(None) => bail!("the session has no record: it has just started, or never did"),
+            Ok(None) => bail!(
+                "the session has no record: it has just started, or ended before its first record"
+            ),
             Err(why) => {
                 Err(why.clone()).context("the journal of this session cannot be relied upon")
             }

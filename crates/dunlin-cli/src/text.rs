@@ -13,8 +13,8 @@ pub(crate) fn count(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Like [`clean`], for a text of several lines each of which may contain a peer's text. All but the
-/// first are indented, so that none looks like a line of the log.
+/// Like [`clean`], but for a text of several lines, each of which may contain text from a peer. All
+/// but the first are indented, so that none looks like a line of the log.
 pub(crate) fn clean_lines(text: &str) -> String {
     let lines = text.split('\n').map(|line| clean(line.trim_start()));
     lines.collect::<Vec<_>>().join("\n  ")

@@ -1,8 +1,8 @@
 //! The timeline of a migration: its spans in Chrome's trace format, for Perfetto or about:tracing.
 //!
-//! The VM's process records the timeline and sends it with the result, because it may not be
-//! allowed to write the file. Thread 0 has the session with its iterations and steps, and each lane
-//! is a thread with the lane's number.
+//! The VM's process records the timeline, and sends it with the result to the client, which writes
+//! the file. The process itself may lack the permission to do so. Thread 0 has the session with its
+//! iterations and steps, and each lane is a thread with the lane's number.
 
 use std::sync::Mutex;
 use std::time::Instant;
@@ -10,13 +10,14 @@ use std::time::Instant;
 use dunlin_lane::sync::lock;
 use serde_json::{Map, Value, json};
 
-/// The number of events after which iterations and lanes are left out: a migration may have any
-/// number of them. The session, the switchover and their steps end last and are always kept. The
-/// shortest iterations last 5 ms, so this is at least 50 s of them, and about 2 MiB.
+/// The number of events after which iterations and lanes are left out. The limit is necessary,
+/// because the number of iterations is not limited. The session, the switchover and their steps end
+/// last and are always kept. An iteration lasts at least 5 ms, so 10,000 events cover at least 50 s
+/// of iterations. They take about 2 MiB.
 const MAX_EVENTS: usize = 10_000;
 
-/// The start and the events of the timeline that is being recorded: a process has one migration at
-/// a time.
+/// The start and the events of the timeline that is being recorded. There is only one, because a
+/// process has one migration at a time.
 static RECORDING: Mutex<Option<(Instant, Vec<Value>)>> = Mutex::new(None);
 
 /// Records the spans that this process enters from now on; call [`crate::log::install`] first.

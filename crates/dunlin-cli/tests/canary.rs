@@ -23,7 +23,7 @@ use support::{Hosts, words};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Length of a part that counts as found.
+/// Length in bytes of the parts of a canary for which the test searches.
 const PART_BYTES: usize = 9;
 
 const GUEST: &str = "--guest process --memory 64M --backing memfd --fill-size 4M --working-set 4M";
@@ -35,7 +35,7 @@ struct Canary {
 }
 
 impl Canary {
-    /// Every encoding of its parts.
+    /// Every encoding of the canary's parts.
     fn needles(&self) -> Vec<Vec<u8>> {
         let mut needles = Vec::new();
         for part in self.bytes.windows(PART_BYTES) {
@@ -47,7 +47,8 @@ impl Canary {
             needles.push(joined(part, ", ", |byte| byte.to_string()));
             needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
         }
-        // Try three alignments; a part of nine bytes has at least eight whole characters of base64.
+        // Base64 encodes three bytes at a time, so encode from three offsets. Twelve characters
+        // stand for nine bytes.
         for from in 0..3 {
             let text = base64(&self.bytes[from..]);
             needles.extend(text.windows(12).map(<[u8]>::to_vec));
@@ -64,7 +65,7 @@ impl Canary {
     }
 
     fn is_in(&self, text: &[u8]) -> Option<Vec<u8>> {
-        // Index the searched texts by their first bytes, since there are many.
+        // Index the needles by their first two bytes, because there are many needles.
         let mut starts = vec![Vec::new(); 1 << 16];
         for needle in self.needles() {
             starts[usize::from(needle[0]) << 8 | usize::from(needle[1])].push(needle);
@@ -119,12 +120,12 @@ fn key_canaries(file: &Path) -> [Canary; 2] {
     };
     [
         canary("the number", &content[at..at + 32]),
-        // Use the second line; the first one is the same for every key.
+        // Use the second line of base64, because the first line is the same for every key.
         canary("the text", text.lines().nth(2).unwrap().as_bytes()),
     ]
 }
 
-/// A process that writes all output to files; killed on drop.
+/// A process that writes all its output to files. It is killed on drop.
 struct Spoken {
     child: Child,
     out: PathBuf,
@@ -161,7 +162,8 @@ impl Spoken {
         exit_code(&mut self.child).unwrap_or(-1)
     }
 
-    /// Offset of a guest's memory, which is a memfd of 64 MiB.
+    /// The process's memory, and the address in it at which the guest's memory begins. The guest's
+    /// memory is a memfd.
     fn memory(&self) -> (File, u64) {
         let entry = format!("/proc/{}", self.child.id());
         let maps = fs::read_to_string(format!("{entry}/maps")).unwrap();
@@ -244,7 +246,7 @@ impl Scene {
         self.begin(command)
     }
 
-    /// Sessions that end remove their journals.
+    /// Copies the journals to the output, because sessions remove their journals when they end.
     fn keep_journals(&mut self) {
         let mut kept = 0;
         for file in fs::read_dir(self.at("state")).unwrap() {
@@ -262,7 +264,7 @@ impl Scene {
         for directory in ["output", "state", "one", "two"] {
             for file in fs::read_dir(self.at(directory)).unwrap() {
                 let path = file.unwrap().path();
-                // A socket cannot be read.
+                // Skips sockets, which cannot be read.
                 if let Ok(content) = fs::read(&path) {
                     found.push((path, content));
                 }
@@ -308,7 +310,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     // Security that the other side does not allow.
     let plain = format!("{b} --security plain");
     assert_eq!(scene.migrate("one", &to, "a", &plain).code(), 1);
-    // Garbage at either port.
+    // Garbage to the destination's port and to the source's control socket.
     TcpStream::connect(&to)
         .unwrap()
         .write_all(&[0x16; 900])
@@ -318,7 +320,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let mut answer = Vec::new();
     control.read_to_end(&mut answer).unwrap();
     fs::write(scene.output.join("answer"), answer).unwrap();
-    // A cancelled migration, with journals on disk meanwhile.
+    // A migration that is cancelled while its journals are on disk.
     let slow = format!("{b} --rate 1M");
     let mut under_way = scene.migrate("one", &to, "a", &slow);
     under_way.wait_for("1");

@@ -180,7 +180,8 @@ fn an_identity_from_elsewhere_is_refused_with_a_remedy() {
 fn certificates_behind_links_are_renewed() {
     let hosts = Hosts::new();
     let at = |name: &str| hosts.scratch.join(name);
-    // As with certbot, the names stay: they are links, and their targets change.
+    // As with certbot, the files are links. A renewal changes the targets of the links, not their
+    // names.
     fs::create_dir_all(at("live")).unwrap();
     fs::create_dir_all(at("archive")).unwrap();
     let put = |from: &str, round: u32| {

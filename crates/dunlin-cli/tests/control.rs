@@ -14,7 +14,7 @@ use serde_json::Value;
 use support::{Done, Hosts, Process, assert_at_source, finish, words};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
-/// Slow enough for a first pass of a minute.
+/// At this rate the first pass takes more than a minute.
 const SLOW: &str = "--rate 1M --peer b.test";
 
 /// Starts a migration that takes more than a minute.
@@ -28,7 +28,7 @@ fn under_way(hosts: &Hosts, from: &Process, to: &Process) -> Process {
     client
 }
 
-/// The client reports the cancellation, and the guest keeps running.
+/// Asserts that the client reports the cancellation, and that the guest keeps running.
 fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     let (code, last) = client.ended();
     assert_eq!(code, 4, "{last}");
@@ -41,7 +41,7 @@ fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     assert_eq!(hosts.status(at)["migration"], Value::Null);
 }
 
-/// The next attempt succeeds, with equal digests.
+/// Asserts that the next attempt succeeds, with equal digests.
 fn assert_moves(hosts: &Hosts, from: Process, to: &Process) {
     let done = finish(hosts.migrate(&from, to, "a", "--json --verify --peer b.test")).expect(0);
     assert_eq!(done.last()["digests_equal"], true);
@@ -264,7 +264,7 @@ fn a_second_signal_does_not_wait() {
     let client = Process::follow(client, &source.control);
     let _connection = silent.accept().unwrap();
     assert_eq!(hosts.status(&source)["migration"]["phase"], "connecting");
-    // The VM's process cannot answer.
+    // Stop the VM's process, so that it cannot answer.
     source.signal("STOP");
     client.signal("INT");
     client.signal("TERM");

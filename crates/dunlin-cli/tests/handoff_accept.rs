@@ -108,7 +108,7 @@ fn in_front_of_stunnel_hand_off_names_are_handed_over_and_all_others_forwarded()
             assert_eq!(client.code(), Some(0));
         }
     });
-    // Names ignore case.
+    // Server names are compared without regard to case.
     let mut client = scene.client(&accept.address, "OWN.test", "-tls1_2");
     if let Some(line) = scene.delivers(&accept, &mut client) {
         assert_eq!(line["sni"], "own.test");
@@ -262,7 +262,10 @@ fn peer_names_require_client_certificates() {
     assert!(why.contains("b.test"), "{why}");
     let _rejected = scene.client(&accept.address, "own.test", "-tls1_2");
     let why = accept.process.wait_for("fault=unauthorised name=own.test");
-    assert!(!why.contains("b.test"), "it has no certificate: {why}");
+    assert!(
+        !why.contains("b.test"),
+        "the client has no certificate: {why}"
+    );
     let _newer = scene.client(&accept.address, "own.test", "-tls1_3");
     accept
         .process
@@ -309,7 +312,7 @@ fn i7_hostile_first_bytes_are_refused_and_release_everything() {
     dunlin_linux::socket::set_reset_on_close(&client).unwrap();
     drop(client);
     accept.settles(before);
-    // None of them reached the server.
+    // None of these clients reached the server.
     scene.old.set_nonblocking(true).unwrap();
     let accepted = scene.old.accept().unwrap_err();
     assert_eq!(accepted.kind(), ErrorKind::WouldBlock);

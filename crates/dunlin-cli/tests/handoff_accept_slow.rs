@@ -49,22 +49,23 @@ fn i7_a_thousand_slow_clients_delay_no_other_client() {
         return;
     }
     let scene = Scene::new();
-    // Longer than the test, so that no client is served only because a slow one timed out.
+    // The timeout is longer than the test, so that no client is served only because a slow client
+    // timed out.
     let accept = scene.start("--timeout 10m");
     let before = accept.held();
     both(&scene, &accept);
     let hello = cut(&real_hello(&scene, "own.test", ""), 20);
     let mut slow: Vec<(TcpStream, usize)> = Vec::new();
     for number in 0..SLOW {
-        // The clients are, in turn, silent, with half a hello, and with almost a whole hello.
+        // In turn, a client sends nothing, half a hello, and almost a whole hello.
         let mut client = TcpStream::connect(&accept.address).unwrap();
         let part = [0, hello.len() / 2, hello.len() - 40][number % 3];
         let _ = client.write_all(&hello[..part]);
         slow.push((client, part));
-        // Each sends another byte.
+        // Each client sends another byte.
         if number % 100 == 99 {
             for (client, part) in &mut slow {
-                // Many have been evicted by now.
+                // The write may fail, because many clients have been evicted by now.
                 let _ = client.write(&hello[*part..=*part]);
                 *part += 1;
             }
@@ -90,8 +91,6 @@ fn waits(accept: &Accept, thread: &str) -> u64 {
 }
 
 /// A unit test of `accept::client` checks that the kernel does not report single bytes.
-///
-/// Claim F6 of docs/security.
 #[test]
 fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     if !are_here(&["openssl"]) {
@@ -148,7 +147,7 @@ fn i7_an_idle_forwarded_client_is_evicted_for_the_next() {
         far.read_exact(&mut vec![0; hello.len()]).unwrap();
         far
     };
-    // One has sent more than a hello.
+    // One client has sent more than a hello.
     let mut busy = connect();
     let mut server = serve();
     busy.write_all(b"more").unwrap();
@@ -196,7 +195,7 @@ fn i7_a_receiver_that_does_not_accept_delays_no_other_name() {
             .arg(&accept.address);
         Process::start(command)
     };
-    // One more than the limit.
+    // One client more than the limit.
     let clients: Vec<_> = (0..17).map(|_| slow()).collect();
     let why = accept.process.wait_for("fault=target-unreachable");
     assert!(why.contains("(16)"), "{why}");

@@ -218,7 +218,8 @@ fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
         let signals: u32 = signals.split(' ').next().unwrap().parse().unwrap();
         (said.to_owned(), signals)
     };
-    // While the client waits for the helper's line, and while it waits for the helper's end.
+    // The signals arrive while the client waits for the helper's line, and then while it waits for
+    // the helper's end.
     for (before, behind) in [("0.3", "0"), ("0", "0.3")] {
         let (said, signals) = taken(before, behind, &["60000"]);
         assert_eq!(said, "a socket");
@@ -226,7 +227,7 @@ fn k12_k13_signals_neither_end_the_c_client_s_waits_nor_make_them_longer() {
     }
     let (said, _) = taken("600", "0", &["700"]);
     assert_eq!(said, "the helper did not answer in time");
-    // Longer than the helper takes to start on a busy machine.
+    // This timeout is longer than the helper takes to start on a busy machine.
     let (said, _) = taken("0", "600", &["3000"]);
     assert!(said.contains("did not end in time"), "{said}");
     // With SIGCHLD ignored, the client cannot get the helper's exit code.

@@ -178,7 +178,8 @@ fn invalid_arguments_are_refused_in_one_line() {
     }
 }
 
-/// A server that does not speak TLS, and the handler of its one connection.
+/// Starts a server that does not speak TLS, and handles its one connection with `behave`; returns
+/// its port.
 fn server(behave: fn(&mut std::net::TcpStream)) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -280,7 +281,7 @@ fn k04_tls_1_3_and_a_client_certificate() {
         pool.path("other.pem").display()
     );
     let stunnel = pool.stunnel("pool", &asks);
-    // A TLS 1.2 server's alert for a client without a certificate.
+    // A TLS 1.2 server sends an alert to a client without a certificate.
     assert_refused(pool.connect(stunnel.port, "pool"), &["alert"]);
 
     let identity = pool.path("identity");

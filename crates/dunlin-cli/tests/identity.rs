@@ -101,7 +101,7 @@ fn a_world_readable_key_needs_a_flag() {
 fn each_side_warns_of_certificates_that_expire_soon() {
     let hosts = Hosts::new();
     for (directory, name) in [("short-a", "a.test"), ("short-b", "b.test")] {
-        // More than two thirds of its validity period have passed.
+        // More than two thirds of the certificate's validity period have passed.
         hosts.issue_for(directory, name, Duration::from_secs(25));
     }
     let dates = &shown(&hosts.scratch.join("short-a"), "")[0]["dates"];

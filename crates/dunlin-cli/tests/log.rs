@@ -179,7 +179,7 @@ fn the_last_line_of_a_json_log_waits_for_its_reader() {
     let mut run = words("tunnel run --log json --config missing.toml");
     let mut child = run.stderr(full).spawn().unwrap();
     drop(run);
-    // Longer than a line of the log waits.
+    // Wait for longer than other lines of the log wait for their reader.
     thread::sleep(Duration::from_millis(500));
     let mut log = String::new();
     reader.read_to_string(&mut log).unwrap();
@@ -188,8 +188,8 @@ fn the_last_line_of_a_json_log_waits_for_its_reader() {
     assert_eq!(lines.last().unwrap()["fault"], "usage", "{lines:?}");
 }
 
-/// Returns the spans of a timeline, each as its path with its thread. Any two spans of a thread
-/// are nested or follow each other.
+/// Returns the spans of a timeline, each as its thread and its path. Asserts that any two spans of
+/// a thread are nested or follow each other.
 fn spans(path: &Path) -> Vec<(u64, String)> {
     let events: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     let mut threads = BTreeMap::<u64, Vec<(f64, f64, String)>>::new();

@@ -19,16 +19,16 @@ const MIB: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, Default)]
 struct Resident {
     all: u64,
-    /// Outside the guest's mappings.
+    /// Resident memory outside the guest's mappings.
     outside: u64,
-    /// In the guest's mappings.
+    /// Resident memory in the guest's mappings.
     guest: u64,
 }
 
 /// Reads smaps; a mapping belongs to the guest if it is one of Dunlin's memfds, or is as large
 /// as the guest.
 fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
-    // Above 3 GiB a guest has two mappings: this is the size of the smaller one in these tests.
+    // A guest of more than 3 GiB has two mappings. In these tests the smaller one has 3 GiB.
     let least = guest_bytes.min(3 << 30);
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).ok()?;
     let mut found = Resident::default();
@@ -90,8 +90,8 @@ fn peaks_while<T>(pids: [u32; 2], guest_bytes: u64, work: impl FnOnce() -> T) ->
                 }
                 thread::sleep(Duration::from_millis(1));
             }
-            // Samples cannot miss the lanes' buffers: lanes keep them from their first chunk to
-            // their last.
+            // Samples cannot miss the lanes' buffers, because a lane keeps its buffers from its
+            // first chunk to its last.
             assert!(samples >= 16, "only {samples} samples");
             peaks
         });
@@ -154,7 +154,7 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
     let watched = source.pid();
     let done = AtomicBool::new(false);
     let (moved, source_peak): (Value, u64) = thread::scope(|scope| {
-        // The source ends with the migration: read its high-water mark before.
+        // The source's process ends with the migration, so read its high-water mark before that.
         let sampler = scope.spawn(|| {
             let mut highest = 0;
             while !done.load(Ordering::SeqCst) {
@@ -187,7 +187,7 @@ fn cost(memory: &str, fill: &str, backing: &str) -> Cost {
 struct Scattered {
     raw_pages: u64,
     wire_bytes: u64,
-    /// The guest's memory at the source and at the destination.
+    /// Resident bytes of the guest's memory at the source and at the destination.
     guest: [u64; 2],
     outside: [u64; 2],
 }
@@ -293,7 +293,7 @@ fn a_mostly_zero_guest_costs_its_non_zero_pages() {
             assert!(sparse.wire_bytes * 100 <= 102 * 256 * MIB);
             assert!(sparse.source_growth <= 64 * MIB);
             assert!(sparse.destination_growth <= (256 + 64) * MIB);
-            // Unmapped memory counts as well.
+            // Memory in the memfds counts even if it is not mapped.
             assert!(sparse.memfd[0] <= (256 + 8) * MIB);
             assert!(sparse.memfd[1] <= (256 + 8) * MIB);
         }

@@ -77,7 +77,7 @@ fn failures_are_objects_with_json() {
         assert_eq!(failed["event"], "failed", "{done:?}");
         assert_eq!(failed["code"], 1, "{done:?}");
         assert_says(failed["text"].as_str().unwrap(), &[says]);
-        // The text for people is also printed, with the code that `dunlin explain` takes.
+        // The text for people is also printed, with the fault code that `dunlin explain` accepts.
         assert_says(&done.err, &["dunlin: ", says]);
         let fault = failed["fault"].as_str().unwrap();
         let ends_with_code = done.err.trim_end().ends_with(&format!("[{fault}]"));
@@ -182,7 +182,7 @@ fn too_little_memory_at_the_destination_is_reported_and_the_vm_stays() {
     let source = hosts.run("1", "--memory 2G --fill zero --fill-size 16M");
     let mut receive = words("vm receive --listen 127.0.0.1:0 --identity");
     receive.arg(hosts.scratch.join("b"));
-    // KiB of address space: less than the guest's memory.
+    // This limit, in KiB of address space, is less than the guest's memory.
     let receive = after("ulimit -v 1500000", &receive);
     let mut destination = Process::start(receive, &hosts.scratch.join("2"));
     let listening = destination.wait_for("listening");

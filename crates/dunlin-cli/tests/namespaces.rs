@@ -51,7 +51,7 @@ fn within(measured: f64, wanted: f64, share: f64, what: &str) {
     );
 }
 
-/// Bytes of guest memory sent by a progress line.
+/// Bytes of guest memory sent so far, according to a progress line.
 fn gone(progress: &Value) -> f64 {
     let lanes = progress["lanes"].as_array().unwrap();
     lanes.iter().map(|lane| lane[1].as_f64().unwrap()).sum()
@@ -70,7 +70,7 @@ fn the_rate_limit_holds_over_the_run_and_after_a_change() {
         client.wait_for("lane-up");
     }
     let (began, sent) = (Instant::now(), wire.sent_bytes());
-    // Until half of the memory was sent.
+    // Wait until half of the memory has been sent.
     let half = loop {
         let progress = client.wait_for("progress");
         if gone(&progress) >= 60.0 * MIB {
@@ -101,7 +101,7 @@ fn the_rate_limit_holds_over_the_run_and_after_a_change() {
     assert_eq!(client.ended().0, 0);
 }
 
-/// A guest that writes 40 MiB/s; the wire carries 24 MiB/s.
+/// The flags of a guest that writes 40 MiB/s. The wire carries 24 MiB/s.
 const OUTRUNS: &str = "--memory 64M --fill-size 24M --working-set 16M --dirty-rate 10000 \
                        --workload sequential";
 const WIRE_MEGABITS: u32 = 200;
@@ -235,7 +235,8 @@ fn a_predicted_downtime_stays_within_its_limit() {
         };
         let hosts = Hosts::new();
         let limit_ms = [60, 150, 400][round as usize % 3];
-        // At 8 MiB/s the rate limit determines the remainder, not the guest.
+        // The guest writes only 8 MiB/s, so not the guest but the wire limits how fast the
+        // remaining memory shrinks.
         let guest = "--memory 64M --fill-size 16M --working-set 16M --dirty-rate 2000 \
                      --workload random";
         let (source, destination) = both_ends(&hosts, &wire, guest);

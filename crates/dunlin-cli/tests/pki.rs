@@ -61,7 +61,7 @@ fn what_is_issued_is_shown() {
     let pin = shown["pin"].as_str().unwrap();
     assert!(said.contains("host.test") && said.contains(pin), "{said}");
 
-    // None of these names can be configured as that of a peer.
+    // None of these names can be configured as the name of a peer.
     for name in ["host test", "", "sha256:00"] {
         let mut issue = words("pki issue --ca");
         issue.arg(&ca).args(["--name", name]).arg(scratch.join("x"));

@@ -81,7 +81,7 @@ const HIDE: &str = "if test -e /dev/kvm; then \
                     mount -o remount,bind,nodev /dev/kvm || exit 99; fi; exec \"$@\"";
 
 /// A `dunlin` command line in a new mount namespace without /dev/kvm; `None` if this user may not
-/// create one. In CI the user must be permitted to.
+/// create one. In CI, the user must be permitted to create one.
 fn without_kvm(line: &str) -> Option<Command> {
     for flags in [&["--mount"][..], &["--mount", "--map-root-user"]] {
         let hidden = |program: &str| {
@@ -152,7 +152,7 @@ fn a_kvm_guest_without_kvm_is_an_error_with_a_remedy() {
                 done.err
             );
         }
-        // It prints only its confinement.
+        // The command prints only its confinement on standard output.
         let mut said = done.out.lines();
         assert!(said.all(|line| line.starts_with("confined: ")), "{done:?}");
     }

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use support::Hosts;
 
-/// The overview, then the pages of its folder.
+/// The text of the overview, followed by that of the pages in its folder.
 fn document() -> String {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
     let mut pages = vec![docs.join("security.md")];

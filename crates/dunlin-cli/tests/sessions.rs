@@ -166,7 +166,7 @@ fn starting_a_vm_that_may_run_elsewhere_warns() {
             for part in ["VM web to host-b.example:4444", "`dunlin resolve 02020202`"] {
                 assert!(text.contains(part), "no {part:?} in {text}");
             }
-            // Another VM with the same name.
+            // The warning is about another VM with the same name, so this VM still starts.
             said = process.wait_for("started");
         }
         assert_eq!(said["event"], "started");
@@ -408,7 +408,8 @@ fn i1_i2_a_vm_in_doubt_is_kept_paused_until_the_operator_runs_it_here() {
     let listed = listed(&state, &doubted);
     assert_eq!(listed["process"], "lives");
     assert_eq!(listed["live"]["state"], "in-doubt");
-    // Commands that would change the VM are rejected, and so is the first signal to end.
+    // Commands that would change the VM are rejected, and the first signal does not end the
+    // process.
     for what in ["resume", "pause", "power-off"] {
         hosts.ask(&from, what).expect(1);
         assert_eq!(hosts.status(&from)["state"], "in-doubt", "{what}");
@@ -440,7 +441,7 @@ fn the_process_of_a_vm_in_doubt_ends_when_the_operator_destroys_the_vm() {
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
     let (from, doubted) = in_doubt(&hosts, &state);
-    // Answered at a terminal, by script(1).
+    // The question is answered at a terminal, which script(1) provides.
     let mut resolve = words(&format!("resolve {doubted} --state-dir"));
     resolve.arg(&state.directory);
     let line = std::iter::once(resolve.get_program())

@@ -105,20 +105,20 @@ fn i6_plain_lanes_are_refused_by_a_destination_that_does_not_allow_them() {
     }
 }
 
-/// Runs this command for the sessions of a host.
+/// Runs the command `binary` with the arguments in `line` for the sessions of a host.
 fn ask(binary: &Path, hosts: &Hosts, line: &str) -> Done {
     with_binary(binary, || {
         let mut command = words(line);
         command.arg("--state-dir").arg(hosts.scratch.join("state"));
         if line.starts_with("status") {
-            // Not this machine's own VMs and tunnels.
+            // Hides this machine's own VMs and tunnels.
             command.arg("--control").arg(hosts.scratch.join("none"));
         }
         finish(command)
     })
 }
 
-/// The sessions of a host that this command lists.
+/// The sessions of a host that the command `binary` lists.
 fn listed(binary: &Path, hosts: &Hosts) -> Vec<Value> {
     ask(binary, hosts, "status --json").expect(0).lines()
 }
@@ -275,7 +275,7 @@ impl Doubt {
         }
         client.wait_for("committing");
         if let Recorded::Running = recorded {
-            // Longer than reading the journal takes.
+            // Hold the answer for longer than reading the journal takes.
             proxy.hold(Duration::from_secs(30));
         }
         let phase = match recorded {
@@ -315,7 +315,7 @@ impl Doubt {
         }
     }
 
-    /// `dunlin resolve`, by this command.
+    /// Runs `dunlin resolve` with the command `by`.
     fn resolve(&self, by: &Path, decision: &str) -> Done {
         let line = format!("resolve {} {decision}", self.session);
         ask(by, &self.hosts, &line)
@@ -331,7 +331,7 @@ impl Doubt {
         self.resolve(by, &line)
     }
 
-    /// Kills the destination's process and starts this command at its address.
+    /// Kills the destination's process, and starts `vm receive` of the command `by` at its address.
     fn restart(self, by: &Path) -> Self {
         let Self {
             hosts,
@@ -505,7 +505,7 @@ fn a_tunnel_relays_channels_to_the_other() {
 }
 
 /// Without kernel TLS a hand-off completes its handshake and then fails, with one line; the earlier
-/// command can still handle its end of the connection in a process.
+/// command can instead handle TLS for its end of the connection in a process.
 #[test]
 fn a_hand_off_connects_to_the_other() {
     let Some(pairs) = pairs() else { return };
@@ -537,7 +537,8 @@ fn a_hand_off_connects_to_the_other() {
             continue;
         }
         assert_eq!((done.code, sockets.len()), (0, 1), "{done:?}");
-        // A socket from the previous version's `dunlin`, with kernel TLS or not.
+        // Either the kernel has TLS, or the earlier command has passed this socket and handles TLS
+        // in a process.
         let mut near = File::from(sockets.pop().unwrap());
         if !has_kernel_tls {
             let why = accept.process.wait_for("for own.test is refused");

@@ -25,7 +25,7 @@ fn two_processes_carry_bytes_both_ways_and_ends() {
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 
-/// The log has one line about who seals records. With `auto` the result depends on the
+/// The log has one line about where TLS records are sealed. With `auto` the result depends on the
 /// machine.
 #[test]
 fn the_log_states_what_seals_records_and_the_configuration_applies() {
@@ -91,8 +91,8 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     scene.near.signal("TERM");
     scene.near.wait_for("SIGTERM");
     let until = Instant::now() + TIMEOUT;
-    // Do not test this by connecting: a connection accepted at the last moment would be a channel
-    // that the target never ends.
+    // Do not connect to test whether connections are still accepted: a connection accepted at the
+    // last moment would be a channel that the target never ends.
     let entrance = scene.hosts.scratch.join("in");
     while entrance.exists() {
         assert!(Instant::now() < until, "connections are still accepted");
@@ -228,7 +228,7 @@ fn routes_come_and_go_while_a_gibibyte_moves() {
                 assert_eq!(UnixStream::connect(&more).is_ok(), is_there);
                 reloads += 1;
             }
-            assert!(Instant::now() < until, "it does not end");
+            assert!(Instant::now() < until, "the transfer does not end");
         }
         reloads
     });
@@ -251,7 +251,7 @@ fn a_killed_tunnel_is_an_error_to_the_hypervisor_and_no_hang() {
     );
     drop(far);
 
-    // The next connection finds its replacement.
+    // The next connection reaches the tunnel that replaces the killed one.
     let config = far_config(&scene.hosts, "a.test").replace("127.0.0.1:0", &tunnel.address);
     let _again = Tunnel::start(&scene.hosts, "again", &config);
     let mut near = connect(scene.hosts.scratch.join("in"));

@@ -108,7 +108,7 @@ impl Scene {
             if let Some(line) = lines.find(|line| line["name"] == name) {
                 return line;
             }
-            assert!(Instant::now() < until, "it does not answer");
+            assert!(Instant::now() < until, "the tunnel does not answer");
         }
     }
 }
@@ -120,7 +120,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Its exit code and its last output.
+    /// The process's exit code and its last output.
     fn end(mut self) -> (i32, String) {
         let code = exit_code(&mut self.child).unwrap();
         let mut said = String::new();
@@ -249,7 +249,7 @@ fn a_listener_is_closed_by_number_or_by_address() {
     let opened = scene.asked("open plain --json").expect(0);
     let place = opened.lines()[0]["listen"].as_str().unwrap().to_owned();
     scene.asked(&format!("close {place}")).expect(0);
-    wait_until("it stays", || {
+    wait_until("the listener stays", || {
         scene.status("near")["listeners"] == Value::Array(Vec::new())
     });
     let gone = scene.asked(&format!("close {place}")).expect(1);
@@ -404,7 +404,7 @@ fn a_dialogue_over_a_socket_is_not_held_back() {
         .stdout(Stdio::from(OwnedFd::from(theirs)))
         .stderr(Stdio::piped());
     let piped = Piped(command.spawn().unwrap());
-    // The child also holds the other end.
+    // Drop the command's copies of the other end, so that only the child holds it.
     drop(command);
     let mut far = accepted(&web);
     for _ in 0..3 {
@@ -510,7 +510,7 @@ fn a_killed_stdio_leaves_no_listener() {
     wait_until("its listener stays", || !is_there(&path));
 }
 
-/// This covers all threads, including those of lanes and channels.
+/// Covers all threads of the tunnel, including those of lanes and channels.
 #[test]
 fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     let scene = Scene::new();
@@ -567,7 +567,7 @@ fn status_shows_tunnels_despite_a_broken_journal() {
     let show = |flags: &str, wanted: &[&str]| {
         let until = Instant::now() + TIMEOUT;
         loop {
-            // A tunnel that is too slow to answer is omitted.
+            // Retry, because the status omits a tunnel that is too slow to answer.
             let done = look(flags);
             if wanted.iter().all(|part| done.out.contains(part)) {
                 return done;

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use support::{Hosts, words};
 use tunnel::{Tunnel, control};
 
-/// 192 MiB, of which 40 MiB are written about twice per second.
+/// A guest of 192 MiB that writes each page of a hot set of 40 MiB about twice per second.
 const WORKLOAD: Workload = Workload {
     memory_mib: 192,
     pages: 44_000,
@@ -243,7 +243,7 @@ fn start_postcopy(
     wait_status(source, "postcopy-active");
 }
 
-/// When the tunnel is killed, neither side has all of the guest's memory. Both wait, and
+/// When the tunnel is killed, neither side has all of the guest's memory. Both QEMUs wait, and
 /// continue through another tunnel.
 #[test]
 fn postcopy_goes_on_through_another_tunnel() {
@@ -263,7 +263,7 @@ fn postcopy_goes_on_through_another_tunnel() {
         &mut destination,
         &["postcopy-ram", "postcopy-preempt"],
     );
-    // Before that the destination cannot pause post-copy, and fails.
+    // Before this status, the destination cannot pause post-copy and would fail.
     wait_status(&mut destination, "postcopy-active");
     scene.near.take().unwrap().child.kill().unwrap();
     wait_status(&mut source, "postcopy-paused");

@@ -94,7 +94,7 @@ impl Scene {
         accepted(&self.target)
     }
 
-    /// The process and its port.
+    /// Starts stunnel; returns the process and its port.
     fn stunnel(&self, identity: &str, service: &str) -> (Process, u16) {
         let file = self.path(&format!("stunnel-{identity}.conf"));
         let of = |name: &str| self.path(identity).join(name).display().to_string();
@@ -384,8 +384,8 @@ fn a_vanished_peer_is_detected_idle_and_busy() {
             assert!(why.contains("vanished"), "{why}");
         }
     }
-    // The limit of two seconds is doubled for a busy machine; keep-alive alone, or the kernel's
-    // retransmission timeout, would take minutes.
+    // The configured limit is two seconds, and the rest is a margin for a busy machine. Keep-alive
+    // alone, or the kernel's retransmission timeout, would take minutes.
     assert!(
         begin.elapsed() < Duration::from_secs(15),
         "{:?}",

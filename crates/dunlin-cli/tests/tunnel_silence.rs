@@ -16,7 +16,7 @@ use tunnel::Scene;
 
 const SILENT: usize = 2_000;
 const SILENT_IN_SOAK: usize = 10_000;
-/// The number of silent connections between two channels that are opened.
+/// The number of silent connections that are opened before each further channel.
 const EACH: usize = 250;
 /// Descriptors of this process besides the connections.
 const OWN_FILES: u64 = 200;
@@ -52,12 +52,12 @@ fn i7_thousands_of_silent_connections_keep_no_channel_waiting() {
     let far = scene.far.child.id();
     let (_, before) = held(far);
     let mut silent = VecDeque::new();
-    // Opens the trunk between the tunnels. A connection that finds the kernel's backlog full is
-    // retried a second later.
+    // Opens the trunk between the tunnels now, because a connection that finds the kernel's backlog
+    // full is retried only a second later.
     let mut channels = vec![scene.channel()];
     let (mut slowest, mut files) = (Duration::ZERO, 0);
     for number in 1..=count {
-        // If the process's limit is lower, the oldest connections close.
+        // If the descriptor limit of this process is lower, close the oldest connection.
         if silent.len() == most {
             silent.pop_front();
         }

@@ -74,7 +74,7 @@ fn passed_sockets_serve_peers_and_an_entrance() {
             &format!("unix:{}", hosts.scratch.join("in").display()),
             "systemd:ram",
         );
-    // A client that connects before the tunnel starts waits.
+    // A client connects before the tunnel starts, and waits for it.
     let mut early = connect(hosts.scratch.join("in"));
     early.write_all(b"early").unwrap();
     let near = activated(
@@ -109,7 +109,7 @@ fn passed_sockets_serve_peers_and_an_entrance() {
     second.read_exact(&mut came).unwrap();
     assert_eq!(&came, b"later");
 
-    // The socket file belongs to its unit.
+    // The socket file remains, because it belongs to the socket unit.
     drop((early, waits, far_end, second));
     near.signal("TERM");
     assert_eq!(near.code(), Some(0));
@@ -222,7 +222,7 @@ fn the_service_manager_is_notified_of_ready_reload_and_stop() {
     let path = hosts.scratch.join("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
     assert_notifies(&hosts, socket, &path);
-    // Through an abstract socket.
+    // The same through an abstract socket.
     let name = format!("dunlin-notify-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let socket = UnixDatagram::bind_addr(&address).unwrap();
@@ -244,7 +244,7 @@ fn the_service_drops_what_it_does_not_need() {
     Units::new().weigh("dunlin-tunnel.service");
 }
 
-/// Otherwise the tunnel cannot rate the kernel's TLS, and does not use it.
+/// Without this permission the tunnel cannot rate the kernel's TLS, and does not use it.
 #[test]
 fn k11_the_service_may_read_which_ciphers_the_kernel_has() {
     let text = Units::new().text("dunlin-tunnel.service");

@@ -425,16 +425,17 @@ fn poke(pid: u32, memory_bytes: u64) {
     memory.unwrap().write_all_at(&[7], address).unwrap();
 }
 
-/// A page that changes at the destination after its last write, and one that changes at the source
-/// without a trace in the dirty log.
+/// Changes a page at the destination after the migration has last written it, or at the source
+/// without a record in the dirty log.
 #[test]
 fn i3_the_demo_fails_if_the_memories_differ() {
     let Some(_turn) = kvm() else { return };
     for (child, event) in [(0, "accepted"), (1, "progress")] {
-        // The first pass takes longer than the first progress line, and the page is sent at its start.
+        // The first progress line comes before the end of the first pass, and the page is sent at the
+        // start of that pass.
         let demo = Process::follow(words("demo --memory 1G"), Path::new(""));
         demo.wait_for_any(&[event, "iterated"]);
-        // The destination starts first.
+        // The destination is the first child, because it starts first.
         poke(children(demo.pid())[child], 1 << 30);
         let (code, failed) = demo.ended();
         assert_eq!(code, 1, "{failed}");

@@ -1,4 +1,4 @@
-//! Flags of the benches of lanes.
+//! Flags of the benches that measure lanes.
 
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -7,13 +7,14 @@ use dunlin_bench::Output;
 
 use crate::options::parse_bytes;
 
-/// Flags of the benches of lanes.
+/// Flags of the benches that measure lanes.
 #[derive(Debug, Args)]
 pub(super) struct Common {
     /// Number of measured rounds, after one warm-up round.
     #[arg(long, default_value_t = 5)]
     pub(super) rounds: usize,
-    /// Guest memory on each side; both are touched before the measurement.
+    /// Size of the source's memory and of the destination's memory; both are touched before the
+    /// measurement.
     #[arg(long, value_parser = parse_bytes, default_value = "1G")]
     pub(super) size: u64,
     /// Measure only this crypto library: ring or aws-lc-rs.

@@ -1,5 +1,5 @@
-//! `dunlin bench connections`: the benefit of more lanes if the network, or a provider's cap,
-//! limits each connection's rate.
+//! `dunlin bench connections`: the benefit of more lanes if the network, or a cloud provider's cap,
+//! limits the rate of each connection.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -29,8 +29,8 @@ pub(crate) struct Connections {
     /// Rate at which the kernel paces each connection, in bytes per second.
     #[arg(long, value_parser = parse_bytes, default_value = "100M")]
     rate: u64,
-    /// Round-trip time for the stop-and-wait column, in milliseconds [default: measured over
-    /// loopback].
+    /// Round-trip time from which the stop-and-wait rate is computed, in milliseconds [default:
+    /// measured over loopback].
     #[arg(long)]
     rtt_ms: Option<f64>,
 }
@@ -89,7 +89,7 @@ impl Connections {
     }
 }
 
-/// The median of many one-byte round trips over loopback.
+/// The median duration of a one-byte round trip over loopback.
 fn round_trip() -> Result<Duration> {
     let (mut near, mut far) = connection()?;
     near.set_nodelay(true)?;

@@ -3,11 +3,11 @@
 //!
 //! 1. [`copy`]: a thread per connection writes slices of source memory to a plain TCP connection, and
 //!    another reads them into destination memory.
-//! 2. [`seal_and_open`]: as many threads as lanes have ends seal slices of source memory into a buffer of
-//!    their own, and open them into destination memory.
+//! 2. [`seal_and_open`]: two threads for each lane, one for each of its ends, seal slices of source
+//!    memory into their own buffers and open the buffers into destination memory.
 //!
-//! As long as the kernel copies, no lane can cost less. [`cached`] measures the same with buffers
-//! that stay in the cache.
+//! No lane can cost less as long as the kernel copies the bytes between the process and the socket.
+//! [`cached`] repeats both measurements with buffers that stay in the cache.
 
 use std::io::{Read, Write};
 
@@ -23,12 +23,12 @@ use dunlin::vm_memory::{ReadVolatile, WriteVolatile};
 
 use super::rig::{Spent, Work, connection, in_step};
 
-/// Bytes per write of the plain copy from the cache.
+/// Bytes per write in [`cached_copy`].
 const WRITE_BYTES: usize = 1 << 20;
 /// Records in the buffer of a thread that seals and opens.
 const RECORDS: usize = BATCH_BYTES / CONTENT_BYTES;
 
-/// The floor of a transfer of `bytes` from `source` to `target`.
+/// Measures the minimum cost of a transfer of `bytes` from `source` to `target`.
 pub(super) fn floor(
     source: &MappedMemory,
     target: &MappedMemory,
@@ -42,8 +42,8 @@ pub(super) fn floor(
     )
 }
 
-/// Like [`floor`], but with buffers that stay in the cache, so that reads from and writes to
-/// memory are not measured.
+/// Like [`floor`], but with buffers that stay in the cache, so that the result does not include
+/// reads from and writes to memory.
 pub(super) fn cached(bytes: u64, provider: Provider, lanes: usize) -> Result<Spent> {
     Ok(cached_copy(bytes, lanes)? + cached_seal_and_open(bytes, provider, lanes)?)
 }
@@ -88,7 +88,7 @@ fn copy(source: &MappedMemory, target: &MappedMemory, bytes: u64, lanes: usize) 
     in_step(work)
 }
 
-/// Seals source memory and opens it into destination memory, with one thread per lane end.
+/// Seals source memory and opens it into destination memory, with two threads for each lane.
 fn seal_and_open(
     source: &MappedMemory,
     target: &MappedMemory,

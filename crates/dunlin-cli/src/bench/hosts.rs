@@ -1,9 +1,9 @@
-//! `dunlin bench lanes --security ipsec`: lane throughput between two hosts, because packets from
-//! a host to itself bypass IPsec.
+//! `dunlin bench lanes --security ipsec`: lane throughput between two hosts. One host is not
+//! enough, because packets from a host to itself bypass IPsec.
 //!
 //! ```text
 //!  --to                                                  --listen
-//!   number of lanes ─ control connection (TLS) ────────▶ accepts them, reads them to their end
+//!   number of lanes ─ control connection (TLS) ────────▶ accepts the lanes, reads each to its end
 //!   lanes: TLS, one SA, one per CPU, one per lane ══════▶
 //!   ◀──────────────────── CPU time of the receiver ───── when all lanes have ended
 //! ```
@@ -83,8 +83,10 @@ const VARIANTS: [(&str, Option<(ModeName, bool)>); 4] = [
 ];
 
 impl BetweenHosts {
+    /// Runs one end of the bench.
+    ///
     /// # Errors
-    /// The other host or the kernel failed.
+    /// A flag is missing, or the other host or the kernel failed.
     pub(super) fn run(&self, counts: &[usize], bench: &super::common::Common) -> Result<()> {
         let identity = self.identity.as_deref().context(
             "IPsec needs two hosts: give --listen on one, --to on the other, and --identity on both",
@@ -177,7 +179,7 @@ impl BetweenHosts {
         let listener =
             TcpListener::bind(listen).with_context(|| format!("cannot listen on {listen}"))?;
         eprintln!("accepting lanes on {}", listener.local_addr()?);
-        // The wait ends with the process.
+        // This host accepts lanes until the process is killed, so no code uses the waker.
         let (_waker, stop) = waker()?;
         let measured = Mutex::<Option<Measured>>::default();
         accept(&listener, &accepting.tls, &stop, |arrival| {
@@ -193,7 +195,7 @@ impl BetweenHosts {
     }
 }
 
-/// The measuring side's control connection, and the results of its lanes.
+/// The control connection of the host that measures, and a channel for the results of its lanes.
 struct Measured {
     control: Arc<ControlStream>,
     ended: Sender<Result<()>>,
@@ -215,7 +217,7 @@ fn admit(
             let control = Arc::new(stream);
             let own = Arc::clone(&control);
             thread::Builder::new().spawn(move || {
-                // The thread ends with the measuring side.
+                // An error means that the host that measures has disconnected.
                 let _ = answer(&own, &ends);
             })?;
             *measured = Some(Measured { control, ended });
@@ -224,7 +226,7 @@ fn admit(
         Arrival::Lane { socket, .. } => {
             let known = measured
                 .as_ref()
-                .context("lane before its control connection")?;
+                .context("a lane arrived before its control connection")?;
             let peer = known.control.peer();
             let is_peer = |other: &PeerIdentity| other.is(&peer.principal());
             let receiver = match socket {
@@ -233,7 +235,7 @@ fn admit(
             };
             let (target, ended) = (Arc::clone(target), known.ended.clone());
             thread::Builder::new().spawn(move || {
-                // The counting thread may have ended.
+                // Sending fails if the thread that counts ended lanes has itself ended.
                 let _ = ended.send(receive(&target, receiver));
             })?;
             Ok(())
@@ -244,8 +246,8 @@ fn admit(
     }
 }
 
-/// Answers each request, which is a number of lanes, with this host's CPU time until that many
-/// lanes have ended.
+/// Answers requests. A request is a number of lanes. When that many lanes have ended, the answer is
+/// the CPU time that this host has used since the request.
 fn answer(control: &ControlStream, ends: &Receiver<Result<()>>) -> Result<()> {
     loop {
         let mut lanes = [0; 2];
@@ -269,8 +271,9 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Returns the wall time since all lanes were open, and the CPU time of both hosts. No
-    /// thread's CPU time includes encryption by the kernel.
+    /// Returns the wall time since all lanes were open, and the busy time of the CPUs of both
+    /// hosts. The CPU time of the bench's threads is not used, because it would not include
+    /// encryption by the kernel.
     fn once(&self, source: &MappedMemory, bytes: u64, lanes: usize) -> Result<(f64, f64)> {
         self.control.send(&u16::try_from(lanes)?.to_le_bytes())?;
         let (next, barrier) = (AtomicU64::new(0), Barrier::new(lanes + 1));
@@ -312,7 +315,7 @@ impl Run<'_> {
             cancel: &DialCancel::new()?,
             connector: &connector,
         })?;
-        // The other host does not check the proof.
+        // The other host does not check the proof, so any secret is valid.
         let secret = SessionSecret([0; 32]);
         sender.present(VERSIONS.max, SESSION, &secret, lane)?;
         Ok(sender)
@@ -328,12 +331,13 @@ fn busy() -> Result<Duration> {
         .lines()
         .next()
         .and_then(|line| line.strip_prefix("cpu "));
-    let fields = line.context("no line of all CPUs in /proc/stat")?;
+    let fields = line.context("no line for all CPUs in /proc/stat")?;
     let fields: Vec<u64> = fields
         .split_whitespace()
         .map_while(|one| one.parse().ok())
         .collect();
-    // user, nice, system, idle, iowait, irq, softirq
+    // The fields are user, nice, system, idle, iowait, irq and softirq. Idle and iowait are not
+    // busy time.
     let ticks: u64 = [0, 1, 2, 5, 6]
         .iter()
         .filter_map(|at| fields.get(*at))

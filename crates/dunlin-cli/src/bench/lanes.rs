@@ -19,7 +19,8 @@ pub(crate) struct Lanes {
     /// Measure only this number of lanes, instead of 1, 2 and 4.
     #[arg(long)]
     lanes: Option<usize>,
-    /// `ipsec` measures TLS and IPsec between two hosts; otherwise plain and TLS on this host.
+    /// `ipsec` measures TLS and IPsec between two hosts; `tls` and `plain` both measure plain and
+    /// TLS lanes on this host.
     #[arg(long, value_enum, default_value_t)]
     security: SecurityName,
     #[command(flatten)]

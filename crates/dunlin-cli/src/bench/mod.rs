@@ -15,15 +15,16 @@ use clap::Subcommand;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Cost of securing a lane: plain and TLS against the floor, for each crypto library and 1, 2
-    /// and 4 lanes.
+    /// Cost of securing a lane: plain and TLS lanes, relative to the floor, which is the minimum
+    /// cost, for each crypto library and 1, 2 and 4 lanes.
     Lanes(lanes::Lanes),
     /// Throughput by number of lanes, when the network limits each connection.
     Connections(connections::Connections),
-    /// Migration time of a guest that dirties memory faster than one lane carries it: one lane
-    /// against two.
+    /// Migration time of a guest that dirties memory faster than one lane carries it, with one lane
+    /// and with two.
     Thrash(thrash::Thrash),
-    /// Whole migrations into new memory, from the command to the running guest, against the floor.
+    /// Whole migrations into new memory, from the command to the running guest, relative to the
+    /// floor, which is the minimum cost.
     Whole(whole::Whole),
 }
 

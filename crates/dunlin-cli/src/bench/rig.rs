@@ -1,5 +1,5 @@
-//! Two guests' memories and lanes between them: the work of an engine's lane threads, without the
-//! engine.
+//! The memories of two guests, and lanes between them. The threads do the work of an engine's lane
+//! threads, without the engine.
 
 use std::net::{TcpListener, TcpStream};
 use std::ops::Add;
@@ -24,7 +24,7 @@ use dunlin_linux::mapping::{Backing, advise_huge_pages, allocate};
 use crate::identity::allowed_peers;
 use crate::process::Scratch;
 
-/// A chunk's offset and length.
+/// Size of a header: a chunk's offset and length.
 const HEADER_BYTES: usize = 16;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 
@@ -32,7 +32,7 @@ const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Spent {
     pub(super) wall_s: f64,
-    /// Both ends together.
+    /// CPU time of both ends together.
     pub(super) cpu_s: f64,
 }
 
@@ -79,8 +79,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Sends the first `bytes` over `lanes` lanes, plain or with a provider's TLS, each limited to
-    /// `rate` bytes per second. The lanes are open before the measurement starts.
+    /// Sends the first `bytes` of source memory over `lanes` lanes, plain or with a provider's TLS,
+    /// each limited to `rate` bytes per second. The lanes are open before the measurement starts.
     pub(super) fn transfer(
         &self,
         provider: Option<Provider>,
@@ -163,7 +163,7 @@ fn lane(tls: Option<&(ClientTls, ServerTls)>) -> Result<(DataSender, DataReceive
     let (near, far) = connection()?;
     let Some((client, server)) = tls else {
         let consent =
-            PlainConsent::both(true, true).context("both sides consent to plain lanes")?;
+            PlainConsent::both(true, true).context("plain lanes need the consent of both sides")?;
         return Ok((
             DataSender::plain(near, consent, STALL_LIMIT)?,
             DataReceiver::plain(far, consent, STALL_LIMIT)?,
@@ -224,14 +224,14 @@ pub(super) fn receive(memory: &MappedMemory, mut receiver: DataReceiver) -> Resu
     Ok(())
 }
 
-/// Memory that has been written.
+/// Returns new memory, every page of which is filled.
 pub(super) fn memory(bytes: u64, seed: u64) -> Result<MappedMemory> {
     let mapped = fresh_memory(bytes)?;
     fill(&mapped, seed)?;
     Ok(mapped)
 }
 
-/// Memory in the state in which a VM gets it: huge pages are advised, and no page is
+/// Returns memory as a new VM has it: the kernel is advised to use huge pages, and no page is
 /// populated.
 pub(super) fn fresh_memory(bytes: u64) -> Result<MappedMemory> {
     let memory = allocate(bytes, Backing::Private)?;
@@ -250,7 +250,7 @@ fn fill(memory: &MappedMemory, seed: u64) -> Result<()> {
         .sum::<u64>();
     for offset in (0..length).step_by(piece.len()) {
         for word in piece.chunks_exact_mut(8) {
-            // SplitMix64: one chain of multiplications and shifts per word.
+            // SplitMix64, a pseudo-random number generator with few operations per word.
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

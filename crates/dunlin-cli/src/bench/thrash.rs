@@ -1,9 +1,9 @@
 //! `dunlin bench thrash`: a guest that dirties its memory faster than one lane carries it, over one
 //! lane and over two.
 //!
-//! The guest runs on KVM in one process and moves to another: `vm run` and `vm receive`, as on two
-//! hosts. The kernel limits each lane to 300 MiB/s, and the session limits itself to 500 MiB/s, so
-//! that the network and not this host's CPUs is the bottleneck.
+//! The guest runs on KVM in one process and moves to another process: `vm run` and `vm receive`, as
+//! on two hosts. The kernel limits each lane to 300 MiB/s, and the session limits itself to 500
+//! MiB/s, so that the network is the bottleneck instead of this host's CPUs.
 
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ use crate::process::{Pair, Scratch};
 const RUNS_FOR: Duration = Duration::from_secs(1);
 const PAGE_BYTES: u64 = 4096;
 const LANES: [u16; 2] = [1, 2];
-/// The minimum length of a pass from which the dirty rate is taken: a shorter pass shows
-/// the guest's bursts instead of its rate.
+/// The minimum duration of an iteration from which the dirty rate is computed. A shorter iteration
+/// would show the guest's bursts of writes instead of its average rate.
 const MEASURABLE_MS: f64 = 100.0;
 
 #[derive(Debug, Args)]
@@ -76,7 +76,8 @@ impl Thrash {
                         .with("session_bytes_per_s", self.rate)
                         .with("guest_bytes", self.size)
                         .with("content", "random")
-                        // Pages per second; in bytes it lies between the two limits.
+                        // The dirty rate in pages per second. By default, in bytes per second, it
+                        // lies between `lane_rate` and `rate`.
                         .with("dirty_rate", pages_per_s)
                         .figure("total_s", moved.total_s)
                         .figure("one_lane_ratio", moved.total_s / one_lane_s)
@@ -112,13 +113,13 @@ impl Thrash {
         moved
             .downtime
             .guest_ms
-            .context("the guest did not see its downtime")?;
+            .context("the guest did not measure its downtime")?;
         Ok(moved)
     }
 }
 
-/// Pages dirtied per second, according to the dirty log, while the guest was not throttled: its
-/// real write rate.
+/// The guest's real write rate: the pages dirtied per second, according to the dirty log, while the
+/// guest was not throttled.
 fn dirty_rate_seen(iterations: &[IterationLine]) -> f64 {
     iterations
         .iter()

@@ -1,7 +1,8 @@
 //! `dunlin bench whole`: whole migrations into new memory, from the command to the running guest.
 //!
-//! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor is that of
-//! lanes ([`super::floor`]) into memory that nothing has touched, so it includes the cost of
+//! The guest moves between `vm run` and `vm receive`, as between two hosts. The floor
+//! ([`super::floor`]) is the minimum cost of a transfer. This bench measures the
+//! floor with destination memory that has not been touched, so the floor includes the cost of
 //! populating that memory.
 
 use std::time::Instant;
@@ -17,12 +18,12 @@ use crate::line::MovedLine;
 use crate::options::{MigrateFlags, parse_bytes};
 use crate::process::{Pair, Scratch};
 
-/// Pages that a writing guest writes per second: 100 MiB/s.
+/// Pages that a writing guest writes per second, which amounts to 100 MiB/s.
 const WRITES_PER_S: u64 = 25_600;
 /// The amount of memory that is written to and freed before each migration, as a multiple
 /// of the guest's memory.
 const TOUCHED: u64 = 2;
-/// The part of the memory that a writing guest writes.
+/// The working set of a writing guest is its memory size divided by this number.
 const WORKING_SET_DIVISOR: u64 = 8;
 
 #[derive(Debug, Args)]
@@ -110,8 +111,10 @@ impl Whole {
         self.output.print(&results)
     }
 
-    /// Called right before the destination allocates its memory, because the host may reclaim
-    /// freed memory within seconds.
+    /// Writes to free memory of the host, unless --no-touch is given. If this host is a guest, its
+    /// hypervisor then allocates that memory before the measurement. Called right before the
+    /// destination allocates its memory, because the hypervisor may reclaim freed memory within
+    /// seconds.
     fn touch(&self) -> Result<()> {
         match self.no_touch {
             true => Ok(()),

@@ -1,8 +1,9 @@
 //! Restricts system calls with seccomp (Documentation/userspace-api/seccomp_filter.rst).
 //!
-//! Unlisted calls fail with `ENOSYS`, as on an old kernel: libraries have fallbacks for that, so a
-//! library that tries a new call does not kill a VM. `clone3` is left out deliberately: its
-//! arguments are in memory, which a filter cannot read, and the C library falls back to `clone`.
+//! Unlisted calls fail with `ENOSYS`, as on an old kernel. Libraries have fallbacks for that error,
+//! so a library that tries a new call does not kill a VM. `clone3` is left out deliberately,
+//! because its arguments are in memory, which a filter cannot read. The C library falls back to
+//! `clone`.
 
 use std::collections::BTreeMap;
 
@@ -14,10 +15,10 @@ use seccompiler::{
 
 use super::files::Taken;
 
-/// Name in the report.
+/// Name of this part in the report of the confinement.
 pub(super) const NAME: &str = "seccomp";
 
-/// Allowed with any arguments.
+/// System calls that every process may make with any arguments.
 const ALLOWED: &[libc::c_long] = &[
     // Descriptors.
     libc::SYS_read,
@@ -39,7 +40,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
-    // Files; Landlock restricts which.
+    // Files; Landlock restricts which ones.
     libc::SYS_openat,
     libc::SYS_fstat,
     libc::SYS_newfstatat,
@@ -84,7 +85,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_uname,
     libc::SYS_sysinfo,
     libc::SYS_getrandom,
-    // Signals, only to itself: see below.
+    // Signals. `tgkill` is allowed below, only to this process.
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
@@ -115,7 +116,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// Also for guest memory.
+/// Further calls of a process with a guest, for guest memory.
 const FOR_GUESTS: &[libc::c_long] = &[
     libc::SYS_mincore,
     libc::SYS_memfd_create,
@@ -130,10 +131,10 @@ const FOR_RECORDS: &[libc::c_long] = &[
     libc::SYS_renameat2,
 ];
 
-/// Further calls for channels: with kernel TLS the kernel moves their bytes.
+/// Further calls for channels: with kernel TLS, `splice` moves their bytes inside the kernel.
 const FOR_CHANNELS: &[libc::c_long] = &[libc::SYS_splice];
 
-/// Older variants of the same calls, which exist only on x86-64.
+/// Older variants of the calls above, which exist only on x86-64.
 #[cfg(target_arch = "x86_64")]
 const ALLOWED_HERE: &[libc::c_long] = &[
     libc::SYS_open,
@@ -165,7 +166,7 @@ const CHANNEL_REQUESTS: [u64; 1] = [libc::TIOCOUTQ];
 
 /// Ioctls of `handoff accept`: the unsent bytes of a socket, and the features of a network device,
 /// which are part of a socket's description. A change of features needs CAP_NET_ADMIN.
-const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL];
+const HANDOFF_REQUESTS: [u64; 2] = [libc::TIOCOUTQ, libc::SIOCETHTOOL as u64];
 
 /// Ioctls of every process: terminal detection and size, blocking mode, close-on-exec.
 const REQUESTS: [u64; 6] = [
@@ -177,17 +178,17 @@ const REQUESTS: [u64; 6] = [
     libc::FIONREAD,
 ];
 
-/// `PR_SET_VMA` of include/uapi/linux/prctl.h: mapping names, which the C library sets.
+/// `PR_SET_VMA` of include/uapi/linux/prctl.h, with which the C library names mappings.
 const PR_SET_VMA: u64 = 0x5356_4d41;
 
-/// The kind of process.
+/// The kind of process to confine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     /// A VM's process.
     Guest {
         /// Whether the process still has to create a control socket.
         makes_sockets: bool,
-        /// Whether its lanes may use IPsec.
+        /// Whether the lanes of the process may use IPsec.
         ipsec: bool,
     },
     /// A tunnel.
@@ -266,7 +267,7 @@ fn install(
 /// Calls allowed only with certain arguments.
 fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
     let execute = libc::PROT_EXEC as u64;
-    // A socket's type is combined with flags.
+    // The argument combines the socket's type with flags, which the mask removes.
     let kind = |kind: libc::c_int| masked(1, 0xf, kind as u64);
     let mut sockets = Vec::new();
     let mut domains = vec![libc::AF_INET, libc::AF_INET6];
@@ -291,7 +292,8 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
             }
         }
     }
-    // For connections, the network device towards the peer, and IPsec.
+    // Netlink protocols to list connections, to describe the network device towards the peer, and
+    // to set up IPsec.
     let netlink: &[_] = match work {
         Work::Guest { ipsec: true, .. } => &[
             libc::NETLINK_SOCK_DIAG,
@@ -333,20 +335,20 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         }
     );
     if one_more {
-        // One more filter will be installed.
+        // `deny_more_sockets` will install one more filter, which needs this call.
         controls.push(rule(&[equals(0, libc::PR_SET_NO_NEW_PRIVS as u64)])?);
     }
     let process = u64::from(std::process::id());
     let mut with = vec![
         (libc::SYS_socket, sockets),
-        // Both ends stay in this process.
+        // Local socket pairs are harmless, because both ends stay in this process.
         (
             libc::SYS_socketpair,
             vec![rule(&[equals(0, libc::AF_UNIX as u64)])?],
         ),
         (libc::SYS_ioctl, requests),
         (libc::SYS_prctl, controls),
-        // Threads, not processes.
+        // New threads are allowed, new processes are not.
         (
             libc::SYS_clone,
             vec![rule(&[masked(
@@ -357,9 +359,9 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
         ),
         (libc::SYS_tgkill, vec![rule(&[equals(0, process)])?]),
         (libc::SYS_sched_setaffinity, vec![rule(&[equals(0, 0)])?]),
-        // Limits may be read, not set.
+        // Limits may be read, but not set.
         (libc::SYS_prlimit64, vec![rule(&[null(2)])?]),
-        // No new code: libraries are loaded before.
+        // No new executable mappings: all libraries are loaded before the confinement.
         (libc::SYS_mmap, vec![rule(&[masked(2, execute, 0)])?]),
         (libc::SYS_mprotect, vec![rule(&[masked(2, execute, 0)])?]),
     ];
@@ -378,7 +380,7 @@ fn with_arguments(work: Work) -> Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
 /// A condition on an argument: position, width, comparison, value.
 type Condition = (u8, SeccompCmpArgLen, SeccompCmpOp, u64);
 
-/// The kernel uses the low 32 bits of an `int` argument and ignores the rest.
+/// Compares the low 32 bits of an `int` argument, because the kernel ignores the other bits.
 fn equals(argument: u8, value: u64) -> Condition {
     (argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
 }

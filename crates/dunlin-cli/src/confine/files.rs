@@ -39,8 +39,9 @@ const NAMES: [&str; 13] = [
     "/lib64",
 ];
 
-/// Kernel files that a VM's process reads: its page map, its control groups' limits, the CPUs.
-/// Landlock denies other processes' files in /proc, as for a debugger.
+/// Kernel files that a VM's process reads: its page map, the limits of its control groups, the
+/// CPUs. The rule for /proc includes files of other processes, but Landlock denies those that
+/// require the permission to debug the other process.
 const KERNEL: [&str; 4] = [
     "/proc",
     "/sys/fs/cgroup",
@@ -51,7 +52,7 @@ const KERNEL: [&str; 4] = [
 /// A part of the confinement that is in force.
 pub(super) struct Taken {
     pub(super) by: String,
-    /// Pieces that the kernel does not support.
+    /// Restrictions of this part that the kernel does not support.
     pub(super) lacks: Vec<String>,
 }
 
@@ -68,12 +69,12 @@ impl Taken {
 pub(super) struct Rules {
     ruleset: RulesetCreated,
     files: &'static str,
-    /// Restrictions that not every version of Landlock supports, with the first version
-    /// that does.
+    /// Restrictions that only newer versions of Landlock support, each with the version that added
+    /// it.
     newer: Vec<(ABI, &'static str)>,
 }
 
-/// The restrictions of every process that each version of Landlock added.
+/// Restrictions that apply to every confined process, with the version of Landlock that added each.
 const NEWER: [(ABI, &str); 3] = [
     (ABI::V3, "truncating files"),
     (ABI::V5, "controlling devices"),
@@ -151,7 +152,7 @@ fn ruleset(needs: &Needs, identities: &[PathBuf]) -> Result<RulesetCreated, Rule
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(ALL))?
-        // Other processes' local sockets, if the kernel can restrict them.
+        // Restrict connections to local sockets too, if the kernel supports that.
         .handle_access(AccessFs::ResolveUnix)?
         .handle_access(AccessNet::BindTcp)?
         .scope(Scope::from_all(ALL))?
@@ -210,12 +211,13 @@ fn rules(needs: &Needs, identities: &[PathBuf]) -> Vec<(Vec<PathBuf>, BitFlags<A
     rules
 }
 
-/// The directories of an identity's files, and those of their link targets: tools that renew
-/// certificates, such as certbot, put the new files next to the old ones.
+/// The directories of an identity's files and, for files that are symbolic links, of their targets.
+/// All of them are necessary, because tools that renew certificates, such as certbot, put the new
+/// files next to the old ones.
 fn directories_of(identity: &Path) -> Vec<PathBuf> {
     let mut directories = vec![identity.to_owned()];
     for role in [Role::Source, Role::Destination] {
-        // Loading reports unusable files.
+        // Ignore unusable files here, because loading the identity reports them.
         let Ok(files) = Files::in_directory(identity, None, Some(role)) else {
             continue;
         };

@@ -7,17 +7,17 @@ use dunlin_ipsec::PortRange;
 /// What a process needs after its start.
 #[derive(Debug, Default)]
 pub(crate) struct Needs {
-    /// The directory of its control socket.
+    /// The directory of the process's control socket.
     pub(crate) control: PathBuf,
-    /// The directory of its journal.
+    /// The directory of the process's journal.
     pub(crate) journal: PathBuf,
-    /// A directory that it removes when it ends.
+    /// A directory that the process removes when it ends.
     pub(crate) scratch: Option<PathBuf>,
-    /// An identity that it reloads.
+    /// The directory of an identity that the process reloads.
     pub(crate) identity: Option<PathBuf>,
     /// Whether the process still has to create a control socket.
     pub(crate) makes_sockets: bool,
-    /// The source ports of its lanes over IPsec.
+    /// The source ports of the process's lanes over IPsec.
     pub(crate) ipsec: Option<PortRange>,
 }
 

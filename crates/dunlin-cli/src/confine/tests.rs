@@ -36,7 +36,7 @@ use vm_memory::mmap::{MmapRegion, MmapRegionError};
 
 use super::*;
 
-/// Parts that the child applies, and its directory.
+/// Environment variables with the parts that the child applies, and with its directory.
 const PARTS: &str = "DUNLIN_TEST_CONFINED";
 const DIRECTORY: &str = "DUNLIN_TEST_CONFINED_IN";
 
@@ -81,7 +81,7 @@ fn confined_in(scratch: &Scratch, parts: &str) -> Outcomes {
             listener.local_addr().unwrap().to_string(),
         )
         .env("DUNLIN_TEST_ABSTRACT", &name)
-        // For the module of name resolution of one of the tests.
+        // One of the tests puts a module of name resolution into this directory.
         .env("LD_LIBRARY_PATH", scratch.path())
         .output()
         .unwrap();
@@ -107,7 +107,7 @@ fn assert_each(outcomes: &Outcomes, outcome: &str, what: &[&str]) {
     }
 }
 
-/// Operations of a VM's normal work.
+/// Operations that the normal work of a VM's process needs.
 const STILL_WORKS: &[&str] = &[
     "read an identity",
     "read the journal",
@@ -145,7 +145,7 @@ fn a_confined_process_can_only_do_its_work() {
         "ENOSYS",
         &["become another user", "execute a file in memory"],
     );
-    // With the control socket of the VM that has arrived.
+    // These operations fail once a VM has arrived and has its control socket.
     let later = [
         "make a local socket later",
         // Threads that already ran are restricted too.
@@ -153,10 +153,14 @@ fn a_confined_process_can_only_do_its_work() {
         "bind a port later",
         "listen later",
     ];
-    assert_each(&outcomes, "EACCES", &later);
+    assert_each(&outcomes, "ENOSYS", &by_calls);
+    assert_eq!(outcomes["make a local socket later"], "EACCES");
+    // Threads that were started before the confinement are restricted too.
+    assert_eq!(outcomes["make a local socket in an older thread"], "EACCES");
 }
 
-/// `vm run` has its control socket before it is confined.
+/// Tests `vm run`, which creates its control socket before it is confined. Afterwards it needs no
+/// further listening socket.
 #[test]
 fn a_confined_process_with_a_control_socket_never_listens() {
     let outcomes = confined("run");
@@ -185,8 +189,8 @@ const NEVER_CALLED: &[&str] = &[
     "open the journal to all",
 ];
 
-/// In addition to its other work, the process sets up IPsec and binds the source ports of
-/// its lanes.
+/// Tests a VM's process with lanes over IPsec. In addition to its other work, it sets up IPsec and
+/// binds the source ports of the lanes.
 #[test]
 fn a_process_with_lanes_over_ipsec_keeps_only_what_they_need() {
     let outcomes = confined("ipsec");
@@ -256,7 +260,8 @@ fn without_capabilities_root_is_an_ordinary_user() {
     assert_eq!(outcomes["execute a program"], "done");
 }
 
-/// The tunnel's normal work, and operations that only its systemd unit can deny.
+/// `works` lists the normal work of a tunnel, and also operations that the confinement permits and
+/// only the tunnel's systemd unit can deny.
 #[test]
 fn a_confined_tunnel_reads_and_connects_but_changes_nothing() {
     let outcomes = confined("tunnel");
@@ -311,7 +316,8 @@ fn a_confined_acceptor_of_hand_offs_reads_and_connects_but_changes_nothing() {
         "make a file in the control directory",
     ];
     assert_each(&outcomes, "EACCES", &by_files);
-    // Netlink sockets for routes are for the description of the network device.
+    // One operation of `NEVER_CALLED` is permitted: a netlink socket for routes, with which
+    // `handoff accept` describes the network device.
     let never = NEVER_CALLED.iter().copied();
     let never: Vec<_> = never
         .filter(|call| *call != "make a netlink socket")
@@ -628,7 +634,8 @@ fn resolve_by_module(directory: &Path) {
     mount(Some(&nsswitch), place, none, MsFlags::MS_BIND, none).unwrap();
 }
 
-/// glibc loads such a module at the first lookup that uses it, which is after confinement.
+/// Tests that a module of name resolution is loaded before the confinement. glibc itself loads it
+/// at the first lookup, when a confined process can no longer load code.
 #[test]
 fn a_confined_process_resolves_names_with_a_module_outside_the_c_library() {
     let root = Uid::effective().is_root().then_some(()).ok_or("not root");
@@ -655,7 +662,7 @@ fn made(family: AddressFamily, kind: SockType) -> Result<(), Errno> {
 }
 
 fn report(what: &str, outcome: Result<(), Errno>) {
-    // libtest has an unfinished line.
+    // Begin a new line, because libtest has not ended its own.
     match outcome {
         Ok(()) => println!("\ntried {what}: done"),
         Err(error) => println!("\ntried {what}: {error:?}"),
@@ -775,7 +782,7 @@ fn try_everything(directory: &Path) {
         "make a packet socket",
         made(AddressFamily::Packet, SockType::Raw),
     );
-    // Its protocol is NETLINK_ROUTE.
+    // The default protocol is NETLINK_ROUTE.
     report(
         "make a netlink socket",
         made(AddressFamily::Netlink, SockType::Raw),
@@ -822,7 +829,7 @@ fn try_everything(directory: &Path) {
     let connected = UnixStream::connect_addr(&address);
     io("connect to an abstract socket", connected.map(drop));
     report("make a user namespace", unshare(CloneFlags::CLONE_NEWUSER));
-    // Last: if it succeeds, nothing runs after it.
+    // This operation is the last, because nothing runs after a successful execv.
     println!("\ntried execute a program: done");
     let program = c"/bin/true";
     let Err(error) = execv(program, &[program]);

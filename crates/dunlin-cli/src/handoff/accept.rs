@@ -1,4 +1,5 @@
-//! `dunlin handoff accept`: one port for clients to hand over and clients to forward to a server.
+//! `dunlin handoff accept`: serves one port, hands over some of its clients, and forwards the
+//! others to a server.
 
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
@@ -113,15 +114,16 @@ impl Accept {
         let manager = Manager::find();
         let tls = self.tls()?;
         let listener = self.listen.open(&sockets, "--listen")?;
-        // Otherwise the port would stay open after the acceptor stops.
+        // Close the passed sockets, because the port would otherwise stay open after the acceptor
+        // stops.
         drop(sockets);
-        // Before the first byte of a client, and before there are threads.
+        // Confine the process before it reads from a client and before it starts threads.
         let confined = self.confining.handoff()?;
         let failed = sender.clone();
         let observer = move |event: &Event| {
             log_event(event);
             if matches!(event, Event::Failed(_)) {
-                // The main thread receives until the process ends.
+                // An error only means that the process is ending.
                 let _ = failed.send(ServiceEvent::Failed);
             }
         };
@@ -193,8 +195,9 @@ impl Accept {
         };
         let tls = identity.handoff_server(offer, clients);
         Ok(match self.cert {
-            Some(_) if !self.peers.is_empty() => tls
-                .context("--cert has no authorities: use --identity, or a pin, which needs none")?,
+            Some(_) if !self.peers.is_empty() => tls.context(
+                "--cert has no authorities for --peer: use --identity, or specify a pin",
+            )?,
             _ => tls?,
         })
     }

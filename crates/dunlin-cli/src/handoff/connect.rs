@@ -2,8 +2,8 @@
 //!
 //! The steps run in this order, so that each failure is reported precisely: arguments, TCP,
 //! handshake with the peer's certificate, kernel TLS in both directions, one line on standard
-//! output, the socket. A failure prints one line on standard error, exits with code 1 and passes no
-//! socket.
+//! output, passing the socket. A failure prints one line on standard error, exits with code 1 and
+//! passes no socket.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
@@ -81,7 +81,7 @@ pub(crate) struct Connect {
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=64))]
     connections: u16,
-    /// Time limit for everything.
+    /// Time limit for the whole command.
     #[arg(long, value_name = "TIME", default_value = "25s", value_parser = parse_limit)]
     timeout: Duration,
     /// Print one JSON object per socket instead of a line for people.
@@ -105,7 +105,7 @@ impl Connect {
         for (_, line) in &handed {
             writeln!(out, "{line}").context("cannot write standard output")?;
         }
-        // Flush before the socket is sent: its receiver may end this process.
+        // Flush before the socket is sent, because the receiver of the socket may end this process.
         out.flush().context("cannot write standard output")?;
         log::warn(warning);
         let sockets: Vec<_> = handed.iter().map(|(socket, _)| socket.as_fd()).collect();
@@ -154,7 +154,8 @@ impl Connect {
         Ok((tls, warning))
     }
 
-    /// Connects one socket, which its owner can use without TLS code, and describes it.
+    /// Connects one socket, performs the handshake and moves TLS into the kernel. Returns the
+    /// socket, and the line that describes it.
     fn one(&self, tls: &HandoffTls, deadline: Instant) -> Result<(OwnedFd, String)> {
         let cancel = DialCancel::new().context("cannot create an eventfd")?;
         let connected = connect::connect(&self.host, self.port, tls, deadline, &cancel)?;

@@ -18,14 +18,14 @@ pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
     let peer = info.peer.as_ref();
     let names = peer.iter().flat_map(|peer| &peer.names);
     known(json!({
-        // What seals and opens its records.
+        // The component that seals and opens the socket's records.
         "offload": "kernel",
         "version": info.version.to_string(),
         "cipher": info.cipher,
         "curve": info.curve,
         // The kernel's cipher driver.
         "driver": chosen.driver.as_ref().map(DriverLine::from),
-        // Where sealing and opening run.
+        // Where records are sealed and opened: in software or on the network card.
         "acceleration": chosen.acceleration.map(|run| json!({
             "sending": engine(run.sending),
             "receiving": engine(run.receiving),
@@ -42,12 +42,12 @@ pub(super) fn handed(info: &ConnectionInfo, chosen: &Chosen) -> Value {
         "peer": known(json!({
             "address": info.at.to_string(),
             "verified": peer.is_some(),
-            // SHA-256 of its certificate.
+            // SHA-256 of the peer's certificate.
             "fingerprint": peer.map(|peer| hex(&peer.fingerprint)),
             "names": names.map(ToString::to_string).collect::<Vec<_>>(),
         })),
-        // Maximum number of records in each direction; then the connection must be replaced. The
-        // owner of the socket has no counter for them.
+        // Maximum number of records in each direction. After that number the connection must be
+        // replaced. The owner of the socket cannot read a count of records from the kernel.
         "record_limit": RECORD_LIMIT,
         // The same limit in bytes, for an owner that writes at least 16 KiB at a time.
         "bytes_limit": RECORD_LIMIT * (16 << 10),

@@ -13,7 +13,8 @@ use clap::error::ErrorKind;
 
 use crate::line::FailedLine;
 
-/// As `ktls-helper`, `dunlin` runs `dunlin handoff connect`; toolstacks expect this name.
+/// A program name under which `dunlin` runs `dunlin handoff connect`. Toolstacks expect a helper
+/// with this name.
 const HELPER: &str = "ktls-helper";
 
 #[derive(Debug, Subcommand)]
@@ -34,8 +35,9 @@ pub(crate) fn run(command: &Command) -> Result<i32> {
     }
 }
 
-/// The command line of a helper call, or `None`. The caller of a helper reads a single error
-/// line, and expects exit code 0 or 1.
+/// The command line of `dunlin handoff connect`, if `words` runs that command under one of its
+/// names; otherwise `None`. The caller of that command reads a single error line, and expects exit
+/// code 0 or 1.
 pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Vec<OsString>> {
     let name = words.first().and_then(|word| Path::new(word).file_name());
     if name.is_some_and(|name| name == HELPER) {
@@ -50,7 +52,8 @@ pub(crate) fn helper(mut words: Vec<OsString>) -> Option<Vec<OsString>> {
     (is(1, &["handoff"]) && is(2, &["connect", HELPER])).then_some(words)
 }
 
-/// A helper's usage error in one line; help and version are printed.
+/// Turns a helper's usage error into an error of one line. If help or the version was requested,
+/// prints it and ends the process.
 pub(crate) fn refused(error: &clap::Error) -> Error {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),

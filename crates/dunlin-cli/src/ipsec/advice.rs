@@ -47,7 +47,8 @@ pub(crate) fn event_text(event: &Event) -> String {
 pub(super) fn with_advice(error: IpsecError) -> Error {
     let text = error.to_string();
     match &error {
-        // For `up`, per-CPU SAs are the only feature that the peer's kernel may lack.
+        // `FeatureMissing` means per-CPU SAs here, because `up` needs no other feature that the
+        // peer's kernel may lack.
         IpsecError::NoPerCpu
         | IpsecError::EndedByPeer {
             fault: FaultCode::FeatureMissing,

@@ -41,7 +41,8 @@ pub(super) struct SessionLine {
     up: bool,
     /// The session's process; `None` if a record of another release does not name it.
     process: Option<u32>,
-    /// Whether that process keeps the session. If not, the process died or gave the session up.
+    /// Whether the session's process still maintains the session. If not, the process died or gave
+    /// the session up.
     kept: bool,
     associations: Vec<AssociationLine>,
 }
@@ -49,13 +50,13 @@ pub(super) struct SessionLine {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct AssociationLine {
     direction: String,
-    /// Of the sealing host.
+    /// For an SA of a CPU: that CPU, on the host that seals.
     cpu: Option<u32>,
-    /// The connection's ports at the sealing and at the opening host.
+    /// For an SA of a connection: its ports at the sealing host and at the opening host.
     connection: Option<(u16, u16)>,
     spi: u32,
     epoch: u32,
-    /// This and the following are `None` if another program removed the SA.
+    /// This counter and those below are `None` if another program removed the SA.
     bytes: Option<u64>,
     packets: Option<u64>,
     replayed: Option<u32>,
@@ -80,13 +81,13 @@ pub(super) fn sender(cpu: Option<u32>, connection: Option<(u16, u16)>) -> Sender
     }
 }
 
-/// A process's answer.
+/// The answer of a process to a request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Answer {
     pub(super) name: String,
     pub(super) pid: u32,
     pub(super) sessions: Vec<SessionLine>,
-    /// Records of ended sessions with ports that stay blocked.
+    /// Record files of ended sessions that left their ports blocked.
     pub(super) blocked: Vec<String>,
     pub(super) failed: Option<String>,
 }
@@ -108,7 +109,7 @@ impl SessionLine {
         }
     }
 
-    /// Describes a session by its record, because its process was not asked or did not
+    /// Describes a session by its record, because the session's process was not queried or did not
     /// answer.
     pub(super) fn recorded(session: &Recorded) -> Self {
         let owner = session.owner.as_ref();
@@ -144,7 +145,7 @@ impl SessionLine {
             (true, true) => format!("up, process {process}"),
             (true, false) => format!("not up, process {process}"),
             (false, _) => format!(
-                "left by process {process}, which died or lost it: `dunlin ipsec clean` removes it"
+                "left by process {process}, which died or gave it up: `dunlin ipsec clean` removes it"
             ),
         };
         format!(
@@ -241,9 +242,9 @@ impl Which {
         for socket in sockets {
             match ask(&socket, request) {
                 Ok(answer) => answers.push(answer),
-                // The process has died, and the operator did not name it.
+                // A dead process is an error only if the operator named it.
                 Err(_) if self.name.is_none() && UnixStream::connect(&socket).is_err() => {}
-                // Its sessions are on record.
+                // The sessions of the process are shown from their records instead.
                 Err(error) if self.name.is_none() && matches!(request, Request::Status) => {
                     let (at, why) = (socket.display(), chained(&error));
                     warn([format!("no status from {at}: {why}")]);
@@ -312,8 +313,8 @@ impl Status {
         Ok(DONE)
     }
 
-    /// Recorded sessions that no process has reported in an answer: those of lanes, those of
-    /// processes that do not answer, and those of dead processes.
+    /// Recorded sessions that no process has reported in an answer: sessions of migrations and
+    /// tunnels, of processes that do not answer, and of dead processes.
     fn of_others(&self, answered: &[u32]) -> Result<Vec<SessionLine>> {
         let records = self.state.ipsec_records()?;
         let found = match ipsec::recorded(&records) {
@@ -341,7 +342,7 @@ impl Status {
     }
 }
 
-/// Whether the session's process reported it.
+/// Whether the session's process reported the session in an answer.
 fn is_reported(session: &Recorded, answered: &[u32]) -> bool {
     let pid = session.owner.as_ref().map(|owner| owner.pid);
     session.is_kept && pid.is_some_and(|pid| answered.contains(&pid))
@@ -354,8 +355,8 @@ const STEERING: &str = "to spread received packets over this host's CPUs, with I
 /// The warning about ports that are still blocked when a process ends.
 pub(super) fn stay_blocked(records: &[String]) -> String {
     format!(
-        "ports stay blocked, by {}: end the connections on them and run `dunlin ipsec clean`, or \
-         start the session again",
+        "ports stay blocked (records: {}): end the connections on them and run `dunlin ipsec \
+         clean`, or start the session again",
         records.join(", ")
     )
 }

@@ -17,9 +17,9 @@ use crate::options::{Cpus, parse_lanes};
 
 /// Default port of a plan: that of `dunlin vm receive` and of QEMU's documentation.
 const PORT: &str = "4444";
-/// SPIs of a plan are examples: the receiver chooses real ones at random.
+/// A plan's SPIs are examples. In a session, the receiver chooses SPIs at random.
 const FIRST_SPI: u32 = 0x1000;
-/// First request id of a plan; a real session takes a free block.
+/// First request id of a plan. A session uses a free range of request ids.
 const FIRST_REQID: u32 = 1 << 16;
 
 #[derive(Debug, Args)]

@@ -1,4 +1,4 @@
-//! `dunlin ipsec serve` and `up`: the processes that keep sessions.
+//! `dunlin ipsec serve` and `up`: the processes that keep IPsec sessions.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
@@ -42,10 +42,10 @@ use crate::text::chained;
 const PORT: u16 = 7302;
 /// The first dynamic port (RFC 6335, section 6).
 pub(super) const FIRST_SOURCE_PORT: u16 = 49_152;
-/// Interval at which the end of the sessions is checked.
+/// Interval between checks of whether the sessions have ended.
 const TICK: Duration = Duration::from_millis(200);
 
-/// Flags of both commands.
+/// Flags of both `serve` and `up`.
 #[derive(Debug, Args)]
 struct Own {
     /// Directory of this host's certificate and key, as for `dunlin vm receive` and `migrate`.
@@ -56,7 +56,7 @@ struct Own {
     /// CPUs of this host that send, such as 0,2-3 [default: those on which this process may run].
     #[arg(long, value_name = "LIST")]
     cpus: Option<Cpus>,
-    /// Maximum number of SAs of the peer for sending.
+    /// Maximum number of SAs for the packets that the peer sends.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u16).range(1..=1024))]
     sas: u16,
     /// Time limit for the peer's answers.
@@ -65,8 +65,8 @@ struct Own {
     /// Age at which the keys for sending are renewed.
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = parse_limit)]
     rekey_after: Duration,
-    /// How long to wait, at the end, for connections on the ports to end. After that the ports stay
-    /// blocked until `dunlin ipsec clean`.
+    /// At the end of a session, how long to wait for the connections on its ports to end. After
+    /// that the ports stay blocked until `dunlin ipsec clean`.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_limit)]
     quiet_wait: Duration,
     #[command(flatten)]
@@ -97,7 +97,7 @@ impl Own {
     }
 }
 
-/// Records of this process's sessions with ports that stay blocked.
+/// The record files of sessions of this process that ended and left their ports blocked.
 #[derive(Clone, Debug, Default)]
 struct Blocked(Arc<Mutex<BTreeSet<PathBuf>>>);
 
@@ -112,7 +112,7 @@ impl Blocked {
         })
     }
 
-    /// Records that still exist: later sessions did not take them over, and `ipsec clean` did not
+    /// Records that still exist, because no later session took them over and `ipsec clean` did not
     /// remove them.
     fn records(&self) -> Vec<String> {
         let records = lock(&self.0);
@@ -122,7 +122,7 @@ impl Blocked {
             .collect()
     }
 
-    /// The exit code after the end of all sessions.
+    /// Warns of blocked ports after the end of all sessions, and returns the exit code.
     fn code(&self) -> i32 {
         let records = self.records();
         if records.is_empty() {
@@ -157,7 +157,7 @@ pub(crate) struct Serve {
 /// A peer, and the addresses from which it may connect.
 #[derive(Clone, Debug)]
 struct BoundPeer {
-    /// As given on the command line.
+    /// The name or pin as given on the command line.
     name: String,
     peer: Allowed,
     addresses: Vec<AddressBlock>,
@@ -167,7 +167,7 @@ impl FromStr for BoundPeer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // Neither names nor pins contain an equals sign.
+        // Neither names nor pins contain an equals sign, so the first one precedes the addresses.
         let (peer, addresses) = match text.split_once('=') {
             Some((peer, addresses)) => (peer, Some(addresses)),
             None => (text, None),
@@ -301,8 +301,8 @@ impl Up {
     }
 }
 
-/// The next signal to end; `None` if there is none, or the session ends before it. A reload is
-/// ignored.
+/// The next signal that ends the process, apart from reloads, which are ignored. `None` if no
+/// signal is pending or the session ends first.
 fn next_signal(mut events: impl Iterator<Item = ServiceEvent>) -> Option<EndSignal> {
     match events.find(|event| !matches!(event, ServiceEvent::Reload)) {
         Some(ServiceEvent::End(signal)) => Some(signal),
@@ -310,7 +310,7 @@ fn next_signal(mut events: impl Iterator<Item = ServiceEvent>) -> Option<EndSign
     }
 }
 
-/// Remove what dead processes left.
+/// Remove the SAs, policies and records that dead processes left.
 #[derive(Debug, Args)]
 pub(crate) struct Clean {
     #[command(flatten)]
@@ -319,7 +319,7 @@ pub(crate) struct Clean {
 
 impl Clean {
     pub(crate) fn run(&self) -> Result<i32> {
-        let any = PortRange::new(1, u16::MAX).context("1 to 65535 is a range")?;
+        let any = PortRange::new(1, u16::MAX).context("invalid port range 1-65535")?;
         let options = Options::new(Mode::Cpu, any, self.state.ipsec_records()?);
         ipsec::clean_up(&options, &Blocked::default().observer())?;
         Ok(DONE)
@@ -331,14 +331,14 @@ fn warn_of_addresses(peer: &str, addresses: &BTreeSet<IpAddr>) {
     if addresses.len() > 1 {
         let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
         warn([format!(
-            "{peer} has several addresses ({}), of which only one will be protected: give an \
-             address to --peer and to the programs, and the name to --name",
+            "{peer} has several addresses ({}), of which only one will be protected: give one \
+             address to --peer and to the programs that connect, and the name to --name",
             all.join(", ")
         )]);
     }
 }
 
-/// The addresses of a name; empty if it does not resolve, which is reported elsewhere.
+/// The addresses of a name; empty if the name does not resolve. `ipsec::up` reports that error.
 fn addresses_of(to: &str, limit: Duration, cancel: &DialCancel) -> BTreeSet<IpAddr> {
     let all = resolve::endpoint(to, Instant::now() + limit, cancel.wakeup());
     let all = all.into_iter().flatten();
@@ -346,7 +346,7 @@ fn addresses_of(to: &str, limit: Duration, cancel: &DialCancel) -> BTreeSet<IpAd
 }
 
 fn with_port(peer: &str) -> String {
-    // An IPv6 address contains colons.
+    // An IPv6 address contains colons itself, so a port can follow it only if it is in brackets.
     let bracketed = peer.starts_with('[');
     let has_port = match peer.rsplit_once(':') {
         Some((host, port)) => {
@@ -367,7 +367,7 @@ enum Sessions {
     Server(Server),
     /// A session, and its peer as given on the command line.
     One(String, Session),
-    /// They have ended, or a thread ends them.
+    /// The sessions have ended, or a thread is ending them.
     Over,
 }
 
@@ -389,7 +389,8 @@ impl Sessions {
         }
     }
 
-    /// Returns when the connections have ended, or the wait for them has timed out.
+    /// Ends the sessions. Returns when their connections have ended, or the wait for them has timed
+    /// out.
     fn end(self) -> Result<(), ipsec::IpsecError> {
         match self {
             Self::Server(server) => {
@@ -413,14 +414,15 @@ impl Sessions {
 struct Held {
     name: String,
     sessions: Mutex<Sessions>,
-    /// Held while the sessions end, which takes as long as their connections; status requests are
-    /// answered during that time.
+    /// Locked by the thread that ends the sessions, until their connections have ended. This lock
+    /// is separate from `sessions`, so that status requests are answered during that time.
     ending: Mutex<()>,
     blocked: Blocked,
 }
 
 impl Held {
-    /// Sends [`ServiceEvent::Failed`] when the sessions have ended, or a request ends them.
+    /// Starts to serve `socket`. Sends [`ServiceEvent::Failed`] to `over` when the sessions have
+    /// ended or a request ends them.
     fn serve(
         socket: &Socket,
         name: &str,
@@ -440,13 +442,13 @@ impl Held {
             while !lock(&watched.sessions).is_over() {
                 thread::sleep(TICK);
             }
-            // The main thread receives until the process ends.
+            // An error only means that the process is ending.
             let _ = over.send(ServiceEvent::Failed);
         })?;
         Ok(held)
     }
 
-    /// Takes the sessions and ends them; returns when they have ended, here or on another thread.
+    /// Ends the sessions, or waits for a thread that is already ending them.
     fn end(&self) -> Result<(), ipsec::IpsecError> {
         let _ending = lock(&self.ending);
         let taken = mem::replace(&mut *lock(&self.sessions), Sessions::Over);
@@ -503,7 +505,7 @@ mod tests {
 
     use super::*;
 
-    /// Level and fault code of a line of a log.
+    /// Level and fault code of a log line.
     type LogLine = (Level, Option<String>);
 
     #[derive(Clone, Default)]

@@ -9,11 +9,11 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use crate::log::warn;
 
-/// The service manager, if it wants status reports.
+/// The service manager, if it requested status reports.
 pub(crate) struct Manager(Option<(UnixDatagram, SocketAddr)>);
 
 impl Manager {
-    /// The manager from the environment.
+    /// The manager that the environment names, if any.
     pub(crate) fn find() -> Self {
         let Some(named) = env::var_os("NOTIFY_SOCKET") else {
             return Self(None);
@@ -25,8 +25,9 @@ impl Manager {
         let made = found.and_then(|to| {
             let socket = UnixDatagram::unbound()?;
             if to.as_abstract_name().is_some() {
-                // A confined process reaches only those abstract sockets to which it is already
-                // connected. If the socket has no receiver yet, one may appear later.
+                // Connect now, because a confined process reaches only those abstract sockets to
+                // which it is already connected. An error is ignored, because the receiver may not
+                // exist yet.
                 let _ = socket.connect_addr(&to);
             }
             Ok((socket, to))
@@ -40,18 +41,18 @@ impl Manager {
         }
     }
 
-    /// The service listens, or has reloaded its configuration.
+    /// Reports that the service listens, or has reloaded its configuration.
     pub(crate) fn ready(&self, status: &str) {
         self.send(&format!("READY=1\nSTATUS={status}"));
     }
 
-    /// The service is reloading its configuration; [`Self::ready`] follows.
+    /// Reports that the service is reloading its configuration. A call of [`Self::ready`] follows.
     pub(crate) fn reloading(&self) {
         let now = dunlin_linux::clock::monotonic().as_micros();
         self.send(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
     }
 
-    /// The service accepts no more connections, and waits for the open ones.
+    /// Reports that the service accepts no more connections, and waits for the open ones to end.
     pub(crate) fn stopping(&self) {
         self.send("STOPPING=1\nSTATUS=waiting for connections to end");
     }

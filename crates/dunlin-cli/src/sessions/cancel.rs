@@ -11,10 +11,10 @@ use crate::vm::request::Request;
 
 #[derive(Debug, Args)]
 pub(crate) struct Cancel {
-    /// The session, as `dunlin status` shows it; a unique prefix is enough.
+    /// The session's identifier, as `dunlin status` shows it, or a unique prefix of the identifier.
     #[arg(value_parser = parse_session, required_unless_present = "vm", conflicts_with = "vm")]
     session: Option<String>,
-    /// The VM's name instead, or its control socket.
+    /// Instead of the session: the VM's name, or its control socket.
     #[arg(long, value_name = "NAME|SOCKET")]
     vm: Option<String>,
     #[command(flatten)]

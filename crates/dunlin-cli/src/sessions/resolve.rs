@@ -1,10 +1,10 @@
 //! `dunlin resolve`: an operator decides where a VM runs when the destination did not answer.
 //!
-//! Only a source can be in doubt: it has sent *commit* and has no answer as to whether the
-//! destination runs the VM. With an identity, the command queries the destination once more, and an
-//! answer settles the session. Otherwise the process that holds the paused copy, if alive, records
-//! the decision and carries it out. If that process has died, the copy is lost too, and only the
-//! record remains to be settled.
+//! A session is in doubt if its source has sent *commit* and has no answer as to whether the
+//! destination runs the VM; a destination is never in doubt. With an identity, the command queries
+//! the destination once more, and an answer settles the session. Without an answer, the operator
+//! decides. The process that has the paused copy, if alive, records the decision and carries it
+//! out. If that process has died, the copy is lost too, and only the record remains to be settled.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ use crate::vm::request::{ANSWER_LIMIT, Decision, Request, inquiry_options};
 
 #[derive(Debug, Args)]
 pub(crate) struct Resolve {
-    /// The session, as `dunlin status` shows it; a unique prefix is enough.
+    /// The session's identifier, as `dunlin status` shows it, or a unique prefix of the identifier.
     #[arg(value_parser = parse_session)]
     session: String,
     /// Run the VM here. You vouch that it does not run at the destination and never will; what it
@@ -114,7 +114,7 @@ impl Resolve {
         let (tls, _) = client_tls(&common, &record.peer)?;
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
         let host: Arc<dyn Host> = Arc::new(StandardHost);
-        // The copy died with its process, so there is no VM to resume.
+        // The paused copy died with its process, so there is no VM that the answer could resume.
         let location = doubt.ask(None, &tls, &inquiry_options(self.doubt_limit), &host)?;
         if matches!(location, VmLocation::AtSource | VmLocation::AtDestination) {
             doubt.forget()?;
@@ -122,13 +122,13 @@ impl Resolve {
         Ok((&location).into())
     }
 
-    /// Shows the destination's answer; returns the question that the operator still has to
-    /// decide.
+    /// Shows the destination's answer; returns the question that the operator still has to decide,
+    /// if any.
     fn take(&self, answered: &Line, entry: &Entry, record: &Record) -> Result<Option<String>> {
         let (vm, why) = match answered {
             Line::Answered { vm, text } => (&**vm, text),
             Line::Failed(failed) => bail!("{}", clean(&failed.text)),
-            _ => bail!("unexpected answer from the VM's process: does it run another release?"),
+            _ => bail!("unexpected answer from the VM's process: it may run another release"),
         };
         let name = clean(&record.vm_name);
         let settled = match (vm, entry.lives) {
@@ -191,7 +191,8 @@ impl Resolve {
         }
         let mut doubt = source::Doubt::taken_over(&self.state.open()?, entry.session, false)?;
         doubt.give_up()?;
-        // No peer queries a source that has given up its copy.
+        // The record is not needed any more, because no peer queries a source that has given up its
+        // copy.
         doubt.forget()?;
         if self.json {
             Line::Done.print();

@@ -17,7 +17,7 @@ use crate::text::{chained, clean};
 use crate::tunnel;
 use crate::vm::{describe, status};
 
-/// Time limit for the answer of a process: the process may be stopped.
+/// Time limit for the answer of a process. A stopped process does not answer.
 const LIVE_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -43,7 +43,7 @@ impl Status {
                 }
                 entries
             }
-            // Tunnels have no journal: show them anyway.
+            // The journals are unreadable. Show the tunnels anyway, because they have no journal.
             Err(error) => {
                 code = FAILED;
                 let error = error.context("cannot show sessions");
@@ -60,8 +60,8 @@ impl Status {
                 Err(why) => {
                     code = FAILED;
                     let text = format!(
-                        "the journal of session {}, {}, cannot be relied upon: {why}; keep it, \
-                         and find out where the VM is before you run it anywhere",
+                        "the journal of session {}, {}, cannot be relied upon: {why}; keep the \
+                         file, and find out where the VM is before you run the VM anywhere",
                         hex(&entry.session),
                         entry.role.name()
                     );
@@ -142,12 +142,12 @@ fn session(entry: &Entry, record: &Record, live: Option<StatusLine>) -> Value {
         "recorded_ms": record.written_ms,
         // Whether `dunlin resolve` has a question to settle.
         "resolvable": to_do(entry, record).is_some(),
-        // Status from that process, if it answers.
+        // The status that the session's process reports, if it answers.
         "live": live,
     })
 }
 
-/// Explains what this record means for the VM, unless the state's name already says it.
+/// Explains what a record in this state means for the VM, unless the state's name already says so.
 fn meaning(state: State, lives: bool) -> Option<&'static str> {
     match (state, lives) {
         (State::Source(SourceRecord::Migrating), false) => {
@@ -199,8 +199,8 @@ pub(super) fn ago(ms: u64) -> String {
     }
 }
 
-/// Warnings before a VM of this name starts again: sessions in doubt that moved a VM of this
-/// name and have no live process.
+/// Warnings to show before a VM with this name starts: the sessions in doubt that moved a VM with
+/// this name and have no live process.
 pub(crate) fn left_behind(state: &StatePath, name: &str) -> Result<Vec<String>> {
     let entries = state.list()?;
     Ok(entries

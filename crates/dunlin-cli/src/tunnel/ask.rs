@@ -89,7 +89,8 @@ impl Open {
             Line::Listener(opened).print();
         } else {
             use std::io::Write;
-            // A script reads the address before the wait ends; a closed output is not an error.
+            // Flush, because a script reads the address before the wait ends. A closed output is
+            // not an error.
             let mut out = std::io::stdout().lock();
             let _ = writeln!(out, "{}", clean(&opened.listen));
             let _ = out.flush();

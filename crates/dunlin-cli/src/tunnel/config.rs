@@ -26,7 +26,7 @@ use crate::options::{parse_bytes, parse_limit};
 /// A configuration in which no mistake was found. The check opens no files or sockets.
 #[derive(Debug)]
 pub(crate) struct Config {
-    /// Address for the peers' tunnels.
+    /// Address to which the peers' tunnels connect.
     pub(crate) listen: Port,
     pub(crate) identity: PathBuf,
     pub(crate) reading: Reading,
@@ -73,7 +73,7 @@ impl Config {
     /// Parses a file.
     ///
     /// # Errors
-    /// All of its mistakes, one per line; for invalid TOML or an unknown key only the first.
+    /// All mistakes in the file, one per line; for invalid TOML or an unknown key only the first.
     pub(crate) fn parse(file: &Path, text: &str) -> anyhow::Result<Self> {
         let mut found = Found {
             text,
@@ -84,7 +84,7 @@ impl Config {
             Ok(parsed) => check(parsed, &mut found),
             Err(error) => {
                 let at = error.span().unwrap_or_default();
-                // serde's type name means nothing to operators.
+                // serde's message contains a Rust type, which operators may not recognise.
                 let text = error.message().replace("u64", "a whole number");
                 found.add(&at, text);
                 None

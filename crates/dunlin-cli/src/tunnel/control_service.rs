@@ -35,7 +35,7 @@ pub(crate) enum Request {
         route: String,
         /// `NAME=VALUE`.
         parameter: Option<String>,
-        /// Its address; by default a socket next to the control socket.
+        /// The listener's address; by default a socket next to the control socket.
         listen: Option<String>,
         lanes: Option<u16>,
         /// Accept one connection, which the client opens itself; close the listener if the client
@@ -58,8 +58,8 @@ impl Request {
 
 /// Period over which rates are measured; a status request takes this long.
 ///
-/// Formula: long enough to average out the pauses of 10 MiB/s, and well within the time limit of
-/// `dunlin status`.
+/// Formula: long enough to average out the pauses in a channel that carries 10 MiB/s, and well
+/// within the time limit of `dunlin status`.
 /// Drawback: a status request takes a quarter of a second, and its rates do not cover the time
 /// before it.
 /// Alternative: rates since the previous request need no wait, but two clients would reset each
@@ -130,7 +130,7 @@ impl ControlService {
         })
     }
 
-    /// Directory of listeners without a given address.
+    /// Directory of the sockets of listeners without a given address.
     fn directory(&self) -> PathBuf {
         self.control.with_extension("d")
     }
@@ -149,8 +149,8 @@ impl ControlService {
         };
         let Some(listener) = on_demand.iter().find(matches) else {
             bail!(
-                "no open listener {listener}: `dunlin status` lists their numbers; configured \
-                 listeners close with their routes"
+                "no open listener {listener}: `dunlin status` lists the listeners by number; \
+                 configured listeners close with their routes"
             );
         };
         listener.close();
@@ -168,7 +168,7 @@ impl ControlService {
         if once {
             let watched = listener.clone();
             start("requester", move || {
-                // The client sends nothing more: the read returns when it hangs up.
+                // The client sends nothing more, so the read returns when the client hangs up.
                 let _ = requests.read_line(&mut String::new());
                 let status = watched.status();
                 if status.open + status.ended() == 0 {
@@ -229,7 +229,8 @@ impl Service for ControlService {
                 let line = ListenerLine::from(&listener);
                 say(&described(&line));
                 let sent = send(connection, &Line::Listener(line));
-                // The client is gone, and no other process has the listener's address.
+                // An error means that the client has disconnected. No other process has received
+                // the listener's address, so the listener would stay unused.
                 if sent.is_err() {
                     listener.close();
                 }
@@ -261,7 +262,8 @@ fn ended(status: &ListenerStatus) -> Line {
     let text = format!("failed connections: {bad} of {all}");
     let mut failed = FailedLine::new(fault, "", text, FAILED);
     if let Some(why) = &status.why {
-        // For a failure that the peer reported, the party at fault is stated from this side's view.
+        // If the peer reported the failure, `at_fault` converts the party at fault to this side's
+        // view.
         failed.at_fault = why.at_fault().to_string();
         failed.text.push_str(&format!(": {why}"));
     }

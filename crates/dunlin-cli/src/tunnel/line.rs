@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 /// A running tunnel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct TunnelLine {
-    /// The stem of its configuration's file name.
+    /// The stem of the file name of the tunnel's configuration.
     pub(crate) name: String,
     pub(crate) pid: u32,
     pub(crate) control: String,
-    /// Address for the peers' tunnels.
+    /// Address to which the peers' tunnels connect.
     pub(crate) address: String,
     pub(crate) running_s: f64,
     /// Rates are averages over this many milliseconds before the status was taken.
@@ -30,7 +30,7 @@ pub(crate) struct RouteLine {
     pub(crate) target: Option<String>,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
-    /// Closed by a hypervisor that did not read the last bytes.
+    /// Channels that were closed by a hypervisor which did not read the last bytes.
     #[serde(default)]
     pub(crate) left_unread: u64,
     pub(crate) failed: u64,
@@ -48,7 +48,7 @@ pub(crate) struct ListenerLine {
     /// `NAME=VALUE`, or empty.
     pub(crate) parameter: String,
     pub(crate) listen: String,
-    /// Whether it still accepts connections.
+    /// Whether the listener still accepts connections.
     pub(crate) listens: bool,
     pub(crate) channels: u64,
     pub(crate) closed: u64,
@@ -76,7 +76,7 @@ impl RouteLine {
     pub(super) fn new(now: &RouteStatus, before: Option<&RouteStatus>, seconds: f64) -> Self {
         let traffic = now.traffic;
         let rate = |now: u64, before: Option<u64>| {
-            // A route that was added in the meantime has no previous counters.
+            // A route that was added after `before` has no earlier counters, so its rates are 0.
             now.saturating_sub(before.unwrap_or(now)) as f64 / seconds
         };
         let before = before.map(|one| one.traffic);

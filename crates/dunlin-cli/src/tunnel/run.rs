@@ -70,7 +70,7 @@ impl Run {
         self.log.start(Some(Format::Text));
         let passed = passed()?;
         if let Some(Cpus(cpus)) = &self.cpus {
-            // Later threads inherit the CPU affinity.
+            // Set the CPU affinity before other threads start, because they inherit it.
             keep_to(cpus).map_err(|error| {
                 anyhow!("cannot run on CPUs {cpus:?}: {error}; `nproc` prints the number of available CPUs")
             })?;
@@ -82,7 +82,8 @@ impl Run {
         let listener = config.listen.open(&passed, "listen in the configuration")?;
         let observer = |event: &Event| log_event(event);
         let socket = self.control_socket()?;
-        // Threads that already exist would stay unconfined.
+        // Confine the process before it starts threads, because existing threads would stay
+        // unconfined.
         let control = socket
             .as_ref()
             .map(|socket| Needs::directory_of(&socket.path));
@@ -141,7 +142,8 @@ impl Run {
         Ok(code)
     }
 
-    /// Binds the control socket. Unless `--control` asks for it, the tunnel also runs without one.
+    /// Binds the control socket. If that fails and `--control` was not given, the tunnel runs
+    /// without a control socket.
     fn control_socket(&self) -> Result<Option<Socket>> {
         let bound = name_of(&self.config)
             .and_then(|name| Socket::bind(&self.control.tunnel(&name), "a tunnel"));
@@ -204,7 +206,7 @@ fn log_event(event: &Event) {
     }
 }
 
-/// Why a tunnel with this configuration cannot be confined, and the remedy.
+/// Why a tunnel with this configuration cannot be confined, and the remedy; `None` if it can.
 fn unconfined(config: &Config) -> Option<(&'static str, &'static str)> {
     if config.starts_programs {
         return Some((
@@ -244,7 +246,7 @@ fn reload(file: &Path, tunnel: &Tunnel, confined: &Line) -> Result<Duration> {
     Ok(config.drain)
 }
 
-/// A configuration, and its certificates.
+/// Reads a configuration and its certificates.
 fn read(file: &Path) -> Result<(Config, Identities)> {
     let text = std::fs::read_to_string(file)
         .with_context(|| format!("cannot read the configuration {}", file.display()))?;

@@ -7,10 +7,11 @@
 //!                 exit code ◀── control socket: result of the channel
 //! ```
 //!
-//! The process keeps its descriptors to itself. They may be files or terminals, which cannot be
-//! polled, and a mode set by the tunnel would affect their other users. A unix socket also cannot
-//! tell an abort from an end; the control socket does. If an end is a pipe, the kernel moves the
-//! bytes without copying them to this process.
+//! The process copies the bytes instead of passing its descriptors to the tunnel. The descriptors
+//! may be files, which cannot be polled, and a mode that the tunnel sets on them would affect the
+//! other programs that use them. A unix socket does not show whether the channel was aborted or
+//! ended, so the control socket reports that. If standard input or output is a pipe, the kernel
+//! moves the bytes without copying them to this process.
 
 use std::fs::File;
 use std::io;
@@ -39,35 +40,39 @@ impl Stdio {
     pub(crate) fn run(&self) -> Result<i32> {
         let (mut client, opened) = self.wanted.open(None, true, true)?;
         let Some(path) = opened.listen.strip_prefix("unix:") else {
-            bail!("the tunnel listens on {}", opened.listen);
+            bail!(
+                "the tunnel listens on {} instead of a unix socket",
+                opened.listen
+            );
         };
         let channel = UnixStream::connect(path)
             .with_context(|| format!("cannot connect to the tunnel at {path}"))?;
         let input = channel.try_clone()?;
         let is_cut = Arc::new(AtomicBool::new(false));
         let cut = Arc::clone(&is_cut);
-        // If the channel ends before the input, this thread is abandoned.
+        // If the channel ends before the input, this thread stays blocked until the process ends.
         start("stdin", move || send(&input, &cut))?;
         let mut from = &channel;
-        // Not std's stdout, which buffers incomplete lines.
+        // Do not use std's stdout, because it buffers incomplete lines.
         let mut output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
         let took = io::copy(&mut from, &mut output);
         drop(output);
         let took = match took {
-            // This is not a failure of the output: the tunnel reports the channel's result.
+            // The tunnel closed the channel. It reports the channel's result itself.
             Err(error) if is_channels(&error, &channel) => Ok(()),
             took => took.map(|_| ()),
         };
-        // The reader of the output sees its end even if the input continues.
+        // End the output now, so that its reader sees the end even if the input continues.
         let ended = took.and_then(|()| dunlin_linux::stdio::end_output());
         if let Err(error) = ended {
-            // Fails only if the channel is closed.
+            // This fails only if the channel is closed.
             let _ = channel.shutdown(Shutdown::Both);
             eprintln!("dunlin: cannot write the output: {error}");
             return Ok(FAILED);
         }
         let code = client.done(false)?;
-        // The target treated the truncated input as complete; the exit code reports the failure.
+        // If reading the input failed, the target treated the truncated input as complete. The exit
+        // code then reports the failure.
         Ok(if is_cut.load(Ordering::SeqCst) {
             FAILED
         } else {
@@ -77,8 +82,8 @@ impl Stdio {
 }
 
 /// Whether a copy failed because the tunnel closed the channel. If the tunnel refuses a channel
-/// while input from this process is unread, a unix socket reports a reset (unix(7)). The other
-/// end of the copy may be a socket that was itself reset.
+/// while input from this process is unread, a unix socket reports a reset (unix(7)). A reset alone
+/// is no proof, because the other end of the copy may be a socket that was itself reset.
 fn is_channels(error: &io::Error, channel: &UnixStream) -> bool {
     // POLLHUP is reported for any requested event.
     let hung_up = Interest::failure(&channel);
@@ -92,7 +97,7 @@ fn send(to: &UnixStream, cut: &AtomicBool) {
     let how = match io::copy(&mut io::stdin().lock(), &mut into) {
         Ok(_) => Shutdown::Write,
         Err(error) => {
-            // The tunnel reports aborted channels.
+            // Do not report an aborted channel, because the tunnel does.
             if error.kind() != io::ErrorKind::BrokenPipe && !is_channels(&error, to) {
                 cut.store(true, Ordering::SeqCst);
                 eprintln!("dunlin: cannot read the input: {error}");
@@ -100,6 +105,6 @@ fn send(to: &UnixStream, cut: &AtomicBool) {
             Shutdown::Both
         }
     };
-    // Fails only if the channel is closed.
+    // This fails only if the channel is closed.
     let _ = to.shutdown(how);
 }

@@ -6,7 +6,8 @@
 //!                 └── failed ──┘         ├ moving ──▶ moved: the process ends
 //!                                        └ in doubt: paused until resolved
 //! ```
-//! Requests, signals, the arrival and the VM's own end are serialised by one lock.
+//! One lock serialises requests, signals, the arrival of a VM, and the end of a VM that powers off
+//! or fails.
 
 use dunlin_lane::sync::{lock, wait};
 use std::mem;
@@ -60,7 +61,7 @@ struct Now {
 /// The phase of the VM that is here.
 #[derive(Default)]
 enum Phase {
-    /// No migration away from here is under way, and none left the VM in doubt.
+    /// No migration away from here is under way, and no earlier migration left the VM in doubt.
     #[default]
     Idle,
     Moving(Arc<Moving>),
@@ -68,27 +69,29 @@ enum Phase {
     /// the copy here stays paused.
     InDoubt {
         record: Record,
-        /// Whether this process got a signal to end since then.
+        /// Whether this process has got a signal to end after the migration left the VM in doubt.
         signalled: bool,
     },
 }
 
 /// The record of the session that left a VM in doubt.
 enum Record {
-    /// Holding it shows other processes that this one is alive.
+    /// The record, locked by this process. The lock shows other processes that this process is
+    /// alive.
     Held(Box<source::Doubt>),
-    /// A request holds it while it queries the destination.
+    /// A request has taken the record, and queries the destination.
     InUse,
-    /// The journal has none that this process can lock; the next request looks again.
+    /// The journal has no record of the session that this process can lock. The next request looks
+    /// again.
     Missing,
 }
 
-/// Whether this process ends.
+/// Whether this process has been asked to end.
 #[derive(Clone, Copy, Default)]
 enum Ending {
     #[default]
     No,
-    /// By the first signal that asked this process to end.
+    /// The first signal that asked this process to end.
     By(EndSignal),
 }
 
@@ -183,7 +186,7 @@ impl ControlService {
         Line::Warning { text: text.into() }.say(self.json);
     }
 
-    // The arrival.
+    // Methods for the arrival of a VM.
 
     /// Prepares for the next attempt of a source; `None` if this process is ending.
     pub(crate) fn next_attempt(&self) -> Option<Cancel> {
@@ -246,7 +249,7 @@ impl ControlService {
         }
     }
 
-    // The VM.
+    // Methods for the VM that is here.
 
     /// Takes the VM: from now on it has a status and accepts commands.
     pub(crate) fn hold(&self, vm: &Arc<Movable>) {
@@ -270,7 +273,8 @@ impl ControlService {
         start("vm-watch", move || {
             let hour = Duration::from_secs(3600);
             while !watched.vm().wait_until_ended(hour).has_ended() {}
-            // With the lock, the loop below is not between its look at the VM and its wait.
+            // The loop below checks the VM and waits with this lock held, so it does not miss this
+            // notification.
             let _state = lock(&service.state);
             service.changed.notify_all();
         })?;
@@ -347,7 +351,7 @@ impl ControlService {
         Ok(vm)
     }
 
-    /// Ends the migration that holds the reservation.
+    /// Ends the migration `moving`, which has reserved the VM.
     pub(crate) fn finish(&self, moving: &Moving, line: Line) {
         let mut state = lock(&self.state);
         state.phase = Phase::Idle;
@@ -359,7 +363,7 @@ impl ControlService {
                 record: self.record_of(vm),
                 signalled: false,
             };
-            // A pending end of the process now waits for an operator.
+            // If the process was asked to end, it now waits for an operator's decision instead.
             state.ending = Ending::No;
         }
         moving.end(line);
@@ -415,7 +419,7 @@ impl ControlService {
         asked
     }
 
-    /// The VM that this session left in doubt, and its record.
+    /// Takes the record of the session that left the VM in doubt; returns the VM and the record.
     fn take_doubt(
         &self,
         state: &mut Now,
@@ -438,12 +442,12 @@ impl ControlService {
             bail!("another session left this VM in doubt: see `dunlin status`");
         }
         bail!(
-            "the session has no record here, or its destination is being queried: is --state-dir \
-             the one of the VM's process?"
+            "this process has no record of the session, or is already querying its destination: check \
+             that --state-dir is that of the VM's process"
         );
     }
 
-    /// Ends the doubt if it is over; otherwise stores the record again.
+    /// Ends the doubt if `over`; otherwise stores the record again.
     fn put_back(&self, state: &mut Now, record: Box<source::Doubt>, over: bool) {
         if !over {
             if let Phase::InDoubt { record: place, .. } = &mut state.phase {
@@ -452,7 +456,7 @@ impl ControlService {
             return;
         }
         state.phase = Phase::Idle;
-        // No peer queries a source that has decided.
+        // The record is not needed any more: no peer queries a source that has decided.
         if let Err(error) = record.forget() {
             self.warn(&format!(
                 "cannot remove the session from the journal: {error}"
@@ -490,7 +494,7 @@ impl ControlService {
                 {
                     Ok(())
                 }
-                Line::Failed(failed) => bail!("the migration ended by itself: {}", failed.text),
+                Line::Failed(failed) => bail!("the migration itself failed: {}", failed.text),
                 _ => bail!("too late to cancel: the VM has moved"),
             };
         }

@@ -118,7 +118,7 @@ fn parse_cap(text: &str) -> Result<Cap, String> {
     }
     parse_rate(text)
         .map(Some)
-        .map_err(|error| format!("{error}; or none for no limit"))
+        .map_err(|error| format!("{error}; write none for no limit"))
 }
 
 #[derive(Debug, Args)]
@@ -138,7 +138,7 @@ fn code(ended: Ended) -> i32 {
 }
 
 /// Requests a migration and shows it until it ends. The first signal cancels the migration; a
-/// second one stops waiting. With `timeline`, writes the timeline there.
+/// second one stops waiting. With `timeline`, writes the timeline to that file.
 pub(crate) fn follow(
     socket: &Path,
     common: &Common,
@@ -199,7 +199,7 @@ fn until_end(
             if let Some(mut file) = timeline.take()
                 && let Err(error) = file.write_all(json!(events).to_string().as_bytes())
             {
-                // The migration has ended, well or not.
+                // Only warn, because the migration has already succeeded or failed.
                 log::warn([format!("cannot write the timeline: {error}")]);
             }
             continue;
@@ -212,8 +212,8 @@ fn until_end(
             _ => {}
         }
     }
-    // The process or its guest died. Only a *committing* line shows how far the migration had
-    // progressed.
+    // The process or its guest died. A *committing* line is the only evidence of how far the
+    // migration had progressed.
     let failed = if committing {
         let text = "the VM's process died after it sent commit to the destination: check there";
         FailedLine::new(FaultCode::Internal, "in-doubt", text, IN_DOUBT)

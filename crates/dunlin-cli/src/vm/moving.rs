@@ -13,11 +13,11 @@ use tracing::Span;
 use super::story;
 use crate::line::{Line, MigrationLine};
 
-/// Lines queued for a follower that does not read. Further lines are dropped: a stopped follower
-/// must not stop the migration.
+/// Maximum number of lines queued for a follower that does not read. Further lines are dropped,
+/// because a stopped follower must not stop the migration.
 const FOLLOWER_LINES: usize = 1024;
 
-/// Phase of a migration, on either side, after which it cannot be cancelled.
+/// Phase of a migration, on either side, in which it can no longer be cancelled.
 pub(super) const COMMITTED: &str = "committed";
 
 /// One migration at its source.
@@ -40,7 +40,8 @@ struct Seen {
 
 impl Seen {
     fn send(&self, line: &Line) {
-        // A follower that does not read loses lines, but never the last one.
+        // A follower that does not read loses lines, but never the last line, which is stored in
+        // `ended`.
         for follower in &self.followers {
             let _ = follower.try_send(line.clone());
         }
@@ -72,7 +73,8 @@ impl Moving {
 
     /// Processes an event of the engine, on any of its threads.
     pub(crate) fn observe(&self, event: &Event) {
-        // The first event precedes every step.
+        // The first event arrives before any step begins, so the current span is that of the
+        // session.
         self.span.get_or_init(Span::current);
         story::at_source(event);
         let line = Line::from(event);
@@ -124,7 +126,7 @@ impl Moving {
         }
     }
 
-    /// Requests the end, which [`Self::wait`] then returns.
+    /// Requests the cancellation of the migration. [`Self::wait`] returns the last line.
     ///
     /// # Errors
     /// It is too late to cancel; nothing was requested.
@@ -173,7 +175,7 @@ pub(crate) struct Follower {
 }
 
 impl Follower {
-    /// Calls `show` with every line up to the last one; stops at its first error.
+    /// Calls `show` with every line up to the last one; stops at the first error of `show`.
     pub(crate) fn show(self, mut show: impl FnMut(&Line) -> Result<()>) -> Result<()> {
         for line in &self.lines {
             show(&line)?;

@@ -1,8 +1,8 @@
 //! The control socket of the process that owns or receives a VM.
 //!
 //! The last line of an answer ([`crate::control`]) is `done`, `status`, `moved` or `failed`. A
-//! client that requested a migration may send `cancel` on the same connection. If it hangs up, the
-//! migration continues: a lost terminal must not cancel it.
+//! client that requested a migration may send `cancel` on the same connection. If the client hangs
+//! up, the migration continues, because the loss of a terminal must not cancel it.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -34,7 +34,7 @@ use crate::service::start;
 use crate::state::StatePath;
 use crate::timeline;
 
-/// Flags of both kinds of process that can own a VM.
+/// Flags of `vm run` and `vm receive`, the processes that can own a VM.
 #[derive(Debug, Args)]
 pub(crate) struct Own {
     /// Do not request transparent huge pages for private guest memory.
@@ -47,7 +47,7 @@ pub(crate) struct Own {
     #[command(flatten)]
     confining: Confining,
     /// Allow this VM's lanes to use IPsec when the source asks for it. This process then keeps
-    /// CAP_NET_ADMIN: an attacker that takes it over could change this host's network.
+    /// CAP_NET_ADMIN, so an attacker that takes the process over could change this host's network.
     #[arg(long)]
     ipsec: bool,
     /// Source ports of lanes over IPsec, on either host.
@@ -75,8 +75,8 @@ impl Own {
         HostOptions::default().huge_pages(!self.no_huge_pages)
     }
 
-    /// With the flag, ends this process when its standard input closes: the kernel closes the pipe
-    /// of a parent that dies.
+    /// With `--until-stdin-closes`, ends this process when its standard input closes. If the parent
+    /// dies, the kernel closes the parent's end of the pipe.
     pub(super) fn watch_parent(&self) -> Result<()> {
         let Some(directory) = self.until_stdin_closes.clone() else {
             return Ok(());
@@ -84,20 +84,21 @@ impl Own {
         start("stdin-watch", move || {
             // An error also means that the parent is dead.
             let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-            // A sibling may have removed it.
+            // A sibling process may have removed the directory.
             let _ = fs::remove_dir_all(directory);
             std::process::exit(1);
         })?;
         Ok(())
     }
 
-    /// The ports allowed for lanes over IPsec.
+    /// The ports allowed for lanes over IPsec; `None` without `--ipsec`.
     pub(super) fn ipsec_ports(&self) -> Option<PortRange> {
         self.ipsec.then_some(self.ipsec_ports)
     }
 
-    /// Confines this process; its control sockets are in the directory of `socket`. `identity` is
-    /// given for a process that reloads that identity and still has to create a socket.
+    /// Confines this process, which has its control sockets in the directory of `socket`. If
+    /// `identity` is given, the confined process may reload that identity and create a control
+    /// socket.
     pub(super) fn confine(&self, socket: &Path, identity: Option<&Path>) -> Result<Line> {
         let confined = self.confining.apply(&Needs {
             control: Needs::directory_of(socket),
@@ -170,7 +171,7 @@ impl Service for ControlService {
         send(connection, &Line::Done)
     }
 
-    /// Adds to the error that the VM is where it was.
+    /// Adds to the error that the VM stays at the source.
     fn refused(&self, error: &anyhow::Error) -> FailedLine {
         let mut failed = FailedLine::from(error);
         failed.vm = "at-source".into();
@@ -189,7 +190,7 @@ impl Service for ControlService {
     }
 }
 
-/// Handles further requests of the client that requested the migration, while it is under way.
+/// Handles further requests of the client that requested the migration, until the client hangs up.
 fn watch(mut requests: impl BufRead, service: &ControlService, moving: &Moving) {
     loop {
         match read_request(&mut requests) {
@@ -254,7 +255,7 @@ fn move_away(
             Ok(report) => {
                 let mut moved = MovedLine::from(&report);
                 if digests {
-                    // This copy never runs again: nothing writes its memory.
+                    // This copy of the VM never runs again, so nothing writes its memory any more.
                     moved.digests = vm.digests().unwrap_or_else(|error| {
                         for_thread.warn(format!("cannot digest the memory: {error}"));
                         Vec::new()

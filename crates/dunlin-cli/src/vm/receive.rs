@@ -39,7 +39,8 @@ pub(crate) struct Receive {
     /// not count. No other VM can arrive during that time.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = parse_limit)]
     idle_limit: Duration,
-    /// Digest the memory as it was when the guest resumed, for a parent that compares.
+    /// Digest the memory as it was when the guest resumed, for a parent process that compares the
+    /// digests.
     #[arg(long, hide = true)]
     digests: bool,
     #[command(flatten)]
@@ -62,7 +63,8 @@ impl Receive {
         let listener = TcpListener::bind(&self.listen)
             .map_err(|error| cannot_listen(&self.listen, "--listen", &error))?;
         let address = listener.local_addr()?.to_string();
-        // Threads that already exist would stay unconfined.
+        // Confine the process before it starts threads, because existing threads would stay
+        // unconfined.
         let beside = self.own.control.socket("vm")?;
         let confined = self.own.confine(&beside, Some(&self.common.identity))?;
         service.watch(signals)?;
@@ -121,12 +123,12 @@ impl Receive {
                 .observer(&observe)
                 .cancel(&cancel)
                 .run(&mut builder);
-            // No source has connected, and this process still waits for one.
+            // Whether no source has connected and this process still waits for one.
             let waits = !service.is_arriving() && service.ending().is_none();
             match attempt {
                 Ok(received) => break received,
                 // The VM is at the source, which may try again. But a local failure that occurs
-                // before any source has connected would occur again.
+                // before any source has connected would occur again, so it ends this process.
                 Err(error) if error.vm == VmIs::AtSource && !(waits && is_local_fault(&error)) => {
                     let FailedLine { text, .. } = (&error).into();
                     if service.ending().is_none() {
@@ -134,7 +136,7 @@ impl Receive {
                     } else if service.is_arriving() {
                         cancelled = Some(text);
                     }
-                    // This also drops its control socket.
+                    // Drop the VM of the failed attempt, and its control socket.
                     drop(builder.take());
                 }
                 Err(error) => {
@@ -155,7 +157,8 @@ impl Receive {
         if let Err(error) =
             confine::make_no_more_sockets(&confined, self.own.ipsec_ports().is_some())
         {
-            // This process has the VM; a failure to confine the process must not end the VM.
+            // Only warn, because this process has the VM, and a failure to confine the process must
+            // not end the VM.
             service.warn(&format!(
                 "cannot forbid new local sockets: {}",
                 chained(&error)
@@ -163,7 +166,7 @@ impl Receive {
         }
         let digests = if self.digests {
             // `digests_at_resume` must precede the VM's next migration, which cannot begin before
-            // `hold`.
+            // `keep`.
             vm.digests_at_resume().unwrap_or_else(|error| {
                 service.warn(&format!("cannot digest the memory: {error}"));
                 Vec::new()
@@ -174,7 +177,7 @@ impl Receive {
         // Before a client that has read the line below asks for the VM.
         service.hold(&vm);
         let name = received.offered.vm.name.clone();
-        // A source that missed the confirmation can still query this process.
+        // `answering` answers a source that missed the confirmation and queries this process.
         let answering = received.answering;
         self.say(&Line::Received {
             name,
@@ -287,12 +290,12 @@ impl VmBuilder<'_> {
 impl Builder for VmBuilder<'_> {
     fn owner(&self, offered: &Offered) -> String {
         let socket = self.control.socket(&offered.vm.name);
-        // With an invalid name, `build` refuses the VM.
+        // If the name is invalid, the path does not matter, because `build` refuses the VM.
         socket.map_or_else(|_| String::new(), |path| path.display().to_string())
     }
 
     fn build(&mut self, offered: &Offered) -> Result<Arc<dyn DestinationVm>, Refusal> {
-        // The socket of a failed attempt may have the same path.
+        // Remove the socket of a failed attempt first, because it may have the same path.
         self.socket = None;
         let socket = self
             .control

@@ -26,18 +26,19 @@ pub(crate) enum Request {
         #[serde(flatten)]
         common: Common,
         flags: MigrateFlags,
-        /// Whether a timeline follows the migration. A client of an earlier release asks for none.
+        /// Whether to send the timeline after the migration. Clients of earlier releases leave this
+        /// field out.
         #[serde(default)]
         timeline: bool,
     },
     /// Follow the migration under way.
     Watch,
-    /// Change its rate limit.
+    /// Change the rate limit of the migration under way.
     Set {
         rate: Option<u64>,
     },
-    /// Cancel it. If this is the first request of a connection, the answer follows when the
-    /// migration has ended.
+    /// Cancel the migration under way. If this is the first request of a connection, the answer
+    /// follows when the migration has ended.
     Cancel,
     /// Query the destination again about a VM in doubt, and act on its answer.
     AskDestination {

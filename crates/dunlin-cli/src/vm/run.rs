@@ -35,7 +35,7 @@ const WORKLOADS: &[(&str, Workload)] = &[
 
 #[derive(Debug, Args)]
 pub(crate) struct Run {
-    /// The VM's name, also that of its control socket.
+    /// Name of the VM and of its control socket.
     #[arg(long)]
     name: String,
     /// What runs in the VM: `kvm`, a guest on KVM; `process`, threads of this process that write
@@ -54,13 +54,14 @@ pub(crate) struct Run {
     /// Initial content of the memory; `sparse` is one non-zero page in each 2 MiB.
     #[arg(long, value_parser = named(FILLS), default_value = "random")]
     fill: Fill,
-    /// Fill only this much memory; the rest stays untouched.
+    /// Fill only this much memory; the remaining memory stays untouched.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     fill_size: Option<u64>,
     /// Order in which the guest writes its pages.
     #[arg(long, value_parser = named(WORKLOADS), default_value = "hot-set")]
     workload: Workload,
-    /// How much memory the guest writes, from its start.
+    /// The guest writes only this much memory, from the start of the memory that its workload may
+    /// use.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     working_set: Option<u64>,
     /// Pages that the guest writes per second; 0 means no limit.
@@ -74,7 +75,7 @@ impl Run {
     pub(crate) fn run(self) -> Result<i32> {
         let mut uuid = [0; 16];
         random::fill(&mut uuid).context("the random number source failed")?;
-        // RFC 9562, section 5.4: version 4, variant 10.
+        // RFC 9562, section 5.4: version 4, variant 10 (binary).
         uuid[6] = uuid[6] & 0x0f | 0x40;
         uuid[8] = uuid[8] & 0x3f | 0x80;
         let config = Config {
@@ -102,7 +103,8 @@ impl Run {
         }
         let signals = EndSignals::block()?;
         let socket = Socket::bind(&self.own.control.socket(&self.name)?, "a VM")?;
-        // Threads that already exist would stay unconfined.
+        // Confine the process before it starts threads, because existing threads would stay
+        // unconfined.
         self.own.confine(&socket.path, None)?;
         service.watch(signals)?;
         self.own.watch_parent()?;

@@ -1,6 +1,6 @@
 //! The messages that a migration logs: about ten lines at level info, and every lane and iteration
 //! at debug. The engine calls observers inside its spans, which add the session, the VM and the
-//! peer.
+//! peer to each message.
 
 use dunlin::engine::Event;
 use dunlin::engine::destination::DestinationEvent;

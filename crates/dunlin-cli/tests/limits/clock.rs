@@ -1,5 +1,5 @@
-//! Wall clocks that jump or are wrong. Deadlines use the monotonic clock; messages about certificates,
-//! which use the wall clock, name it.
+//! Wall clocks that jump or are wrong. Deadlines use the monotonic clock; certificates are checked
+//! against the wall clock, and messages about them say so.
 //!
 //! No clock of the host is set: libfaketime changes the wall clock of single processes.
 
@@ -143,7 +143,7 @@ fn clocks_that_count_from_another_start_do_not_affect_a_migration() {
     // Hosts that were started at different times have different monotonic clocks.
     let days_ahead = |command: &Command| {
         let mut unshare = Command::new("unshare");
-        // unshare remains the parent; if it is killed, so is the process.
+        // unshare remains the parent. If unshare is killed, the process is killed too.
         unshare.args(["--fork", "--kill-child", "--time"]);
         unshare.args(["--monotonic", "8640000", "--boottime", "8640000"]);
         pass_on(&mut unshare, command);

@@ -157,7 +157,7 @@ fn a_control_socket_without_descriptors_reports_it_and_serves_again_later() {
         "[descriptor-limit]",
     ];
     assert_says(&finish(status).expect(1).err, &parts);
-    // A silent client keeps it.
+    // A silent client keeps that descriptor.
     let before = cpu(&source);
     let _silent = UnixStream::connect(source.control.join("vm.sock")).unwrap();
     let warning = source.wait_for("warning");

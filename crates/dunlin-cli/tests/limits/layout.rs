@@ -91,7 +91,7 @@ fn send(hosts: &Hosts, vm: Arc<dyn SourceVm>, to: &str) -> MigrateError {
     Migration::builder(vm, to, &tls).run().err().unwrap()
 }
 
-/// Receives one VM with `builder`. Returns its address, and the thread, which returns the
+/// Receives one VM with `builder`. Returns the listen address, and the thread, which returns the
 /// error.
 fn receiving<B: Builder + Send + 'static>(
     hosts: &Hosts,

@@ -2,7 +2,7 @@
 //! clocks: the code, the party at fault and the remedy are reported, and the VM stays at the
 //! source.
 //!
-//! These are one program, so that tests that wait run in parallel.
+//! These modules are one test program, so that tests that wait run in parallel.
 #![allow(clippy::unwrap_used)]
 
 mod clock;

@@ -69,7 +69,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // Its processes have ended.
+        // The group can be removed, because its processes have ended.
         let _ = fs::remove_dir(&self.directory);
     }
 }

@@ -59,7 +59,7 @@ impl Scene {
         command
     }
 
-    /// Starts it with a server for other names.
+    /// Starts `dunlin handoff accept` with a server for other names.
     pub fn start(&self, more: &str) -> Accept {
         let old = self.old.local_addr().unwrap();
         self.start_alone(&format!("--else tcp:{old} {more}"))
@@ -148,7 +148,7 @@ impl Scene {
     }
 }
 
-/// The process, and its address.
+/// A running `dunlin handoff accept`, and its address.
 pub struct Accept {
     pub process: Process,
     pub address: String,
@@ -181,7 +181,7 @@ impl Accept {
         }
     }
 
-    /// The CPU time of its current threads.
+    /// The CPU time of the process's current threads.
     pub fn spent(&self) -> Duration {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.process.child.id())).unwrap();
         let of = |task: std::io::Result<fs::DirEntry>| -> Option<u64> {

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::support::finish;
 
-/// `text` contains each of `parts`.
+/// Asserts that `text` contains each of `parts`.
 pub fn assert_says(text: &str, parts: &[&str]) {
     println!("{text}");
     for part in parts {

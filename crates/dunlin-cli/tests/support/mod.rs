@@ -132,7 +132,7 @@ pub fn finish(mut command: Command) -> Done {
 /// Runs a command with this standard input.
 pub fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
     let done = command.stdin(OwnedFd::from(stdin)).output().unwrap();
-    // The command owns the other end of the socket.
+    // Drop the command, because it owns the other end of the socket.
     drop(command);
     Done {
         code: done.status.code().unwrap(),
@@ -145,7 +145,7 @@ pub fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
 pub fn feed(command: Command, input: Vec<u8>) -> Done {
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     let feeder = thread::spawn(move || {
-        // A command that fails does not read it.
+        // A command that fails may not read its input.
         let _ = ours.write_all(&input);
     });
     let done = finish_with(command, theirs);
@@ -159,7 +159,7 @@ pub fn kernel_has_tls() -> bool {
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let has = dunlin_linux::ktls::attach(&stream).is_ok();
     if has {
-        println!("this kernel has TLS; without: see `cargo xtask kernel --suite tls`");
+        println!("this kernel has TLS; `cargo xtask kernel --suite tls` tests a kernel without it");
     }
     has
 }
@@ -190,9 +190,9 @@ impl Drop for Guard {
 pub struct Process {
     child: Guard,
     lines: Receiver<String>,
-    /// Its listen address, if any.
+    /// The process's listen address, if any.
     pub address: String,
-    /// Its control directory.
+    /// The process's control directory.
     pub control: PathBuf,
 }
 
@@ -405,7 +405,7 @@ impl Hosts {
         finish(command)
     }
 
-    /// The guest runs and makes progress.
+    /// Asserts that the guest runs and makes progress.
     pub fn assert_runs(&self, at: &Process) {
         let before = self.status(at);
         assert_eq!(before["state"], "running", "{before}");
@@ -428,7 +428,7 @@ pub fn lives(pid: u32) -> bool {
         return false;
     };
     let state = stat.rsplit(')').next().unwrap_or("").trim_start();
-    // A process's descriptors stay open while any of its threads is alive.
+    // A zombie with other live threads still holds the process's descriptors.
     let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
     !state.starts_with('Z') || threads > 1
 }

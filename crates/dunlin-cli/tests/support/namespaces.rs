@@ -19,10 +19,10 @@ pub struct Wire {
     b: String,
 }
 
-/// The queue of a limited wire. It holds more than all lanes of a test together keep in their
-/// device: TCP limits that to two packets of 64 KiB for each lane. If the sender's own queue
-/// overflowed, no acknowledgement would report the loss, and an otherwise idle lane would retry
-/// after 200 ms, which lengthens the downtime.
+/// The size of the queue of a limited wire. The queue holds more than all lanes of a test together
+/// can keep in it, which TCP limits to two packets of 64 KiB for each lane. If the sender's own
+/// queue overflowed, no acknowledgement would report the loss, and an otherwise idle lane would
+/// retry after 200 ms, which lengthens the downtime.
 const QUEUE_BYTES: u32 = 4 << 20;
 
 /// The addresses of both ends, from the block for documentation (RFC 5737).
@@ -99,7 +99,7 @@ impl Wire {
 impl Drop for Wire {
     fn drop(&mut self) {
         for name in [&self.a, &self.b] {
-            // The second may not exist.
+            // The second namespace may not exist.
             let _ = run(&format!("ip netns delete {name}"));
         }
     }

@@ -113,7 +113,7 @@ impl Pool {
         }
     }
 
-    /// `connect` to a port, without --send-fd's socket.
+    /// The command `dunlin handoff connect` to a port, without `--send-fd`.
     pub fn connect(&self, port: u16, trust: &str) -> Command {
         let mut command = dunlin(["handoff", "connect", "--host", "127.0.0.1"]);
         command
@@ -137,14 +137,14 @@ pub struct Stunnel {
     pub target: TcpListener,
 }
 
-/// The output of `connect`, and the received sockets.
+/// Runs `dunlin handoff connect`; returns its output and the received sockets.
 pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     // Any descriptor number works, standard input included.
     command.args(["--send-fd", "0"]);
     let done = finish_with(command, theirs);
     ours.set_read_timeout(Some(TIMEOUT)).unwrap();
-    // Other holders of the far end would delay the end of file.
+    // This waits for the end of file, which another holder of the far end would delay.
     let received = fdpass::receive(&ours, &mut [0; 16]).unwrap();
     assert_eq!(
         received.bytes,

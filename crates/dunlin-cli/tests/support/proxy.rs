@@ -15,7 +15,7 @@ pub struct Proxy {
     messages_held_ms: Arc<AtomicU64>,
 }
 
-/// In place of a delay: drop.
+/// A value in place of a delay: everything is dropped.
 const CUT: u64 = u64::MAX;
 
 impl Proxy {

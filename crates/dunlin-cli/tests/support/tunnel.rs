@@ -54,7 +54,7 @@ impl Tunnel {
     }
 
     pub fn signal(&self, name: &str) {
-        assert!(kill(self.child.id(), name), "no kill: {name}");
+        assert!(kill(self.child.id(), name), "cannot send SIG{name}");
     }
 
     /// Waits for a log line.

@@ -38,7 +38,7 @@ impl Units {
         fs::read_to_string(self.path(name)).unwrap()
     }
 
-    /// The units load, without unknown settings.
+    /// Asserts that the units load and have no unknown settings.
     pub fn verify(&self, names: &[&str]) {
         let paths: Vec<_> = names.iter().map(|name| self.path(name)).collect();
         if let Some(done) = analyze(&["verify", "--man=no"], &paths) {
@@ -48,7 +48,7 @@ impl Units {
         }
     }
 
-    /// A service stays below the exposure limit.
+    /// Asserts that a service stays below the exposure limit.
     pub fn weigh(&self, name: &str) {
         let service = [self.path(name)];
         if let Some(done) = analyze(&["security", "--offline=true", EXPOSURE], &service) {

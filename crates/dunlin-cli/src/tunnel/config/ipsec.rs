@@ -11,13 +11,13 @@ use super::table::{Found, RouteTable};
 use crate::confine::LANE_PORTS;
 use crate::options::{Cpus, parse_limit};
 
-/// The default of `dunlin ipsec`.
+/// Default age at which keys are renewed, the same as that of `dunlin ipsec`.
 const REKEY_AFTER: Duration = Duration::from_secs(60 * 60);
 
 /// IPsec settings for the routes that ask for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ipsec {
-    /// Source ports of lanes, of both sides.
+    /// Source ports of the lanes of both sides.
     pub(crate) ports: PortRange,
     pub(crate) mode: Mode,
     /// CPUs of this side's lanes; by default those on which the process may run.
@@ -85,8 +85,8 @@ pub(super) fn is_asked_for(
             "route {name} is a relay, which uses TLS: remove mode or security"
         )),
         "ipsec" if table.to.is_none() => Err(format!(
-            "route {name} connects to no peer from here; the connecting side selects the \
-             security: remove it; [ipsec] admits such lanes"
+            "route {name} connects to no peer from here, and the connecting side selects the \
+             security: remove security; [ipsec] alone admits lanes over IPsec"
         )),
         "ipsec" if !is_prepared => Err(format!(
             "route {name} uses IPsec: add [ipsec] on both hosts"
@@ -97,7 +97,7 @@ pub(super) fn is_asked_for(
              or remove security"
         )),
         other => Err(format!(
-            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove it"
+            "unknown security {other:?}: write \"tls\" or \"ipsec\", or remove security"
         )),
     });
     over_ipsec.unwrap_or(false)

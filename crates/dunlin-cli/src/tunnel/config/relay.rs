@@ -19,7 +19,7 @@ pub(super) fn is_one(name: &str, table: &RouteTable, found: &mut Found<'_>) -> b
             "unknown mode {other:?}: write \"stripe\", or \"relay\" for a peer other than Dunlin"
         )),
     });
-    // An unknown mode is one mistake, independent of the other keys.
+    // If the mode is unknown, the valid keys are unknown too, so only the mode is reported.
     if !is_relay && found.all.len() == before {
         let keys = [
             ("tls_listen", at(&table.tls_listen)),

@@ -13,7 +13,7 @@ use toml::Spanned;
 
 use crate::service::cannot_listen;
 
-/// Address for the peers' tunnels.
+/// An address to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Port {
     /// An address and a port.
@@ -23,7 +23,8 @@ pub(crate) enum Port {
 }
 
 impl Port {
-    /// Binds the address or takes the passed socket; `setting` names the address's setting.
+    /// Binds the address or takes the passed socket; `setting` names the flag or key of the
+    /// address, for errors.
     pub(crate) fn open(&self, passed: &Sockets, setting: &str) -> anyhow::Result<TcpListener> {
         match self {
             Self::At(address) => {
@@ -53,7 +54,7 @@ pub(super) struct RouteTable {
     pub(super) tls: Option<Spanned<String>>,
 }
 
-/// Collects mistakes.
+/// Collects the mistakes in the file, each with its line.
 pub(super) struct Found<'a> {
     pub(super) text: &'a str,
     pub(super) all: Vec<(usize, String)>,
@@ -182,7 +183,7 @@ fn between<T: TryFrom<u64>>(what: &str, count: u64, most: u64) -> Result<T, Stri
     count_of.ok_or_else(|| format!("{what} {count} out of range (1 to {most})"))
 }
 
-/// The span of a value, if the route has it.
+/// The span of a value, if the route has the value.
 pub(super) fn at<V>(value: &Option<Spanned<V>>) -> Option<Range<usize>> {
     value.as_ref().map(Spanned::span)
 }
@@ -309,7 +310,7 @@ pub(crate) fn socket_path(path: &str) -> Result<PathBuf, String> {
     }
     if path.len() > 107 || path.contains('\0') {
         return Err(format!(
-            "{path:?} is too long for a socket path (107 bytes)"
+            "{path:?} does not fit a socket path (at most 107 bytes, none of them NUL)"
         ));
     }
     Ok(path.into())

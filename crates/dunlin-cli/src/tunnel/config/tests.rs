@@ -63,7 +63,7 @@ fn a_good_file_is_parsed() {
     }
 }
 
-/// Replaces each line of the good file, and checks the reported line and remedy.
+/// Each case replaces one line of the good file, and checks the line and the remedy in the report.
 #[test]
 fn every_mistake_is_reported_with_its_line_and_remedy() {
     for (good, bad, line, word) in [
@@ -239,7 +239,7 @@ fn a_route_may_use_ipsec() {
     };
     assert_eq!(config.ipsec, Some(expected));
     assert!(format!("{:?}", config.routes).contains("StripeOverIpsec"));
-    // [ipsec] without a route that uses it admits the peers' lanes.
+    // `[ipsec]` is valid even if no route uses it: it admits lanes over IPsec that peers open.
     let prepared = GOOD.replacen("[route.disk]", "[ipsec]\n[route.disk]", 1);
     let config = Config::parse(Path::new("t.toml"), &prepared).unwrap();
     assert!(config.ipsec.is_some());
@@ -252,12 +252,13 @@ fn two_routes_with_one_listen_address_are_one_reported_mistake() {
     let text = format!("{GOOD}\n{second}");
     let line = text.lines().position(|line| line == "[route.ram]").unwrap() + 1;
     let said = mistakes(&text);
-    // In the order of their names.
+    // Routes are checked in the order of their names, so `ram` is the second one with this address.
     let expected = format!("t.toml:{line}: two routes listen on unix:/run/dunlin/ram.sock");
     assert!(said[0].starts_with(&expected), "{said:?}");
 }
 
-/// `tunnel check`, `tunnel run` and a reload all parse files with this function.
+/// Tests `Config::parse`, with which `tunnel check`, `tunnel run` and a reload all parse their
+/// files.
 #[test]
 fn a_route_whose_listen_is_its_target_is_a_mistake_of_that_route() {
     for (good, bad, line, words) in [
