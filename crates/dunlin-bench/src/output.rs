@@ -1,4 +1,4 @@
-//! Where results go.
+//! The output of results: a table or JSON lines, and a report.
 
 use std::fs;
 use std::io::Write;
@@ -10,7 +10,7 @@ use clap::Args;
 use crate::results::Results;
 use crate::{report, table};
 
-/// Flags of every benchmark.
+/// The flags that every benchmark has.
 #[derive(Args, Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Output {

@@ -4,7 +4,8 @@ use std::fs;
 
 use anyhow::{Context, Result, bail};
 
-/// User and system time, in steps of 10 ms (proc_pid_stat(5)); also of a zombie process.
+/// Returns the user and system time of a process in seconds, with a resolution of 10 ms
+/// (proc_pid_stat(5)). The process may be a zombie.
 ///
 /// # Errors
 /// There is no such process.
@@ -13,7 +14,8 @@ pub fn cpu_s(id: u32) -> Result<f64> {
     const TICKS_PER_S: f64 = 100.0;
     let path = format!("/proc/{id}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    // The name before the fields may contain spaces. State is field 3, times are 14 and 15.
+    // The name before the fields may contain spaces. The first field after the name is field 3; the
+    // times are fields 14 and 15.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
     let mut times = fields.split_whitespace().skip(11).map(str::parse::<f64>);
     match (times.next(), times.next()) {
@@ -22,7 +24,8 @@ pub fn cpu_s(id: u32) -> Result<f64> {
     }
 }
 
-/// The largest amount of resident memory so far (proc_pid_status(5)).
+/// Returns the largest amount of resident memory of a process so far, in bytes
+/// (proc_pid_status(5)).
 ///
 /// # Errors
 /// There is no such process, or it has ended.

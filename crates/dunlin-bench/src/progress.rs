@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, Write, stderr};
 
-/// Writes what is being measured over one line of standard error, if that is a terminal.
+/// Shows the current step of a benchmark on one line of standard error, if that is a terminal.
 #[derive(Debug)]
 pub struct Progress {
     steps: usize,
@@ -11,7 +11,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Progress of a run with this number of [`Progress::step`]s.
+    /// Creates the progress of a run with `steps` calls of [`Progress::step`].
     #[must_use]
     pub fn new(steps: usize) -> Self {
         Self {

@@ -1,4 +1,5 @@
-//! The results as one HTML page with plots. The page needs nothing from a network and no scripts.
+//! The results as one HTML page with plots. The page contains no scripts and loads nothing from a
+//! network.
 
 use std::fmt::Write;
 
@@ -29,7 +30,7 @@ const LEFT: f64 = 220.0;
 const RIGHT: f64 = 30.0;
 const ROW: f64 = 22.0;
 
-/// The page.
+/// Returns the page as HTML.
 #[must_use]
 pub fn page(results: &Results) -> String {
     let mut body = String::new();
@@ -66,7 +67,7 @@ fn table(body: &mut String, rows: &[&Row]) {
     body.push_str("</table>\n");
 }
 
-/// The name of a row: its variant and the conditions in which it differs.
+/// The name of a row: its variant, and the conditions in which it differs from other rows.
 fn name(row: &Row, conditions: &[String]) -> String {
     let mut text = row.condition("variant");
     for condition in conditions {
@@ -78,7 +79,7 @@ fn name(row: &Row, conditions: &[String]) -> String {
     text
 }
 
-/// One line for each row, from the minimum to the maximum, with a dot at the median.
+/// Plots one line for each row, from the minimum to the maximum, with a dot at the median.
 fn ranges(body: &mut String, figure: &str, rows: &[&Row]) {
     let conditions = differing(rows);
     let mut variants: Vec<String> = Vec::new();
@@ -153,7 +154,8 @@ fn axis(body: &mut String, y: f64, largest: f64, scale: f64) {
     }
 }
 
-/// The iterations of the last round: the sent and the dirtied pages over the time of the migration.
+/// Plots the iterations of the last round: the pages that were sent and dirtied, over the time of
+/// the migration.
 fn iterations(body: &mut String, row: &Row) {
     const HEIGHT: f64 = 180.0;
     let Some(Value::Array(passes)) = row.details.get("last_round") else {

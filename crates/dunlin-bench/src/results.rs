@@ -1,4 +1,4 @@
-//! Measurements by their conditions.
+//! Measurements, grouped by their conditions.
 
 use serde_json::{Map, Value, json};
 
@@ -22,8 +22,8 @@ pub struct Line<'a> {
     row: Row,
 }
 
-/// The median of a figure, which is the mean of the two middle values for an even count, and its
-/// range.
+/// The median of a figure and its range. For an even number of values, the median is the mean of
+/// the two middle values.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Spread {
@@ -47,8 +47,8 @@ impl Results {
         line.with("scenario", scenario).with("variant", variant)
     }
 
-    /// One object for each set of conditions: the conditions, each figure as `NAME`, `NAME_min` and
-    /// `NAME_max`, and the number of rounds.
+    /// Returns one object for each set of conditions: the conditions, each figure as `NAME`,
+    /// `NAME_min` and `NAME_max`, and the number of rounds.
     #[must_use]
     pub fn json(&self) -> Vec<Value> {
         self.0.iter().map(Row::json).collect()
@@ -126,7 +126,7 @@ impl Row {
 }
 
 impl Spread {
-    /// The spread of `values`; zeros without values.
+    /// Returns the spread of `values`. If there are no values, all fields are zero.
     #[must_use]
     pub fn of(values: &[f64]) -> Self {
         let mut sorted = values.to_vec();

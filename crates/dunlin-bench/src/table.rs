@@ -30,7 +30,7 @@ pub(crate) fn tables(results: &Results) -> String {
     text
 }
 
-/// The rows by scenario, in their order.
+/// Groups the rows by scenario. Scenarios and rows keep their order.
 pub(crate) fn scenarios(results: &Results) -> Vec<(String, Vec<&Row>)> {
     let mut all: Vec<(String, Vec<&Row>)> = Vec::new();
     for row in &results.0 {
@@ -109,7 +109,7 @@ fn shared(rows: &[&Row]) -> String {
     text.replacen(", ", ": ", 1)
 }
 
-/// Three significant digits.
+/// Formats a value with three significant digits, but with at most three decimal places.
 pub(crate) fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 || size == 0.0 => format!("{value:.0}"),

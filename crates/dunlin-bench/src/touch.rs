@@ -1,4 +1,4 @@
-//! Physical memory before a measurement.
+//! Prepares physical memory before a measurement.
 
 use std::fs;
 
@@ -15,16 +15,18 @@ const AVAILABLE: &str = "MemAvailable:";
 /// Writes to `bytes` bytes of new memory in huge pages, or to as much as is available if that is
 /// less, and frees it.
 ///
-/// A host that is itself a guest gets its memory when it first touches it, and may lose it again when
-/// it frees it. That cost would be charged to the variant that runs next. The kernel gives the blocks
-/// that were freed last to the next program that asks for blocks of that size.
+/// If this host is itself a guest, its hypervisor allocates memory when the host first touches it,
+/// and may take it back after the host has freed it. Without this call, the variant that runs next
+/// would bear that cost. With it, the kernel gives that variant the blocks that were freed last,
+/// which the hypervisor has allocated.
 ///
 /// # Errors
 /// `/proc/meminfo` cannot be read, or the memory cannot be mapped.
 pub fn touch_physical_memory(bytes: u64) -> Result<()> {
     let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
     let available = bytes_of(&text, AVAILABLE).context("/proc/meminfo has no MemAvailable")?;
-    // In a container the limit is that of its control group; "max" means that there is none.
+    // In a container the control group limits the memory. The value "max" means that there is no
+    // limit.
     let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").unwrap_or_default();
     let limit = limit.trim().parse().unwrap_or(u64::MAX);
     let most = available.min(limit).saturating_sub(RESERVE_BYTES);

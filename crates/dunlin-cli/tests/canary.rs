@@ -47,8 +47,8 @@ impl Canary {
             needles.push(joined(part, ", ", |byte| byte.to_string()));
             needles.push(joined(part, "\\x", |byte| format!("{byte:02x}")));
         }
-        // Base64 encodes three bytes at a time, so encode from three offsets. Twelve characters
-        // stand for nine bytes.
+        // Base64 encodes groups of three bytes, and a part can begin at any byte of a group, so
+        // encode from three offsets. Twelve characters stand for nine bytes.
         for from in 0..3 {
             let text = base64(&self.bytes[from..]);
             needles.extend(text.windows(12).map(<[u8]>::to_vec));
@@ -103,8 +103,8 @@ fn random(bytes: usize) -> Vec<u8> {
     found
 }
 
-/// The secret number in a key's file (RFC 5915: an octet string of 32 bytes after the version), and
-/// the text of the file.
+/// Two canaries of a key: the secret number in its file (RFC 5915: an octet string of 32 bytes
+/// after the version), and the text of the file.
 fn key_canaries(file: &Path) -> [Canary; 2] {
     let text = fs::read_to_string(file).unwrap();
     let content = KeyPair::from_pem(&text).unwrap().serialize_der();
@@ -285,7 +285,8 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let source = scene.owner(&format!("vm run --name vm {GUEST} {json}"), "one", None);
     source.wait_for("control");
     let (memory, start) = source.memory();
-    // An offset after the guest's working set and after the filled part.
+    // Write the canary after the guest's working set and the filled part, where the guest does not
+    // overwrite it.
     let place = 24 << 20;
     memory.write_all_at(canary, start + place).unwrap();
 
@@ -307,10 +308,11 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     assert_eq!(scene.migrate("one", &to, "mixed", &b).code(), 1);
     assert_eq!(scene.migrate("one", &to, "open", &b).code(), 1);
     assert_eq!(scene.migrate("one", "127.0.0.1:1", "a", &b).code(), 1);
-    // Security that the other side does not allow.
+    // Request plain lanes, which the destination does not allow.
     let plain = format!("{b} --security plain");
     assert_eq!(scene.migrate("one", &to, "a", &plain).code(), 1);
-    // Garbage to the destination's port and to the source's control socket.
+    // Send garbage to the destination's port, and an invalid request to the source's control
+    // socket.
     TcpStream::connect(&to)
         .unwrap()
         .write_all(&[0x16; 900])
@@ -320,7 +322,7 @@ fn moves(scene: &mut Scene, json: &str, canary: &[u8]) {
     let mut answer = Vec::new();
     control.read_to_end(&mut answer).unwrap();
     fs::write(scene.output.join("answer"), answer).unwrap();
-    // A migration that is cancelled while its journals are on disk.
+    // Start a migration, and cancel it while its journals are on disk.
     let slow = format!("{b} --rate 1M");
     let mut under_way = scene.migrate("one", &to, "a", &slow);
     under_way.wait_for("1");
@@ -365,7 +367,8 @@ fn i6_no_byte_of_a_guest_or_a_key_is_printed_or_written() {
     for name in ["broken", "mixed", "open"] {
         hosts.issue("ca", name, "a.test", 1);
     }
-    // A malformed key; the key of another certificate; a key that every user can read.
+    // Three unusable keys: a malformed key, the key of another certificate, and a key that every
+    // user can read.
     let key = |of: &str| scene.at(of).join("key.pem");
     let text = fs::read_to_string(key("broken")).unwrap();
     let mut canaries: Vec<_> = ["a", "b", "stranger", "broken", "open"]

@@ -1,6 +1,6 @@
 //! The confinement of processes that own a VM, as the kernel reports it.
 //!
-//! `src/confine/tests.rs` tests what each part denies.
+//! `src/confine/tests.rs` tests what each part of the confinement denies.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -114,7 +114,7 @@ fn processes_with_a_kvm_guest_are_confined_too() {
     moves("--memory 64M");
 }
 
-/// Bytes of the guest's memory in a process, mapped or not.
+/// Bytes of guest memory that the process's memfds occupy, mapped or not.
 fn guest_bytes(process: &Process) -> u64 {
     let files = fs::read_dir(format!("/proc/{}/fd", process.pid())).unwrap();
     let paths = files.map(|file| file.unwrap().path());
@@ -125,8 +125,8 @@ fn guest_bytes(process: &Process) -> u64 {
     paths.filter(is_guest).map(bytes).sum()
 }
 
-/// If the process could not read its page map or the guest's file, the digest would read all of the
-/// guest's memory, and so populate it.
+/// Checks that the digest of a confined process finds holes. If the process could not read its page
+/// map or the guest's file, the digest would read all of the guest's memory, and so populate it.
 #[test]
 fn i8_a_confined_process_finds_holes_when_it_compares_memory() {
     const MIB: u64 = 1 << 20;
@@ -159,7 +159,8 @@ fn an_identity_from_elsewhere_is_refused_with_a_remedy() {
     for part in ["confined", "at fault: configuration", "--identities"] {
         assert!(text.contains(part), "{text}");
     }
-    // The kernel also denies this case: a link in an allowed directory that leads outside.
+    // The links are in an allowed directory, but lead to files outside it. The kernel denies access
+    // to these files too.
     for file in ["ca-cert.pem", "cert.pem", "key.pem"] {
         fs::create_dir_all(allowed.join("sub")).unwrap();
         symlink(

@@ -41,7 +41,8 @@ fn assert_cancelled(hosts: &Hosts, client: Process, at: &Process) {
     assert_eq!(hosts.status(at)["migration"], Value::Null);
 }
 
-/// Asserts that the next attempt succeeds, with equal digests.
+/// Asserts that the next attempt to migrate succeeds, and that the digests of both memories are
+/// equal.
 fn assert_moves(hosts: &Hosts, from: Process, to: &Process) {
     let done = finish(hosts.migrate(&from, to, "a", "--json --verify --peer b.test")).expect(0);
     assert_eq!(done.last()["digests_equal"], true);
@@ -135,7 +136,7 @@ fn a_signal_at_the_vms_process_cancels_first_and_then_ends_it() {
     assert!(!hosts.scratch.join("1").join("vm.sock").exists());
     destination.wait_for("rejected");
 
-    // A process without a migration ends immediately, even after it has received a VM.
+    // On a signal, a process without a migration ends immediately, even if it has received a VM.
     let next = hosts.run("3", GUEST);
     assert_moves(&hosts, next, &destination);
     destination.signal("INT");
@@ -164,7 +165,7 @@ fn i2_a_killed_or_stopped_client_does_not_end_the_migration() {
     watch.arg(&source.control);
     let follower = Process::follow(watch, &source.control);
     follower.wait_for("progress");
-    // A follower that does not read does not delay the migration.
+    // A client that follows the migration but has stopped reading does not delay the migration.
     follower.signal("STOP");
     set_rate(&source, "none").expect(0);
     destination.wait_for("received");
@@ -229,7 +230,7 @@ fn i1_after_commit_every_cancellation_is_refused() {
     let client = hosts.begin(&source, &destination, "a", "--peer b.test");
     client.wait_for("paused");
     proxy.hold(Duration::from_millis(1500));
-    // The proxy holds the answer back until all cancellations have been refused.
+    // The proxy delays the destination's answer until the source has refused all cancellations.
     client.wait_for("committing");
     hosts.cancel(&source).expect(1);
     client.signal("INT");

@@ -26,7 +26,7 @@ fn skip_with_kernel_tls() -> bool {
     kernel_has_tls()
 }
 
-/// Copies both ways between two connections until both have ended.
+/// Copies bytes between two connections in both directions, until both directions have ended.
 fn pump(one: TcpStream, other: TcpStream) {
     let copy = |mut from: TcpStream, mut to: TcpStream| {
         move || {
@@ -39,7 +39,8 @@ fn pump(one: TcpStream, other: TcpStream) {
     thread::spawn(back);
 }
 
-/// A stunnel with two names, which connects to the service `answers`.
+/// A stunnel with one certificate for `old.test` and another for all other names. It forwards
+/// clients to the service `answers`.
 fn stunnel(scene: &Scene, answers: &TcpListener) -> (Process, String) {
     let of = |name: &str, file: &str| scene.path(name).join(file).display().to_string();
     let connect = answers.local_addr().unwrap();
@@ -69,7 +70,8 @@ fn in_front_of_stunnel_hand_off_names_are_handed_over_and_all_others_forwarded()
     let accept = scene.start("--proxy-protocol v1");
     let before = accept.held();
     thread::scope(|scope| {
-        // Reads the PROXY header, which this stunnel does not expect, and passes on the rest.
+        // Reads the PROXY header, which this stunnel does not expect, and forwards the remaining
+        // bytes to stunnel.
         scope.spawn(|| {
             for _ in 0..3 {
                 let mut client = scene.client_of_old();
@@ -126,7 +128,8 @@ fn in_front_of_stunnel_hand_off_names_are_handed_over_and_all_others_forwarded()
     accept.settles(before);
 }
 
-/// Runs a client. `send` sends the client's hello; all other bytes pass unchanged.
+/// Runs an OpenSSL client behind a proxy. `send` forwards the client's hello; the proxy forwards
+/// all other bytes unchanged.
 fn through(scene: &Scene, to: &str, send: impl FnOnce(&mut TcpStream, &[u8])) -> Process {
     let between = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = between.local_addr().unwrap().to_string();
@@ -212,7 +215,7 @@ fn k01_without_kernel_tls_a_client_gets_an_alert_and_the_log_a_line() {
             assert!(why.contains("modprobe tls"), "{why}");
         }
         accept.settles(before);
-        // Nothing was handed over, although the receiver was contacted.
+        // The acceptor may have connected to the receiver, but has passed it no socket.
         scene.taker.set_nonblocking(true).unwrap();
         while let Ok((mut from, _)) = scene.taker.accept() {
             let mut came = Vec::new();
@@ -279,8 +282,8 @@ fn i7_hostile_first_bytes_are_refused_and_release_everything() {
     let accept = scene.start("");
     let before = accept.held();
     let hello = |bytes: &[u8]| [&[22, 3, 1, 0, bytes.len() as u8], bytes].concat();
-    // Each hello comes with the alert that refuses it: decode_error, or none for bytes that are not
-    // TLS. The unit tests of dunlin-proto's `client_hello` check the errors.
+    // Each hello, and the alert with which it is refused. The alert is decode_error, or none for
+    // bytes that are not TLS. The unit tests of dunlin-proto's `client_hello` check the errors.
     let hostile: [(&[u8], Option<u8>); 8] = [
         (b"GET / HTTP/1.1\r\n\r\n", None),
         (b"\x16\x04\x01\x00\x01", None),
@@ -325,7 +328,8 @@ fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
     let before = accept.held();
     let sent: Vec<u8> = (0..8_u32 << 20).map(|at| (at ^ at >> 9) as u8).collect();
     let mut near = accept.connect();
-    // The first byte decides: after a byte that looks like TLS, accept would wait for a hello.
+    // The first byte shows that this client does not use TLS, so the acceptor forwards it
+    // immediately. After a byte that looks like TLS, the acceptor would wait for a hello.
     near.write_all(b"not TLS").unwrap();
     let mut far = scene.client_of_old();
     far.read_exact(&mut [0; 7]).unwrap();
@@ -352,7 +356,8 @@ fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
     assert_eq!(near.read_once(&mut [0]).unwrap(), 0);
     drop(near);
     accept.settles(before);
-    // Reset either side, immediately and with nothing to write.
+    // Reset the client's or the server's connection. The acceptor detects this immediately,
+    // although it has nothing to write.
     for is_server in [false, true] {
         let mut near = accept.connect();
         near.write_all(b"x").unwrap();
@@ -366,7 +371,7 @@ fn ends_resets_and_eight_mebibytes_are_forwarded_each_way() {
         accept.process.wait_for("fault=channel-broken");
         accept.settles(before);
     }
-    // Reset a side after it has ended its direction.
+    // Reset the client's connection after the client has ended its direction.
     let mut near = accept.connect();
     near.write_all(b"x").unwrap();
     let mut far = scene.client_of_old();

@@ -1,5 +1,5 @@
-//! Silent and slow clients of `dunlin handoff accept`, and slow receivers: they neither delay other
-//! clients nor wake the process.
+//! Silent and slow clients of `dunlin handoff accept`, and slow receivers. None of them delays
+//! other clients or wakes the process.
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/accept.rs"]
@@ -23,11 +23,10 @@ use dunlin_test_base::sockets::ReadOnce as _;
 use support::process::Process;
 
 const SLOW: usize = 1_000;
-/// The maximum number of descriptors: those of pending clients, and those of the process
-/// itself.
+/// The maximum number of descriptors: 128 for pending clients, and 32 for the process itself.
 const FILES: usize = 128 + 32;
 
-/// Asserts that a forwarded client and a client to hand over are served.
+/// Asserts that the acceptor serves a client that it forwards and a client that it hands over.
 fn both(scene: &Scene, accept: &Accept) {
     let hello = real_hello(scene, "old.test", "");
     let mut near = accept.connect();
@@ -49,20 +48,21 @@ fn i7_a_thousand_slow_clients_delay_no_other_client() {
         return;
     }
     let scene = Scene::new();
-    // The timeout is longer than the test, so that no client is served only because a slow client
-    // timed out.
+    // The timeout is longer than the test, so the timeout of a slow client cannot be the reason
+    // that another client is served.
     let accept = scene.start("--timeout 10m");
     let before = accept.held();
     both(&scene, &accept);
     let hello = cut(&real_hello(&scene, "own.test", ""), 20);
     let mut slow: Vec<(TcpStream, usize)> = Vec::new();
     for number in 0..SLOW {
-        // In turn, a client sends nothing, half a hello, and almost a whole hello.
+        // One client in three sends nothing, one sends half a hello, and one sends almost a whole
+        // hello.
         let mut client = TcpStream::connect(&accept.address).unwrap();
         let part = [0, hello.len() / 2, hello.len() - 40][number % 3];
         let _ = client.write_all(&hello[..part]);
         slow.push((client, part));
-        // Each client sends another byte.
+        // After every hundred clients, each client sends another byte.
         if number % 100 == 99 {
             for (client, part) in &mut slow {
                 // The write may fail, because many clients have been evicted by now.
@@ -96,14 +96,14 @@ fn i7_a_hello_that_arrives_byte_by_byte_wakes_the_process_a_few_times() {
     if !are_here(&["openssl"]) {
         return;
     }
-    // The process looks at the bytes of one client up to 50 times, and waits as often for ends of
-    // connections and threads.
+    // For each client, the process waits up to 50 times for bytes, and up to 50 times for
+    // connections and threads to end.
     const WAITS_A_CLIENT: u64 = 2 * 50;
     let scene = Scene::new();
     let accept = scene.start("--timeout 10m");
     let hello = real_hello(&scene, "old.test", "");
     let fine = cut(&hello, 1);
-    // The thread has its name only after a client has been served.
+    // The thread is found by its name, which it has only after a client has been served.
     let mut first = accept.connect();
     first.write_all(&hello).unwrap();
     drop(scene.client_of_old());
@@ -147,13 +147,13 @@ fn i7_an_idle_forwarded_client_is_evicted_for_the_next() {
         far.read_exact(&mut vec![0; hello.len()]).unwrap();
         far
     };
-    // One client has sent more than a hello.
+    // This client has sent more than a hello, so it is not evicted.
     let mut busy = connect();
     let mut server = serve();
     busy.write_all(b"more").unwrap();
     server.read_exact(&mut [0; 4]).unwrap();
     let mut silent: Vec<_> = (0..3).map(|_| (connect(), serve())).collect();
-    // The next client is refused until the first is past its grace period.
+    // The acceptor refuses the next client until the first silent client is past its grace period.
     let next = loop {
         let next = connect();
         let from = format!("client {} ", next.local_addr().unwrap());
@@ -195,13 +195,14 @@ fn i7_a_receiver_that_does_not_accept_delays_no_other_name() {
             .arg(&accept.address);
         Process::start(command)
     };
-    // One client more than the limit.
+    // Start one client more than the limit of 16.
     let clients: Vec<_> = (0..17).map(|_| slow()).collect();
     let why = accept.process.wait_for("fault=target-unreachable");
     assert!(why.contains("(16)"), "{why}");
     let mut client = scene.client(&accept.address, "own.test", "-tls1_2");
     scene.delivers(&accept, &mut client);
-    // The client over the limit got an alert, and in the end the others get one too.
+    // The client over the limit has received an alert, and later each of the other clients receives
+    // one.
     for client in &clients {
         client.wait_for("alert internal error");
     }

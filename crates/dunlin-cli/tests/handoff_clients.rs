@@ -1,4 +1,4 @@
-//! The clients in `clients/` when they get no socket: both log the line that xenopsd logs.
+//! The clients in `clients/` when they get no socket. Each client logs the line that xenopsd logs.
 //! `tests/kernel` `k15_clients` tests them with a socket.
 #![allow(clippy::unwrap_used)]
 

@@ -24,8 +24,7 @@ use dunlin_test_base::sockets::ClosedPort;
 use pool::{CIPHERS, CURVES, Pool, call};
 use support::{dunlin, kernel_has_tls};
 
-/// Asserts that the command fails with one line that contains these words, and passes no
-/// socket.
+/// Asserts that the command fails with one line that contains all of `words`, and passes no socket.
 fn assert_refused(command: Command, words: &[&str]) {
     let begin = Instant::now();
     let (done, sockets) = call(command);
@@ -40,9 +39,9 @@ fn assert_refused(command: Command, words: &[&str]) {
     assert!(begin.elapsed() < Duration::from_secs(20), "{done:?}");
 }
 
-/// Asserts that the handshake completes and the certificate is accepted: either one socket
-/// arrives, or the error says that this kernel lacks TLS, which is checked after the handshake and
-/// the certificate.
+/// Asserts that the handshake completes and the certificate is accepted. Then either one socket
+/// arrives, or the error says that this kernel lacks TLS: the command checks the kernel only after
+/// the handshake and the certificate.
 fn assert_accepted(command: Command) {
     match kernel_has_tls() {
         true => {
@@ -78,7 +77,8 @@ fn k14_a_certificate_is_checked_before_the_kernel() {
         return;
     }
     let pool = Pool::new();
-    // OpenSSL's default configuration makes every certificate one of an authority.
+    // OpenSSL's default configuration marks every certificate as that of an authority. This
+    // configuration does not.
     let config = pool.path("leaf.cnf");
     let text = "[req]\ndistinguished_name = name\n[name]\n[leaf]\nbasicConstraints = CA:FALSE\n";
     fs::write(&config, text).unwrap();
@@ -96,7 +96,8 @@ fn k14_a_certificate_is_checked_before_the_kernel() {
     };
     refused("pool", "other", &["[unauthorised]", "sha256:"]);
     refused("by-other", "pool", &["[unauthorised]", "CN=0b5d2c1e-other"]);
-    // A host's certificate in the bundle is not an authority for other certificates.
+    // The bundle contains the certificate of a host, which must not count as an authority for other
+    // certificates.
     refused("by-leaf", "leaf", &["[unauthorised]"]);
     refused("past", "past", &["[certificate-date]"]);
     refused("future", "future", &["[certificate-date]"]);
@@ -225,8 +226,8 @@ fn k13_a_peer_that_is_silent_disconnects_or_does_not_speak_tls_is_given_up_in_ti
     assert_refused(pool.connect(other, "pool"), &["as an SSH server does"]);
 }
 
-/// The resolver gets no answers and has a long timeout, and a name lookup cannot be
-/// interrupted.
+/// The resolver gets no answers and has a long timeout. The command must end at its deadline,
+/// although a name lookup cannot be interrupted.
 #[test]
 fn k13_a_silent_resolver_delays_only_until_the_deadline() {
     let Some(wire) = namespaces::Wire::new(None) else {
@@ -259,7 +260,8 @@ fn k13_a_silent_resolver_delays_only_until_the_deadline() {
     let Some(command) = host::in_own_mounts(&mounts, &command) else {
         return;
     };
-    // A nonexistent neighbour with a permanent entry, which needs no neighbour discovery.
+    // The name server does not exist. With a permanent neighbour entry the kernel sends the queries
+    // without neighbour discovery, which would fail.
     let mut neighbour = Command::new("ip");
     neighbour
         .args("neighbour add 192.0.2.9 lladdr 02:00:00:00:00:09 dev wire nud permanent".split(' '));

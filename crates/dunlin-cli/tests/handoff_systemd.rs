@@ -1,5 +1,5 @@
-//! The units of `dunlin handoff accept` in `dist/systemd`. `handoff_accept.rs` tests passed
-//! sockets.
+//! The units of `dunlin handoff accept` in `dist/systemd`. The tests of sockets that a service
+//! manager passes are in `handoff_accept.rs`.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -30,7 +30,8 @@ fn k11_the_service_may_query_the_kernels_choice() {
     assert!(!text.lines().any(|line| line == "ProcSubset=pid"), "{text}");
 }
 
-/// The command accepts the unit's example, and fails only because its files are missing.
+/// The command accepts the example configuration in the unit. It fails only because the test passes
+/// it no socket.
 #[test]
 fn the_units_example_configuration_is_accepted() {
     let text = Units::new().text("dunlin-accept.service");
@@ -48,6 +49,6 @@ fn the_units_example_configuration_is_accepted() {
         .replace("/etc/dunlin/pool.pem", &of("cert.pem"))
         .replace("/etc/dunlin/pool.key", &of("key.pem"));
     let done = finish(words(&line)).expect(1);
-    // The first error is the missing passed socket.
+    // The first error is that the service manager has passed no socket.
     assert!(done.err.contains("systemd:clients"), "{done:?}");
 }

@@ -23,7 +23,7 @@ fn shown(directory: &Path, flags: &str) -> Vec<Value> {
         .collect()
 }
 
-/// Copies the identity in `from` to QEMU's file names for that side.
+/// Copies the identity in `from` to the directory `to`, with QEMU's file names for `side`.
 fn as_qemu(from: &Path, to: &Path, side: &str) {
     fs::create_dir_all(to).unwrap();
     let copy = |name: &str, there: &str| {
@@ -101,7 +101,8 @@ fn a_world_readable_key_needs_a_flag() {
 fn each_side_warns_of_certificates_that_expire_soon() {
     let hosts = Hosts::new();
     for (directory, name) in [("short-a", "a.test"), ("short-b", "b.test")] {
-        // More than two thirds of the certificate's validity period have passed.
+        // More than two thirds of the certificate's validity period have passed, so the processes
+        // warn.
         hosts.issue_for(directory, name, Duration::from_secs(25));
     }
     let dates = &shown(&hosts.scratch.join("short-a"), "")[0]["dates"];
@@ -141,7 +142,7 @@ fn certificates_are_reloaded_at_a_hang_up() {
     let pin = |name: &str| shown(&at(name), "")[0]["pin"].as_str().unwrap().to_owned();
     let old = pin("b");
 
-    // Unusable files change nothing.
+    // After a reload of unusable files, the process keeps its identity.
     fs::rename(at("b").join("key.pem"), at("b").join("gone.pem")).unwrap();
     destination.signal("HUP");
     let warning = destination.wait_for("warning");

@@ -27,7 +27,7 @@ struct Moved {
     logs: [String; 2],
 }
 
-/// Moves a VM over 3 lanes; `log` has the flags of both processes' logs.
+/// Moves a VM over 3 lanes. `log` contains the flags that configure the logs of both processes.
 fn move_with(log: &str, flags: &str) -> Moved {
     let hosts = Hosts::new();
     let path = |name: &str| hosts.scratch.join(name);
@@ -117,7 +117,7 @@ fn the_text_log_has_the_same_fields_and_debug_adds_lanes_and_iterations() {
         }
     }
     let iterations = moved.done.last()["iterations"].as_array().unwrap().len();
-    // The last iteration is a step of the switchover.
+    // The last iteration is a step of the switchover, so it is not logged as an iteration.
     for iteration in 1..iterations {
         assert!(moved.logs[0].contains(&format!(" iteration={iteration}")));
     }
@@ -144,7 +144,7 @@ fn a_json_log_ends_with_the_error_and_its_code() {
     assert_eq!(last["fault"], "usage");
     assert_eq!(last["at_fault"], "configuration");
     assert!(last["message"].as_str().unwrap().contains("missing.toml"));
-    // In a text log the error is still a line for people.
+    // With a text log, the error is printed as text, not as JSON.
     let text = failed("tunnel run");
     assert!(
         text.lines().last().unwrap().starts_with("dunlin: "),
@@ -179,7 +179,7 @@ fn the_last_line_of_a_json_log_waits_for_its_reader() {
     let mut run = words("tunnel run --log json --config missing.toml");
     let mut child = run.stderr(full).spawn().unwrap();
     drop(run);
-    // Wait for longer than other lines of the log wait for their reader.
+    // For other lines of the log, the process would not wait so long for the reader.
     thread::sleep(Duration::from_millis(500));
     let mut log = String::new();
     reader.read_to_string(&mut log).unwrap();
@@ -272,7 +272,7 @@ fn a_timeline_has_every_iteration_lane_and_step_nested() {
 #[test]
 fn i2_a_log_without_a_reader_delays_no_migration() {
     let hosts = Hosts::new();
-    // A pipe holds 64 KiB (pipe(7)); after that it accepts no line of the log.
+    // A pipe holds 64 KiB (pipe(7)). After these bytes it accepts no line of the log.
     let (_reader, mut full) = pipe().unwrap();
     full.write_all(&[b' '; 64 << 10]).unwrap();
     let mut run = words(&format!("{RUN} --log text"));

@@ -25,8 +25,8 @@ struct Resident {
     guest: u64,
 }
 
-/// Reads smaps; a mapping belongs to the guest if it is one of Dunlin's memfds, or is as large
-/// as the guest.
+/// Reads smaps. A mapping counts as guest memory if it is one of Dunlin's memfds, or is as large as
+/// the guest.
 fn resident(pid: u32, guest_bytes: u64) -> Option<Resident> {
     // A guest of more than 3 GiB has two mappings. In these tests the smaller one has 3 GiB.
     let least = guest_bytes.min(3 << 30);
@@ -60,7 +60,7 @@ fn peak(pid: u32) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Bytes in the memfds of a process, mapped or not.
+/// Bytes that the process's memfds of guest memory occupy, mapped or not.
 fn memfd_bytes(pid: u32) -> u64 {
     use std::os::unix::fs::MetadataExt;
     fs::read_dir(format!("/proc/{pid}/fd"))
@@ -223,7 +223,7 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
     let turn = kvm();
     let mut guests = vec!["process"];
     guests.extend(turn.is_some().then_some("kvm"));
-    // The first 4 MiB hold the guest's program and tables.
+    // The first 4 MiB hold the guest's program and tables, so they do not count.
     let pages = bytes / (2 * MIB) - 2;
     for guest in guests {
         let [huge, small] = ["", "--no-huge-pages"].map(|flag| scattered(guest, bytes, flag));
@@ -240,7 +240,8 @@ fn scattered_content_costs_the_same_on_the_wire_and_whole_huge_pages_in_memory()
                 cost.outside[0] as f64 / MIB as f64,
                 cost.outside[1] as f64 / MIB as f64,
             );
-            // A guest on KVM has some further pages, and writes a few pages during the migration.
+            // A guest on KVM has some more non-zero pages, and writes a few pages during the
+            // migration.
             let own = if guest == "kvm" { 64 } else { 0 };
             assert!(
                 (pages..=pages + own).contains(&cost.raw_pages),

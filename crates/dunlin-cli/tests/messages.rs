@@ -200,12 +200,13 @@ fn too_little_memory_at_the_destination_is_reported_and_the_vm_stays() {
     hosts.assert_runs(&source);
 }
 
-/// A server that cannot protect anything fails at its start, not at its first peer.
+/// Without ESP the server can protect no traffic, so it fails when it starts, not when its first
+/// peer connects.
 #[test]
 fn an_ipsec_server_does_not_start_on_a_kernel_without_esp() {
     let hosts = Hosts::new();
-    // Use a new network namespace, where an SA does no harm. This SA resembles Dunlin's, but
-    // belongs to another program.
+    // To find out whether this kernel has ESP, add an SA that resembles Dunlin's. In a new network
+    // namespace it does no harm.
     let key = "0x000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223";
     let sa = format!(
         "ip xfrm state add src 192.0.2.1 dst 192.0.2.2 proto esp spi 0x1000 mode transport \

@@ -101,7 +101,7 @@ fn the_rate_limit_holds_over_the_run_and_after_a_change() {
     assert_eq!(client.ended().0, 0);
 }
 
-/// The flags of a guest that writes 40 MiB/s. The wire carries 24 MiB/s.
+/// The flags of a guest that writes 40 MiB/s. The wire carries only 24 MiB/s.
 const OUTRUNS: &str = "--memory 64M --fill-size 24M --working-set 16M --dirty-rate 10000 \
                        --workload sequential";
 const WIRE_MEGABITS: u32 = 200;
@@ -120,7 +120,8 @@ struct Downtime {
 impl Downtime {
     fn of(moved: &Value, limit: f64) -> Self {
         let iterations = moved["iterations"].as_array().unwrap();
-        // The last iteration is the switchover, with the prediction that led to it.
+        // The last iteration is the switchover. Its record has the predicted downtime that led to
+        // it.
         let last = iterations.last().unwrap();
         let found = Self {
             limit,
@@ -171,8 +172,8 @@ fn throttling_makes_a_guest_that_outruns_its_link_converge() {
     }
 }
 
-/// The bytes in the buffers of many lanes take longer to arrive than the downtime limit, because
-/// the link is slow. Throttling the guest would not help.
+/// Because the link is slow, the bytes in the buffers of many lanes take longer to arrive than the
+/// downtime limit. Throttling the guest would not help, so the guest must not be throttled.
 #[test]
 fn a_slow_link_with_many_lanes_does_not_throttle_the_guest() {
     let Some(_turn) = kvm() else { return };

@@ -1,5 +1,5 @@
-//! The guest without KVM: it migrates like a VM, and errors on a host without /dev/kvm suggest
-//! using it.
+//! Tests of the guest without KVM. It migrates like a VM. On a host without /dev/kvm, errors
+//! suggest using it.
 #![allow(clippy::unwrap_used)]
 
 mod support;

@@ -107,8 +107,8 @@ fn keys(page: &str, heading: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The keys that the last table of a configuration may have, taken from the error for an unknown
-/// key.
+/// The keys that are valid in `table`, the last table of a configuration. The error for an unknown
+/// key lists them.
 fn possible(table: &str) -> BTreeSet<String> {
     let scratch = Scratch::new();
     let file = scratch.join("tunnel.toml");

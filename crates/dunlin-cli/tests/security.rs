@@ -1,6 +1,6 @@
-//! Checks docs/security.md and the pages of docs/security/: every named test exists, and every claim,
-//! a table row, has a number and names tests, whose comments have that number, or the reason why
-//! there is none.
+//! Checks docs/security.md and the pages of docs/security/. Every test that they name exists. Each
+//! claim is a table row that has a number, and that names either its tests or the reason why it has
+//! none. The comments of these tests name the claim.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -12,7 +12,7 @@ use std::path::Path;
 
 use support::Hosts;
 
-/// The text of the overview, followed by that of the pages in its folder.
+/// The text of docs/security.md, followed by the text of the pages in docs/security/.
 fn document() -> String {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
     let mut pages = vec![docs.join("security.md")];
@@ -116,7 +116,7 @@ fn comments_with_claims(directory: &Path) -> usize {
 fn every_test_named_in_the_document_exists() {
     let mut named = 0;
     for part in document().split("\n\n") {
-        // Each row names its own file.
+        // In a table, each row names the file of its tests, so read each row separately.
         let rows: Vec<&str> = if part.contains("\n| --- |") {
             part.lines().collect()
         } else {
@@ -164,7 +164,7 @@ fn a_test_and_the_claims_that_it_shows_name_each_other() {
         numbers.sort();
         assert_eq!(&named, numbers, "{file} {test}");
     }
-    // No comment names a claim that does not name its test.
+    // If a comment names a claim, the claim names the test that has the comment.
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let comments = comments_with_claims(crates);
     assert_eq!(comments, shown.len());

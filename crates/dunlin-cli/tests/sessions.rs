@@ -22,7 +22,7 @@ use support::{Done, Hosts, Process, Scratch, finish, words};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
-/// A host's journal, in its default place.
+/// The directories of a host's journal and of its control sockets.
 struct Memory {
     directory: PathBuf,
     control: PathBuf,
@@ -36,7 +36,8 @@ impl Memory {
         }
     }
 
-    /// A session in `state`, held by the test.
+    /// Creates a session in `state`. The test keeps the session's journal open, as a live process
+    /// would.
     fn hold(&self, number: u8, state: State, change: impl FnOnce(&mut Record)) -> SessionJournal {
         let mut made = journal::record(number, state);
         change(&mut made);
@@ -46,7 +47,7 @@ impl Memory {
         session
     }
 
-    /// A session in `state` of a dead process.
+    /// Creates a session in `state`, of a process that has died.
     fn leave(&self, number: u8, state: State) {
         drop(self.hold(number, state, |_| {}));
     }
@@ -55,7 +56,7 @@ impl Memory {
         let mut command = words(line);
         command.arg("--state-dir").arg(&self.directory);
         if line.starts_with("status") {
-            // Hides this machine's own VMs and tunnels.
+            // Exclude this machine's own VMs and tunnels from the status.
             command.arg("--control").arg(&self.control);
         }
         finish(command)
@@ -136,7 +137,7 @@ fn status_lists_both_sides_and_which_process_is_alive() {
     ] {
         assert!(said.contains(part), "no {part:?} in {said}");
     }
-    // A damaged journal does not hide the others, and is an error.
+    // A damaged journal is an error, but does not hide the other journals.
     let damaged = state.directory.join(format!("{}.source", "04".repeat(16)));
     fs::write(damaged, [0x5a; 8192]).unwrap();
     let done = state.ask("status --json").expect(1);
@@ -193,7 +194,7 @@ fn a_running_session_is_shown_live_and_cancelled_by_its_name() {
     let said = state.ask("status").expect(0).out;
     assert!(said.contains(&to.address), "{said}");
 
-    // A stopped process delays the list only briefly.
+    // A stopped process delays `status` only briefly.
     from.signal("STOP");
     assert_eq!(session(&state, 0xab)["live"], Value::Null);
     from.signal("CONT");
@@ -293,7 +294,8 @@ fn i2_a_doubt_without_a_copy_can_only_be_settled() {
     state.ask("resolve 0101 --destroy --run-here").expect(2);
 }
 
-/// A VM in doubt, because its destination was killed after *commit*; and the name of its session.
+/// Returns the source's process of a VM in doubt, and the name of its session. The VM is in doubt
+/// because its destination was killed after *commit*.
 fn in_doubt(hosts: &Hosts, state: &Memory) -> (Process, String) {
     let (from, doubted, _) = in_doubt_behind_a_proxy(hosts, state);
     (from, doubted)
@@ -322,7 +324,7 @@ fn in_doubt_behind_a_proxy(hosts: &Hosts, state: &Memory) -> (Process, String, (
 #[test]
 fn i2_a_restarted_destination_is_queried_before_the_operator() {
     let Some(_turn) = kvm() else { return };
-    // Whether the process with the copy is alive.
+    // Whether the source's process, which has a copy of the VM, is alive.
     for lives in [true, false] {
         let hosts = Hosts::new();
         let state = Memory::of(&hosts.scratch);
@@ -343,7 +345,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
                 std::thread::yield_now();
             }
         }
-        // The destination does not answer yet, so the operator is asked.
+        // The destination does not answer yet, so the operator must decide.
         let asked = resolve("1s").expect(2);
         assert!(asked.err.contains("was asked again"), "{asked:?}");
         assert_eq!(state.sources().len(), 1);
@@ -354,7 +356,8 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
         again.wait_for("listening");
         proxy.hold(Duration::ZERO);
         let settled = resolve("1m");
-        // The destination was killed either after or before it recorded that it runs the VM.
+        // The expected result depends on whether the destination was killed before or after it
+        // recorded that it runs the VM.
         let (code, says) = match (state.sources().is_empty(), lives) {
             (true, true) => (0, "stays here"),
             (true, false) => (0, "died here with its process"),
@@ -373,7 +376,7 @@ fn i2_a_restarted_destination_is_queried_before_the_operator() {
 fn a_session_is_cancelled_by_its_name_at_the_destination() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
-    // Separate journals, as on two hosts.
+    // Use separate journals, as on two hosts.
     let there = Memory {
         directory: hosts.scratch.join("there"),
         control: hosts.scratch.join("2"),
@@ -441,7 +444,7 @@ fn the_process_of_a_vm_in_doubt_ends_when_the_operator_destroys_the_vm() {
     let hosts = Hosts::new();
     let state = Memory::of(&hosts.scratch);
     let (from, doubted) = in_doubt(&hosts, &state);
-    // The question is answered at a terminal, which script(1) provides.
+    // The operator answers the question at a terminal, which script(1) provides.
     let mut resolve = words(&format!("resolve {doubted} --state-dir"));
     resolve.arg(&state.directory);
     let line = std::iter::once(resolve.get_program())

@@ -34,8 +34,8 @@ use tunnel::{Tunnel, connect, exchange, far_config, listen, near_config};
 
 const GUEST: &str = "--memory 64M --working-set 8M --dirty-rate 2000";
 
-/// The two commands in both orders, as source and destination, or as the side that connects and
-/// the side that accepts.
+/// The current and the earlier command in both orders, as source and destination, or as the side
+/// that connects and the side that accepts.
 fn pairs() -> Option<[(PathBuf, PathBuf); 2]> {
     let Some(previous) = std::env::var_os("DUNLIN_PREVIOUS") else {
         assert!(
@@ -76,7 +76,7 @@ fn i3_a_vm_moves_over_tls_and_over_plain_lanes() {
             assert_eq!(moved["digests_equal"], true);
             assert_eq!(moved["lanes"].as_array().unwrap().len(), 2);
             with_binary(to, || hosts.assert_runs(&destination));
-            // The source has released the VM, so neither side remembers the session.
+            // The source has released the VM, so no journal has the session any more.
             for binary in [from, to] {
                 assert_eq!(ask(binary, &hosts, "status --json").expect(0).out, "");
             }
@@ -111,7 +111,7 @@ fn ask(binary: &Path, hosts: &Hosts, line: &str) -> Done {
         let mut command = words(line);
         command.arg("--state-dir").arg(hosts.scratch.join("state"));
         if line.starts_with("status") {
-            // Hides this machine's own VMs and tunnels.
+            // Exclude this machine's own VMs and tunnels from the status.
             command.arg("--control").arg(hosts.scratch.join("none"));
         }
         finish(command)
@@ -123,7 +123,7 @@ fn listed(binary: &Path, hosts: &Hosts) -> Vec<Value> {
     ask(binary, hosts, "status --json").expect(0).lines()
 }
 
-/// The one session of a host in this role.
+/// The only session of a host that has this role.
 fn one(sessions: &[Value], role: &str) -> Value {
     let found = sessions.iter().find(|line| line["role"] == role);
     let found = found.unwrap_or_else(|| panic!("no {role} in {sessions:?}"));
@@ -187,8 +187,8 @@ fn each_command_reads_the_other_ones_journals_in_pre_copy() {
     }
 }
 
-/// Every kind of record, written by the current code. The other tests read records that the earlier
-/// command has written.
+/// Tests that the earlier command reads every kind of record that the current code writes. The
+/// other tests read records that the earlier command has written.
 #[test]
 fn the_earlier_command_reads_every_record() {
     use dunlin::engine::journal::{DestinationRecord as Arriving, SourceRecord as Leaving};
@@ -241,18 +241,18 @@ enum Recorded {
     Prepared,
     /// *aborted*: *commit* was lost, and the destination's process has discarded the VM.
     Aborted,
-    /// *running*: the answer was lost.
+    /// *running*: the destination's answer was lost.
     Running,
 }
 
-/// A VM in doubt; the source's process is alive.
+/// A VM in doubt. The source's process is alive.
 struct Doubt {
     hosts: Hosts,
     source: Process,
     destination: Process,
     session: String,
     proxy: Proxy,
-    /// Where the proxy connects to.
+    /// The destination's address, to which the proxy connects.
     direct: String,
 }
 
@@ -267,7 +267,8 @@ impl Doubt {
         let flags = "--peer b.test --downtime-limit 20s --doubt-limit 1s";
         let client = with_binary(from, || hosts.begin(&source, &destination, "a", flags));
         client.wait_for("paused");
-        // The source waits for *ready* before it commits, so do not hold the answers longer yet.
+        // The source waits for *ready* before it commits, so delay the messages only briefly until
+        // then.
         let held = Duration::from_secs(3);
         match recorded {
             Recorded::Running => proxy.hold(held),
@@ -275,7 +276,7 @@ impl Doubt {
         }
         client.wait_for("committing");
         if let Recorded::Running = recorded {
-            // Hold the answer for longer than reading the journal takes.
+            // Delay the answer for longer than the test takes to read the journal.
             proxy.hold(Duration::from_secs(30));
         }
         let phase = match recorded {
@@ -284,7 +285,7 @@ impl Doubt {
             Recorded::Running => "running",
         };
         if phase == "prepared" {
-            // Kill the destination before the messages that the proxy holds arrive.
+            // Kill the destination before the delayed messages arrive.
             end(&destination);
         }
         if phase != "running" {
@@ -331,7 +332,8 @@ impl Doubt {
         self.resolve(by, &line)
     }
 
-    /// Kills the destination's process, and starts `vm receive` of the command `by` at its address.
+    /// Kills the destination's process, and starts `vm receive` with the binary `by` at the same
+    /// address.
     fn restart(self, by: &Path) -> Self {
         let Self {
             hosts,
@@ -359,7 +361,7 @@ impl Doubt {
         }
     }
 
-    /// Asserts that both commands report the source's record as removed.
+    /// Asserts that the source's record is removed: neither command lists it.
     fn assert_settled(&self, pair: &(PathBuf, PathBuf)) {
         let left = same(pair, &self.hosts);
         assert!(
@@ -395,7 +397,7 @@ fn i1_i2_a_destination_answers_the_other_command() {
     let Some(_turn) = kvm() else { return };
     for pair in &pairs {
         let (from, to) = pair;
-        // The process that runs the VM answers.
+        // The process at the destination, which runs the VM, answers `resolve`.
         let doubt = Doubt::new(pair, Recorded::Running);
         doubt.proxy.mend();
         doubt.resolve_by_asking(to).expect(0);
@@ -403,14 +405,14 @@ fn i1_i2_a_destination_answers_the_other_command() {
         doubt.assert_settled(pair);
         doubt.source.code();
 
-        // A process that has aborted answers.
+        // The process at the destination, which has aborted, answers `resolve`.
         let doubt = Doubt::new(pair, Recorded::Aborted);
         doubt.proxy.mend();
         doubt.resolve_by_asking(to).expect(0);
         with_binary(from, || doubt.hosts.assert_runs(&doubt.source));
         doubt.assert_settled(pair);
 
-        // A process of the other version answers from the record.
+        // A new process of the other version answers `resolve` from the destination's record.
         for recorded in [Recorded::Prepared, Recorded::Aborted] {
             let doubt = Doubt::new(pair, recorded).restart(from);
             doubt.resolve_by_asking(to).expect(0);
@@ -504,8 +506,8 @@ fn a_tunnel_relays_channels_to_the_other() {
     }
 }
 
-/// Without kernel TLS a hand-off completes its handshake and then fails, with one line; the earlier
-/// command can instead handle TLS for its end of the connection in a process.
+/// Without kernel TLS, the current command completes its handshake and then fails with one line.
+/// The earlier command can instead handle TLS for its end of the connection in a process.
 #[test]
 fn a_hand_off_connects_to_the_other() {
     let Some(pairs) = pairs() else { return };

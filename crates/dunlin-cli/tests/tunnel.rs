@@ -25,8 +25,8 @@ fn two_processes_carry_bytes_both_ways_and_ends() {
     scene.near.wait_for("route ram: channel 0 is closed");
 }
 
-/// The log has one line about where TLS records are sealed. With `auto` the result depends on the
-/// machine.
+/// One line of the log says where TLS records are sealed. With the setting `auto` the result
+/// depends on the machine.
 #[test]
 fn the_log_states_what_seals_records_and_the_configuration_applies() {
     let scene = Scene::new();
@@ -91,8 +91,8 @@ fn sigterm_lets_channels_end_and_accepts_no_more() {
     scene.near.signal("TERM");
     scene.near.wait_for("SIGTERM");
     let until = Instant::now() + TIMEOUT;
-    // Do not connect to test whether connections are still accepted: a connection accepted at the
-    // last moment would be a channel that the target never ends.
+    // Do not connect to test whether connections are still accepted, because a connection accepted
+    // at the last moment would be a channel that the target never ends.
     let entrance = scene.hosts.scratch.join("in");
     while entrance.exists() {
         assert!(Instant::now() < until, "connections are still accepted");
@@ -186,7 +186,7 @@ fn sighup_changes_routes_and_no_channel() {
     other.read_exact(&mut [0]).unwrap();
 }
 
-/// During the reloads a route that does not change carries a gibibyte.
+/// While the configuration is reloaded, a route that does not change carries a gibibyte.
 #[test]
 fn routes_come_and_go_while_a_gibibyte_moves() {
     const PART: usize = 251 << 10;

@@ -79,7 +79,8 @@ impl Scene {
         finish(self.ask(line))
     }
 
-    /// Opens a listener in a process that waits for its end.
+    /// Runs `tunnel open --wait`, a process that opens a listener and waits until the listener
+    /// ends.
     fn open(&self, line: &str) -> Waiting {
         let mut command = self.ask(&format!("open {line} --wait"));
         command.stdin(Stdio::null()).stdout(Stdio::piped());
@@ -212,11 +213,11 @@ fn a_listener_at_a_given_address_fails_with_a_reason() {
     let line = format!("plain --listen unix:{}", place.display());
     let waiting = scene.open(&line);
     assert_eq!(waiting.path, place);
-    // The target ends with unread bytes.
+    // The target closes its connection while bytes are unread.
     let mut near = connect(place.clone());
     let far = accepted(&plain);
     near.write_all(b"x").unwrap();
-    // Closing discards these bytes, so the channel is aborted instead of ended.
+    // The close discards these bytes, so the channel is aborted instead of ended.
     wait_until("unread bytes", || unread_bytes(&far).unwrap() > 0);
     drop(far);
     while near.write_all(b"more").is_ok() {
@@ -272,7 +273,7 @@ fn i7_invalid_requests_are_refused_with_a_reason() {
         let done = scene.asked(line).expect(code);
         assert!(done.err.contains(word), "{line}: {done:?}");
     }
-    // Bypasses the command's own checks.
+    // Send invalid requests directly to the control socket, to bypass the command's own checks.
     let socket = control(&scene.hosts).join("tunnels/near.sock");
     for request in [
         r#"{"do":"open","route":"ram","parameter":"vm=../x","once":false,"wait":false}"#,
@@ -297,7 +298,7 @@ fn the_control_socket_is_private_and_is_removed_with_the_tunnel() {
     let socket = control(&scene.hosts).join("tunnels/near.sock");
     let mode = fs::metadata(&socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    // With two tunnels, one must be named.
+    // With two tunnels, the command must name one of them.
     let mut unnamed = words("tunnel open plain --control");
     unnamed.arg(control(&scene.hosts));
     let unnamed = finish(unnamed).expect(1);
@@ -366,7 +367,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     let web = scene.target("web.sock");
     let mut piped = Piped::start(&scene, "ram --param vm=web");
     let mut far = accepted(&web);
-    // The bytes from the target end first, and so does the output; the input continues.
+    // The target ends its direction first, so the output of the command ends. The input continues.
     far.write_all(b"hello").unwrap();
     far.shutdown(Shutdown::Write).unwrap();
     assert_eq!(piped.output(), "hello");
@@ -381,7 +382,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     drop(far);
     assert_eq!(piped.end(), (0, String::new()));
 
-    // The reverse: the input ends first.
+    // Now the input ends first.
     let mut piped = Piped::start(&scene, "echo");
     let mut input = piped.0.stdin.take().unwrap();
     input.write_all(b"and back").unwrap();
@@ -391,7 +392,7 @@ fn standard_input_and_output_are_a_channel_with_both_ends() {
     assert_eq!(scene.status("near")["listeners"], Value::Array(Vec::new()));
 }
 
-/// Incomplete lines must not wait in a buffer.
+/// `tunnel stdio` forwards incomplete lines immediately, and does not buffer them.
 #[test]
 fn a_dialogue_over_a_socket_is_not_held_back() {
     let scene = Scene::new();
@@ -404,7 +405,7 @@ fn a_dialogue_over_a_socket_is_not_held_back() {
         .stdout(Stdio::from(OwnedFd::from(theirs)))
         .stderr(Stdio::piped());
     let piped = Piped(command.spawn().unwrap());
-    // Drop the command's copies of the other end, so that only the child holds it.
+    // Drop the command's copies of the socket's other end, so that only the child has it open.
     drop(command);
     let mut far = accepted(&web);
     for _ in 0..3 {
@@ -442,11 +443,11 @@ fn an_input_that_cannot_be_read_is_an_error() {
 fn an_aborted_channel_is_an_error_of_stdio() {
     let scene = Scene::new();
     let plain = scene.target("plain.sock");
-    // Refused: the target takes no parameter.
+    // The channel is refused, because the target takes no parameter.
     let piped = Piped::start(&scene, "plain --param vm=web");
     let (code, said) = piped.end();
     assert_eq!((code, fault_in(&said)), (1, "parameter-refused"), "{said}");
-    // Aborted: the far tunnel is killed while the input is open.
+    // The channel is aborted, because the far tunnel is killed while the input is open.
     let piped = Piped::start(&scene, "plain");
     let mut far = accepted(&plain);
     far.write_all(b"x").unwrap();
@@ -457,7 +458,8 @@ fn an_aborted_channel_is_an_error_of_stdio() {
     assert_eq!((code, fault_in(&said)), (1, "control-lost"), "{said}");
 }
 
-/// A refused channel with unread input is reset, which is not a failure of the input or the output.
+/// If a refused channel has unread input, its connection is reset. The command must report the
+/// refusal, not an error of its input or output.
 #[test]
 fn a_refused_channel_is_reported_even_with_unread_input() {
     let scene = Scene::new();
@@ -510,7 +512,7 @@ fn a_killed_stdio_leaves_no_listener() {
     wait_until("its listener stays", || !is_there(&path));
 }
 
-/// Covers all threads of the tunnel, including those of lanes and channels.
+/// Checks all threads of the tunnel, including those of lanes and channels.
 #[test]
 fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     let scene = Scene::new();
@@ -550,7 +552,8 @@ fn a_tunnel_runs_on_the_cpus_that_it_is_given() {
     assert!(nowhere.err.contains("CPUs [1023]"), "{nowhere:?}");
 }
 
-/// A tunnel has no journal: a broken journal directory is reported and does not hide tunnels.
+/// A tunnel has no journal, so `status` shows tunnels even if it reports a broken journal
+/// directory.
 #[test]
 fn status_shows_tunnels_despite_a_broken_journal() {
     let scene = Scene::new();

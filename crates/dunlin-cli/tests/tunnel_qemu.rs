@@ -118,7 +118,7 @@ impl Scene {
         Migration::through(&self.place("ram-in"), &self.place("ram-out"))
     }
 
-    /// A running guest, and a QEMU that waits for it.
+    /// A QEMU with a running guest, and a QEMU that waits for this guest.
     fn machines(&self, setup: &Setup) -> (Machine, Machine) {
         let mut source = Machine::start(setup, Some(&self.source)).unwrap();
         let destination = Machine::start_incoming(setup, Some(&self.destination)).unwrap();
@@ -201,8 +201,8 @@ fn a_guest_moves_with_few_and_many_multifd_channels() {
 }
 
 /// The guest runs at the destination while its memory is still at the source, and fetches pages
-/// through the tunnel; with *preempt*, on a separate connection that is opened during the
-/// migration.
+/// through the tunnel. With *preempt* it fetches them on a separate connection, which is opened
+/// during the migration.
 #[test]
 fn a_guest_fetches_its_pages_behind_itself() {
     let Some((setup, scene)) = guest() else {
@@ -233,7 +233,7 @@ fn start_postcopy(
     let mut migration = scene.migration();
     migration.bandwidth = Some(32 << 20);
     begin(source, destination, &migration).unwrap();
-    // The guest runs as soon as it arrives.
+    // Let the destination run the guest as soon as it arrives.
     destination.resume().unwrap();
     wait_some(source);
     source
@@ -243,7 +243,7 @@ fn start_postcopy(
     wait_status(source, "postcopy-active");
 }
 
-/// When the tunnel is killed, neither side has all of the guest's memory. Both QEMUs wait, and
+/// When the tunnel is killed, neither QEMU has all of the guest's memory. Both QEMUs wait, and
 /// continue through another tunnel.
 #[test]
 fn postcopy_goes_on_through_another_tunnel() {
@@ -263,7 +263,7 @@ fn postcopy_goes_on_through_another_tunnel() {
         &mut destination,
         &["postcopy-ram", "postcopy-preempt"],
     );
-    // Before this status, the destination cannot pause post-copy and would fail.
+    // Until the destination has this status, it cannot pause post-copy and would fail instead.
     wait_status(&mut destination, "postcopy-active");
     scene.near.take().unwrap().child.kill().unwrap();
     wait_status(&mut source, "postcopy-paused");
@@ -287,8 +287,8 @@ fn postcopy_goes_on_through_another_tunnel() {
     continues(&setup, &mut destination);
 }
 
-/// In pre-copy a killed tunnel on either side loses nothing: the guest keeps running at the source,
-/// QEMU gets an error, and the next attempt succeeds.
+/// If a tunnel is killed in pre-copy, on either host, nothing is lost: the guest keeps running at
+/// the source, QEMU gets an error, and the next attempt succeeds.
 #[test]
 fn a_killed_tunnel_leaves_the_guest_running() {
     let Some((setup, mut scene)) = guest() else {
@@ -329,8 +329,8 @@ fn a_killed_tunnel_leaves_the_guest_running() {
     same_and_runs(&setup, &mut source, &mut destination);
 }
 
-/// As with libvirt, a separate route copies the disk in parallel with the memory, and mirrors
-/// writes to the disk until the guest is paused.
+/// As with libvirt, a separate route copies the disk in parallel with the memory. The copy includes
+/// the guest's writes to the disk until the guest is paused.
 #[test]
 fn a_disk_is_mirrored_beside_the_memory() {
     let Some((setup, scene)) = guest() else {

@@ -72,7 +72,7 @@ impl Scene {
         process
     }
 
-    /// Starts a relay with a TLS port, as host b; returns the port's number.
+    /// Starts a relay that accepts TLS clients on a port, as host b; returns the port's number.
     fn from(&self, more: &str) -> (Process, u16) {
         let process = self.run(
             "b",
@@ -139,7 +139,8 @@ where
     thread::scope(|scope| {
         scope.spawn(|| {
             (&near).write_all(&there).unwrap();
-            // A TLS 1.2 peer may close both directions at the first end.
+            // A TLS 1.2 peer may close both directions when one ends, so read all bytes before
+            // ending a direction.
             let mut came = vec![0; back.len()];
             (&near).read_exact(&mut came).unwrap();
             assert!(came == back);
@@ -230,7 +231,7 @@ fn openssl_s_server_speaks_with_a_relay() {
         let mut said = [0; 9];
         stream.read_exact(&mut said).unwrap();
         assert_eq!(&said, b"and back\n");
-        // The server dies without close_notify: this does not count as an end.
+        // The server dies without close_notify, so the relay reports an abort, not a clean end.
         server.child.kill().unwrap();
         let why = near.wait_for("was aborted");
         assert!(why.contains("close_notify"), "{why}");
@@ -327,8 +328,8 @@ fn an_old_server_needs_the_routes_permission() {
     assert!(why.contains("fault=security-not-agreed"), "{why}");
 }
 
-/// If every packet is lost, the sending host must detect that with its own timers, whether
-/// or not the connection is idle.
+/// If every packet is lost, only the timers of the sending host can detect that. They must do so on
+/// an idle and on a busy connection.
 #[test]
 fn a_vanished_peer_is_detected_idle_and_busy() {
     let Some(wire) = Wire::new(None) else { return };
@@ -384,8 +385,8 @@ fn a_vanished_peer_is_detected_idle_and_busy() {
             assert!(why.contains("vanished"), "{why}");
         }
     }
-    // The configured limit is two seconds, and the rest is a margin for a busy machine. Keep-alive
-    // alone, or the kernel's retransmission timeout, would take minutes.
+    // The configured limit is two seconds, and the other 13 seconds are a margin for a busy
+    // machine. Keep-alive alone, or the kernel's retransmission timeout, would take minutes.
     assert!(
         begin.elapsed() < Duration::from_secs(15),
         "{:?}",

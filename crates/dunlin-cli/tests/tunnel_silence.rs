@@ -20,8 +20,8 @@ const SILENT_IN_SOAK: usize = 10_000;
 const EACH: usize = 250;
 /// Descriptors of this process besides the connections.
 const OWN_FILES: u64 = 200;
-/// A tunnel with a trunk and its lanes has about 40 descriptors, and up to 64 unauthenticated
-/// connections.
+/// The maximum number of the tunnel's open files. A tunnel has about 40 descriptors with a trunk
+/// and its lanes, and up to 64 unauthenticated connections.
 const FILES: usize = 150;
 const GROWTH_BYTES: u64 = 32 << 20;
 

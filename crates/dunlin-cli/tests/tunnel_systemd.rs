@@ -95,7 +95,7 @@ fn passed_sockets_serve_peers_and_an_entrance() {
     early.read_exact(&mut came[..4]).unwrap();
     assert_eq!(&came[..4], b"back");
 
-    // A route that is removed and added again finds its socket.
+    // A route that is removed and added again gets its passed socket again.
     let without = config.replace("listen = \"systemd:ram\"\n", "");
     fs::write(&near.config, without).unwrap();
     near.signal("HUP");
@@ -147,14 +147,14 @@ fn i7_a_missing_or_wrong_passed_socket_is_reported() {
         tunnel.wait_for(word);
         assert_eq!(tunnel.code(), Some(1));
     }
-    // A unix socket cannot serve peers.
+    // A passed unix socket cannot be the listener for peers.
     let entrance = listen(hosts.scratch.join("in"));
     let sockets = [entrance.into(), peers().into()];
     let tunnel = activated(&hosts, &passed, sockets, "peers:ram");
     tunnel.wait_for("peers connect over TCP");
 }
 
-/// Sockets that were passed to a parent process do not belong to the tunnel.
+/// The tunnel ignores sockets that were passed to a parent process.
 #[test]
 fn an_inherited_environment_is_ignored() {
     let hosts = Hosts::new();
@@ -222,7 +222,7 @@ fn the_service_manager_is_notified_of_ready_reload_and_stop() {
     let path = hosts.scratch.join("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
     assert_notifies(&hosts, socket, &path);
-    // The same through an abstract socket.
+    // The tunnel can also notify through an abstract socket.
     let name = format!("dunlin-notify-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     let socket = UnixDatagram::bind_addr(&address).unwrap();
@@ -244,7 +244,8 @@ fn the_service_drops_what_it_does_not_need() {
     Units::new().weigh("dunlin-tunnel.service");
 }
 
-/// Without this permission the tunnel cannot rate the kernel's TLS, and does not use it.
+/// With `ProcSubset=pid` the tunnel could not read which ciphers the kernel has. It could not rate
+/// the kernel's TLS, and would not use it.
 #[test]
 fn k11_the_service_may_read_which_ciphers_the_kernel_has() {
     let text = Units::new().text("dunlin-tunnel.service");

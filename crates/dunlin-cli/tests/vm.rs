@@ -101,7 +101,7 @@ fn without_json_the_output_is_plain_text() {
     ] {
         assert!(done.out.contains(part), "no {part:?} in {}", done.out);
     }
-    // A pipe gets no control characters of a terminal.
+    // The output contains no control characters of a terminal if it goes to a pipe.
     assert!(!done.out.contains(['\x1b', '\r']), "{}", done.out);
     assert_eq!(done.err, "");
 }
@@ -157,7 +157,7 @@ fn a_power_off_during_a_migration_ends_the_vm_and_the_migration() {
     moves(&hosts, third, &second, "a", 2);
 }
 
-/// Identities and flags of a migration that either side refuses.
+/// Identities and flags of a migration that the source or the destination refuses.
 struct Refused {
     at_source: &'static str,
     at_destination: &'static str,
@@ -253,7 +253,7 @@ fn i6_a_certificate_that_has_expired_is_refused_by_its_host_and_by_the_peer() {
     let until = hosts.issue_for("short", "b.test", Duration::from_secs(3));
     let destination = hosts.receive("short", "2", "");
 
-    // The process that loads the identity refuses it, on either side.
+    // The process that loads an expired identity refuses it, at the source and at the destination.
     let mut receive = words("vm receive --listen 127.0.0.1:0 --identity");
     receive.arg(hosts.scratch.join("expired"));
     let done = finish(receive).expect(1);
@@ -294,7 +294,7 @@ fn a_destination_without_a_control_socket_refuses_the_vm_before_it_moves() {
     let Some(_turn) = kvm() else { return };
     let hosts = Hosts::new();
     let source = hosts.run("same", GUEST);
-    // Source and destination would have the same control socket.
+    // Source and destination would have the same control socket, so the migration fails.
     let destination = hosts.receive("b", "same", "");
     let flags = "--json --peer b.test";
     let done = finish(hosts.migrate(&source, &destination, "a", flags)).expect(1);
@@ -463,8 +463,8 @@ fn a_demo_that_is_killed_leaves_nothing_behind() {
         assert!(Instant::now() < deadline, "the demo does not start");
         std::thread::sleep(Duration::from_millis(5));
     };
-    // There is no event to wait for: each process may or may not have begun to watch its parent,
-    // and both must end.
+    // Sleep, because no event shows whether the two processes have begun to watch their parent.
+    // They must end in any case.
     std::thread::sleep(Duration::from_millis(100));
     demo.kill().unwrap();
     demo.wait().unwrap();

@@ -35,7 +35,7 @@ pub enum HandoffError {
     NotTrusted {
         /// The peer's address.
         at: SocketAddr,
-        /// Where the certificate's chain ends, if the certificate can be decoded.
+        /// The certificate at which the peer's chain ends, if the peer's certificate can be decoded.
         why: Option<UntrustedReason>,
     },
     /// The handshake failed.

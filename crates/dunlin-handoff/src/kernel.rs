@@ -20,7 +20,7 @@ const TICKETS: (Duration, Duration) = (Duration::from_millis(50), Duration::from
 /// records.
 #[derive(Debug)]
 pub struct KtlsSocket {
-    /// Blocking, without timeouts.
+    /// The socket, in blocking mode and without timeouts.
     pub stream: TcpStream,
     /// The cipher driver, network device and counters that the kernel reports for the
     /// connection.
@@ -28,8 +28,8 @@ pub struct KtlsSocket {
 }
 
 impl Connected {
-    /// Installs the keys of both directions in the kernel. `inspector` reads the parts of
-    /// [`Chosen`] that concern this connection.
+    /// Installs the keys of both directions in the kernel. `inspector` queries the kernel for the parts
+    /// of [`Chosen`] that concern this connection.
     ///
     /// # Errors
     /// [`HandoffError::Kernel`], or [`HandoffError::Handshake`] if the server sent something other
@@ -58,7 +58,7 @@ impl Connected {
     }
 }
 
-/// Installs the keys of both directions in the kernel, and reads which driver and device it uses.
+/// Installs the keys of both directions in the kernel, and reads which driver and device the kernel uses.
 ///
 /// # Errors
 /// [`Refused`]. The caller must close the connection, because the kernel may have only one of its

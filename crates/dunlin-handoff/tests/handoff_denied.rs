@@ -1,4 +1,4 @@
-//! Denied keys and revocation lists in hand-offs.
+//! Hand-offs reject peers with denied keys.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -17,27 +17,8 @@ use dunlin_proto::fault::FaultCode;
 use dunlin_test_support::identity::{Ca, Host, denies, key_pin, wish};
 use dunlin_test_support::lane::{DESTINATION, SOURCE, names, soon};
 
-/// Connects as `near`, with `trust`, to a server with the settings `served`.
-fn outcome(near: &Host, served: &ServerTls, trust: TrustPolicy) -> Result<(), HandoffError> {
-    let provider = Provider::built_in()[0];
-    let ciphers = "TLS_AES_256_GCM_SHA384";
-    let offer = Offer::new(TlsVersion::V1_3, ciphers, "X25519", provider).unwrap();
-    let tls = HandoffTls::new(offer, trust, None, Some(&near.load())).unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    thread::scope(|scope| {
-        // The server's result does not matter, because this server expects a Dunlin client.
-        scope.spawn(|| {
-            let (accepted, _) = listener.accept().unwrap();
-            drop(handshake::server(accepted, served, soon()))
-        });
-        let cancel = DialCancel::new().unwrap();
-        connect("127.0.0.1", port, &tls, soon(), &cancel).map(drop)
-    })
-}
-
-/// The denied keys of the caller's identity apply whether the peer is trusted by its authority, by its
-/// own certificate in the CA bundle, or unverified.
+/// The denied keys of the caller's identity apply whether the peer is trusted because of its authority,
+/// because its own certificate is in the CA bundle, or without any verification.
 #[test]
 fn i6_a_hand_off_refuses_a_denied_key_under_every_trust_policy() {
     let root = Ca::root("root");

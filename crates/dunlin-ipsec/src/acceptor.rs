@@ -29,8 +29,9 @@ use dunlin_lane::fault::of_io;
 use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::policy::ServerTls;
 
-/// The maximum number of simultaneous sessions, both in total and from one peer.
+/// The maximum number of simultaneous sessions.
 const SESSIONS: usize = 64;
+/// The maximum number of simultaneous sessions with one peer.
 const OF_ONE_PEER: usize = 8;
 /// The interval at which ended sessions are removed.
 const TICK: Duration = Duration::from_millis(100);
@@ -123,12 +124,12 @@ impl Server {
         self.site.peers()
     }
 
-    /// Renews the keys of everything that this side sends.
+    /// Renews the keys of all SAs on which this side sends.
     pub fn rekey(&self) {
         self.site.rekey();
     }
 
-    /// Ends all sessions and waits until everything they installed is removed.
+    /// Ends all sessions, and waits until their policies and SAs are removed.
     pub fn stop(self) {
         drop(self);
     }
@@ -139,7 +140,7 @@ impl Drop for Server {
         self.stop.wake();
         // Join the accepting thread first: after it has ended, no new session starts.
         for thread in self.threads.drain(..) {
-            // A panic has been printed by its hook.
+            // The panic hook has printed the panic.
             let _ = thread.join();
             self.site.end();
             self.is_over.store(true, Ordering::SeqCst);
@@ -241,7 +242,7 @@ impl Site {
         let identity = control.peer().clone();
         let peer = harmless(&identity.to_string());
         let options = self.options.clone();
-        // Used only if the peer requests mode cpu.
+        // These senders are used only if the peer requests mode cpu.
         let senders = options.senders(Mode::Cpu);
         let exchange = Exchange::responder(options.sas_max, options.udp, senders);
         let (session, _up): (Session, Receiver<()>) = Session::begin(Beginning {

@@ -1,5 +1,6 @@
-//! Restricts the addresses from which a peer may connect. The certificate identifies the peer; a
-//! session protects packets to the address from which the control connection came.
+//! Restricts the addresses from which a peer may connect. This is necessary because the certificate
+//! identifies only the peer, and a session protects packets to the address from which the control
+//! connection came.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -15,7 +16,7 @@ pub struct AddressBlock {
     network: Network,
 }
 
-/// The text is not an address or a block of addresses. The fault is in the configuration.
+/// The text is neither an address nor a block of addresses. The configuration is at fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid address {0:?}: expected a form such as 192.0.2.1, 192.0.2.0/24 or 2001:db8::/64")]
 pub struct NotAddresses(String);

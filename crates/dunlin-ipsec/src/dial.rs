@@ -22,8 +22,9 @@ const LOOK: Duration = Duration::from_millis(100);
 /// hosts. `cancel` ends the attempt.
 ///
 /// # Errors
-/// The reason why the ports are not protected; [`IpsecError::Ended`] on cancellation. Nothing stays
-/// installed, unless this side's traffic was already protected: then its ports stay blocked.
+/// The reason why the ports are not protected; [`IpsecError::Ended`] on cancellation. No policies
+/// or SAs stay installed, with one exception: if this side's traffic was already protected, its
+/// ports stay blocked.
 pub fn up(
     to: &str,
     tls: &ClientTls,
@@ -58,7 +59,8 @@ pub(super) fn open(
     };
     let deadline = Instant::now() + timeout;
     let opened = control::open(endpoint, connector, tls, &offer, deadline, cancel);
-    // The session may serve other callers besides the one that cancels.
+    // From now on `cancel` must not close the connection, because the session may serve other
+    // callers too.
     cancel.release();
     if cancel.is_cancelled() {
         return Err(IpsecError::Ended);
@@ -74,7 +76,7 @@ pub(super) fn open(
 }
 
 /// Starts a session on a control connection. Returns when the ports are protected on both hosts, or
-/// `given_up` returns true.
+/// when `given_up` returns true.
 pub(super) fn begin(
     control: ControlStream,
     session: SessionId,

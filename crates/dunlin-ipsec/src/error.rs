@@ -35,20 +35,20 @@ pub enum IpsecError {
         /// The system's error.
         source: io::Error,
     },
-    /// A record is larger than that of any possible session.
-    #[error("record {path} exceeds 64 MiB, the limit of a session's record: compare it with `ip xfrm state` and `ip xfrm policy`, remove the remaining entries, then the file", path = path.display())]
+    /// A record is larger than the record of any session can be.
+    #[error("record {path} exceeds 64 MiB, the limit of a session's record: look for its entries with `ip xfrm state` and `ip xfrm policy`, remove them, then remove the file", path = path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
     },
     /// Another process holds the lock under which sessions allocate ports.
-    #[error("another process holds the lock {path} for too long: `fuser {path}` shows which one; end it, or wait", path = path.display())]
+    #[error("another process has held the lock {path} for too long: find the process with `fuser {path}` and end it, or wait", path = path.display())]
     Locked {
         /// The file.
         path: PathBuf,
     },
-    /// Other users may write to the directory of records, or one of them owns it.
-    #[error("record directory {path} has mode {mode:03o} and belongs to user {owner}: other users could get policies removed; it must have mode 700 and belong to the user of this process", path = path.display())]
+    /// Other users may write to the directory of records.
+    #[error("record directory {path} has mode {mode:03o}, so other users could write records and have policies removed: set the mode to 700", path = path.display())]
     Exposed {
         /// The directory.
         path: PathBuf,
@@ -58,7 +58,7 @@ pub enum IpsecError {
         owner: u32,
     },
     /// A line of a record cannot be parsed.
-    #[error("line {line} of record {path} is malformed: compare the file with `ip xfrm state` and `ip xfrm policy`, remove the remaining entries, then the file", path = path.display())]
+    #[error("line {line} of record {path} is malformed: look for the record's entries with `ip xfrm state` and `ip xfrm policy`, remove them, then remove the file", path = path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -92,11 +92,12 @@ pub enum IpsecError {
          none left in the clear; identify the program with `ip xfrm monitor`, then start a new session"
     )]
     RemovedSa(String),
-    /// An earlier session left a block of ports blocked. This session needs some of these
-    /// ports, and connections use the block.
+    /// An earlier session left ports blocked. This session needs only some of these ports, and
+    /// connections use them.
     #[error(
-        "an earlier session has left ports blocked, this session needs only some of them, and \
-         connections use them ({connections} now): end these, or request the same ports as before"
+        "an earlier session has left ports blocked; this session needs only some of them, and \
+         connections use them ({connections} now): end the connections, or request the same ports as \
+         before"
     )]
     LeftInTheWay {
         /// The number of connections.
@@ -118,14 +119,14 @@ pub enum IpsecError {
     SameHost(IpAddr),
     /// The session would block its own control connection.
     #[error(
-        "port {0} of the control connection is one of the ports to protect: choose ports without it, \
-         or another port for the control connection"
+        "port {0} of the control connection is one of the ports to protect: protect other ports, or \
+         use another port for the control connection"
     )]
     CoversControl(u16),
     /// The session would block the control connection of another session.
     #[error(
         "port {port} is that of the control connection of another session between these hosts (ports \
-         {ports}, process {pid}), which would be blocked: choose ports without it"
+         {ports}, process {pid}), and would be blocked: choose ports without it"
     )]
     CoversOther {
         /// The port.
@@ -173,7 +174,7 @@ pub enum IpsecError {
         block: u16,
     },
     /// The peer requests ports outside the range that this side allows.
-    #[error("the peer requests ports {asked}; allowed are {allowed}")]
+    #[error("the peer requests ports {asked}, but only ports {allowed} are allowed")]
     PortsNotAllowed {
         /// The requested ports.
         asked: String,
@@ -222,13 +223,13 @@ pub enum IpsecError {
     Resources {
         /// The resource.
         what: &'static str,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl IpsecError {
-    /// Maps a system error about the resource `what`.
+    /// Returns a function that converts a system error about the resource `what`.
     pub(super) fn resources(what: &'static str) -> impl Fn(io::Error) -> Self + Copy {
         move |source| Self::Resources { what, source }
     }

@@ -20,8 +20,8 @@ pub enum Event {
         /// The reason; `None` if this side ended it.
         why: Option<String>,
     },
-    /// A session has ended, and its ports stay blocked while connections of this host use them:
-    /// without the policies they would continue in the clear.
+    /// A session has ended, and its ports stay blocked while connections of this host use them,
+    /// because without the policies the connections would continue in the clear.
     StillUsed {
         /// The number of connections.
         connections: usize,
@@ -34,7 +34,7 @@ pub enum Event {
         /// The number of connections on the ports.
         connections: usize,
     },
-    /// What a dead process left has been removed.
+    /// The policies and SAs that a dead process left have been removed.
     Cleaned {
         /// The record of that process.
         record: PathBuf,
@@ -52,13 +52,14 @@ pub enum Event {
         /// The reason.
         why: String,
     },
-    /// The peer grants no SA for this CPU, so its lanes use the fallback SA, which seals on one CPU
-    /// at a time.
+    /// The peer grants no SA for this CPU, so lanes of the CPU use the fallback SA, which seals on
+    /// one CPU at a time.
     NoOwnAssociation {
         /// The CPU.
         cpu: u32,
     },
-    /// Lanes of a CPU used an SA other than the CPU's own. They are moved back to it.
+    /// Lanes of a CPU used an SA other than the CPU's own. The lanes are moved back to the CPU's
+    /// SA.
     Strayed {
         /// The CPU.
         cpu: u32,
@@ -105,7 +106,7 @@ impl fmt::Display for Event {
             ),
             Self::Cleaned { record, objects } => write!(
                 formatter,
-                "removed the policies and SAs of a dead process: {objects} (record {})",
+                "removed {objects} policies and SAs of a dead process (record {})",
                 record.display()
             ),
             Self::StaysBlocked { record } => write!(
@@ -121,19 +122,19 @@ impl fmt::Display for Event {
             }
             Self::NoOwnAssociation { cpu } => write!(
                 formatter,
-                "the peer grants no SA for CPU {cpu}: its lanes use the fallback SA; raise the peer's \
+                "the peer grants no SA for CPU {cpu}: lanes of this CPU use the fallback SA; raise the peer's \
                  limit, or use fewer CPUs on this host"
             ),
             Self::Strayed { cpu, sent, carried } => write!(
                 formatter,
                 "lanes of CPU {cpu} used another SA: its own SA carried only {carried} of {sent} \
-                 bytes; they are moved back to it"
+                 bytes; the lanes are moved back to it"
             ),
             Self::Rejected { from, why, .. } => write!(formatter, "rejected {from}: {why}"),
         }
     }
 }
 
-/// Receives each event, on the thread where it happens. `Arc::new` makes one of a closure that takes
-/// a `&Event`.
+/// Receives each event, on the thread that reports it. `Arc::new` makes an observer of a closure
+/// that takes a `&Event`.
 pub type Observer = Arc<dyn dunlin_proto::observe::Observer<Event>>;

@@ -17,7 +17,7 @@ pub(crate) use self::request::Request;
 const NOOP: u16 = 1;
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
-/// The text of an error (`NLMSGERR_ATTR_MSG`, include/uapi/linux/netlink.h).
+/// The attribute with the text of an error (`NLMSGERR_ATTR_MSG`, include/uapi/linux/netlink.h).
 const ERROR_TEXT: u16 = 1;
 /// Bytes before the attributes of an error: its number and the header of the request.
 const ERROR_HEAD: usize = 4 + HEADER;
@@ -28,13 +28,14 @@ const ROOM: usize = 64 << 10;
 /// Why a request failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The kernel refused: an error number (errno(3)), positive, and its text.
+    /// The kernel refused the request. The values are the positive error number (errno(3)) and the
+    /// kernel's text.
     Kernel { code: i32, text: Option<String> },
     /// A list changed while it was read.
     Changed,
     /// The socket failed.
     Socket(io::Error),
-    /// The kernel's answer is malformed, with the reason.
+    /// The kernel's answer is malformed. The value is the reason.
     Answer(&'static str),
 }
 
@@ -180,7 +181,7 @@ impl Answers {
 }
 
 /// Sends a query and returns the attributes of its answer, which follow a fixed part of
-/// `fixed_bytes`.
+/// `fixed_bytes` bytes.
 ///
 /// # Errors
 /// Errors from socket(2) (the process may not be allowed to open netlink sockets) and from the
@@ -249,7 +250,7 @@ mod tests {
         bytes
     }
 
-    /// Reads one nested attribute from each answer, and whether the list is complete.
+    /// Returns one nested attribute of each answer, and whether the list is complete.
     fn read(bytes: &[u8], acknowledged: bool) -> Result<(Vec<Vec<u8>>, bool), Failure> {
         let mut answers = Answers {
             sequence: 7,
@@ -268,7 +269,7 @@ mod tests {
     #[test]
     fn i7_a_truncated_or_changed_message_does_not_panic() {
         let inner = attributes(&[(2, &[7; 9])]);
-        // The flag marks nested attributes.
+        // The bit 0x8000 marks a nested attribute (NLA_F_NESTED).
         let whole = message(20, 0, &attributes(&[(8, &[0]), (0x8000 | 19, &inner)]));
         assert_eq!(read(&whole, false).unwrap(), (vec![vec![7; 9]], true));
         for end in 1..whole.len() {
@@ -321,7 +322,7 @@ mod tests {
         assert_eq!(said(0), (libc::ENOENT, None));
         let error = read(&message(ERROR, 0, &body), true).unwrap_err();
         assert_eq!(io::Error::from(error).kind(), io::ErrorKind::NotFound);
-        // An acknowledgement after its answer.
+        // The acknowledgement follows the answer.
         let body = attributes(&[(19, &attributes(&[(2, b"1")]))]);
         let both = [message(20, 0, &body), message(ERROR, 0, &[0; 20])].concat();
         assert_eq!(read(&both, true).unwrap(), (vec![b"1".to_vec()], true));

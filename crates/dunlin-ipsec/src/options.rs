@@ -36,7 +36,7 @@ pub struct Options {
     pub quiet_wait: Duration,
     /// For a server: peers that may connect only from these addresses.
     pub bound: Vec<(Allowed, Vec<AddressBlock>)>,
-    /// Called before each change of the kernel's tables, on the thread that makes it.
+    /// Called before each change of the kernel's tables, on the thread that makes the change.
     pub before_change: Option<Hook>,
 }
 
@@ -79,5 +79,5 @@ impl fmt::Debug for Options {
     }
 }
 
-/// Called with each change of the kernel's tables before it is made.
+/// A function that is called with each change of the kernel's tables, before the change is made.
 pub type Hook = Arc<dyn Fn(&Step) + Send + Sync>;

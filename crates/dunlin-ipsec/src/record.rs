@@ -15,11 +15,11 @@
 //!
 //! A `+` line is synced before the kernel installs the object; a `-` line is written after the
 //! kernel has removed it. `heir` means that the session's policies replaced those of an earlier
-//! session that had protected the ports; `ended` means that its owner requested its end; `about`
-//! names the owner ([`Owner`]). Only the last line can be truncated, and then nothing was
-//! installed for it. A record of an earlier boot is void, because the kernel's tables are gone; a
-//! record of another network namespace is left to a process in that namespace. The file is locked
-//! while its process lives.
+//! session that had protected the ports; `ended` means that the owner requested the end of the
+//! session; `about` describes the owner ([`Owner`]). Only the last line can be truncated, and then
+//! nothing was installed for it. A record of an earlier boot is void, because the kernel's tables
+//! are gone; a record of another network namespace is left to a process in that namespace. The file
+//! is locked while its process lives.
 //!
 //! When most lines concern removed objects, the file is rewritten: the remaining lines go to a new
 //! file under another name, which is synced, locked and renamed over the old one.
@@ -46,7 +46,8 @@ pub use owner::Owner;
 const EXTENSION: &str = "ipsec";
 /// The extension of a record that is being rewritten.
 const NEW_EXTENSION: &str = "new";
-/// Far more than the lines of two epochs and as many lines for removed objects need.
+/// The maximum size of a record, in bytes: far more than the lines of two epochs and as many lines
+/// for removed objects need.
 const MOST_BYTES: u64 = 64 << 20;
 /// Lines for removed objects that a record may have regardless of its size.
 const DEAD_LINES: usize = 64;
@@ -121,9 +122,8 @@ impl RecordDirectory {
         Ok(record)
     }
 
-    /// Takes over the records of dead processes in this namespace and returns them. Records of an
-    /// earlier boot are removed. An unreadable record is an `Err` entry; the others are returned
-    /// nevertheless.
+    /// Takes over the records of dead processes in this namespace and returns them. Removes records
+    /// of an earlier boot. An unreadable record is an `Err` entry beside the others.
     pub(super) fn left(&self) -> Result<Vec<Result<Record, IpsecError>>, IpsecError> {
         let header = header()?;
         let mut left = Vec::new();
@@ -216,8 +216,8 @@ impl Record {
         &self.objects
     }
 
-    /// Whether the policies of this session, or of a predecessor, have ever let packets through an
-    /// SA: if so, a connection that relies on the SA may exist. The record keeps these policies
+    /// Whether the policies of this session, or of a predecessor, have ever let packets out through
+    /// an SA. If so, a connection that relies on the SA may exist. The record lists these policies
     /// until they are removed.
     pub(super) fn has_protected(&self) -> bool {
         self.is_heir || self.policies().any(Policy::lets_out)
@@ -252,7 +252,7 @@ impl Record {
         &self.path
     }
 
-    /// Records these objects; they are synced when this returns.
+    /// Records these objects, and syncs the file.
     pub(super) fn add(&mut self, objects: &[Object]) -> Result<(), IpsecError> {
         let new = |object: &&Object| !self.objects.contains(object);
         let new: Vec<Object> = objects.iter().filter(new).copied().collect();
@@ -260,7 +260,8 @@ impl Record {
             return Ok(());
         }
         let lines: String = new.iter().map(|object| format!("+ {object}\n")).collect();
-        // Extend the list before the write: after a failed write, part of it may be in the file.
+        // Extend the list before the write, because a failed write may leave some of the objects in
+        // the file.
         self.objects.extend(new);
         if self.lines > 2 * self.objects.len() + DEAD_LINES && self.compact().is_ok() {
             return Ok(());
@@ -269,8 +270,8 @@ impl Record {
         self.sync()
     }
 
-    /// Rewrites the file with the remaining objects. A process that opened the old file detects
-    /// that it was replaced once it has locked it.
+    /// Rewrites the file with the remaining objects. A process that opened the old file detects the
+    /// replacement after it has locked that file.
     fn compact(&mut self) -> Result<(), IpsecError> {
         let path = self.path.with_extension(NEW_EXTENSION);
         let mut options = OpenOptions::new();
@@ -315,7 +316,7 @@ impl Record {
         gone.iter().try_for_each(|object| self.gone(object))
     }
 
-    /// Removes the file, when nothing is left.
+    /// Removes the file. Call it only if none of its objects is installed.
     pub(super) fn forget(self) -> Result<(), IpsecError> {
         fs::remove_file(&self.path).map_err(io_error("removed", &self.path))
     }
@@ -337,7 +338,7 @@ impl Record {
     /// Reads the file, and applies its lines if it has this header. Returns the length of all
     /// complete lines: anything after them was never synced or is still being written.
     fn read(&mut self, header: &str) -> Result<(Scope, u64), IpsecError> {
-        /// Longer than any header.
+        /// A length that no header has, in bytes.
         const LONG: usize = 256;
         let mut text = Vec::new();
         let read = self.file.seek(SeekFrom::Start(0));

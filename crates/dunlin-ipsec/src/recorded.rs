@@ -31,7 +31,8 @@ pub struct Recorded {
 }
 
 /// Returns the sessions recorded in this directory for this network namespace. A session that
-/// cannot be read is an `Err` entry. Without a directory the list is empty. Changes nothing.
+/// cannot be read is an `Err` entry. If the directory does not exist, the list is empty. This
+/// function changes nothing.
 ///
 /// # Errors
 /// The directory of records cannot be read.
@@ -101,6 +102,6 @@ mod tests {
     fn without_a_directory_there_are_no_sessions() {
         let nowhere = std::env::temp_dir().join("dunlin-no-such-records");
         assert!(recorded(&nowhere).unwrap().is_empty());
-        assert!(!nowhere.exists(), "it changes nothing");
+        assert!(!nowhere.exists(), "`recorded` creates no directory");
     }
 }

@@ -109,15 +109,16 @@ impl Session {
         held.any(|grant| grant.slot.sender == sender)
     }
 
-    /// Returns whether the session protects a connection between these addresses, given from this
-    /// host's view; `None` until the two sides have agreed on that.
+    /// Returns whether the session protects a connection between these addresses, as this host sees
+    /// them; `None` if the two sides have not agreed on the terms yet, or if the session covers the
+    /// connection but is not up yet.
     pub(super) fn covers(&self, local: SocketAddr, peer: SocketAddr) -> Option<bool> {
         let shared = lock(&self.shared);
         let parameters = shared.parameters?;
         let covered = parameters.local == local.ip().to_canonical()
             && parameters.peer == peer.ip().to_canonical()
             && parameters.covers(local.port(), peer.port());
-        // From then on both hosts pass the connection's packets only through an SA.
+        // Once the session is up, both hosts pass the connection's packets only through an SA.
         (!covered || shared.up).then_some(covered)
     }
 
@@ -137,14 +138,14 @@ impl Session {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the session has ended and everything it installed is removed.
+    /// Waits until the session has ended and its policies and SAs are removed.
     ///
     /// # Errors
     /// The reason why it ended, unless it was ended on this side.
     pub fn wait(mut self) -> Result<(), IpsecError> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
-            // A panic has been printed by its hook.
+            // The panic hook has printed the panic.
             Some(Err(_)) => Err(IpsecError::Ended),
             None => Ok(()),
         }
@@ -166,8 +167,8 @@ impl Drop for Session {
 }
 
 /// Removes the policies and SAs that dead processes left in this network namespace. Policies that
-/// block previously protected ports stay, unless the owner had requested the end: a new session
-/// takes those ports over. The observer is notified of what cannot be removed.
+/// block previously protected ports stay until a new session takes the ports over, unless the owner
+/// had requested the end. The observer is notified of policies and SAs that cannot be removed.
 ///
 /// # Errors
 /// The directory of records cannot be read, or the kernel's tables cannot be opened.
@@ -177,7 +178,7 @@ pub(super) fn clean_up_dead(options: &Options, observer: &Observer) -> Result<()
 
 /// Like [`clean_up_dead`], but also frees the ports in `options`, which belong to Dunlin's own
 /// lanes: no other program sends from them, and a lane sends only while its session is open, so the
-/// ports can be freed without a successor.
+/// ports need not wait for a new session.
 ///
 /// # Errors
 /// Same as [`clean_up_dead`].
@@ -202,8 +203,7 @@ fn clean_up_records(
 ) -> Result<Option<IpsecError>, IpsecError> {
     let records = RecordDirectory::open(&options.records)?;
     let left = {
-        // While this lock is held, no other process can be between creating a record and locking
-        // it.
+        // While this lock is held, every other process has locked the records that it has created.
         let _lock = records.lock(options.timeout)?;
         records.left()?
     };

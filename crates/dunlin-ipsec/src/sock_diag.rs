@@ -59,7 +59,7 @@ fn query(near: SocketAddr, far: SocketAddr) -> Vec<u8> {
     // The kernel sends the ULP attribute only together with `tcp_info` (`inet_sk_diag_fill`).
     let extensions = 1 << (INET_DIAG_INFO - 1);
     bytes.extend([family as u8, libc::IPPROTO_TCP as u8, extensions, 0]);
-    // Any state.
+    // All states.
     bytes.extend(u32::MAX.to_ne_bytes());
     for end in [near, far] {
         bytes.extend(end.port().to_be_bytes());
@@ -109,7 +109,7 @@ mod tests {
     fn tls(sending: u16, receiving: u16) -> Vec<u8> {
         let numbers = [0x0303, 51, sending, receiving].map(u16::to_ne_bytes);
         let inner: Vec<_> = (1..).zip(numbers.iter().map(|two| &two[..])).collect();
-        // The flag marks nested attributes.
+        // The bit 0x8000 marks a nested attribute (NLA_F_NESTED).
         let ulp = [(1, &b"tls\0"[..]), (0x8000 | 2, &attributes(&inner))];
         attributes(&[(8, &[0]), (ULP_INFO, &attributes(&ulp))])
     }
@@ -136,7 +136,8 @@ mod tests {
         }
     }
 
-    /// Some kernels have no inet_diag, and some processes may not open netlink sockets.
+    /// This checks nothing if the kernel has no inet_diag, or if the process may not open netlink
+    /// sockets.
     #[test]
     fn a_connection_without_tls_has_no_engines() {
         for address in ["127.0.0.1:0", "[::1]:0"] {

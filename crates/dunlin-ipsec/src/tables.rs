@@ -61,8 +61,8 @@ impl Tables {
         has.map_err(kernel("probing for ESP"))
     }
 
-    /// Returns whether the kernel stores directions of SAs; an error if an SA cannot belong to one
-    /// CPU and `mode` requires that.
+    /// Returns whether the kernel stores the directions of SAs. Fails if `mode` requires SAs for
+    /// single CPUs and the kernel lacks them.
     pub(super) fn keeps_directions(&self, mode: Mode) -> Result<bool, IpsecError> {
         let probed = self.xfrm.probe();
         let held = probed.map_err(kernel("probing for CPUs and directions of SAs"))?;
@@ -72,7 +72,7 @@ impl Tables {
         Ok(held.direction == Some(Direction::In))
     }
 
-    /// Returns the same tables, for reading.
+    /// Returns tables over an open netlink socket, for reading.
     pub(super) fn of(xfrm: Arc<Xfrm>) -> Self {
         Self {
             xfrm,
@@ -98,8 +98,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Checks that no policy for specific ports covers the packets of a connection, as would the
-    /// policy of another session that has one of its ports.
+    /// Checks that no policy for specific ports covers the packets of a connection. The policy of
+    /// another session would do so, if one of its ports is a port of the connection.
     pub(super) fn check_not_covered(
         &self,
         local: SocketAddr,
@@ -163,7 +163,7 @@ impl Tables {
         let coming: Vec<Object> = steps
             .iter()
             .filter_map(|step| match step {
-                // A socket is closed when its process ends.
+                // A listener is not recorded, because its socket is closed when the process ends.
                 Step::Add(Object::Listener(_)) | Step::Remove(_) => None,
                 Step::Add(object) => Some(*object),
                 Step::Replace(policy) => Some(Object::Policy(*policy)),
@@ -187,7 +187,8 @@ impl Tables {
             Step::Add(Object::Policy(policy)) => {
                 let added = self.xfrm.add_policy(&policy_of(policy));
                 if let Err(xfrm::Error::Taken { .. }) = added {
-                    // Another program installed it first; it does not belong to this session.
+                    // Another program has already installed such a policy, which does not belong to
+                    // this session.
                     record.gone(&Object::Policy(*policy))?;
                     return Err(IpsecError::PortsTaken(policy.to_string()));
                 }
@@ -221,16 +222,16 @@ impl Tables {
         }
     }
 
-    /// Checks that the recorded policies for ports and SAs are installed. Replaces a policy that
-    /// another program removed with one that blocks, or that accepts only packets opened by an
-    /// SA.
+    /// Checks that the recorded policies for ports and SAs are installed. If another program
+    /// removed a policy, installs a safe policy in its place: it blocks outgoing packets, and
+    /// accepts an incoming packet only if an SA has opened it.
     ///
     /// # Errors
     /// An object is missing; the error names it.
     pub(super) fn verify_installed(&self, record: &Record) -> Result<(), IpsecError> {
         let mut missing = None;
-        // Only the policies of the session itself are checked: if a connection's own policy, which
-        // has precedence, is missing, they apply to its packets.
+        // Check only the policies that apply to all connections of the session. If the policy of a
+        // single connection is missing, these also apply to that connection's packets.
         for policy in record.policies().filter(|one| !one.is_for_connection()) {
             let installed = self.in_place_of(policy)?;
             if installed == Some(policy_of(policy)) {
@@ -268,7 +269,7 @@ impl Tables {
     }
 
     /// Removes everything in the record except the policies that block; [`Tables::finish`] removes
-    /// these when no connection uses the ports. This continues even if the record cannot be
+    /// these when no connection uses the ports. The removal continues even if the record cannot be
     /// written, for example on a full disk. The record then lists too many objects, and removing an
     /// object that is already gone has no effect.
     pub(super) fn remove_recorded(&mut self, record: &mut Record) -> Result<Undo, IpsecError> {
@@ -281,7 +282,8 @@ impl Tables {
                     let own = policy_of(&policy);
                     let is_ours = self.in_place_of(&policy)?.is_some_and(|installed| {
                         let same = |one: &Policy| policy_of(one) == installed;
-                        // A process that died during this operation may have installed it.
+                        // A process that died during this operation may have installed the new
+                        // policy.
                         installed == own || recorded.iter().any(same)
                     });
                     if is_ours {
@@ -301,9 +303,10 @@ impl Tables {
         Ok(undo)
     }
 
-    /// Removes the policies that have blocked the ports since [`Tables::remove_recorded`]; returns
-    /// false while connections use the ports, because they would continue in the clear. If nothing
-    /// was ever protected, existing connections were in the clear before and continue.
+    /// Removes the policies that have blocked the ports since [`Tables::remove_recorded`]. Returns
+    /// false and changes nothing while connections use the ports, because the connections would
+    /// continue in the clear. If the session never protected the ports, connections on them do not
+    /// matter: they were in the clear before.
     pub(super) fn finish(
         &mut self,
         when_quiet: &[Policy],
@@ -431,7 +434,8 @@ pub(super) fn still_used(policies: &[Policy]) -> Result<usize, IpsecError> {
     Ok(used.count())
 }
 
-/// Whether the kernel certainly did not perform the request. If its answer was lost, it may have.
+/// Whether the error shows that the kernel did not perform the request. If the kernel's answer was
+/// lost, the kernel may have performed it.
 fn is_refusal(error: &xfrm::Error) -> bool {
     use xfrm::Error::{NoEsp, NoSuchCpu, NotPermitted, Refused, Taken};
     matches!(

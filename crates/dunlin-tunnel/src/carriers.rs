@@ -1,4 +1,4 @@
-//! Assigns each accepted connection to what carries it to the peer: a trunk or a relay.
+//! Assigns each accepted connection to a trunk or a relay, which carries it to the peer.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ impl Carriers {
             .carry(entrance, security, listener, parameter, socket);
     }
 
-    /// The number of connections that are carried, or wait to be carried.
+    /// The number of connections that trunks and relays carry, or that wait for them.
     pub(super) fn channels(&self) -> usize {
         self.trunks.channels() + self.relays.channels()
     }

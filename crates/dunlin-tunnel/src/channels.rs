@@ -1,4 +1,4 @@
-//! The channels of a trunk on this side: their connections, and how each ends.
+//! The channels of a trunk on this side: the connection of each channel, and how the channel ends.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ struct Channel {
 
 enum Consumer {
     Connected,
-    /// The consumer has closed the connection. If the end of the channel does not follow, the
-    /// channel is aborted with this failure.
+    /// The consumer has closed the connection. If the channel does not end cleanly after that, it
+    /// is aborted with this failure.
     Gone(Failure),
 }
 
@@ -59,7 +59,7 @@ impl Channels {
         self.open.values().map(|one| one.route.clone()).collect()
     }
 
-    /// Reports that the other half of a channel is connected.
+    /// Reports that the other end of a channel is connected.
     pub(super) fn opened(&self, channel: u32) {
         if let Some(one) = self.open.get(&channel) {
             let id = self.id(channel, one.route.clone());
@@ -67,7 +67,7 @@ impl Channels {
         }
     }
 
-    /// The other half of a channel could not be connected.
+    /// Ends a channel after its other end could not be connected.
     pub(super) fn refused(&mut self, channel: u32, failure: Failure) {
         self.end(channel, |socket, ChannelId { route, .. }| {
             socket.fail(&failure);
@@ -75,7 +75,7 @@ impl Channels {
         });
     }
 
-    /// The consumer has closed the connection; the end of the channel may follow.
+    /// Notes that the consumer has closed the connection. The channel may still end cleanly.
     pub(super) fn consumer_gone(&mut self, channel: u32, failure: Failure) {
         if let Some(one) = self.open.get_mut(&channel)
             && let Consumer::Connected = one.consumer
@@ -84,7 +84,7 @@ impl Channels {
         }
     }
 
-    /// Both directions have ended cleanly.
+    /// Ends a channel after both directions have ended cleanly.
     pub(super) fn closed(&mut self, channel: u32) {
         self.end(channel, |socket, id| {
             socket.ended_well();
@@ -92,7 +92,7 @@ impl Channels {
         });
     }
 
-    /// The channel has ended; its consumer left the last few bytes of one direction unread.
+    /// Ends a channel whose consumer left the last few bytes of one direction unread.
     pub(super) fn left_unread(&mut self, channel: u32, by_peer: bool) {
         self.end(channel, |socket, id| {
             socket.left_unread();
@@ -100,7 +100,7 @@ impl Channels {
         });
     }
 
-    /// The channel is aborted on this side.
+    /// Aborts a channel on this side.
     pub(super) fn aborted(&mut self, channel: u32, failure: Failure) {
         self.end(channel, |socket, id| {
             socket.fail(&failure);
@@ -125,15 +125,15 @@ impl Channels {
         }
     }
 
-    /// The core of this side, or the peer's tunnel, has aborted the channel.
+    /// Handles a channel that the core of this side, or the peer's tunnel, has aborted.
     pub(super) fn given_up(&mut self, channel: u32, fault: FaultCode, by_peer: bool) {
         let Some(one) = self.open.get(&channel) else {
             return;
         };
         let mut fault = fault;
         if fault == FaultCode::LeftUnread {
-            // A hypervisor that has only shut down its own direction is still waiting for an
-            // answer.
+            // A hypervisor that has shut down only its own direction still waits for an answer, so
+            // unread bytes break its channel.
             if !by_peer || one.socket.is_gone() {
                 return self.left_unread(channel, by_peer);
             }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Holds one place in the set until it is dropped.
+/// A member of a bounded set. Dropping this removes the member.
 #[derive(Debug)]
 pub(super) struct Counted(Arc<AtomicUsize>);
 
 impl Counted {
-    /// Takes a place; `None` if `most` are taken.
+    /// Adds a member; `None` if the set already has `most` members.
     pub(super) fn one_more(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
         let one = Self(Arc::clone(count));
         (one.0.fetch_add(1, Ordering::SeqCst) < most).then_some(one)

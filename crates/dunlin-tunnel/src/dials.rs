@@ -1,5 +1,5 @@
-//! Dials and handshakes of control lanes and relays that are in progress, on both sides. The end of
-//! the tunnel cancels them.
+//! The dials and handshakes in progress, for control lanes and relays, on the dialling and on the
+//! accepting side. When the tunnel ends, it cancels them.
 
 use dunlin_lane::dial::DialCancel;
 use dunlin_lane::sync::lock;
@@ -50,7 +50,7 @@ impl Dials {
         })
     }
 
-    /// Cancels all dials; no other may begin.
+    /// Cancels all dials and prevents new ones.
     pub(super) fn end(&self) {
         let mut state = lock(&self.0);
         state.is_over = true;

@@ -1,4 +1,4 @@
-//! Entrances: listeners of the configuration. Their connections are carried to a peer.
+//! Entrances: the listeners of the configuration. The tunnel carries their connections to a peer.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -17,12 +17,12 @@ use super::threads::Worker;
 
 /// An open entrance. Dropping it closes the listener; its channels stay open.
 pub(super) struct EntranceListener {
-    /// Where its connections are carried. A reload may replace it.
+    /// The settings for new connections. A reload may replace them.
     entrance: Arc<Mutex<Entrance>>,
-    /// Its address, with the port that the kernel chose in place of port 0.
+    /// The address of the listener, with the port that the kernel chose in place of port 0.
     pub(super) listens_on: Listen,
     _thread: Worker,
-    /// Removed after the thread has ended.
+    /// The file of a unix socket, removed after the thread has ended.
     _file: Option<SocketFile>,
 }
 
@@ -56,8 +56,8 @@ impl EntranceListener {
         lock(&self.entrance).clone()
     }
 
-    /// Whether it listens at the address of `other`. With port 0, the route must also be the
-    /// same.
+    /// Whether this listener has the address of `other`. If the port is 0, the route must also be
+    /// the same.
     pub(super) fn is_at(&self, other: &Entrance) -> bool {
         let own = lock(&self.entrance);
         let chosen = matches!(&other.listen, Listen::Tcp(address) if address.port() == 0);
@@ -99,7 +99,8 @@ fn listen(
                 carriers.carry(&entrance, number, String::new(), stream.counted(count));
             }
             Accepted::Nothing => {}
-            // A failure of the new socket passes, too.
+            // An error of a new socket is temporary, so treat it like a shortage of descriptors or
+            // memory.
             Accepted::Shortage(error) | Accepted::Failed(error) => {
                 if !was_short {
                     let route = &lock(entrance).route;

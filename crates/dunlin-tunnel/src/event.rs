@@ -23,14 +23,14 @@ pub enum Event {
     TrunkFailed {
         /// The peer's address, as configured.
         to: String,
-        /// Why.
+        /// The reason why no trunk could be established.
         failure: Failure,
     },
     /// A trunk has ended.
     TrunkEnded {
         /// The peer's name.
         peer: String,
-        /// Why.
+        /// The reason why the trunk ended.
         fault: FaultCode,
     },
     /// A channel carries bytes.
@@ -39,7 +39,7 @@ pub enum Event {
     Refused {
         /// The route.
         route: String,
-        /// Why.
+        /// The reason for the refusal.
         failure: Failure,
     },
     /// Both directions of a channel have ended cleanly.
@@ -56,7 +56,7 @@ pub enum Event {
     Aborted {
         /// The channel.
         id: ChannelId,
-        /// Why, and who is at fault.
+        /// The reason, and the party at fault.
         failure: Failure,
     },
     /// A lane could not be opened or was lost; the other lanes continue.
@@ -65,14 +65,14 @@ pub enum Event {
         lane: u16,
         /// The peer's name.
         peer: String,
-        /// Why.
+        /// The reason why the lane was lost or could not be opened.
         why: String,
     },
     /// The control lane was lost; it may be resumed.
     ControlLost {
         /// The peer's name.
         peer: String,
-        /// Why.
+        /// The reason for the loss.
         failure: Failure,
     },
     /// The control lane was resumed.
@@ -82,18 +82,16 @@ pub enum Event {
     },
     /// A connection to the tunnel's port was rejected.
     Rejected {
-        /// The peer's address or kind.
+        /// The peer's address, or the text "a lane" if the connection was to become a lane.
         from: String,
-        /// The reason's code.
-        fault: FaultCode,
-        /// Why.
+        /// The reason for the rejection.
         why: String,
     },
-    /// Something is wrong, and the tunnel continues.
+    /// Something failed, but the tunnel continues.
     Warning(String),
 }
 
-/// A channel, in an event.
+/// Identifies a channel in an event.
 #[derive(Clone, Debug)]
 pub struct ChannelId {
     /// The route.

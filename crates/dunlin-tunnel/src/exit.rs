@@ -1,4 +1,4 @@
-//! The far half of a channel: checks that the peer may use the route and connects to the target.
+//! The exit of a channel: checks that the peer may use the route and connects to the target.
 
 use dunlin_proto::text::harmless;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::hub::Hub;
 use super::socket::Socket;
 use super::{parameter, target};
 
-/// Connects a channel to its target and reports the result to the core; the body of a thread.
+/// Connects a channel to its target and reports the result to the core. Runs in a separate thread.
 pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
     let reached = reach(hub, route, parameter);
     let mut core = hub.lock();
@@ -30,7 +30,7 @@ pub(super) fn connect(hub: &Hub, channel: u32, route: &str, parameter: &str) {
         Err(failure) => {
             let (code, text) = (failure.code(), failure.for_peer());
             core.trunk.refuse(channel, code, text, hub.now_ns());
-            // The peer chose the name: escape it.
+            // Escape the name, because the peer chose it.
             let route = harmless(route);
             hub.site.report(Event::Refused { route, failure });
         }

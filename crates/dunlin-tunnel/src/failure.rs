@@ -16,7 +16,7 @@ use dunlin_lane::control::{ControlError, OpenError};
 pub struct Failure {
     code: FaultCode,
     text: String,
-    /// Whether the peer reported it.
+    /// Whether the peer reported the failure.
     of_peer: bool,
 }
 
@@ -49,7 +49,7 @@ impl Failure {
         self.code
     }
 
-    /// Who has to act, seen from this side.
+    /// The party at fault, seen from this side.
     pub fn at_fault(&self) -> AtFault {
         let at_fault = self.code.at_fault();
         if self.of_peer {

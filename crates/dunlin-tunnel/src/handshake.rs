@@ -14,8 +14,8 @@
 //! A later control lane of a trunk has the same session and a higher epoch. Its handshake ends
 //! after *select*: [`Selected::resumed`] and [`Answered::resumed`].
 //!
-//! Dropping a step closes its connection, and nothing else has to be undone. For the peer, the
-//! control lane is then lost. Only [`Received`] has to answer the peer: [`Received::refuse`].
+//! Dropping a step closes its connection, which the peer sees as a lost control lane. Nothing else
+//! has to be undone. The exception is [`Received`]: [`Received::refuse`] must answer the peer.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -46,7 +46,7 @@ pub(super) struct Selected<'a> {
     deadline: Instant,
 }
 
-/// The peer's offer is acceptable.
+/// A control lane on which the peer has sent an acceptable offer.
 pub(super) struct Received {
     pub(super) control: ControlStream,
     pub(super) offer: Offer,
@@ -54,10 +54,10 @@ pub(super) struct Received {
     deadline: Instant,
 }
 
-/// This side has selected from the peer's offer.
+/// A control lane on which this side has selected from the peer's offer.
 pub(super) struct Answered(Received);
 
-/// The terms are complete. The accepting side has not sent *accept* yet.
+/// The two sides have agreed on all terms. The accepting side has not sent *accept* yet.
 pub(super) struct Agreed {
     pub(super) terms: Terms,
     pub(super) control: ControlStream,
@@ -67,8 +67,8 @@ impl<'a> Selected<'a> {
     /// Connects a control lane, sends the offer and reads the peer's selection.
     ///
     /// # Errors
-    /// No authenticated connection by `deadline`, `dialling` is cancelled, the peer refuses, or it
-    /// selects something that was not offered.
+    /// There is no authenticated connection by `deadline`, `dialling` is cancelled, the peer
+    /// refuses the offer, or the peer selects something that was not offered.
     pub(super) fn dial(
         site: &Site,
         dialling: Dialling<'a>,
@@ -99,7 +99,7 @@ impl<'a> Selected<'a> {
         })
     }
 
-    /// Exchanges *accept* for a new trunk.
+    /// Exchanges *accept* messages with the peer, for a new trunk.
     ///
     /// # Errors
     /// The control lane is lost, or the peer sends another message.
@@ -126,10 +126,10 @@ impl<'a> Selected<'a> {
         Ok(Agreed { terms, control })
     }
 
-    /// Returns the control lane, for a trunk that exists.
+    /// Ends the handshake of a later control lane, for an existing trunk. Returns the control lane.
     ///
     /// # Errors
-    /// The peer is not the one of the trunk.
+    /// The peer is not the peer of the trunk.
     pub(super) fn resumed(self, terms: &Terms) -> Result<ControlStream, Failure> {
         if !terms.is_the_peer(self.control.peer()) {
             let text = "another peer answers at this address";
@@ -194,7 +194,8 @@ impl Received {
 }
 
 impl Answered {
-    /// Returns the control lane and its epoch, for a trunk that exists.
+    /// Ends the handshake of a later control lane, for an existing trunk. Returns the control lane
+    /// and its epoch.
     pub(super) fn resumed(self) -> (ControlStream, u32) {
         (self.0.control, self.0.offer.epoch)
     }
@@ -219,7 +220,7 @@ impl Answered {
             let text = "peer's accept message names no port for lanes";
             return Err(Failure::new(FaultCode::Malformed, text));
         }
-        // For a link-local IPv6 address this keeps the scope.
+        // Use the socket's address, because it includes the scope of a link-local IPv6 address.
         let mut lanes_at = peer_address(&control)?;
         lanes_at.set_port(accepted.port);
         let terms = Terms {
@@ -293,7 +294,7 @@ fn read_accept(control: &ControlStream, deadline: Instant) -> Result<Accepted, F
     }
 }
 
-/// Sends the peer the reason why its control lane is refused.
+/// Sends the peer the reason why this side refuses its control lane.
 fn refuse(control: &ControlStream, refusal: Refusal) -> Failure {
     let mut bytes = Vec::new();
     if refusal.encode(VERSIONS, &mut bytes).is_ok() {
@@ -308,6 +309,8 @@ fn peer_address(control: &ControlStream) -> Result<SocketAddr, Failure> {
     address.or_failure(FaultCode::ControlLost, "the control lane was lost")
 }
 
+/// Returns random bytes.
+///
 /// # Errors
 /// An error from getrandom(2).
 pub(super) fn random<const N: usize>() -> Result<[u8; N], Failure> {

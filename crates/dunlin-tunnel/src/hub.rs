@@ -1,5 +1,5 @@
-//! The state that the threads of a trunk share: the core, which decides, behind one lock, and the
-//! decisions that are carried out immediately.
+//! The state that the threads of a trunk share. The core, behind one lock, makes the decisions. The
+//! hub carries out those that need no waiting.
 //!
 //! ```text
 //!   lane threads ──┐                       ┌──▶ sockets of channels, lanes' ends
@@ -9,8 +9,8 @@
 //! ```
 //!
 //! A thread that has reported something to the core calls [`Hub::settle`] under the same lock, and
-//! `settle` carries out the decisions that need no waiting. Threads to start and messages to send
-//! are left to the talker: only the talker calls the modules above this one.
+//! `settle` carries out the decisions that need no waiting. The talker starts threads and sends
+//! messages, because only the talker calls the modules above this one.
 
 use dunlin_lane::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
@@ -59,15 +59,15 @@ pub(super) struct Hub {
     /// Wakes the lanes' threads that wait for work, except the thread that watches the
     /// sockets.
     pub(super) idle: Condvar,
-    /// Running target programs of this peer.
+    /// The number of running target programs of this peer.
     pub(super) programs: Arc<AtomicUsize>,
-    /// Cancels connections to targets when the trunk has ended.
+    /// Cancels the dials of targets when the trunk has ended.
     pub(super) stop: Stop,
     pub(super) threads: Threads,
     began: Instant,
 }
 
-/// What this side is opening.
+/// A lane that this side is opening.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Dial {
     /// The next control lane.
@@ -79,13 +79,13 @@ pub(super) struct Core {
     pub(super) trunk: stripe::Trunk<Piece>,
     pub(super) channels: Channels,
     pub(super) control: Control,
-    /// Handles that cut the open lanes of both sides from any thread.
+    /// Handles with which any thread can shut down the open lanes of both sides.
     pub(super) cutters: BTreeMap<(Direction, u16), Canceller>,
-    /// Cancel what this side is opening.
+    /// Handles that cancel the dials of this side.
     pub(super) dials: BTreeMap<Dial, DialCancel>,
     pub(super) senders: Senders,
-    /// The number of threads that connect to targets. A thread continues for a while after the peer
-    /// has aborted its channel.
+    /// The number of threads that connect to targets. A thread may continue to connect for a while
+    /// after the peer has aborted its channel.
     pub(super) connecting: usize,
     /// Threads for the talker to start.
     pub(super) starts: Vec<Start>,
@@ -97,7 +97,7 @@ pub(super) struct Core {
 pub(super) struct Senders {
     /// The number of threads.
     pub(super) count: usize,
-    /// Whether one of them watches the sockets.
+    /// Whether one of the threads watches the sockets.
     pub(super) watched: bool,
     /// The number of threads that wait for work while another one watches.
     pub(super) followers: usize,
@@ -191,7 +191,7 @@ impl Control {
         matches!(self, Self::Up { epoch, .. } if *epoch == at)
     }
 
-    /// Up → Lost. `None` unless the control lane of this epoch is up.
+    /// Up → Lost. Returns the lost stream; `None` if the control lane of this epoch is not up.
     pub(super) fn lose(&mut self, epoch: u32) -> Option<Arc<ControlStream>> {
         if !self.is_up(epoch) {
             return None;
@@ -202,8 +202,8 @@ impl Control {
         }
     }
 
-    /// Up or Lost → Up, with a later control lane; a control lane that is up is shut down.
-    /// Returns false if `epoch` is not higher or the trunk has ended.
+    /// Up or Lost → Up: replaces the control lane with a later one, and shuts down the old one if
+    /// it is up. Returns false if `epoch` is not higher or the trunk has ended.
     pub(super) fn resume(&mut self, epoch: u32, stream: &Arc<ControlStream>) -> bool {
         if !self.is_before(epoch) {
             return false;
@@ -236,7 +236,7 @@ impl Control {
 }
 
 impl Hub {
-    /// A trunk with its first control lane up.
+    /// Creates a trunk whose first control lane is up.
     ///
     /// # Errors
     /// The process has no free file descriptors.
@@ -438,7 +438,7 @@ impl Hub {
         self.reads.wake();
     }
 
-    /// The other half of a channel is connected: watches its socket from now on.
+    /// Starts to watch a channel's socket. Called when the other end of the channel is connected.
     pub(super) fn watch(&self, core: &mut Core, channel: u32, now_ns: u64) {
         let Some(socket) = core.channels.socket(channel) else {
             return;
@@ -459,8 +459,8 @@ impl Hub {
         }
     }
 
-    /// A channel's connection on this side failed. Returns true if the channel is kept for a
-    /// moment because its end may still arrive.
+    /// Handles the failure of a channel's connection on this side. Returns true if the channel is
+    /// kept for a moment, because the peer may still end it cleanly.
     pub(super) fn fail(
         &self,
         core: &mut Core,
@@ -497,7 +497,7 @@ impl Hub {
         self.site.report(Event::LaneLost { lane, peer, why });
     }
 
-    /// The peer broke the protocol: ends the trunk.
+    /// Ends the trunk because the peer broke the protocol.
     pub(super) fn broken(&self, core: &mut Core, why: &dyn std::error::Error) {
         let what = "protocol violation by the peer's tunnel";
         let failure = Failure::new(FaultCode::Malformed, what).because(why);
@@ -521,7 +521,7 @@ impl Hub {
         self.settle(&mut core);
     }
 
-    /// No more channels are opened.
+    /// Stops opening channels.
     pub(super) fn drain(&self) {
         let mut core = self.lock();
         core.trunk.drain();

@@ -13,9 +13,9 @@ use crate::options::{Entrance, Mode, Routes};
 /// so it needs a certificate for each role.
 #[derive(Clone)]
 pub struct Identities {
-    /// For connections that it dials.
+    /// The identity for connections that the tunnel dials.
     pub connecting: Arc<Identity>,
-    /// For connections that it accepts.
+    /// The identity for connections that the tunnel accepts.
     pub accepting: Arc<Identity>,
     /// The TLS parameters to offer and accept.
     pub crypto: Crypto,
@@ -26,8 +26,8 @@ impl Identities {
         self.connecting.client(&self.crypto, peers)
     }
 
-    /// Returns settings that admit the peers of all routes.
-    /// [`Exit::allow`](crate::Exit::allow) is checked when a channel is opened.
+    /// Returns TLS settings that admit the peers of all routes. [`Exit::allow`](crate::Exit::allow)
+    /// is checked later, when a channel is opened.
     pub(crate) fn server(&self, routes: &Routes) -> Result<ServerTls, SettingsError> {
         let is_stripe = |one: &&Entrance| !matches!(one.mode, Mode::Relay(_));
         let entrances = routes.entrances.iter().filter(is_stripe);
@@ -35,7 +35,7 @@ impl Identities {
         let exits = routes.exits.iter().map(|one| &one.allow);
         let named = entrances.chain(exits).flat_map(|peers| match peers {
             Peers::OneOf(peers) => &peers[..],
-            // [`Routes`] requires that peers are named.
+            // This case is impossible, because [`Routes`] requires that a route names its peers.
             Peers::AnyFromAuthority => &[],
         });
         let mut all = Vec::new();

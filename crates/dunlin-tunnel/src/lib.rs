@@ -4,7 +4,7 @@
 //! ```text
 //!  hypervisor ─▶ entrance ─┐                                ┌─▶ target ─▶ hypervisor
 //!  hypervisor ─▶ entrance ─┼─▶ trunk ═ lanes ═ trunk ─▶ target ─▶ …
-//!                          └── control lane: who, how far ──┘
+//!                          └── control lane: open, credit ──┘
 //! ```
 //!
 //! A [`Tunnel`] accepts connections at its *entrances*. For its peers it connects to the targets of
@@ -114,7 +114,7 @@ use site::Site;
 use threads::Worker;
 use trunks::Trunks;
 
-/// Events that may wait for the observer.
+/// The maximum number of events that wait for the observer.
 const EVENTS: usize = 1024;
 /// How often [`Tunnel::drain`] checks whether all channels have ended.
 const DRAIN_STEP: Duration = Duration::from_millis(20);
@@ -143,7 +143,7 @@ impl TunnelBuilder<'_> {
     }
 
     /// The implementation of lanes over IPsec, for routes with [`Mode::StripeOverIpsec`] and for
-    /// peers that offer IPsec. If it is `None`, the tunnel refuses peers that offer IPsec.
+    /// peers that offer IPsec. If `sealed` is `None`, the tunnel refuses peers that offer IPsec.
     pub fn sealed(self, sealed: Option<Arc<dyn SealedLanes>>) -> Self {
         Self { sealed, ..self }
     }
@@ -207,7 +207,7 @@ impl Tunnel {
         check_sealed(sealed.is_some(), routes)?;
         let address = listener.local_addr()?;
         let tls = identities.server(routes)?;
-        // Check here that the identity can connect, not when the first connection arrives.
+        // Check now that the identity can connect, not only when the first connection arrives.
         identities.client(Peers::OneOf(Vec::new()))?;
         let (events, queue) = sync_channel(EVENTS);
         let (limits, own) = (limits.bounded(), identities.clone());
@@ -267,7 +267,7 @@ impl Tunnel {
         let tls = identities.server(routes)?;
         self.listen(&identities, routes)?;
         self.tls.replace(&tls);
-        // Hold the lock: no listener may be opened with the old configuration in the meantime.
+        // Hold the lock, so that no listener is opened with the old configuration in the meantime.
         let on_demand = lock(&self.on_demand);
         self.site.replace(identities, routes);
         for listener in on_demand.iter() {
@@ -336,19 +336,20 @@ impl Tunnel {
         routes
     }
 
-    /// What trunks and relays carry now.
+    /// The status of each trunk and of each relay's channel.
     pub fn status(&self) -> Vec<Status> {
         let mut all = self.carriers.trunks.status();
         all.extend(self.carriers.relays.status());
         all
     }
 
-    /// Accepts no more connections and waits until all channels have ended, at most `limit`.
+    /// Stops accepting connections and waits until all channels have ended, for at most `limit`.
     /// Returns the number of remaining channels; dropping the tunnel aborts them.
     pub fn drain(&self, limit: Duration) -> usize {
         let until = Instant::now() + limit;
         {
-            // While the lock is held no listener is opened; the existing ones are closed below.
+            // While this lock is held, no listener can be opened. The existing listeners are closed
+            // below.
             let _held = lock(&self.on_demand);
             self.site.drain();
         }

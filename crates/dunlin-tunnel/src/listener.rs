@@ -19,9 +19,9 @@ use super::socket::Stream;
 /// The pause in accepting connections after descriptors or memory ran out.
 const SHORTAGE_REST: Duration = Duration::from_millis(100);
 
-/// Listening sockets that were passed to the process, by name. A route uses one with
-/// [`Listen::Passed`]. They stay open until this is dropped, so that a reload may remove a route
-/// and add it again.
+/// Listening sockets that were passed to the process, by name. A route with [`Listen::Passed`] uses
+/// one of them. All stay open until this value is dropped, so a reload may remove a route and a
+/// later reload may add it again.
 #[derive(Debug, Default)]
 pub struct Sockets(BTreeMap<String, Listener>);
 
@@ -55,7 +55,8 @@ impl Sockets {
     /// The TCP socket of this name, for [`super::TunnelBuilder::sockets`].
     ///
     /// # Errors
-    /// `NotFound`, `InvalidInput` if it is not a TCP socket, or an error from dup(2).
+    /// `NotFound` if there is no such socket, `InvalidInput` if it is not a TCP socket, or an error
+    /// from dup(2).
     pub fn tcp(&self, name: &str) -> io::Result<TcpListener> {
         match self.get(name)? {
             Listener::Tcp(listener) => listener.try_clone(),
@@ -88,8 +89,8 @@ pub(super) struct SocketFile {
     id: FileId,
 }
 
-/// The number of the next listener or port of a relay. The channels of one listener are connected in the order of
-/// acceptance.
+/// Returns a new number for a listener or for a relay's port. Channels with the same number are
+/// connected in the order of acceptance.
 pub(super) fn next_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -208,8 +209,8 @@ mod tests {
         drop(bind(&path).unwrap());
         assert!(file_id(&path).is_ok());
         let listener = bind(&path).unwrap();
-        // A socket on which a process listens is kept, and the check does not leave a connection to
-        // accept.
+        // `bind` keeps a socket file on which a process listens, and its check leaves no connection
+        // in the backlog.
         assert_eq!(bind(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         listener.set_nonblocking(true).unwrap();
         let accepted = listener.accept().unwrap_err();

@@ -11,8 +11,8 @@ pub(super) type Meter = Mutex<Traffic>;
 /// A route's traffic since the tunnel started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Connections of this side that are open now, whether or not their other half is
-    /// connected.
+    /// Connections of this side that are open now, even if the channel's other end is not connected
+    /// yet.
     pub open: u64,
     /// Connections with a clean end in both directions.
     pub closed: u64,
@@ -29,15 +29,16 @@ pub struct Traffic {
 
 /// Counts the connections of one listener.
 pub(super) trait Tally: std::fmt::Debug + Send + Sync {
-    /// A connection begins.
+    /// Counts a connection that begins.
     fn begins(&self);
 
-    /// A connection has ended.
+    /// Counts a connection that has ended.
     fn ends(&self, ending: Ending);
 }
 
 /// Counts one connection for its route and for the listener that accepted it, from creation to
-/// drop. It counts as failed unless a clean end or unread last bytes were reported.
+/// drop. The connection counts as failed unless a clean end, or an end with unread last bytes, was
+/// reported.
 #[derive(Debug)]
 pub(super) struct Count {
     meter: Arc<Meter>,
@@ -83,7 +84,7 @@ impl Count {
 /// How a connection ended.
 #[derive(Debug)]
 pub(super) enum Ending {
-    /// In both directions, in order.
+    /// Both directions ended cleanly.
     Well,
     /// The connection ended cleanly, but the consumer left the last few bytes unread.
     LeftUnread,

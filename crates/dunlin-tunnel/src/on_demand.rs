@@ -7,8 +7,8 @@
 //!                     └─ close ────┴───────────────────────────────────┘
 //! ```
 //!
-//! A listener has a number among all listeners of the tunnel. Only the channels of one listener are
-//! connected in the order of acceptance.
+//! Each listener has a number that is unique in the tunnel. Channels are connected in the order of
+//! acceptance only if they belong to the same listener.
 
 use dunlin_lane::sync::{self, lock};
 use std::io;
@@ -30,8 +30,8 @@ use super::options::Entrance;
 use super::parameter::Parameter;
 use super::route::Listen;
 
-/// How many listeners of [`super::Tunnel::open`] may exist at the same time: more than the VMs that
-/// a host migrates simultaneously. Each costs a thread and a descriptor.
+/// How many listeners of [`super::Tunnel::open`] may exist at the same time. A host migrates fewer
+/// VMs simultaneously. Each costs a thread and a descriptor.
 pub const MAX_ON_DEMAND_LISTENERS: usize = 256;
 
 /// A request for a listener, for [`super::Tunnel::open`].
@@ -45,7 +45,7 @@ pub struct Demand {
     pub listen: Listen,
     /// Raises the lane count for the peer to at least this many, 1 to 128.
     pub lanes: Option<u16>,
-    /// Accepts one connection only.
+    /// Whether the listener accepts only one connection.
     pub once: bool,
 }
 
@@ -54,7 +54,7 @@ pub struct Demand {
 #[non_exhaustive]
 pub enum DemandError {
     /// The configuration has no entrance for this route.
-    #[error("no route {route:?} leads to a peer")]
+    #[error("the configuration has no route {route:?} to a peer")]
     Route {
         /// The route's name.
         route: String,
@@ -105,7 +105,7 @@ pub struct OnDemandListener(Arc<ListenerTally>);
 /// The status of a listener and its channels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListenerStatus {
-    /// Whether it accepts connections.
+    /// Whether the listener accepts connections.
     pub listens: bool,
     /// Open channels.
     pub open: u64,
@@ -115,7 +115,7 @@ pub struct ListenerStatus {
     pub left_unread: u64,
     /// Channels that were refused or aborted.
     pub failed: u64,
-    /// The reason why the first channel failed, if one was reported.
+    /// The reason of the first failure of a channel, if one was reported.
     pub why: Option<Failure>,
 }
 
@@ -146,7 +146,7 @@ pub(super) struct ListenerTally {
 #[derive(Debug)]
 struct Now {
     status: ListenerStatus,
-    /// No more connections are accepted.
+    /// Whether [`OnDemandListener::close`] was called.
     closing: bool,
 }
 
@@ -203,7 +203,7 @@ impl OnDemandListener {
         &self.0.entrance.route
     }
 
-    /// The parameter of its channels, `NAME=VALUE`; empty if there is none.
+    /// The parameter of the listener's channels, `NAME=VALUE`; empty if there is none.
     pub fn parameter(&self) -> &str {
         &self.0.parameter
     }
@@ -223,7 +223,8 @@ impl OnDemandListener {
         self.0.close();
     }
 
-    /// Waits until [`ListenerStatus::is_over`] or `deadline`. Returns the status at that time.
+    /// Waits until the status is final ([`ListenerStatus::is_over`]), or until `deadline`. Returns
+    /// the status at that time.
     pub fn wait(&self, deadline: Option<Instant>) -> ListenerStatus {
         let changed = &self.0.changed;
         let mut now = self.0.lock();
@@ -237,7 +238,7 @@ impl OnDemandListener {
         now.status.clone()
     }
 
-    /// Whether `entrance` is the one that this listener was opened for.
+    /// Whether `entrance` is the entrance for which this listener was opened.
     pub(super) fn is_of(&self, entrance: &Entrance) -> bool {
         let own = &self.0.entrance;
         (&own.route, &own.to, &own.peers) == (&entrance.route, &entrance.to, &entrance.peers)
@@ -280,7 +281,7 @@ impl ListenerTally {
         self.waker.wake();
     }
 
-    /// Whether the listener is to close.
+    /// Whether the listener has to close.
     fn is_done(&self) -> bool {
         let now = self.lock();
         let status = &now.status;
@@ -307,7 +308,8 @@ impl ListenerTally {
                 format!("route {route}: listener {number} stopped accepting connections: {error}");
             carriers.site.report(Event::Warning(text));
         }
-        // Remove the file while the socket still listens.
+        // Remove the file while the socket still listens. After that, the file at this path could
+        // be the socket of another process.
         drop(file);
         drop(listener);
         self.lock().status.listens = false;
@@ -324,7 +326,8 @@ impl ListenerTally {
         loop {
             listener.wait(wakeup, short)?;
             wakeup.clear();
-            // Connections in the backlog arrived before the last channel ended.
+            // Accept the whole backlog before the listener closes, because its connections arrived
+            // before the last channel ended.
             short = loop {
                 if self.lock().closing || (self.once && self.is_done()) {
                     return Ok(());

@@ -38,7 +38,7 @@ pub enum Mode {
 pub struct Entrance {
     /// The route's name, the same on both hosts.
     pub route: String,
-    /// Where it accepts connections.
+    /// Where the route accepts connections.
     pub listen: Listen,
     /// The peer's tunnel, `host:port`.
     pub to: String,
@@ -46,9 +46,9 @@ pub struct Entrance {
     pub peers: Peers,
     /// Lane count, 1 to 128. Routes to the same peer share lanes; the largest count applies.
     pub lanes: u16,
-    /// The channel window on this side, the maximum number of bytes that may wait here.
+    /// The channel window on this side: the maximum number of bytes of a channel that wait here.
     pub window_bytes: u64,
-    /// How its connections are carried.
+    /// How the route's connections are carried.
     pub mode: Mode,
 }
 
@@ -57,11 +57,11 @@ pub struct Entrance {
 pub struct Exit {
     /// The route's name, the same on both hosts.
     pub route: String,
-    /// The peers that may use it.
+    /// The peers that may use the route.
     pub allow: Peers,
-    /// What its channels are connected to.
+    /// The target to which the route's channels are connected.
     pub target: Target,
-    /// The channel window on this side, the maximum number of bytes that may wait here.
+    /// The channel window on this side: the maximum number of bytes of a channel that wait here.
     pub window_bytes: u64,
 }
 
@@ -79,7 +79,7 @@ pub struct Routes {
 pub struct BadRoute {
     /// The name of the route to change.
     pub route: String,
-    /// What is wrong with it.
+    /// What is wrong with the route.
     pub why: BadRouteReason,
 }
 
@@ -120,13 +120,14 @@ pub enum BadRouteReason {
         /// The route's target.
         target: Target,
     },
-    /// The target is the listener of a route back to a peer that may use the target.
+    /// The target is the listener of another route, which leads back to a peer that may use the
+    /// target.
     #[error(
         "target \"{target}\" is the listener of route {other:?}, which leads back to the same \
          peer; change the target, or the listener of route {other:?}"
     )]
     Circle {
-        /// The name of the route that listens there.
+        /// The name of the route that listens at the target.
         other: String,
         /// The target.
         target: Target,
@@ -136,7 +137,7 @@ pub enum BadRouteReason {
     Parameter(#[from] BadParameterTarget),
 }
 
-/// The largest channel window, in bytes: 100 Gbit/s over a round trip of 80 ms.
+/// The largest channel window, in bytes: enough for 100 Gbit/s over a round trip of 80 ms.
 pub const MAX_WINDOW_BYTES: u64 = 1 << 30;
 
 impl Routes {
@@ -162,7 +163,8 @@ impl Routes {
             if entrance.lanes == 0 || entrance.lanes > MAX_LANES {
                 return Err(bad(BadRouteReason::Lanes(entrance.lanes)));
             }
-            // Each listener with port 0 gets its own port.
+            // The kernel chooses another port for each listener with port 0, so these listeners do
+            // not conflict.
             let any_port = matches!(entrance.listen, Listen::Tcp(at) if at.port() == 0);
             let nowhere = entrance.listen == Listen::OnDemand;
             if !listeners.insert(&entrance.listen) && !any_port && !nowhere {
@@ -218,9 +220,9 @@ fn bad(route: &str, why: BadRouteReason) -> BadRoute {
     BadRoute { route, why }
 }
 
-/// Checks a target. A target at which a route of this host listens is an error if the route is the
-/// same one, or leads back to a peer that may use the target. A route that leads to another host
-/// makes a chain of tunnels, which is allowed.
+/// Checks a target. Another route of this host may listen at the target, which makes a chain of
+/// tunnels. But the target must not be the listener of its own route, or of a route that leads back
+/// to a peer that may use the target.
 fn check_target(
     name: &str,
     target: &Target,
@@ -261,7 +263,7 @@ fn check(name: &str, peers: &Peers, window_bytes: u64) -> Result<(), BadRouteRea
     Ok(())
 }
 
-/// Whether a `host:port` text names a listener of this host.
+/// Whether `to`, a text `host:port`, names the listener at `listen` on this host.
 fn is_port_of(to: &str, listen: SocketAddr) -> bool {
     let Some((host, port)) = to.rsplit_once(':') else {
         return false;
@@ -278,8 +280,9 @@ fn is_port_of(to: &str, listen: SocketAddr) -> bool {
         return false;
     };
     let address = address.to_canonical();
-    // A connection to the unspecified address goes to this host. A listener on it accepts all
-    // addresses of this host; of those, this check recognises only the loopback address.
+    // A connection to the unspecified address goes to this host. A listener on the unspecified
+    // address accepts connections to every address of this host. Of these addresses, this check
+    // recognises only the loopback addresses.
     address == at
         || (at.is_unspecified() && address.is_loopback())
         || (address.is_unspecified() && (at.is_loopback() || at.is_unspecified()))
@@ -288,21 +291,23 @@ fn is_port_of(to: &str, listen: SocketAddr) -> bool {
 /// The limits of a tunnel. All have defaults, and values out of range are clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Channels of one peer that may exist at the same time, 1 to 4096.
+    /// The maximum number of channels of one peer, 1 to 4096.
     pub channels: usize,
-    /// Bytes of all channels of a peer that may wait on this side (I8), at least 256 KiB per
-    /// channel.
+    /// The maximum number of bytes that may wait on this side for all channels of a peer (I8), at
+    /// least 256 KiB per channel.
     pub peer_bytes: u64,
-    /// Trunks that may exist at the same time.
+    /// The maximum number of trunks.
     pub trunks: usize,
-    /// Lanes that this side opens on a trunk that a peer dialled, unless the peer accepts fewer.
+    /// The number of lanes that this side opens on a trunk that a peer dialled. If the peer accepts
+    /// fewer, this side opens fewer.
     pub lanes: u16,
     /// How long a peer may stay unreachable before its trunk ends; at least 1 s. Half of the time
     /// is for detecting the loss, half for resuming.
     pub vanished: Duration,
     /// Timeout for connecting to a target.
     pub connect: Duration,
-    /// Records after which a lane is replaced, at most the limit of its key.
+    /// The number of records after which a lane is replaced. It is at most the record limit of the
+    /// lane's key.
     pub lane_records: u64,
 }
 
@@ -320,17 +325,17 @@ impl Default for Limits {
     }
 }
 
-/// Lower bound of [`Limits::lane_records`]: a shorter lane would carry little besides its handshake
-/// and its end.
+/// Lower bound of [`Limits::lane_records`]. A lane with fewer records would carry little besides
+/// its handshake and its end.
 const LEAST_RECORDS: u64 = 1024;
 
-/// Lanes of a route that sets no lane count.
+/// The lane count of a route that sets none.
 pub const DEFAULT_LANES: u16 = 4;
 /// The window of a route that sets none, in bytes (I8).
 pub const WINDOW_BYTES: u64 = DEFAULT_WINDOW_BYTES;
 
 impl Limits {
-    /// The same limits, clamped to their ranges.
+    /// Returns these limits, clamped to their ranges.
     pub(super) fn bounded(self) -> Self {
         let channels = self.channels.clamp(1, MAX_CHANNELS);
         Self {
@@ -466,7 +471,7 @@ mod tests {
             ("tcp:127.0.0.2:4444", "tcp:[::1]:4444"),
             ("tcp:192.0.2.1:4444", "tcp:localhost:4444"),
             ("tcp:192.0.2.1:4444", "tcp:0.0.0.0:4444"),
-            // This host may not have that address.
+            // This address may belong to another host.
             ("tcp:0.0.0.0:4444", "tcp:192.0.2.1:4444"),
             ("tcp:127.0.0.1:4444", "tcp:host.test:4444"),
         ] {
@@ -504,7 +509,7 @@ mod tests {
         };
         let same = Routes::new(vec![same], vec![exit()]);
         assert!(same.as_ref().is_err_and(is_own), "{same:?}");
-        // The same holds for the target of a relay.
+        // A relay with the same name is the same route, too.
         let relay = RelayExit {
             route: "ram".to_owned(),
             listen: "127.0.0.1:1".parse().unwrap(),

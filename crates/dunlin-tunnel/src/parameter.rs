@@ -23,8 +23,8 @@ use super::route::Target;
 
 /// The longest parameter name, in bytes. The operator chooses the name.
 const MAX_KEY_BYTES: usize = 32;
-/// The longest value, in bytes: longer than names and identifiers of VMs; with the parameter's
-/// name it stays within the limit of a message (255).
+/// The longest value, in bytes. Names and identifiers of VMs are shorter. Together with the
+/// parameter's name, the value stays within the limit of a message (255 bytes).
 const MAX_VALUE_BYTES: usize = 128;
 /// The longest path of a unix socket, in bytes (`sun_path`, unix(7)).
 const MAX_PATH_BYTES: usize = 107;
@@ -92,7 +92,7 @@ fn is_value(text: &str) -> bool {
     let each = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     (1..=MAX_VALUE_BYTES).contains(&text.len())
         && text.bytes().all(each)
-        // A program would parse it as an option.
+        // A program would parse a value with a leading hyphen as an option.
         && !text.starts_with('-')
         && !matches!(text, "." | "..")
 }
@@ -107,7 +107,7 @@ pub enum BadParameterTarget {
         /// The path or argument.
         text: String,
     },
-    /// Placeholders for two parameters; a channel has one.
+    /// The target has placeholders for two parameters, but a channel has only one.
     #[error(
         "placeholders for two parameters, {{{one}}} and {{{other}}}: a channel has one parameter"
     )]
@@ -117,7 +117,7 @@ pub enum BadParameterTarget {
         /// The other name.
         other: String,
     },
-    /// A placeholder with which the peer would choose the host, the port or the program.
+    /// A placeholder lets the peer choose the host, the port or the program.
     #[error(
         "a placeholder would let a peer choose the host, the port or the program; only a \
          socket's path and a program's arguments may have one"
@@ -184,8 +184,8 @@ pub(super) fn may_be_path(target: &Path, path: &Path) -> bool {
     let Some(before) = template.find(&placeholder) else {
         return false;
     };
-    // Every placeholder is replaced by the same value, so the lengths of the path and the target
-    // determine the value.
+    // Every placeholder is replaced by the same value, so the lengths of the path and of the target
+    // determine the length of the value.
     let value = path
         .len()
         .checked_sub(fixed)
@@ -217,7 +217,7 @@ pub(super) fn fill(route: &str, target: &Target, given: &str) -> Result<Target, 
         let text = format!("route {route:?}: {text}");
         Err(Failure::new(FaultCode::ParameterRefused, text))
     };
-    // [`Routes`](crate::Routes) accepts only valid targets.
+    // The target is valid, because [`Routes`](crate::Routes) accepts only valid targets.
     let key = target.parameter().ok().flatten();
     let (key, parameter) = match (key, given) {
         (None, "") => return Ok(target.clone()),

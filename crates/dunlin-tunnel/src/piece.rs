@@ -3,8 +3,9 @@
 //! A piece is read into a buffer from the pool, sealed from that buffer, and kept in it until it is
 //! acknowledged. The other side opens the piece into a buffer and writes it from that buffer. Once
 //! the pool has enough buffers, a piece costs no allocation. A buffer is at most twice as long as
-//! its content, except that the smallest buffers are so short that the maximum number of chunks of
-//! a channel fits into the smallest window. Memory use therefore follows the windows (I8).
+//! its content, or has the smallest size. That size is so small that the maximum number of chunks
+//! of a channel still fits into the smallest window. The windows therefore limit the memory use
+//! (I8).
 
 use dunlin_lane::sync::lock;
 use std::array;
@@ -14,13 +15,13 @@ use dunlin_proto::limits::{LEAST_WINDOW_BYTES, MAX_CHANNEL_CHUNKS, MAX_STRIPE_CH
 
 /// The longest piece, in bytes.
 pub(super) const PIECE_BYTES: usize = MAX_STRIPE_CHUNK_BYTES as usize;
-/// The smallest buffer: the maximum number of chunks of a channel, in such buffers, fills the
-/// smallest window.
+/// The smallest buffer size. The maximum number of chunks of a channel, each in such a buffer,
+/// fills the smallest window.
 const SMALLEST_BYTES: usize = LEAST_WINDOW_BYTES as usize / MAX_CHANNEL_CHUNKS;
 /// The number of buffer sizes. Each size is twice the previous one.
 const SIZES: usize = (PIECE_BYTES / SMALLEST_BYTES).ilog2() as usize + 1;
-/// Unused buffers that the pool keeps, in bytes: as much as a few lanes have in flight. Further
-/// buffers come from the allocator and return to it.
+/// The maximum size of the unused buffers that the pool keeps, in bytes. It is as much as a few
+/// lanes have in flight. Further buffers come from the allocator and return to it.
 const KEPT_BYTES: usize = 16 << 20;
 
 const _: () = assert!(SMALLEST_BYTES << (SIZES - 1) == PIECE_BYTES);
@@ -35,7 +36,7 @@ struct Free {
     bytes: usize,
 }
 
-/// A buffer. Even a reader locks it, because a cipher needs memory that no other thread can write.
+/// A buffer. Readers lock it too, because a cipher needs memory that no other thread can write.
 #[derive(Debug)]
 struct Memory {
     size: usize,
@@ -115,8 +116,8 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        // If the last two pieces are dropped at the same time, both may see two references; the
-        // buffer then returns to the allocator, which does no harm.
+        // If the last two pieces are dropped at the same time, both may see two references. The
+        // buffer then returns to the allocator instead of the pool, which does no harm.
         if Arc::strong_count(&self.memory) > 1 {
             return;
         }

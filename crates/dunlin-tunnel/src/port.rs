@@ -1,4 +1,4 @@
-//! The port of the tunnel for its peers: accepts control lanes and data lanes.
+//! The port on which the tunnel accepts the control lanes and data lanes of its peers.
 
 use dunlin_lane::sync::lock;
 use dunlin_proto::fault::FaultCode;
@@ -15,10 +15,11 @@ use dunlin_lane::accept::{self, Arrival};
 use dunlin_lane::peers::{PeerIdentity, Principal};
 use dunlin_lane::policy::ServerTls;
 
-/// Control lanes that may be in their handshake at the same time. Their peers are authenticated;
-/// each has a thread until the handshake has ended.
+/// The maximum number of control lanes that are in their handshake. Their peers are authenticated.
+/// Each lane has a thread until its handshake has ended.
 const HANDSHAKES: usize = 64;
-/// The same limit for one peer, so that one peer cannot block others.
+/// The maximum number of control lanes of one peer that are in their handshake, so that one peer
+/// cannot block others.
 const OF_ONE_PEER: usize = 8;
 
 /// The body of the port's thread.
@@ -31,7 +32,8 @@ pub(super) fn listen(
 ) {
     let handshakes = Arc::<Mutex<Vec<Principal>>>::default();
     let result = accept::accept(listener, tls, stopped, |arrival| {
-        // Connections that set up IPsec lanes belong to no trunk.
+        // Connections that set up IPsec lanes belong to no trunk, so the IPsec implementation takes
+        // them.
         let arrival = match &site.sealed {
             Some(lanes) => lanes.take(arrival),
             None => Some(arrival),
@@ -46,7 +48,7 @@ pub(super) fn listen(
     }
 }
 
-/// Handles a connection that has sent its opening.
+/// Handles a connection after its first message has arrived.
 fn take(
     trunks: &Arc<Trunks>,
     site: &Arc<Site>,
@@ -57,7 +59,7 @@ fn take(
         Arrival::Control { stream, opening } => {
             let from = harmless(&stream.peer().to_string());
             let Some(handshake) = Handshake::begin(handshakes, stream.peer()) else {
-                let why = "too many control lanes in their handshake";
+                let why = "too many control lanes have not completed their handshake";
                 return site.reject(from, FaultCode::Busy, why);
             };
             let (own, trunks) = (Arc::clone(site), Arc::clone(trunks));
@@ -83,7 +85,7 @@ fn take(
     }
 }
 
-/// A control lane of this peer is in its handshake.
+/// A control lane of `peer` that is in its handshake. Dropping this removes it from `all`.
 struct Handshake {
     all: Arc<Mutex<Vec<Principal>>>,
     peer: Principal,

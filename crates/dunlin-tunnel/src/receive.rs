@@ -1,7 +1,7 @@
-//! A lane of the peer. Its thread opens the records, puts the pieces in order, and writes each
-//! piece that is next in its channel to the channel's socket.
+//! A lane on which the peer sends. Its thread opens the records, puts the pieces in order, and
+//! writes each piece that is next in its channel to the channel's socket.
 //!
-//! The thread waits for a consumer that is slightly late, because handing the bytes to another
+//! If a consumer reads slightly late, the thread waits for it, because handing the bytes to another
 //! thread costs more than the wait. If the wait times out, the poller takes over and later pieces
 //! are kept (I8), so a stalled channel does not stop a lane.
 
@@ -29,10 +29,10 @@ use dunlin_proto::fault::FaultCode;
 
 /// How long a lane waits for a consumer, in total for all pieces that it writes one after another.
 ///
-/// Formula: a consumer that has just been woken reads within tens of microseconds; one that is not
-/// running is scheduled within a few milliseconds. Drawback: a channel that stalls delays a lane
-/// by this time, but only once. Alternative: no wait. Bulk transfers then cost two more wake-ups
-/// per piece.
+/// Formula: a consumer that has just been woken reads within tens of microseconds, and a consumer
+/// that waits for a CPU runs within a few milliseconds. Drawback: a channel that stalls delays a
+/// lane by this time, but only once. Alternative: without a wait, bulk transfers cost two more
+/// wake-ups per piece.
 const CONSUMER_WAIT: Duration = Duration::from_millis(2);
 
 /// Starts the thread for a connection that has proved to be a lane of this trunk.
@@ -59,7 +59,7 @@ pub(super) fn start(
 }
 
 /// Admits a lane. A lane that is not from the peer, or is not protected as agreed, is refused (I6)
-/// before its number counts as used (I7). Only its proof has been read so far.
+/// before its number counts as used (I7). At this point only the lane's proof has been read.
 fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
     let is_peer = |peer: &PeerIdentity| hub.terms.is_the_peer(peer);
     match hub.acceptor.admit(socket, &is_peer) {
@@ -76,8 +76,8 @@ fn admit(hub: &Hub, lane: u16, socket: LaneSocket) -> Option<DataReceiver> {
                 error,
                 AdmitError::OtherPeer | AdmitError::OtherSecurity { .. }
             );
-            // Such an error means that the lane is not from the trunk's peer. The peer may have a
-            // lane with the same number.
+            // The error means that the lane is not from the trunk's peer. Do not refuse its number,
+            // because the peer itself may have a lane with this number.
             if !is_strange {
                 let mut core = hub.lock();
                 core.trunk
@@ -150,7 +150,7 @@ fn receive_all(hub: &Hub, lane: u16, mut receiver: DataReceiver) -> Result<(), R
     }
 }
 
-/// A whole piece has arrived. Returns false if the trunk has ended.
+/// Handles a piece that has arrived completely. Returns false if the trunk has ended.
 fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     let mut core = hub.lock();
     let channel = data.channel();
@@ -183,8 +183,8 @@ fn arrived(hub: &Hub, lane: u16, data: &Data, piece: Piece) -> bool {
     false
 }
 
-/// Writes a piece and those that follow it. After `until`, or without one, the poller writes what a
-/// full socket does not accept.
+/// Writes a piece and the pieces that follow it. Waits for a full socket until `until`. After that,
+/// or if `until` is `None`, the poller writes the remaining bytes.
 fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Instant>) {
     let channel = turn.channel;
     let mut piece = turn.token;
@@ -195,7 +195,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let now_ns = hub.now_ns();
         if let Err(error) = result {
             if hub.fail(&mut core, channel, &error, now_ns) {
-                // The rest is discarded and counted, as are later pieces.
+                // The consumer has closed its connection. The core discards and counts the
+                // unwritten bytes and all later pieces.
                 let rest = piece.behind(written);
                 core.trunk.wrote(channel, written as u32, rest, now_ns);
             }
@@ -206,8 +207,8 @@ fn deliver(hub: &Hub, socket: &Socket, turn: Delivery<Piece>, until: Option<Inst
         let is_stuck = rest.is_some();
         let next = core.trunk.wrote(channel, written as u32, rest, now_ns);
         hub.settle(&mut core);
-        // Rearm while the lock is held. Otherwise the thread with the next turn could rearm
-        // first, and this older request would replace it.
+        // Rearm while the lock is held. Otherwise the thread with the next turn could rearm first,
+        // and this older request would replace the newer one.
         let wait_for = match next {
             Some(next) => {
                 piece = next.token;

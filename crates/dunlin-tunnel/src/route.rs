@@ -1,4 +1,4 @@
-//! The ends of a route: entrance, exit, and the peer in between.
+//! The parts of a route: where it accepts connections, its target, and the peer to which it leads.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -63,9 +63,9 @@ pub struct RelayExit {
     /// The address of the port, which only this route uses. Clients that `allow` does not name
     /// are rejected.
     pub listen: SocketAddr,
-    /// The peers that may use it.
+    /// The peers that may use the route.
     pub allow: Peers,
-    /// What its channels are connected to.
+    /// The target to which the route's channels are connected.
     pub target: Target,
     /// The oldest TLS version that clients may use.
     pub oldest_tls: OldestTls,

@@ -1,9 +1,9 @@
 //! A lane that this side sends on. Its thread opens the lane, reads the sockets of channels in
 //! turn, and seals and sends the bytes.
 //!
-//! Of the threads that have no work, one watches all sockets and itself sends the bytes that it
-//! reads, so that a request and its answer cost one wake-up per side. The others wait until
-//! there is more work than one thread can do.
+//! One of the threads without work watches all sockets, and itself sends the bytes that it reads. A
+//! request and its answer therefore cost one wake-up per side. The other threads wait until there
+//! is more work than one thread can do.
 
 use std::io;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ use dunlin_lane::data::{DataSender, SendError};
 use dunlin_lane::dial::{DialCancel, LaneDialer, LaneRequest};
 use dunlin_lane::sync;
 
-/// A read of at least this many bytes is followed by another read immediately. Sending that much
-/// takes long enough that another thread should watch the sockets during that time.
+/// After a read of at least this many bytes, the socket is read again immediately. Sending that
+/// many bytes takes so long that another thread should watch the sockets in the meantime.
 const MUCH_BYTES: usize = 16 * 1024;
 
 /// The body of a lane's thread, from dialling to the end.
@@ -105,7 +105,7 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
         let sent = match work {
             Work::Stop | Work::Wait => {
                 let what = format!(
-                    "lane {lane} abandoned: lost by the peer, or nothing acknowledged in time"
+                    "lane {lane} abandoned: the peer reported its loss, or acknowledged nothing in time"
                 );
                 break Err(Failure::new(FaultCode::LaneLost, what));
             }
@@ -118,14 +118,15 @@ fn send_all(hub: &Hub, lane: u16, mut sender: DataSender) -> Result<(), Failure>
             Work::Read { channel, most } => {
                 let most = most as usize;
                 let (found, mut idle) = read(hub, lane, channel, most, socket, &mut scratch);
-                // A thread that waits for a full lane cannot watch the sockets.
+                // A thread that waits for a full lane cannot watch the sockets, so rearm the socket
+                // for another thread.
                 if found.is_some() && is_full(&sender) {
                     watch_again(hub, channel, idle.take());
                     promote(hub, &hub.lock());
                 }
                 let sent = found.map_or(Ok(()), |(data, piece)| send(&mut sender, &data, &piece));
-                // Rearm after the send: the peer is waiting for the piece, but no thread is waiting
-                // for the watch.
+                // Rearm the socket only after the send, because the peer waits for the piece, but
+                // no thread waits until the socket is watched.
                 watch_again(hub, channel, idle);
                 sent
             }
@@ -196,8 +197,8 @@ fn is_full(sender: &DataSender) -> bool {
     !wait_writable(sender.socket(), Instant::now()).unwrap_or(false)
 }
 
-/// Rearms the watch of a channel's socket. Call it only after the read was reported: a report of
-/// readiness during the turn would be lost.
+/// Rearms the watch of a channel's socket. Call this only after the read was reported to the core:
+/// until then the core ignores a report that the socket is readable.
 fn watch_again(hub: &Hub, channel: u32, socket: Option<Arc<Socket>>) {
     if let Some(socket) = socket {
         let token = u64::from(channel);

@@ -26,7 +26,7 @@ pub(super) struct Site {
     pub(super) limits: Limits,
     /// The port on which this side accepts the peers' lanes.
     pub(super) port: u16,
-    /// Makes lanes over IPsec.
+    /// The implementation of lanes over IPsec.
     pub(super) sealed: Option<Arc<dyn SealedLanes>>,
     pub(super) connector: Arc<dyn Connector>,
     identities: Mutex<Identities>,
@@ -37,7 +37,7 @@ pub(super) struct Site {
     lanes: Mutex<BTreeMap<String, u16>>,
     draining: AtomicBool,
     events: SyncSender<Event>,
-    /// Events dropped because the queue was full.
+    /// The number of events that were dropped because the queue was full.
     dropped: AtomicUsize,
     pub(super) threads: Threads,
     /// Control lanes and relays that are being dialled.
@@ -143,8 +143,8 @@ impl Site {
         )
     }
 
-    /// Checks a peer that has a trunk again: its key may have been denied, or its certificate
-    /// revoked, since the handshake.
+    /// Repeats the check of a peer that has a trunk, because its key may have been denied, or its
+    /// certificate revoked, since the handshake.
     ///
     /// # Errors
     /// The peer is refused and gets no new channel.
@@ -158,8 +158,8 @@ impl Site {
         lock(&self.identities)
     }
 
-    /// Reports an event. If the observer's queue is full, the event is dropped and counted: no
-    /// thread waits for the observer.
+    /// Reports an event. If the observer's queue is full, the event is dropped and counted, so that
+    /// no thread waits for the observer.
     pub(super) fn report(&self, event: Event) {
         let dropped = self.dropped.swap(0, Ordering::Relaxed);
         if dropped > 0 {
@@ -184,7 +184,7 @@ impl Site {
         self.spawn_in(&self.threads, name, body)
     }
 
-    /// Like [`Site::spawn`], for threads that another caller joins together.
+    /// Like [`Site::spawn`], but adds the thread to `threads`, which the caller joins.
     pub(super) fn spawn_in(
         &self,
         threads: &Threads,

@@ -1,4 +1,4 @@
-//! A channel's connection to a hypervisor, on either side.
+//! A channel's connection to a hypervisor, at an entrance or at a target.
 
 use dunlin_lane::sync::lock;
 use std::io::{self, Read, Write};
@@ -36,7 +36,8 @@ pub(super) struct Socket {
     is_reset: Mutex<bool>,
     /// Whether one thread per direction blocks in the kernel.
     blocks: AtomicBool,
-    /// Declared after the stream, so that the connection is closed when its end is counted.
+    /// Declared after the stream, and therefore dropped after it: when the end of the connection is
+    /// counted, the connection is closed.
     count: Count,
 }
 
@@ -50,8 +51,8 @@ impl Stream {
     pub(super) fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        // A consumer may keep its window closed for any time, which TCP_USER_TIMEOUT would limit
-        // (tcp(7)). A consumer that has vanished answers no probe.
+        // A consumer may keep its window closed for any time, so set no TCP_USER_TIMEOUT, which
+        // would limit that time (tcp(7)). Keep-alive detects a consumer that has vanished.
         let liveness = Liveness {
             user_timeout: Duration::ZERO,
             ..Liveness::default()
@@ -60,7 +61,7 @@ impl Stream {
         Ok(Self::Tcp(stream))
     }
 
-    /// Makes it the connection of a channel.
+    /// Makes this stream the connection of a channel.
     pub(super) fn counted(self, count: Count) -> Socket {
         Socket {
             stream: self,
@@ -102,9 +103,8 @@ impl Socket {
         Ok(written)
     }
 
-    /// Makes a call to which the kernel may return the connection's error. If the call cannot
-    /// block, the lock is held during it, so that a thread which then reads 0 sees that there was
-    /// an error.
+    /// Makes a call to which the kernel may return the connection's error. A call that cannot block
+    /// runs under the lock. If another thread then reads 0, it sees that the connection was reset.
     fn noting_resets<R>(&self, call: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
         let held = (!self.blocks.load(Ordering::Relaxed)).then(|| self.lock_reset());
         let result = call();
@@ -161,21 +161,21 @@ impl Socket {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Both directions have ended cleanly.
+    /// Counts the connection as ended cleanly in both directions.
     pub(super) fn ended_well(&self) {
         self.count.ends(Ending::Well);
     }
 
-    /// Both directions have ended, and the consumer left the last few bytes unread. Aborts the
-    /// connection.
+    /// Aborts the connection after both directions have ended and the consumer left the last few
+    /// bytes unread.
     pub(super) fn left_unread(&self) {
         self.count.ends(Ending::LeftUnread);
         self.close_at_once();
     }
 
     /// Whether the hypervisor has closed its connection, and not only shut down its own direction.
-    /// On a TCP socket the two look the same, and this returns true; call it only after reading the
-    /// end of file.
+    /// On a TCP socket the two look the same, and this returns true. Call it only after the end of
+    /// file was read.
     pub(super) fn is_gone(&self) -> bool {
         match &self.stream {
             Stream::Tcp(_) => true,
@@ -209,8 +209,8 @@ impl Socket {
         }
     }
 
-    /// Whether the kernel reports an error before the received data is read. If so, the error has
-    /// to be polled for while no thread reads.
+    /// Whether the kernel reports an error before the received data is read. If so, a thread must
+    /// poll for the error while no thread reads.
     pub(super) fn tells_resets(&self) -> bool {
         matches!(self.stream, Stream::Tcp(_))
     }
@@ -253,7 +253,8 @@ mod tests {
         stream.counted(Count::new(std::sync::Arc::default(), None))
     }
 
-    /// The kernel returns the error once, to either of the two threads that make calls.
+    /// The kernel returns the error of a connection only once, to one of the two threads that use
+    /// it.
     #[test]
     fn a_reset_that_another_call_returned_is_not_read_as_an_end() {
         type Find = fn(&Socket);

@@ -14,7 +14,7 @@ pub struct Status {
     pub at: SocketAddr,
     /// The route of each open channel.
     pub channels: Vec<String>,
-    /// Open lanes, those of both sides.
+    /// The number of open lanes of both sides.
     pub lanes: usize,
     /// Bytes that wait on this side for consumers.
     pub held_bytes: u64,
@@ -27,13 +27,13 @@ pub struct Status {
 pub struct RouteStatus {
     /// The route's name.
     pub route: String,
-    /// Where it listens. Listeners that were opened on demand are in
+    /// Where the route listens. Listeners that were opened on demand are in
     /// [`Tunnel::on_demand_listeners`](crate::Tunnel::on_demand_listeners).
     pub listens: Option<Listen>,
     /// The peer's address, if the route has an entrance on this side.
     pub to: Option<String>,
     /// The target, if the route has an exit on this side.
     pub target: Option<Target>,
-    /// Its traffic since the tunnel started.
+    /// The route's traffic since the tunnel started.
     pub traffic: Traffic,
 }

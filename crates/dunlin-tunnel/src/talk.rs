@@ -23,7 +23,7 @@ use dunlin_lane::sync;
 
 /// Maximum size of a batch of messages for one write.
 const BATCH_BYTES: usize = 32 * 1024;
-/// After this fraction of the permitted silence the reader sends a ping.
+/// The reader sends a ping after one fifth of the permitted silence.
 const ASK_PART: u32 = 5;
 /// How long the dialling side keeps a trunk without channels. It is longer than the lanes are kept,
 /// so that the next migration can use the same trunk.
@@ -45,7 +45,7 @@ pub(super) fn run(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
     let fault = talk(hub, dialer);
     let control = hub.lock().control.close();
     if let Some(control) = control {
-        // Send a clean end; the peer may have closed the connection.
+        // Send a clean end. This fails if the peer has closed the connection.
         let _ = control.close();
         control.shutdown();
     }
@@ -62,7 +62,7 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
         let mut core = hub.lock();
         core.talker = Talker::Runs;
         if core.senders.count == 0 {
-            // No lane's thread watches the sockets: check here whether a lane is needed.
+            // No lane's thread watches the sockets, so check here whether a lane is needed.
             hub.reads.wait(&mut ready, Some(Duration::ZERO));
             send::take_ready(&mut core, &ready);
         }
@@ -83,7 +83,8 @@ fn talk(hub: &Arc<Hub>, dialer: &Arc<dyn LaneDialer>) -> FaultCode {
             start(hub, &mut core, dialer, one);
             hub.settle(&mut core);
         }
-        // Check after every call that may have ended the trunk: nothing wakes this thread again.
+        // Check after every call that may have ended the trunk, because nothing wakes this thread
+        // again.
         if let Some(fault) = core.control.fault() {
             return fault;
         }
@@ -156,7 +157,7 @@ fn take_messages(hub: &Arc<Hub>, core: &mut Core, batch: &mut Vec<u8>) -> bool {
             return false;
         }
     }
-    // When the last message of a channel is taken, the channel ends.
+    // A channel ends when its last message is taken, so carry out that decision.
     hub.settle(core);
     true
 }
@@ -228,7 +229,7 @@ fn read_one(
     Ok(message?)
 }
 
-/// The control lane of this epoch is lost.
+/// Handles the loss of the control lane of this epoch.
 fn lost(hub: &Arc<Hub>, epoch: u32, error: ControlError) {
     let mut core = hub.lock();
     let Some(stream) = core.control.lose(epoch) else {
@@ -269,7 +270,7 @@ fn redial(hub: &Arc<Hub>, epoch: u32) {
                 // The process that answers is not the process that had the trunk.
                 return hub.end(FaultCode::UnknownSession);
             }
-            // The core ends the trunk after its timeout.
+            // Retry until the core ends the trunk after its timeout.
             Err(_) => std::thread::sleep(REDIAL),
         }
     }

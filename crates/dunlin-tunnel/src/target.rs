@@ -63,7 +63,8 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
         let text = format!("limit of running programs reached for this peer ({most})");
         io::Error::new(io::ErrorKind::QuotaExceeded, text)
     })?;
-    // Start the thread before the program: if no thread waits for a program, it stays as a zombie.
+    // Start the thread before the program, because a program that no thread waits for stays as a
+    // zombie.
     let (started, child) = channel::<Child>();
     let (site, name) = (Arc::clone(site), program.clone());
     thread::Builder::new()
@@ -85,7 +86,7 @@ fn execute(site: &Arc<Site>, programs: &Arc<AtomicUsize>, words: &[String]) -> i
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(far)));
     // This process may block its signals in all threads except one. The program must not inherit
-    // that.
+    // that signal mask.
     unblock_in(&mut command);
     let child = command.spawn()?;
     // The thread is blocked in `recv` until it receives the child.

@@ -14,9 +14,10 @@ pub(super) struct Terms {
     pub(super) version: u16,
     /// The security of the lanes.
     pub(super) security: LaneSecurity,
-    /// The peer's identity at the handshake. A lane's handshake may admit any certificate of this
-    /// name, because either certificate may have been renewed: certificates are looked up when a
-    /// lane is opened, and [`Terms::is_the_peer`] decides.
+    /// The peer's identity at the handshake of the trunk. The certificates of both sides may be
+    /// renewed while the trunk exists, so each lane's handshake uses the current ones and may admit
+    /// any certificate of this name. [`Terms::is_the_peer`] then decides whether the lane is from
+    /// this peer.
     pub(super) peer: PeerIdentity,
     /// The address to which this side's lanes connect.
     pub(super) lanes_at: SocketAddr,
@@ -32,9 +33,9 @@ pub(super) struct Terms {
 
 /// Which side dialled the trunk. That side also redials a lost control lane.
 pub(super) enum Origin {
-    /// This side, and the address it dials.
+    /// This side dialled the trunk, at this address.
     Dialled(Destination),
-    /// The peer.
+    /// The peer dialled the trunk.
     Accepted,
 }
 

@@ -45,14 +45,14 @@ impl Threads {
     }
 }
 
-/// A thread that dropping this stops and joins.
+/// A thread. Dropping the `Worker` stops and joins it.
 pub(super) struct Worker {
     stop: Waker,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    /// Starts a thread, which must end when its argument becomes readable.
+    /// Starts a thread that runs `body`, which must return when its argument becomes readable.
     ///
     /// # Errors
     /// The process has no free file descriptors, or cannot start a thread.

@@ -1,5 +1,5 @@
 //! The trunks of a tunnel. A trunk is dialled when the first connection for a peer is accepted, or
-//! accepted from a peer, and removed when it has ended.
+//! it is accepted from a peer. It is removed when it has ended.
 //!
 //! ```text
 //!   carry ─▶ Dialling ──── up ───────▶ Up ─── over, or its peer is refused by now ─▶ Dialling
@@ -35,8 +35,8 @@ use dunlin_lane::peers::PeerIdentity;
 use dunlin_lane::proof::is_proved;
 use dunlin_lane::security::{acceptor, dialer};
 
-/// Connections that may wait while their trunk is dialled: as many as one hypervisor with the
-/// maximum number of channels has.
+/// The maximum number of connections that wait while their trunk is dialled. It is enough for one
+/// hypervisor with the maximum number of channels.
 const WAITING: usize = 512;
 /// The maximum number of trunks with one peer. A peer needs one for each set of allowed
 /// identities, in either direction. Trunks that have lost the peer but have not detected that yet
@@ -49,12 +49,12 @@ pub(super) struct Trunks {
     peerings: Mutex<Vec<Peering>>,
 }
 
-/// A trunk that accepts lanes, before its threads are started. [`Trunks::run`] unwinds it, even if
-/// it has already ended.
+/// A trunk that accepts lanes but has no threads yet. [`Trunks::run`] must be called even if the
+/// trunk has already ended, because that call removes it.
 struct Kept {
     hub: Arc<Hub>,
     control: Arc<ControlStream>,
-    /// Opens this side's lanes. Dropping it removes its IPsec state, if it has any.
+    /// Opens this side's lanes. Dropping the dialer removes its IPsec state, if it has any.
     dialer: Arc<dyn LaneDialer>,
 }
 
@@ -124,7 +124,10 @@ impl Trunks {
                 return waiting.push(connection);
             }
             State::Dialling(_) => {
-                let text = format!("{WAITING} connections are waiting for {}", entrance.to);
+                let text = format!(
+                    "too many connections are waiting for {} (at most {WAITING})",
+                    entrance.to
+                );
                 Failure::new(FaultCode::Busy, text)
             }
             State::Up(hub) => match self.open(hub, &connection) {
@@ -179,7 +182,8 @@ impl Trunks {
         Ok(hub)
     }
 
-    /// The dial has ended: opens a channel for each connection that waits, or refuses it.
+    /// Called when the dial has ended. Opens a channel for each connection that waits, or refuses
+    /// the connection.
     fn dialled(&self, to: &Destination, made: Result<Arc<Hub>, Failure>) {
         let mut peerings = lock(&self.peerings);
         let same =
@@ -276,7 +280,7 @@ impl Trunks {
             return refuse(FaultCode::WrongIdentity, text);
         }
         if hub.terms.security != received.selection.security {
-            let text = "the trunk uses another lane security";
+            let text = "the trunk's lanes use another security";
             return refuse(FaultCode::SecurityNotAgreed, text);
         }
         if !hub.lock().control.is_before(offer.epoch) {
@@ -412,7 +416,7 @@ impl Trunks {
         }
     }
 
-    /// No further channels are opened or accepted.
+    /// Stops opening and accepting channels.
     pub(super) fn drain(&self) {
         self.hubs().iter().for_each(|hub| hub.drain());
     }

@@ -17,6 +17,8 @@ pub(super) struct WatchedSockets {
 }
 
 impl WatchedSockets {
+    /// Creates a set without sockets.
+    ///
     /// # Errors
     /// No file descriptors are left.
     pub(super) fn new() -> io::Result<Self> {
@@ -57,7 +59,7 @@ impl WatchedSockets {
         }
     }
 
-    /// Ends the wait of one thread, now or at its next call.
+    /// Ends the wait of one thread that waits now, or the next wait if no thread waits.
     pub(super) fn wake(&self) {
         self.waker.wake();
     }

@@ -27,7 +27,7 @@ use rustls::pki_types::pem::PemObject;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-/// The size of a test, which is larger in the soak test.
+/// Returns the size of a test: `usual`, or `soak` if `DUNLIN_SOAK` is 1.
 fn soak(usual: usize, soak: usize) -> usize {
     match std::env::var("DUNLIN_SOAK") {
         Ok(value) if value == "1" => soak,
@@ -62,8 +62,8 @@ fn send_some(stream: &UnixStream, seed: u64, bytes: usize, aborts: bool) -> usiz
     sent
 }
 
-/// Reads to the end or the abort, and compares: the bytes must be a prefix of those that
-/// were sent.
+/// Reads until the end or an abort, and asserts that the bytes are a prefix of the bytes that were
+/// sent. With `whole`, all bytes and a clean end must arrive.
 fn take_some(stream: &UnixStream, seed: u64, bytes: usize, whole: bool) {
     let mut stream = stream;
     let mut all = Vec::new();
@@ -118,7 +118,7 @@ fn many_channels_carry_random_bytes_both_ways_and_some_are_aborted() {
     }
     let until = Instant::now() + Duration::from_secs(10);
     for tunnel in [&pair.near, &pair.far] {
-        // Nothing is left of any channel.
+        // Wait until no channel is open and no bytes are held.
         loop {
             let status = &tunnel.as_ref().unwrap().status()[0];
             if status.channels.is_empty() && status.held_bytes == 0 {
@@ -166,7 +166,8 @@ fn i8_a_channel_that_stalls_fills_its_window_and_delays_no_other() {
     assert!(held() <= window_bytes);
 }
 
-/// Lanes that detect within 2 s that nothing arrives.
+/// Two tunnels that are connected through the test's own TCP relay. They detect within 2 s that
+/// nothing arrives on a lane.
 fn relayed() -> Setup {
     Setup {
         relayed: true,
@@ -205,7 +206,7 @@ fn channels_survive_lanes_that_are_cut_or_swallowed() {
     assert_eq!(pair.near_events.count(aborted), 0);
 }
 
-/// Another lane takes over before the record limit of a lane's key is reached, and nothing is lost.
+/// A lane is replaced before the record limit of its key is reached, and no bytes are lost.
 #[test]
 fn lanes_are_replaced_before_their_keys_are_used_up() {
     let pair = Pair::start(&Setup {
@@ -219,7 +220,7 @@ fn lanes_are_replaced_before_their_keys_are_used_up() {
     let (near, far) = pair.channel();
     let bytes = 128 << 20;
     join(vec![send(&near, 11, bytes), expect(&far, 11, bytes)]);
-    // 1024 records are at most 16 MiB.
+    // The 1024 records of a lane contain at most 16 MiB, so 128 MiB need more than 8 connections.
     let relay = pair.relay.as_ref().unwrap();
     assert!(relay.count() > 8, "{} connections", relay.count());
     let lost = |event: &Event| matches!(event, Event::LaneLost { .. });
@@ -251,8 +252,8 @@ fn a_control_lane_that_is_cut_is_resumed_and_bytes_continue() {
     join(vec![send(&near, 9, 100), expect(&far, 9, 100)]);
 }
 
-/// Channels survive a reload with new certificates on either side, with which every lane is
-/// reopened.
+/// Channels survive a reload of new certificates on either side. Every lane is then reopened with
+/// the new certificates.
 #[test]
 fn certificates_are_renewed_under_a_channel() {
     let pair = Pair::start(&relayed());
@@ -275,7 +276,7 @@ fn certificates_are_renewed_under_a_channel() {
     join(vec![send(&near, 22, 1 << 20), expect(&far, 22, 1 << 20)]);
 }
 
-/// A revocation list with a certificate.
+/// Returns a revocation list that contains the certificate `leaf`.
 fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     let (_, leaf) = X509Certificate::from_der(leaf).unwrap();
     let revoked = RevokedCertParams {
@@ -295,7 +296,8 @@ fn revoke(authority: &Authority, leaf: &CertificateDer<'_>) -> String {
     list.signed_by(&authority.issuer).unwrap().pem().unwrap()
 }
 
-/// Either side may stop admitting its peer, because of a denied key or a revocation list.
+/// Either side may stop admitting its peer, because the key is denied or the certificate is
+/// revoked. The peer then gets no new channel.
 #[test]
 fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
     for (is_denied, is_far) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -313,7 +315,8 @@ fn i6_a_peer_that_is_denied_or_revoked_gets_no_channel_on_its_trunk() {
         replace(true);
         replace(false);
         let (mut near, mut far) = pair.channel();
-        // One lane in each direction; no new lane is admitted afterwards.
+        // The first exchange opens one lane in each direction. The second exchange needs no new
+        // lane, because the peer would not admit one.
         let exchange = |near: &mut UnixStream, far: &mut UnixStream| {
             near.write_all(b"x").unwrap();
             far.read_exact(&mut [0]).unwrap();
@@ -386,7 +389,7 @@ fn unreached() -> (Pair, Vec<OwnedFd>, UnixStream) {
     });
     let waiting = fill_backlog(&pair.target());
     let channel = pair.connect();
-    // The thread below may be one of another test.
+    // Wait for the trunk first, because the thread that is found below may belong to another test.
     let is_up = |event: &Event| matches!(event, Event::TrunkUp { .. });
     pair.far_events.wait("trunk", is_up);
     let is_connecting = |entry: std::io::Result<fs::DirEntry>| {

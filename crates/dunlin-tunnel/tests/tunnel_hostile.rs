@@ -73,7 +73,7 @@ fn accept(port: u16) -> Message {
     }
 }
 
-/// The first message of the other side.
+/// Reads the peer's first message on a control lane.
 fn read_opening(control: &ControlStream) -> Opening {
     let mut start = [0; PRELUDE_BYTES];
     control.receive_exact(&mut start, soon()).unwrap();
@@ -130,8 +130,8 @@ impl Peer {
         self.secret = secret;
     }
 
-    /// Returns a control lane for a trunk, or the reason why it was refused. On a trunk's first
-    /// control lane this side also sends *accept*.
+    /// Opens a control lane for a trunk and returns it, or the reason why it was refused. On a
+    /// trunk's first control lane this side also sends *accept*.
     fn offer(
         far: SocketAddr,
         tls: &ClientTls,
@@ -237,15 +237,15 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     rejected(&pair, FaultCode::UnknownSession);
     let _guessed = peer.lane(&peer.tls, 1, SESSION, &[0; 32]);
     rejected(&pair, FaultCode::WrongSecret);
-    // Admitted peers that are other hosts: one with another name, and one with the same name from
-    // another authority.
+    // Two hosts that the tunnel admits, but that are not the trunk's peer: one with another name,
+    // and one with the same name from another authority.
     let strangers = [pair.authority.identity(&[OTHER]), pair.twin(NEAR)];
     for (before, stranger) in strangers.iter().enumerate() {
         let _lane = peer.lane(&tls(stranger), 1, SESSION, &secret);
         let another = is_rejected(FaultCode::WrongIdentity);
         wait_until("a rejection", || pair.far_events.count(&another) > before);
     }
-    // The same host with a renewed certificate.
+    // The trunk's peer, with a renewed certificate.
     let renewed = tls(&pair.authority.identity(&[NEAR]));
     let _good = peer.lane(&renewed, 1, SESSION, &secret);
     wait_until("the good lane", || {
@@ -253,7 +253,7 @@ fn i7_a_lane_needs_the_session_the_secret_and_the_same_peer() {
     });
 }
 
-/// Lanes over IPsec without the kernel's ESP.
+/// A replacement for lanes over IPsec that does not use the kernel's ESP.
 #[derive(Debug, Default)]
 struct Ipsec {
     seals: AtomicBool,
@@ -289,7 +289,7 @@ impl SealedLanes for Ipsec {
     }
 }
 
-/// Starts a tunnel with lanes over IPsec, and a trunk with that tunnel.
+/// Starts a tunnel with lanes over IPsec, and a peer that has a trunk with that tunnel.
 fn over_ipsec(ipsec: &Arc<Ipsec>) -> (Tunnel, Events, Peer) {
     let authority = Authority::new();
     let exit = Exit {
@@ -319,7 +319,7 @@ fn i7_a_lane_that_is_not_protected_as_agreed_takes_no_number() {
     let refused = loop {
         match peer.receive() {
             Some(Message::LaneRefused { lane, fault, .. }) => break (lane, fault),
-            Some(Message::LaneLost(lost)) => panic!("it was admitted: {lost:?}"),
+            Some(Message::LaneLost(lost)) => panic!("the lane was admitted: {lost:?}"),
             _ => {}
         }
     };
@@ -345,8 +345,8 @@ fn i8_a_trunk_admits_a_limited_number_of_lanes_at_a_time() {
     wait_until("the others", || far.status()[0].lanes == lanes);
 }
 
-/// Another host that the tunnel admits may send the same session identifier, and is then
-/// refused.
+/// A host that the tunnel admits, but that is not the trunk's peer, sends the trunk's session
+/// identifier and is refused.
 #[test]
 fn i6_a_trunk_is_resumed_by_its_own_peer_alone() {
     let pair = Pair::start(&Setup::default());
@@ -374,7 +374,7 @@ struct Far {
 }
 
 impl Far {
-    /// The tunnel of `identity`, with a route to this one.
+    /// Starts a tunnel with `identity` and with a route to this peer.
     fn of(identity: Identity) -> Self {
         let any = || TcpListener::bind("127.0.0.1:0").unwrap();
         let (listener, scratch, events) = (any(), Scratch::new(), Events::default());
@@ -477,7 +477,7 @@ fn i6_a_control_lane_is_resumed_with_no_other_host() {
         let control = far.control(&hosts[0]);
         far.events
             .wait("trunk", |event| matches!(event, Event::TrunkUp { .. }));
-        // The lane is being opened.
+        // Wait until the tunnel has begun to open the lane.
         drop(far.accept());
         control.shutdown();
         (hosts, far, channel)
@@ -494,7 +494,7 @@ fn i6_a_control_lane_is_resumed_with_no_other_host() {
     assert_eq!(far.events.count(resumed), 0);
 }
 
-/// Each violation ends the trunk of that peer, but no channel of another peer.
+/// Each violation ends the trunk of the peer that commits it, but no channel of another peer.
 #[test]
 fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
     let pair = Pair::start(&Setup::default());
@@ -546,7 +546,7 @@ fn i7_a_protocol_violation_ends_the_trunk_of_that_peer_alone() {
     ]);
 }
 
-/// Threads of this process that connect to targets.
+/// The number of threads of this process that connect to targets.
 fn connecting() -> usize {
     let of = |entry: std::io::Result<std::fs::DirEntry>| {
         let name = std::fs::read_to_string(entry.unwrap().path().join("comm"));
@@ -557,7 +557,8 @@ fn connecting() -> usize {
     tasks.map(of).filter(|is_one| *is_one).count()
 }
 
-/// After a channel is aborted, its thread continues to connect for a while.
+/// After a channel is aborted, its thread continues to connect to the target for a while. The
+/// number of these threads is limited.
 #[test]
 fn i8_threads_of_aborted_channels_are_limited_while_their_target_is_silent() {
     let most = 3;
@@ -619,7 +620,8 @@ fn i8_trunks_of_one_peer_are_limited_and_the_refusal_has_a_reason() {
     ]);
 }
 
-/// A control lane has a thread until its handshake has ended.
+/// A control lane has a thread until its handshake has ended. A peer with too many handshakes is
+/// refused, and other peers are not.
 #[test]
 fn i8_handshakes_of_one_peer_are_limited_and_keep_no_other_out() {
     let pair = Pair::start(&Setup::default());
@@ -741,7 +743,7 @@ fn a_lane_whose_handshake_is_under_way_ends_with_the_tunnel() {
     let relay = pair.relay.clone().unwrap();
     let near = pair.near.take();
     let mut took = Duration::ZERO;
-    // The only lane is lost; the handshake of the next one gets no answer.
+    // The only lane is lost, and the handshake of the next lane gets no answer.
     relay.hold(
         || relay.cut(1),
         || {

@@ -178,7 +178,8 @@ fn each_migration_has_a_listener_that_closes_with_its_last_channel() {
     let ram = routes.iter().find(|one| one.route == "ram").unwrap();
     assert_eq!((ram.traffic.open, ram.traffic.closed), (1, 2), "{ram:?}");
     assert_eq!(ram.traffic.read_bytes, 3, "{ram:?}");
-    // The tunnel counts bytes after the write, which the reader may overtake.
+    // The tunnel counts bytes after it has written them, so the reader may have the bytes before
+    // they are counted.
     let written = || {
         let routes = scene.far.routes();
         let ram = routes.iter().find(|one| one.route == "ram").unwrap();
@@ -200,7 +201,7 @@ fn a_closed_listener_accepts_no_more_and_its_channels_continue() {
     listener.close();
     let until = Instant::now() + TIMEOUT;
     while is_there(&scene.path("entrance")) {
-        assert!(Instant::now() < until, "it stays");
+        assert!(Instant::now() < until, "the socket file stays");
         thread::sleep(Duration::from_millis(5));
     }
     near.write_all(b"x").unwrap();
@@ -238,7 +239,8 @@ fn a_listener_for_one_connection_accepts_exactly_one() {
 #[test]
 fn i7_an_invalid_parameter_is_refused_by_the_far_side_with_a_reason() {
     let scene = Scene::start();
-    // A process listens wherever a mistake would lead.
+    // Listen at all paths to which a mistake would lead, so that a connection to a wrong path would
+    // succeed.
     let _all = [
         scene.target("web.sock"),
         scene.target(".sock"),
@@ -252,7 +254,7 @@ fn i7_an_invalid_parameter_is_refused_by_the_far_side_with_a_reason() {
     ] {
         let listener = scene.open(route, parameter, "entrance");
         let mut near = connect(&listener);
-        // Reset or closed, no bytes arrive.
+        // The connection is reset or closed, and no bytes arrive.
         assert!(!matches!(near.read_once(&mut [0]), Ok(1..)));
         let status = over(&listener);
         let why = status.why.unwrap();
@@ -336,7 +338,7 @@ fn removing_a_route_closes_its_listeners_and_no_channel() {
     assert!(stays.status().listens);
     near.write_all(b"x").unwrap();
     far.read_exact(&mut [0]).unwrap();
-    // A draining tunnel closes them all.
+    // A draining tunnel closes all listeners.
     drop((near, far));
     assert_eq!(scene.near.drain(TIMEOUT), 0);
     assert_eq!(over(&stays), ListenerStatus::default());

@@ -24,7 +24,7 @@ use dunlin_tunnel::{
     Entrance, Event, Limits, Listen, Mode, RelayExit, Routes, Target, Tunnel, WINDOW_BYTES,
 };
 
-/// The differences between scenes.
+/// The settings in which scenes differ.
 struct Setup {
     near: Identity,
     far: Identity,
@@ -34,7 +34,7 @@ struct Setup {
     far_tls: OldestTls,
     limits: Limits,
     relayed: bool,
-    /// The address that the near side dials, if it is not that of the far side.
+    /// The address that the near side dials, if it is not the far side's address.
     to: Option<SocketAddr>,
 }
 
@@ -177,7 +177,7 @@ fn is_aborted(event: &Event) -> bool {
     matches!(event, Event::Aborted { .. })
 }
 
-/// A reset connection ends with an error, and never with an end of file.
+/// Asserts that the connection ends with an error, not with an end of file.
 fn assert_reset(stream: &mut impl Read) {
     let mut scrap = vec![0; 1 << 16];
     loop {
@@ -222,7 +222,7 @@ fn bytes_go_both_ways_and_each_end_by_itself_in_tls_1_3_and_1_2() {
         let mut sent = vec![0; 5_000_000];
         dunlin_test_support::tunnel::Random::new(1).fill(&mut sent);
         assert!(came == sent);
-        // The other direction is open independently of this one.
+        // The inward direction stays open after the outward direction has ended.
         let inward = expect(&near, 2, 3_000_000);
         let mut back = vec![0; 3_000_000];
         dunlin_test_support::tunnel::Random::new(2).fill(&mut back);
@@ -257,8 +257,9 @@ fn stalls_and_goes_on(stream: &UnixStream, sent: &[u8], stalled: &Barrier) {
     (&*stream).write_all(left).unwrap();
 }
 
-/// Both peers write more than all buffers hold before either reads. Then one direction is read to
-/// its end while the other stays full: neither direction waits for the other.
+/// Both peers write more than all buffers hold before either of them reads. Then one direction is
+/// read to its end while the opposite direction stays full. No direction may wait for the opposite
+/// one.
 #[test]
 fn i8_each_direction_flows_while_the_other_is_full() {
     const BYTES: usize = 48 << 20;
@@ -313,7 +314,7 @@ fn many_channels_are_open_at_the_same_time_and_arrive_in_order() {
         dunlin_test_support::tunnel::Random::new(seed.into()).fill(&mut sent);
         threads.push(expect_all(far, sent));
     }
-    // No connection waits until another one is accepted.
+    // All of these are connected before the target accepts the first one.
     let waiting: Vec<_> = (0..8).map(|_| scene.unix()).collect();
     for (number, near) in waiting.iter().enumerate() {
         (&*near).write_all(&[number as u8]).unwrap();
@@ -415,9 +416,9 @@ fn a_consumer_may_stall_for_longer_than_a_peer_may_be_gone() {
     let far = scene.accept();
     let out = send(&near, 3, 40 << 20);
     // During the wait there must be no abort, because the peer's kernel answers. Keep-alive, which
-    // the kernel counts in whole seconds, gives up a silent peer after four: one second of silence
-    // and three probes. A test of the decision alone, with other clocks, does not show that the
-    // kernel reports an answered window probe as an answer.
+    // the kernel counts in whole seconds, gives up a silent peer after four seconds: one second of
+    // silence and one for each of three probes. The test takes real time, because only a real
+    // kernel shows whether it counts an answered window probe as an answer.
     thread::sleep(Duration::from_secs(4));
     let mut sent = vec![0; 40 << 20];
     dunlin_test_support::tunnel::Random::new(3).fill(&mut sent);
@@ -487,7 +488,9 @@ fn i6_an_untrusted_peer_carries_nothing() {
     scene.accept().read_exact(&mut [0]).unwrap();
 }
 
-/// Peers that only support TLS 1.2, and clients without a certificate, are tested with `openssl`.
+/// Clients that do not speak TLS, or that are silent, do not keep other clients out.
+/// crates/dunlin-cli tests peers that only support TLS 1.2, and clients without a certificate, with
+/// `openssl`.
 #[test]
 fn i7_clients_without_tls_and_silent_clients_keep_no_other_out() {
     let scene = Scene::start(Setup::new());
@@ -530,7 +533,7 @@ fn i8_channels_beyond_the_limit_are_refused_and_the_others_stay() {
         near.write_all(b"x").unwrap();
         far.read_exact(&mut [0]).unwrap();
     }
-    // A channel that ends makes room.
+    // A channel that ends makes room for another channel.
     drop(open.pop());
     scene.near_events.wait("end", is_closed);
     scene.far_events.wait("end", is_closed);
@@ -639,7 +642,7 @@ fn i6_a_reload_during_a_handshake_admits_no_peer_that_is_no_longer_allowed() {
     assert!(scene.target.accept().is_err());
 }
 
-/// A timeout that is longer than a test may take: a wait that ends earlier was cancelled.
+/// A timeout that is longer than any test may take. If a wait ends earlier, it was cancelled.
 const NEVER: Duration = Duration::from_secs(60);
 const AT_ONCE: Duration = Duration::from_secs(20);
 
@@ -740,7 +743,7 @@ fn a_target_that_is_not_there_ends_the_connection_with_an_error() {
     let refused = |event: &Event| matches!(event, Event::Refused { .. });
     let why = scene.far_events.wait("refusal", refused).to_string();
     assert!(why.contains(&target.to_string()), "{why}");
-    // Immediately, or still within the handshake.
+    // The near side sees the failure after its handshake or still during it.
     let ended = |event: &Event| is_aborted(event) || refused(event);
     scene.near_events.wait("abort", ended);
 }

@@ -1,5 +1,5 @@
-//! Routes: TCP and programs as ends, several routes over one port, which peers may use them, and
-//! refusals.
+//! Routes whose ends are TCP ports or programs: several routes over one port, the peers that may
+//! use a route, and refusals.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -24,7 +24,7 @@ use dunlin_tunnel::{
     Entrance, Event, Exit, Limits, Listen, Mode, Routes, Target, Tunnel, TunnelError, WINDOW_BYTES,
 };
 
-/// Two tunnels with routes by name and target; entrances are TCP ports.
+/// Two tunnels with routes that are given by name and target. The entrances are TCP ports.
 struct Scene {
     near: Tunnel,
     far: Tunnel,
@@ -83,9 +83,9 @@ impl Scene {
         *address
     }
 
-    /// Why a connection to a route is closed.
+    /// Connects to a route, and returns the reason why the connection is closed.
     fn refused(&self, route: &str) -> (FaultCode, String) {
-        // A reset may arrive before connect(2) has returned, which then reports it.
+        // A reset may arrive before connect(2) has returned. connect(2) then reports it.
         let ended = TcpStream::connect(self.entrance(route))
             .and_then(|stream| with_timeout(stream).read_once(&mut [0]));
         assert!(!matches!(ended, Ok(1..)), "{ended:?}");
@@ -164,7 +164,7 @@ fn a_reset_is_passed_on_at_once_past_a_full_window() {
 fn wait_unread(stream: &UnixStream) {
     let until = Instant::now() + TIMEOUT;
     while unread_bytes(stream).unwrap() == 0 {
-        assert!(Instant::now() < until, "nothing comes");
+        assert!(Instant::now() < until, "no bytes arrive");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -179,13 +179,14 @@ fn ended(tunnel: &Tunnel) -> [u64; 3] {
         if ended.iter().sum::<u64>() > 0 {
             return ended;
         }
-        assert!(Instant::now() < until, "it does not end");
+        assert!(Instant::now() < until, "the channel does not end");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// QEMU's destination behaves like this with its own TLS and multifd: it has all pages and closes
-/// without reading the *close_notify* of the source, which arrives before or after that.
+/// Tests a consumer that closes its connection without reading the last bytes. QEMU's destination
+/// does this with its own TLS and multifd: when it has all pages, it closes the connection without
+/// reading the source's *close_notify*, which arrives before or after the close.
 #[test]
 fn a_consumer_that_resets_after_the_others_end_aborts_nothing() {
     let goodbye = [21; 24];
@@ -216,7 +217,8 @@ fn a_consumer_that_resets_after_the_others_end_aborts_nothing() {
     }
 }
 
-/// The same behaviour with unix sockets, which report a reset only if bytes were unread.
+/// Like `a_consumer_that_resets_after_the_others_end_aborts_nothing`, but with unix sockets, which
+/// report a reset only if bytes were unread.
 #[test]
 fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
     for goodbye in [&[][..], &[21; 24]] {
@@ -235,7 +237,7 @@ fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
             } else {
                 drop((far, near));
             }
-            // If it had read everything, the channel may have ended cleanly.
+            // If the consumer had read everything, the channel may have ended cleanly.
             let [near, far] = [&pair.near, &pair.far].map(|one| ended(one.as_ref().unwrap()));
             let events = (pair.near_events.all(), pair.far_events.all());
             let good = [[1, 0, 0], [0, 1, 0]];
@@ -248,8 +250,8 @@ fn a_consumer_that_closes_a_unix_socket_after_the_others_end_aborts_nothing() {
     }
 }
 
-/// None of these channels has almost ended: the source still sends, or waits for an answer, or many
-/// of its bytes are unread.
+/// In each case the channel is not about to end: the source still sends, waits for an answer, or
+/// has sent many bytes that are unread.
 #[test]
 fn a_consumer_that_resets_before_the_end_aborts_the_channel() {
     #[derive(Debug, PartialEq)]
@@ -266,7 +268,7 @@ fn a_consumer_that_resets_before_the_end_aborts_the_channel() {
         match source {
             Source::Sends => near.as_mut().unwrap().write_all(&[7; 600_000]).unwrap(),
             Source::Awaits => near.as_ref().unwrap().shutdown(Shutdown::Write).unwrap(),
-            // More than the sockets take: bytes in their buffers count as read.
+            // Send more than the sockets' buffers hold, because bytes in the buffers count as read.
             Source::SentMuch => {
                 let mut much = near.take().unwrap();
                 much.set_write_timeout(Some(Duration::from_millis(300)))
@@ -296,7 +298,7 @@ fn a_consumer_that_resets_before_the_end_aborts_the_channel() {
     }
 }
 
-/// A source that has nothing to send for now has not ended either: it gets the abort.
+/// A source that has nothing to send for now has not ended its direction, so it gets the abort.
 #[test]
 fn a_consumer_that_resets_while_the_source_is_idle_aborts_the_channel() {
     let (listener, target) = listener();
@@ -382,7 +384,7 @@ fn refusals_have_a_reason_and_other_channels_continue() {
     far.read_exact(&mut [0]).unwrap();
 }
 
-/// The tunnel's answer to an offer of a tunnel or a page engine.
+/// Sends the tunnel an offer that requires these features, and returns the tunnel's answer.
 fn answer(to: SocketAddr, authority: &Authority, required: Features) -> Opening {
     answer_to(to, authority, required, LaneSecurity::Tls)
 }
@@ -478,7 +480,7 @@ fn a_route_over_ipsec_needs_a_tunnel_with_ipsec() {
         .unwrap();
     let refused = tunnel.replace(near(), &over_ipsec);
     assert!(matches!(refused, Err(TunnelError::NoIpsec { .. })));
-    assert_eq!(tunnel.routes().len(), 1, "nothing is changed");
+    assert_eq!(tunnel.routes().len(), 1, "the routes have changed");
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn a_closed_connection_is_noticed_at_once_on_the_other_side() {
     for near_goes in [true, false] {
         let (near, far) = pair.channel();
         let (goes, mut stays) = if near_goes { (near, far) } else { (far, near) };
-        // Unread bytes make its end a reset.
+        // Closing a unix socket with unread bytes makes the other end report a reset.
         stays.write_all(b"unread").unwrap();
         std::thread::sleep(Duration::from_millis(100));
         let begin = Instant::now();
@@ -88,7 +88,8 @@ fn a_byte_is_sent_without_waiting_for_more() {
         near.read_exact(&mut byte).unwrap();
         assert_eq!(byte, [round as u8]);
     }
-    // The limit is far longer than a byte takes, and far shorter than any timer.
+    // This limit is far longer than the transfer of a byte takes, and far shorter than any timer
+    // that could delay it.
     let each = begin.elapsed() / rounds;
     assert!(each < Duration::from_millis(20), "{each:?}");
 }

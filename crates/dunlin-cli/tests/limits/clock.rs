@@ -1,5 +1,5 @@
-//! Wall clocks that jump or are wrong. Deadlines use the monotonic clock; certificates are checked
-//! against the wall clock, and messages about them say so.
+//! Wall clocks that jump or are wrong. Deadlines use the monotonic clock. Certificates are checked
+//! against the wall clock, and the messages about certificates say so.
 //!
 //! No clock of the host is set: libfaketime changes the wall clock of single processes.
 
@@ -21,7 +21,7 @@ struct Clock {
 }
 
 impl Clock {
-    /// `None` if libfaketime is missing.
+    /// Returns `None` if libfaketime is missing.
     fn new(hosts: &Hosts, name: &str) -> Option<Self> {
         let libraries = fs::read_dir("/usr/lib").unwrap().map_while(Result::ok);
         let library = libraries
@@ -47,7 +47,7 @@ impl Clock {
         fs::rename(new, &self.file).unwrap();
     }
 
-    /// The command with this clock.
+    /// Wraps the command so that its process has this clock.
     fn by(&self, command: &Command) -> Command {
         let variables = [
             ("LD_PRELOAD", self.library.display().to_string()),
@@ -91,7 +91,7 @@ fn wall_clocks_that_jump_by_a_day_do_not_affect_a_migration() {
         client.wait_for("progress");
         client.wait_for("progress");
     }
-    // The journals' states do not depend on the times in them.
+    // The reported states do not depend on the times in the journals.
     let mut status = words("status --json --state-dir");
     status.arg(hosts.scratch.join("state"));
     let sessions = finish(status).expect(0).lines();
@@ -140,7 +140,7 @@ fn a_clock_that_goes_back_by_a_day_delays_no_deadline() {
 
 #[test]
 fn clocks_that_count_from_another_start_do_not_affect_a_migration() {
-    // Hosts that were started at different times have different monotonic clocks.
+    // Simulate hosts that were started at different times, and so have different monotonic clocks.
     let days_ahead = |command: &Command| {
         let mut unshare = Command::new("unshare");
         // unshare remains the parent. If unshare is killed, the process is killed too.
@@ -184,7 +184,7 @@ fn a_clock_that_is_wrong_is_reported_if_a_certificate_is_refused_for_its_dates()
     else {
         return;
     };
-    // With a wrong clock a process does not start.
+    // A process with a wrong clock does not start, because it rejects its own certificate.
     for (offset, says) in [("-9d", "is not valid before"), ("+9d", "expired on")] {
         there.jump(offset);
         let done = finish(there.by(&receive(&hosts, ""))).expect(1);
@@ -197,9 +197,10 @@ fn a_clock_that_is_wrong_is_reported_if_a_certificate_is_refused_for_its_dates()
     let source = running(&hosts, here.by(&run()), "1");
     let destination = listening(&hosts, there.by(&receive(&hosts, "")), "2");
     for (ours, theirs) in [
-        // The source refuses a valid certificate.
+        // The source has a wrong clock and refuses the destination's valid certificate.
         ("+9d", "+0"),
-        // The destination refuses the source's certificate, and sends an alert.
+        // The destination has a wrong clock. It refuses the source's certificate, and sends an
+        // alert.
         ("+0", "+90d"),
         ("+0", "-9d"),
     ] {

@@ -19,14 +19,14 @@ fn allow(process: &Process, more: usize) -> Option<()> {
             .map(|number| number.parse().unwrap())
             .collect()
     };
-    // No event shows when the process has closed all descriptors of an earlier attempt, so this waits
-    // until their numbers stay the same for a while.
+    // No event shows when the process has closed all descriptors of an earlier attempt, so wait
+    // until the set of open descriptors stays the same for a while.
     let mut before = Vec::new();
     while before != open() {
         before = open();
         std::thread::sleep(Duration::from_millis(300));
     }
-    // The limit applies to the numbers of descriptors, and a new descriptor gets the lowest free
+    // The limit applies to the number of each descriptor, and a new descriptor gets the lowest free
     // number.
     let open = before;
     let mut free = (0..).filter(|number| !open.contains(number));
@@ -61,8 +61,8 @@ fn cpu(process: &Process) -> Duration {
     Duration::from_millis(10 * ticks)
 }
 
-/// Migrates with one more descriptor for the process `short` each time, until the VM moves, so that each
-/// use of a descriptor fails once. Returns the number of failures.
+/// Migrates repeatedly until the VM moves, and allows the process `short` one more descriptor each
+/// time. So each use of a descriptor fails once. Returns the number of failures.
 fn one_more_each_time(
     hosts: &Hosts,
     source: &Process,
@@ -100,8 +100,8 @@ fn a_source_without_descriptors_reports_it_at_each_use_and_the_vm_stays() {
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
     if let Some(failures) = one_more_each_time(&hosts, &source, &destination, &source) {
-        // Each of these fails at least once: the identity, the journal, the control lane, a lane's
-        // own descriptors, the lanes.
+        // At least one attempt fails at each of these, because they need descriptors: the identity,
+        // the journal, the control lane, the lanes, and what a lane itself opens.
         assert!(failures >= 5, "{failures}");
     }
 }
@@ -112,8 +112,8 @@ fn a_destination_without_descriptors_reports_it_at_each_use_and_the_vm_stays() {
     let source = hosts.run("1", GUEST);
     let destination = hosts.receive("b", "2", "");
     if let Some(failures) = one_more_each_time(&hosts, &source, &destination, &destination) {
-        // The journal and the lanes fail at least once. With fewer descriptors the destination
-        // cannot accept a connection, which the next test covers.
+        // The journal and the lanes each fail at least once. With even fewer descriptors, the
+        // destination cannot accept a connection; the next test covers that.
         assert!(failures >= 2, "{failures}");
     }
 }
@@ -129,7 +129,8 @@ fn a_destination_that_cannot_accept_reports_it_once_and_does_not_spin() {
     let before = cpu(&destination);
     let done = migrate(&hosts, &source, &destination, "");
     let spent = cpu(&destination) - before;
-    // The source sees only that the connection is not accepted.
+    // The source sees only that its connection is not accepted, so it reports a failure of the
+    // network.
     failed(&hosts, &source, done, "control-lost", "network");
     let rejected = destination.wait_for("rejected");
     assert_says(&text(&rejected), &["Too many open files", "`ulimit -n`"]);
@@ -148,7 +149,8 @@ fn a_control_socket_without_descriptors_reports_it_and_serves_again_later() {
     if allow(&source, 0).is_none() {
         return;
     }
-    // The request gets the descriptor that the waiting accept(2) has reserved.
+    // The process accepts this request with the descriptor that its waiting accept(2) has reserved.
+    // No other descriptor is free.
     let mut status = words("vm status --name vm --control");
     status.arg(&source.control);
     let parts = [
@@ -157,7 +159,7 @@ fn a_control_socket_without_descriptors_reports_it_and_serves_again_later() {
         "[descriptor-limit]",
     ];
     assert_says(&finish(status).expect(1).err, &parts);
-    // A silent client keeps that descriptor.
+    // A client that sends nothing keeps that descriptor, so the next accept(2) fails.
     let before = cpu(&source);
     let _silent = UnixStream::connect(source.control.join("vm.sock")).unwrap();
     let warning = source.wait_for("warning");

@@ -8,8 +8,8 @@ use crate::host::{assert_says, in_own_mounts};
 use crate::support::{Hosts, Process, words};
 use crate::{GUEST, failed, listening, migrate, receive, running, text};
 
-/// Wraps the command so that the journal is on a file system of 64 KiB, in which a shell first runs
-/// `script`; `None` without permission to mount.
+/// Wraps the command so that its journal is on a file system of 64 KiB. A shell first runs `script`
+/// there. `None` without permission to mount.
 fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Command> {
     let state = hosts.scratch.join("state");
     let state = state.display();
@@ -23,7 +23,7 @@ fn on_a_small_disk(hosts: &Hosts, script: &str, command: &Command) -> Option<Com
 /// A script that fills the file system.
 const FILL: &str = "{ head -c 100000 /dev/zero > filler 2>&-; true; }";
 
-/// A file of the journal's directory, as the process sees it.
+/// The path of a file in the journal's directory, as seen in the process's mount namespace.
 fn within(hosts: &Hosts, process: &Process, name: &str) -> PathBuf {
     let path = hosts.scratch.join("state").join(name);
     format!("/proc/{}/root{}", process.pid(), path.display()).into()

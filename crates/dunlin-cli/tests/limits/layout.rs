@@ -1,5 +1,5 @@
-//! A VM with another memory layout at the destination, and a destination that sends control characters
-//! of a terminal.
+//! A VM that has different memory layouts at the source and at the destination, and a destination
+//! that sends control characters of a terminal.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -91,8 +91,8 @@ fn send(hosts: &Hosts, vm: Arc<dyn SourceVm>, to: &str) -> MigrateError {
     Migration::builder(vm, to, &tls).run().err().unwrap()
 }
 
-/// Receives one VM with `builder`. Returns the listen address, and the thread, which returns the
-/// error.
+/// Receives one VM with `builder`. Returns the listen address, and the receiving thread, which
+/// returns the error.
 fn receiving<B: Builder + Send + 'static>(
     hosts: &Hosts,
     mut builder: B,
@@ -134,7 +134,7 @@ fn i7_a_description_that_does_not_fit_its_memory_is_refused_and_reported_on_both
     );
 }
 
-/// Builds machines of another size.
+/// Builds machines that are larger than the source's.
 struct Larger;
 
 impl Builder for Larger {
@@ -168,8 +168,8 @@ fn another_layout_at_the_destination_is_reported_on_both_sides_and_the_vm_stays(
     );
 }
 
-/// Refuses every VM with a text that would clear a screen and print a line that reports
-/// success.
+/// Refuses every VM. Unescaped, the text of the refusal would clear a screen and print a line that
+/// reports success.
 struct Shouting;
 
 const SHOUT: &str = "\u{1b}[2J\u{9b}31m\r\nmoved\u{202e}";

@@ -1,8 +1,8 @@
 //! Failures caused by exhausted resources, silent peers, contradictory descriptions and wrong
-//! clocks: the code, the party at fault and the remedy are reported, and the VM stays at the
-//! source.
+//! clocks. Each test checks that the code, the party at fault and the remedy are reported, and that
+//! the VM stays at the source.
 //!
-//! These modules are one test program, so that tests that wait run in parallel.
+//! These modules are one test program, so that its tests can wait in parallel.
 #![allow(clippy::unwrap_used)]
 
 mod clock;
@@ -19,7 +19,7 @@ mod support;
 use serde_json::Value;
 use support::{Done, Hosts, Process, assert_at_source, finish, words};
 
-/// A guest that runs everywhere, 64 MiB in size.
+/// The flags of a guest of 64 MiB that needs no KVM, so it runs on every host.
 const GUEST: &str = "--guest process --memory 64M --working-set 8M --dirty-rate 500";
 
 /// The command `dunlin vm receive` for host b, not started yet.
@@ -51,8 +51,8 @@ fn migrate(hosts: &Hosts, from: &Process, to: &Process, flags: &str) -> Done {
     finish(hosts.migrate(from, to, "a", &format!("--json --peer b.test {flags}")))
 }
 
-/// Asserts that a migration failed with this fault code and party at fault, and that the VM runs at the
-/// source. Returns the text.
+/// Asserts that a migration failed with this fault code and party at fault, and that the VM runs at
+/// the source. Returns the text of the error.
 fn failed(hosts: &Hosts, from: &Process, done: Done, fault: &str, at_fault: &str) -> String {
     let failed = done.expect(1).last();
     assert_at_source(&failed, fault, at_fault);

@@ -10,14 +10,15 @@ use crate::host::{after, assert_says, skip};
 use crate::support::{Hosts, assert_at_source};
 use crate::{GUEST, failed, listening, migrate, receive, text};
 
-/// A control group with a memory limit, below this process's own; removed on drop.
+/// A control group with a memory limit, inside the control group of this process. It is removed on
+/// drop.
 struct Cgroup {
     directory: PathBuf,
     limit: &'static str,
 }
 
 impl Cgroup {
-    /// `None` if this process cannot create one.
+    /// Returns `None` if this process cannot create a control group.
     fn new(limit_bytes: u64) -> Option<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let own = fs::read_to_string("/proc/self/cgroup").unwrap();
@@ -60,7 +61,7 @@ impl Cgroup {
         fs::write(self.directory.join(self.limit), bytes.to_string())
     }
 
-    /// The command as a process of the group.
+    /// Wraps the command so that it runs in this control group.
     fn holds(&self, command: &Command) -> Command {
         let processes = self.directory.join("cgroup.procs");
         after(&format!("echo $$ > {}", processes.display()), command)
@@ -113,7 +114,7 @@ fn i2_a_destination_that_the_kernel_kills_for_lack_of_memory_leaves_the_vm_at_th
     assert_eq!(destination.code(), -1, "the destination was not killed");
     hosts.assert_runs(&source);
     assert_at_source(&line, "control-lost", "peer");
-    // The error only hints at the cause, because the source cannot see it.
+    // The error only hints at the cause, because the source cannot see why the destination ended.
     assert_says(&text(&line), &["killed it for lack of memory"]);
     // The VM can still migrate.
     let destination = hosts.receive("b", "3", "");

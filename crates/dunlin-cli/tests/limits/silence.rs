@@ -1,6 +1,6 @@
-//! Peers that fall silent at each stage: the other side ends the migration at its limit, and the VM
-//! stays at the source. A signal stops their processes; their connections stay open, and their kernel
-//! acknowledges bytes.
+//! Peers that fall silent at each stage of a migration. The other process ends the migration at its
+//! time limit, and the VM stays at the source. A signal stops the silent process. Its connections
+//! stay open, and its kernel acknowledges bytes.
 
 use std::net::TcpStream;
 use std::thread;
@@ -108,7 +108,7 @@ fn source_in_pre_copy() {
     let parts = ["silent for 10s", "at fault: network"];
     assert_says(&text(&rejected), &parts);
     source.signal("CONT");
-    // Which fault the source finds first depends on the order in which its connections end.
+    // The source finds different faults, depending on the order in which its connections end.
     let (code, line) = client.ended();
     assert_eq!((code, &line["vm"]), (1, &"at-source".into()), "{line}");
     hosts.assert_runs(&source);
@@ -146,7 +146,7 @@ fn i2_a_peer_that_falls_silent_at_any_stage_is_given_up_and_the_vm_stays() {
         println!("skipped outside the soak: source_in_pre_copy, which takes 40 s");
     }
     let threads: Vec<_> = stages.into_iter().map(thread::spawn).collect();
-    // Joins all threads first, so that a failure does not end the others early.
+    // Join all threads before checking any, so that one failure does not end the other tests early.
     let ends: Vec<_> = threads.into_iter().map(thread::JoinHandle::join).collect();
     assert!(ends.iter().all(Result::is_ok));
 }

@@ -18,14 +18,15 @@ use serde_json::Value;
 use super::support::process::Process;
 use super::support::{Hosts, kernel_has_tls, words};
 
-/// Identities `a` and `b`, a socket that receives `own.test`, and a server for all other names.
+/// Identities `a` and `b`, a receiver of the sockets for `own.test`, and a server for all other
+/// names.
 pub struct Scene {
     pub hosts: Hosts,
     pub taker: UnixListener,
     pub old: TcpListener,
 }
 
-/// A delivered socket, and its line.
+/// A delivered socket, and the line of JSON that describes it.
 pub struct Handed {
     pub line: Value,
     pub socket: TcpStream,
@@ -72,7 +73,7 @@ impl Scene {
         Accept { process, address }
     }
 
-    /// The next client of the server.
+    /// The next connection to the server for other names.
     pub fn client_of_old(&self) -> TcpStream {
         accepted(&self.old)
     }
@@ -159,7 +160,7 @@ impl Accept {
         with_timeout(TcpStream::connect(&self.address).unwrap())
     }
 
-    /// Open descriptors, and threads.
+    /// The numbers of open descriptors and of threads.
     pub fn held(&self) -> (usize, usize) {
         let of = |what: &str| {
             let pid = self.process.child.id();
@@ -210,7 +211,7 @@ pub fn real_hello(scene: &Scene, name: &str, more: &str) -> Vec<u8> {
     bytes
 }
 
-/// The same message in records of `size` bytes.
+/// Splits the message in `hello` into records of `size` bytes.
 pub fn cut(hello: &[u8], size: usize) -> Vec<u8> {
     let mut records = Vec::new();
     for part in hello[5..].chunks(size) {

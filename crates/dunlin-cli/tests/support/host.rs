@@ -1,4 +1,5 @@
-//! Hosts that lack something: commands in separate namespaces and under resource limits.
+//! Simulates hosts that lack something: runs commands in separate namespaces and under resource
+//! limits.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::process::Command;
@@ -22,7 +23,7 @@ pub fn skip(what: &str) {
     println!("skipped: {what}");
 }
 
-/// Wraps the command in a shell that runs `first` and then becomes the command.
+/// Wraps the command in a shell that runs `first` and then execs the command.
 pub fn after(first: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("{first} && exec \"$@\""), "sh"]);

@@ -1,4 +1,4 @@
-//! Records of sessions, as a journal has them.
+//! Journal records of sessions, for tests.
 #![allow(unreachable_pub)]
 
 use dunlin::engine::journal::{Record, State};

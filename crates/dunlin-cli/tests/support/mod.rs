@@ -30,7 +30,7 @@ thread_local! {
     static BINARY: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
 }
 
-/// Makes commands that this thread creates in `make` run `binary`.
+/// While `make` runs, commands that this thread creates run `binary`.
 pub fn with_binary<R>(binary: &Path, make: impl FnOnce() -> R) -> R {
     let before = BINARY.replace(Some(binary.to_owned()));
     let made = make();
@@ -45,7 +45,8 @@ pub fn dunlin<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// The words of a command line; add a path with spaces with [`Command::arg`].
+/// A command from the words of a command line. Add a path, which may contain spaces, with
+/// [`Command::arg`].
 pub fn words(line: &str) -> Command {
     dunlin(line.split_whitespace())
 }
@@ -132,7 +133,7 @@ pub fn finish(mut command: Command) -> Done {
 /// Runs a command with this standard input.
 pub fn finish_with(mut command: Command, stdin: UnixStream) -> Done {
     let done = command.stdin(OwnedFd::from(stdin)).output().unwrap();
-    // Drop the command, because it owns the other end of the socket.
+    // Drop the command, because it owns the other end of the socket and would keep it open.
     drop(command);
     Done {
         code: done.status.code().unwrap(),
@@ -153,7 +154,7 @@ pub fn feed(command: Command, input: Vec<u8>) -> Done {
     done
 }
 
-/// Whether this host's kernel supports TLS on sockets; some tests cover its absence.
+/// Whether this host's kernel supports TLS on sockets. Some tests need a kernel without it.
 pub fn kernel_has_tls() -> bool {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -318,15 +319,15 @@ impl Hosts {
         succeed(command);
     }
 
-    /// An identity of the authority `ca` that expires after `valid`, to the second; returns the
-    /// time of expiry.
+    /// Issues an identity of the authority `ca` that expires after `valid`, with a precision of one
+    /// second; returns the time of expiry.
     pub fn issue_for(&self, directory: &str, name: &str, valid: Duration) -> Instant {
         let expired = Instant::now() + valid + Duration::from_secs(1);
         self.issue_until(directory, name, OffsetDateTime::now_utc() + valid);
         expired
     }
 
-    /// An identity of the authority `ca` that has expired.
+    /// Issues an identity of the authority `ca` that has already expired.
     pub fn issue_expired(&self, directory: &str, name: &str) {
         let expired = OffsetDateTime::now_utc() - Duration::from_secs(10);
         self.issue_until(directory, name, expired);
@@ -442,16 +443,16 @@ pub fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Sends a signal with the shell's `kill`, since a minimal Debian has no other; returns whether the
-/// process existed.
+/// Sends a signal with the shell's own `kill`, because a minimal Debian has no program `kill`;
+/// returns whether the process existed.
 pub fn kill(pid: u32, signal: &str) -> bool {
     let line = format!("kill -s {signal} {pid}");
     let mut shell = Command::new("sh");
     shell.args(["-c", &line]).status().unwrap().success()
 }
 
-/// Processes that end by themselves if the test passes; otherwise they are killed at its
-/// end.
+/// Processes that end by themselves if the test passes. If the test fails, they are killed when it
+/// ends.
 pub struct Orphans(pub Vec<u32>);
 
 impl Drop for Orphans {

@@ -12,17 +12,17 @@ const NAMES: &str = "/run/netns";
 /// Prefix of a namespace's name, before the process and number.
 const PREFIX: &str = "dunlin-test-";
 
-/// Two namespaces, `a` and `b`, connected only to each other. They are removed on drop; those of a
-/// killed test are removed by the next one.
+/// Two namespaces, `a` and `b`, connected only to each other. They are removed on drop. The next
+/// test removes the namespaces of a killed test.
 pub struct Wire {
     a: String,
     b: String,
 }
 
-/// The size of the queue of a limited wire. The queue holds more than all lanes of a test together
-/// can keep in it, which TCP limits to two packets of 64 KiB for each lane. If the sender's own
-/// queue overflowed, no acknowledgement would report the loss, and an otherwise idle lane would
-/// retry after 200 ms, which lengthens the downtime.
+/// The size of the queue of a limited wire. TCP keeps at most two packets of 64 KiB for each lane
+/// in the queue, so all lanes of a test together do not fill it. If the sender's own queue
+/// overflowed, no acknowledgement would report the loss. An otherwise idle lane would then retry
+/// after 200 ms, which lengthens the downtime.
 const QUEUE_BYTES: u32 = 4 << 20;
 
 /// The addresses of both ends, from the block for documentation (RFC 5737).
@@ -131,8 +131,8 @@ fn run(line: &str) -> io::Result<()> {
     Err(io::Error::other(format!("{line}: {}", said.trim())))
 }
 
-/// Wraps the command so that it runs in a namespace. `ip netns exec` becomes the command,
-/// in the same process.
+/// Wraps the command so that it runs in a namespace. `ip netns exec` execs the command in the same
+/// process.
 fn within(namespace: &str, command: &Command) -> Command {
     let mut inside = Command::new("ip");
     inside

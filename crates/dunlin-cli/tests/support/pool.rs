@@ -25,8 +25,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// `pool.pem` is a host's own self-signed certificate, without a name to check; `other.pem` is
-    /// another host's.
+    /// `pool.pem` is a host's self-signed certificate; it has no name that a client checks.
+    /// `other.pem` is another host's certificate.
     pub fn new() -> Self {
         let pool = Self {
             scratch: Scratch::new(),
@@ -68,7 +68,7 @@ impl Pool {
             .arg("-out")
             .arg(&request);
         run(command);
-        // Without an extension the certificate would have version 1.
+        // Without an extension OpenSSL would issue a certificate of version 1.
         let extensions = self.path("issued.cnf");
         fs::write(&extensions, "basicConstraints = CA:FALSE\n").unwrap();
         let mut command = Command::new("openssl");
@@ -86,8 +86,8 @@ impl Pool {
         run(command);
     }
 
-    /// A stunnel configured like xapi's: clients select the target on its one port by SNI, and
-    /// those with "pool" get the pool's certificate.
+    /// A stunnel configured like xapi's. On its one port, clients select the target by SNI. Clients
+    /// that send "pool" get the certificate that `certificate` names.
     pub fn stunnel(&self, certificate: &str, more: &str) -> Stunnel {
         let target = TcpListener::bind("127.0.0.1:0").unwrap();
         let of = |name: &str| self.path(name).display().to_string();
@@ -102,7 +102,8 @@ impl Pool {
             cert = of(&format!("{certificate}.pem")),
             key = of(&format!("{certificate}.key")),
         );
-        // stunnel has read the file before it reports its port.
+        // stunnel reads the file before it reports its port, so another stunnel may replace the
+        // file after that.
         let file = self.path("stunnel.conf");
         fs::write(&file, text).unwrap();
         let (process, port) = Process::stunnel(&file);
@@ -144,7 +145,7 @@ pub fn call(mut command: Command) -> (Done, Vec<OwnedFd>) {
     command.args(["--send-fd", "0"]);
     let done = finish_with(command, theirs);
     ours.set_read_timeout(Some(TIMEOUT)).unwrap();
-    // This waits for the end of file, which another holder of the far end would delay.
+    // This waits for the end of file, which arrives only when no process has the other end open.
     let received = fdpass::receive(&ours, &mut [0; 16]).unwrap();
     assert_eq!(
         received.bytes,

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A proxy in front of a destination. It can delay and drop the messages to the destination and
-/// its answers.
+/// A proxy in front of a destination. It can delay or drop the messages to the destination, and the
+/// destination's answers.
 pub struct Proxy {
     pub address: String,
     answers_held_ms: Arc<AtomicU64>,
     messages_held_ms: Arc<AtomicU64>,
 }
 
-/// A value in place of a delay: everything is dropped.
+/// A special value of a delay, with which the proxy drops all bytes.
 const CUT: u64 = u64::MAX;
 
 impl Proxy {
@@ -34,8 +34,8 @@ impl Proxy {
                 };
                 let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
                 let (answers, messages) = (Arc::clone(&answers), Arc::clone(&messages));
-                // The first connection is the control lane. Only its messages are delayed: delaying
-                // each read of pages would take minutes.
+                // The first connection is the control lane. Only its messages are delayed, because
+                // the same delay for each read of pages would take minutes.
                 let waits = number == 0;
                 std::thread::spawn(move || copy(near_too, far_too, &messages, waits));
                 std::thread::spawn(move || copy(far, near, &answers, true));
@@ -48,13 +48,13 @@ impl Proxy {
         }
     }
 
-    /// Delays each answer by `time` after its arrival, including those that are already
-    /// being delayed.
+    /// Delays each answer by `time` after its arrival. This also applies to the answers that are
+    /// already delayed.
     pub fn hold(&self, time: Duration) {
         self.answers_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops the delayed answers immediately, and all later ones.
+    /// Drops all answers from now on, including the delayed ones.
     pub fn cut(&self) {
         self.answers_held_ms.store(CUT, Ordering::SeqCst);
     }
@@ -64,7 +64,7 @@ impl Proxy {
         self.messages_held_ms.store(millis(time), Ordering::SeqCst);
     }
 
-    /// Drops the delayed messages immediately, and all later ones, on every connection.
+    /// Drops all messages from now on, including the delayed ones, on every connection.
     pub fn cut_messages(&self) {
         self.messages_held_ms.store(CUT, Ordering::SeqCst);
     }

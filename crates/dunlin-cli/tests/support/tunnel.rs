@@ -31,7 +31,7 @@ impl Tunnel {
         Self::follow(command, file)
     }
 
-    /// Starts a complete command.
+    /// Starts a command that already has all its arguments.
     pub fn follow(mut command: Command, file: PathBuf) -> Self {
         let mut child = command
             .stdin(Stdio::null())
@@ -57,7 +57,7 @@ impl Tunnel {
         assert!(kill(self.child.id(), name), "cannot send SIG{name}");
     }
 
-    /// Waits for a log line.
+    /// Waits for a log line that contains `words`.
     pub fn wait_for(&self, words: &str) -> String {
         self.log.wait_for(words)
     }

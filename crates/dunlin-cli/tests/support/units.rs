@@ -7,11 +7,11 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Done, Scratch, finish};
 
-/// Limit of the exposure level in tenths (systemd-analyze(1)): the tunnel needs the network and
-/// other users' sockets, which alone account for most of it.
+/// Limit of the exposure level, in tenths (systemd-analyze(1)). The tunnel needs the network and
+/// sockets of other users, which alone account for most of its level.
 const EXPOSURE: &str = "--threshold=20";
 
-/// The shipped units, with this build's program.
+/// Copies of the shipped units that start the program of this build.
 pub struct Units(Scratch);
 
 impl Units {
@@ -62,7 +62,8 @@ impl Units {
     }
 }
 
-/// `systemd-analyze`, without a running service manager; in CI it must be installed.
+/// Runs `systemd-analyze` without a running service manager. Returns `None` if it is not installed,
+/// which is a failure in CI.
 fn analyze(arguments: &[&str], units: &[PathBuf]) -> Option<Done> {
     let mut command = Command::new("systemd-analyze");
     command.args(arguments).args(units);

@@ -1,4 +1,4 @@
-//! The accepting thread. It owns each client until its name is known.
+//! The accepting thread. It owns each client until the client is forwarded or its handshake is complete.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use super::token::{Side, token};
 use super::{Event, Refusal, deliver};
 use dunlin_linux::socket::Accepted;
 
-/// Connections accepted per round, before pending clients are served again.
+/// The maximum number of connections to accept before pending clients are served again.
 const ACCEPTS_PER_ROUND: usize = 16;
 /// How long to stop accepting after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
@@ -30,13 +30,13 @@ const LISTENER: u64 = u64::MAX - 1;
 
 pub(super) struct AcceptLoop {
     shared: Arc<Shared>,
-    /// By number, and therefore by age.
+    /// The pending clients by number, and therefore sorted by age.
     clients: BTreeMap<u64, Client>,
     next: u64,
     buffer: HelloBuffer,
-    /// Accepting is paused for lack of descriptors or memory.
+    /// The end of a pause in accepting, after descriptors or memory ran out.
     paused_until: Option<Instant>,
-    /// [`Event::Starved`] was reported, and no client has been accepted since then.
+    /// Whether [`Event::Starved`] was reported and no client has been accepted since then.
     is_starved: bool,
 }
 
@@ -58,8 +58,8 @@ impl AcceptLoop {
         })
     }
 
-    /// Runs until the acceptor is stopped, or drains and has no pending clients left. Closes `listener`
-    /// at the latest when it drains.
+    /// Runs until the acceptor is stopped, or until it drains and has no pending clients left. Closes
+    /// `listener` when the acceptor begins to drain, or at the end.
     ///
     /// # Errors
     /// The listener or epoll failed.
@@ -85,7 +85,7 @@ impl AcceptLoop {
         Ok(())
     }
 
-    /// Waits for events and handles those of clients. Returns whether the listener is ready.
+    /// Waits for events, and handles the events of clients. Returns whether the listener is ready.
     ///
     /// # Errors
     /// epoll failed.
@@ -211,7 +211,8 @@ impl AcceptLoop {
                     return;
                 };
                 let (from, name) = (client.from, client.name.clone());
-                // epoll reports the socket until its last descriptor in any process is closed.
+                // Remove the socket explicitly: epoll reports it until its last descriptor in any process
+                // is closed.
                 if let Err(error) = shared.epoll.remove(&client.stream) {
                     return shared.refused(from, name, Refusal::Io(error));
                 }
@@ -231,7 +232,7 @@ impl AcceptLoop {
         }
     }
 
-    /// epoll has reported a failure of one connection of a forwarded client.
+    /// Called when epoll has reported a failure of one connection of a forwarded client.
     fn connection_failed(&self, number: u64, side: Side) {
         let one = lock(&self.shared.state).forwarded.get(&number).cloned();
         if let Some(one) = one {
@@ -259,7 +260,8 @@ enum Shortage {
     Starved,
 }
 
-/// Decides what to do. `all` is sorted by age, the oldest first.
+/// Decides what to do when accept(2) fails for lack of descriptors or memory. `all` is sorted by age, the
+/// oldest first.
 fn on_shortage(all: impl ExactSizeIterator<Item = Candidate>, now: Instant) -> Shortage {
     match least(all) {
         Some(one) if now.saturating_duration_since(one.began) >= SHORTAGE_GRACE => {

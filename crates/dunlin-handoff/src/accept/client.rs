@@ -22,11 +22,11 @@ use dunlin_lane::handshake::relay::Greeting;
 
 /// How long a refused client has to read its alert.
 const LINGER: Duration = Duration::from_millis(500);
-/// The alerts of those names (RFC 8446, section 6.2).
+/// The codes of the alerts *decode_error* and *unrecognized_name* (RFC 8446, section 6.2).
 const DECODE_ERROR: u8 = 50;
 const UNRECOGNIZED_NAME: u8 = 112;
 
-/// The buffer for a client's hello. The accepting thread has one for all clients.
+/// The buffer for a client's hello. The accepting thread uses one buffer for all clients.
 pub(super) type HelloBuffer = Box<[u8; MAX_CLIENT_FLIGHT_BYTES]>;
 
 pub(super) struct Client {
@@ -34,7 +34,7 @@ pub(super) struct Client {
     pub(super) from: SocketAddr,
     pub(super) deadline: Instant,
     pub(super) began: Instant,
-    /// The requested name, once known.
+    /// The requested server name, once it is known.
     pub(super) name: Option<String>,
     stage: Stage,
 }
@@ -44,7 +44,8 @@ enum Stage {
     Hello(usize),
     /// The handshake with a client that requested a hand-off name.
     Handshake(Box<Greeting>),
-    /// Refused: waits until the client has read the alert, and discards at most this many bytes.
+    /// The client is refused. The stage lasts until the client has read the alert, and at most this many
+    /// bytes are discarded.
     Lingering(usize),
 }
 
@@ -57,7 +58,7 @@ pub(super) enum Step {
     Secured,
     /// Report the refusal; the client stays until it has read its alert.
     Refused(Refusal),
-    /// Drop it: it has disconnected.
+    /// Drop the client, which has disconnected.
     Gone,
 }
 
@@ -129,8 +130,8 @@ impl Client {
             Ok(Look::Hello(hello)) => hello,
             Ok(Look::Needs(_)) if ended => return self.refuse(Refusal::Disconnected, None),
             Ok(Look::Needs(least)) => {
-                // Fewer bytes do not wake this thread (SO_RCVLOWAT). If they have arrived in the
-                // meantime, the kernel reports the socket immediately.
+                // Wake this thread only when `least` bytes have arrived (SO_RCVLOWAT). If they have
+                // arrived in the meantime, the kernel reports the socket immediately.
                 return match self.readable_from(least) {
                     Ok(()) => Step::Wait,
                     Err(error) => self.refuse(Refusal::Io(error), None),
@@ -195,7 +196,7 @@ impl Client {
     /// Waits before closing: closing a socket with unread bytes resets the connection, and the
     /// reset can overtake the alert.
     fn linger(&mut self) {
-        // Both fail only if the client has disconnected.
+        // These two calls fail only if the client has disconnected.
         let _ = self.readable_from(1);
         let _ = self.stream.shutdown(Shutdown::Write);
         self.stage = Stage::Lingering(2 * FLIGHT_LIMIT_BYTES);
@@ -299,7 +300,7 @@ mod tests {
                 };
                 least = more;
             }
-            // The limit in the documentation of `client_hello`.
+            // The documentation of `client_hello` states this limit.
             assert!(looks <= 50, "{looks} looks at {} bytes", bytes.len());
         }
     }

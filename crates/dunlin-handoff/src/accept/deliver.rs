@@ -39,8 +39,8 @@ pub(super) fn start(shared: &Arc<Shared>, index: usize, secured: Secured) {
     // names.
     let mut state = lock(&shared.state);
     let waiting = state.handovers.entry(index).or_default();
-    // The same number of clients may wait for their alert; further clients are closed without an
-    // alert.
+    // In addition to `most` hand-overs, the same number of refused clients may wait for their alert.
+    // Further clients are closed without an alert.
     let gets_alert = *waiting < 2 * most;
     let is_excess = *waiting >= most;
     if gets_alert {
@@ -95,7 +95,7 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
         return Err(reject(shared, keyed, refused.into()));
     }
     let chosen = match install(&keyed, &*shared.options.inspector) {
-        // The kernel has neither key.
+        // The kernel has neither key, so this process can still send an alert.
         Err(refused @ Refused::Gone) => return Err(reject(shared, keyed, refused.into())),
         chosen => chosen?,
     };
@@ -113,8 +113,8 @@ fn deliver(shared: &Shared, index: usize, (keyed, peer): Secured) -> Result<Even
     })
 }
 
-/// Closes a connection that has no keys in the kernel with the alert *internal_error*. Returns
-/// `refusal`.
+/// Sends the alert *internal_error* on a connection that has no keys in the kernel, and closes the
+/// connection. Returns `refusal`.
 fn reject(shared: &Shared, keyed: Keyed, refusal: Refusal) -> Refusal {
     let deadline = Instant::now() + ALERT_TIMEOUT;
     let Keyed {
@@ -172,7 +172,7 @@ mod tests {
         until("the client waits for its receiver", || {
             !lock(&acceptor.shared.state).handovers.is_empty()
         });
-        // The acceptor does not have to wait until the client has read the alert.
+        // Close this direction, so that the acceptor does not wait until the client has read the alert.
         near.shutdown(Shutdown::Write).unwrap();
         drop(acceptor);
         assert_eq!(refusals.recv_timeout(TIMEOUT), Ok(FaultCode::Ended));

@@ -30,10 +30,12 @@ use dunlin_linux::splice::Conduit;
 /// answered the backend by then.
 const GRACE: Duration = Duration::from_secs(1);
 /// Idle time after which any other client may be evicted. It exceeds the time that a disk or a busy
-/// backend makes a client wait. Connections that clients keep open for later requests are evicted.
+/// backend makes a client wait. Connections that clients keep open for later requests can therefore be
+/// evicted.
 const IDLE: Duration = Duration::from_secs(10);
-/// Maximum number of evicted clients, in addition to the limit, that still have threads. Each has
-/// at most six descriptors: two of them for a name lookup, during which splicing has not begun.
+/// Maximum number of evicted clients that still have threads. They do not count towards the limit of
+/// forwarded clients. Each has at most six descriptors. Two of these are for a name lookup, which ends
+/// before splicing begins.
 const LEAVING: usize = 8;
 
 impl Forwarded {
@@ -193,8 +195,8 @@ impl Forwarded {
         })
     }
 
-    /// The outcome after splicing from `side` to `to` has ended with `pause`. Passes an end of the stream
-    /// on.
+    /// Returns the outcome of splicing from `side` to `to`, which ended with `pause`. If the stream from
+    /// `side` has ended, shuts down the direction to `to`.
     fn spliced(&self, pause: Pause, side: Side, to: &impl AsFd) -> Result<(), Refusal> {
         let error = match pause {
             Pause::Ended => {
@@ -209,13 +211,15 @@ impl Forwarded {
                 self.give_up();
                 error
             }
-            // The other direction still carries the receiver's last bytes, and then its end or failure.
+            // `to` accepts no more bytes. The other direction still carries the last bytes from `to`, and
+            // then its end or failure.
             Pause::To(error) => {
                 self.is_broken.store(true, Ordering::SeqCst);
                 error
             }
         };
-        // Once the stream has ended, the programs may close the connection in any way.
+        // Once a stream has ended, the client and the backend may close their connections in any way, so
+        // errors are ignored.
         let mut ended = self.has_ended.iter();
         match ended.any(|ended| ended.load(Ordering::SeqCst)) {
             true => Ok(()),
@@ -224,8 +228,8 @@ impl Forwarded {
     }
 }
 
-/// Returns whether one more client can be forwarded. Evicts another one if necessary; an evicted client
-/// counts until its threads have ended.
+/// Returns whether one more client can be forwarded. Evicts another client if necessary. At most
+/// [`LEAVING`] evicted clients may still have threads.
 fn make_room(shared: &Shared, now: Instant) -> bool {
     let state = lock(&shared.state);
     let all: Vec<_> = state.forwarded.values().map(|one| one.activity()).collect();
@@ -247,7 +251,7 @@ struct Activity {
     number: u64,
     /// Whether the client was evicted and its threads have not ended yet.
     is_leaving: bool,
-    /// It has sent more than its hello.
+    /// Whether the client has sent more than its hello.
     has_sent_more: bool,
     /// When either side last sent bytes.
     last: Instant,

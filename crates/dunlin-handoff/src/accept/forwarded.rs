@@ -14,13 +14,13 @@ pub(super) struct Forwarded {
     pub(super) from: SocketAddr,
     pub(super) name: Option<String>,
     pub(super) began: Instant,
-    /// Bytes of its hello when forwarding began.
+    /// The number of bytes of the client's hello that had arrived when forwarding began.
     pub(super) hello_bytes: u64,
     pub(super) sent_bytes: AtomicU64,
     /// When either side last sent bytes, in milliseconds since `began`.
     pub(super) last_ms: AtomicU64,
     pub(super) stop: Stop,
-    /// Whether one side's connection has failed; the other side's is then reset.
+    /// Whether one side's connection has failed. The other side's connection is then reset.
     pub(super) is_broken: AtomicBool,
     /// Whether epoll has reported a failure, by side.
     pub(super) has_failed: [AtomicBool; 2],
@@ -29,9 +29,9 @@ pub(super) struct Forwarded {
 }
 
 impl Forwarded {
-    /// epoll has reported that one side's connection failed. A thread that reads from it delivers the
-    /// remaining bytes and then gets the error. If its stream has ended, no thread reads from it any
-    /// more, and the writing thread is stopped.
+    /// Called when epoll has reported that the connection of `side` failed. A thread that reads from that
+    /// connection delivers the remaining bytes and then gets the error. If the stream from `side` has
+    /// ended, no thread reads any more, so this stops the thread that writes.
     pub(super) fn fails(&self, side: Side) {
         self.has_failed[side as usize].store(true, Ordering::SeqCst);
         self.settle(side);
@@ -59,7 +59,7 @@ impl Forwarded {
         self.stop.request();
     }
 
-    /// Records activity, for evictions.
+    /// Records activity, which delays the eviction of the client.
     pub(super) fn touch(&self) {
         let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.last_ms.fetch_max(now, Ordering::SeqCst);

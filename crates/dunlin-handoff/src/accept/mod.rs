@@ -50,7 +50,7 @@ use dunlin_lane::fault::of_io;
 use dunlin_lane::handshake::HandshakeError;
 use dunlin_lane::kernel::{Chosen, Inspector, Refused};
 
-/// A server name: its connections are handed over.
+/// A server name whose connections are handed over.
 #[derive(Clone, Debug)]
 pub struct HandoffName {
     /// The name in the client's SNI, compared without case.
@@ -73,7 +73,7 @@ pub enum Target {
 pub struct Backend {
     /// The server's address.
     pub to: Target,
-    /// The version of its PROXY headers; `None` to send no headers.
+    /// The version of the PROXY headers that the backend receives; `None` to send no headers.
     pub header: Option<ProxyHeader>,
 }
 
@@ -132,11 +132,11 @@ pub struct Arrived {
     pub name: String,
     /// The negotiated parameters and the client.
     pub info: ConnectionInfo,
-    /// The cipher driver, network device and counters that the kernel reports for it.
+    /// The cipher driver, network device and counters that the kernel reports for the connection.
     pub chosen: Chosen,
 }
 
-/// Why a client was refused or its connection closed.
+/// Why a client was refused, or why its connection was closed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -149,10 +149,11 @@ pub enum Refusal {
     /// The client did not complete its handshake in time.
     #[error("TLS handshake timed out")]
     Deadline,
-    /// Evicted for a newer client: as many clients as [`Limits::pending`] allows were pending.
+    /// The client was evicted for a newer one, because as many clients as [`Limits::pending`] allows were
+    /// pending.
     #[error("evicted for a newer client: limit of pending handshakes reached ({0})")]
     Evicted(usize),
-    /// Evicted because descriptors or memory ran out.
+    /// The client was evicted because descriptors or memory ran out.
     #[error(
         "evicted because this process or host is out of descriptors or memory ({0}): raise the limit \
          of open files (`ulimit -n`), or stop other programs"
@@ -182,20 +183,20 @@ pub enum Refusal {
         source: io::Error,
     },
     /// As many sockets of this name as [`Limits::handovers`] allows wait for the receiver.
-    #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept")]
+    #[error("limit of waiting sockets reached ({0}): check why the receiver does not accept them")]
     ReceiverBusy(usize),
     /// The backend cannot be reached.
     #[error("cannot reach the backend: {0}; check that it listens")]
     BackendUnreachable(#[source] io::Error),
     /// As many clients as [`Limits::forwarded`] allows are forwarded, and all of them are active.
-    #[error("limit of forwarded clients reached ({0}): raise it")]
+    #[error("limit of forwarded clients reached ({0}): raise the limit")]
     TooManyForwarded(usize),
     /// The client was forwarded, and its connection or the connection to the backend
     /// failed.
     #[error("the connection to the client or to the backend failed: {0}")]
     Broken(#[source] io::Error),
     /// The acceptor ended, or it evicted a forwarded client after a long silence.
-    #[error("closed: this process ends, or the client was forwarded and evicted as idle")]
+    #[error("closed: this process is ending, or the forwarded client was idle and was evicted")]
     Aborted,
     /// A system call failed, for instance because no descriptors or threads are left.
     #[error("{0}")]

@@ -25,19 +25,20 @@ pub(super) struct Shared {
     pub(super) changed: Condvar,
     pub(super) waker: Waker,
     pub(super) wakeup: Wakeup,
-    /// Pending clients are dropped immediately, and hand-overs no longer wait for their receiver.
+    /// When it is requested, pending clients are dropped immediately, and hand-overs no longer wait for
+    /// their receiver.
     pub(super) stop: Stop,
 }
 
 #[derive(Default)]
 pub(super) struct State {
-    /// By number, so by age.
+    /// The forwarded clients by number, and therefore sorted by age.
     pub(super) forwarded: BTreeMap<u64, Arc<Forwarded>>,
-    /// By the index of their name.
+    /// The number of hand-overs in progress, by the index of the hand-off name.
     pub(super) handovers: BTreeMap<usize, usize>,
-    /// No new clients are accepted.
+    /// Whether the acceptor drains and accepts no new clients.
     pub(super) is_draining: bool,
-    /// The accepting thread has ended.
+    /// Whether the accepting thread has ended.
     pub(super) is_closed: bool,
 }
 

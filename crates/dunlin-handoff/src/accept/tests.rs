@@ -1,4 +1,4 @@
-//! Helpers of the tests of several files.
+//! Helpers for the tests of several files.
 #![allow(clippy::unwrap_used)]
 
 use std::net::TcpListener;
@@ -15,8 +15,8 @@ use super::{Acceptor, Backend, Event, HandoffName, Limits, Options, Target};
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Starts an acceptor that forwards every client to `to`, at most `most` at a time, and the codes
-/// of its refusals.
+/// Starts an acceptor that forwards every client to `to`, at most `most` clients at a time. Also returns
+/// a channel with the codes of its refusals.
 pub(super) fn acceptor(to: Target, most: usize) -> (Acceptor, Receiver<FaultCode>) {
     acceptor_of(Vec::new(), to, most)
 }
@@ -42,7 +42,7 @@ pub(super) fn acceptor_of(
         inspector: Box::new(()),
         limits: Limits {
             forwarded: most,
-            // Longer than every test.
+            // This timeout is longer than every test.
             connect_timeout: 10 * TIMEOUT,
             ..Limits::default()
         },

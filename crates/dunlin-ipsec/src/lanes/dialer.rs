@@ -28,12 +28,12 @@ const SESSIONS_TRIED: usize = 3;
 /// The interval at which a lane that waits for a session checks for cancellation.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Opens lanes over IPsec. Dropping it ends its sessions, which waits until their connections are
-/// closed, at most for the options' `quiet_wait`.
+/// Opens lanes over IPsec. Dropping it ends its sessions. The drop first waits until their
+/// connections are closed, for at most the options' `quiet_wait`.
 #[derive(Debug)]
 pub struct IpsecDialer {
     lanes: IpsecLanes,
-    /// Keyed by endpoint and required peer: a session is between two addresses.
+    /// The sessions by endpoint and required peer, because a session is between two addresses.
     toward: Mutex<HashMap<Destination, Toward>>,
     changed: Condvar,
 }
@@ -90,7 +90,8 @@ impl IpsecDialer {
     }
 
     /// Opens a connection to the request's endpoint, over an existing or a new session with its
-    /// peer. Must be called on the thread of the lane: mode cpu pins the thread to one CPU.
+    /// peer. Must be called on the thread of the lane, because mode cpu pins the calling thread to
+    /// one CPU.
     ///
     /// # Errors
     /// The deadline has passed, or the request was cancelled. A session that is still being set
@@ -113,8 +114,8 @@ impl IpsecDialer {
         &self.lanes.0.shared
     }
 
-    /// Returns a session with free ports, and starts one if there is none. Other callers wait
-    /// during that time.
+    /// Returns a session with free ports, and starts one if there is none. Other callers wait while
+    /// it starts.
     fn session(&self, request: &LaneRequest<'_>) -> Result<Arc<LaneSession>, LaneError> {
         let to = || (request.endpoint.to_owned(), request.peer.clone());
         let mut toward = lock(&self.toward);
@@ -191,8 +192,8 @@ impl IpsecDialer {
                 Ok(session) => {
                     return Ok(LaneSession::new(session, &options, local, peer));
                 }
-                // Another session on one of the hosts uses these ports: the other host may open
-                // lanes too.
+                // Another session on one of the two hosts already uses these ports, for instance
+                // because the other host opens lanes too. Try other ports.
                 Err(error) if error.code() == FaultCode::PortsTaken => {}
                 Err(error) => return Err(cancelled_or(error)),
             }

@@ -1,11 +1,12 @@
 //! Dunlin's own lanes over IPsec: plain TCP connections with packets that the kernel seals.
 //!
-//! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens
-//! lanes uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed.
-//! The side that accepts lanes passes each arrival to
+//! [`IpsecLanes`] holds a process's sessions for lanes in both directions. The side that opens lanes
+//! uses an [`IpsecDialer`], which starts a session when the first lane to a peer is dialed. The side
+//! that accepts lanes passes each arrival to
 //! [`SealedLanes::take`](dunlin_lane::security::SealedLanes::take), which takes the offers of keying
-//! sessions, and each plain lane to [`LaneAcceptor::admit`](dunlin_lane::admit::LaneAcceptor::admit),
-//! which checks with [`IpsecLanes::covers`] that the lane belongs to such a session.
+//! sessions. It passes each plain lane to
+//! [`LaneAcceptor::admit`](dunlin_lane::admit::LaneAcceptor::admit), which checks with
+//! [`IpsecLanes::covers`] that the lane belongs to such a session.
 //!
 //! ```text
 //!  opens lanes                                                       accepts
@@ -68,7 +69,7 @@ const OFFERS: usize = 8;
 /// The maximum number of accepted lanes that wait for an SA for the packets in the reverse
 /// direction.
 const ANSWERING: usize = 256;
-/// How long an accepted lane waits for an SA for its answers.
+/// How long an accepted lane waits for an SA for the packets in the reverse direction.
 const ANSWERING_LIMIT: Duration = Duration::from_secs(10);
 /// The interval at which ended sessions and accepted lanes are handled.
 const TICK: Duration = Duration::from_millis(100);
@@ -102,7 +103,7 @@ struct Shared {
 /// The offer of a session by a peer, and its control connection.
 type Offered = (ControlStream, Opening);
 
-/// An accepted lane with answers that still use the fallback SA.
+/// An accepted lane whose packets in the reverse direction still use the fallback SA.
 struct Answering {
     lane: TcpStream,
     cpu: u32,
@@ -138,7 +139,7 @@ impl NotProtected {
 impl IpsecLanes {
     /// Starts opening and accepting lanes over IPsec, if the kernel supports them. Both sides take
     /// blocks of source ports from `options.ports`. `options.cpus` are the CPUs to which this
-    /// side's lanes are pinned; if it is empty, all lanes use one SA in mode cpu. Removes the
+    /// side's lanes are pinned. If the list is empty in mode cpu, all lanes use one SA. Removes the
     /// policies and SAs that dead processes left.
     ///
     /// # Errors
@@ -173,12 +174,12 @@ impl IpsecLanes {
         })))
     }
 
-    /// Checks that a plain lane of a session with the peer that `is_peer` recognises uses the SAs
-    /// of a keying session with the same peer. Then nothing else reaches this host from the lane's
-    /// source port (I6).
+    /// Checks that a plain lane from the peer that `is_peer` recognises uses the SAs of a keying
+    /// session with that peer. If it does, no unprotected packet from the lane's source port
+    /// reaches this host (I6).
     ///
     /// # Errors
-    /// The lane does not use them.
+    /// The lane does not use such SAs, or its addresses are not available.
     pub fn covers(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
@@ -225,7 +226,7 @@ impl IpsecLanes {
         self.0.shared.site.peers()
     }
 
-    /// Renews the keys of everything that this side sends.
+    /// Renews the keys of all SAs on which this side sends.
     pub fn rekey(&self) {
         self.0.shared.site.rekey();
         for begun in self.0.shared.begun() {
@@ -238,7 +239,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.offers = None;
         if let Some(keeper) = self.keeper.take() {
-            // A panic has been printed by its hook.
+            // The panic hook has printed the panic.
             let _ = keeper.join();
         }
     }
@@ -289,7 +290,8 @@ impl Shared {
         begun.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Returns `None` while a session that may cover the lane is being set up.
+    /// Returns whether a session covers the lane; `None` while a session that may cover it is being
+    /// set up.
     fn is_covered(
         &self,
         is_peer: &dyn Fn(&PeerIdentity) -> bool,
@@ -308,15 +310,16 @@ impl Shared {
         is_agreed.then_some(false)
     }
 
-    /// Moves the answers of each accepted lane to the SA of the CPU that received its handshake. If
-    /// that CPU has no SA, requests one and moves the lane when it is installed.
+    /// Moves the packets in the reverse direction of each accepted lane to the SA of the CPU that
+    /// received the lane's handshake. If that CPU has no SA, requests one and moves the lane when
+    /// it is installed.
     fn move_answers(&self) {
         let held = lock(&self.site.held);
         lock(&self.answering).retain(|one| {
             let (Ok(local), Ok(peer)) = (one.lane.local_addr(), one.lane.peer_addr()) else {
                 return false;
             };
-            // The ports of sessions do not overlap.
+            // At most one session covers the lane, because the ports of sessions do not overlap.
             let covers = |held: &&Held| held.session.covers(local, peer) == Some(true);
             let session = held.iter().find(covers);
             let Some(session) = session else {
@@ -343,8 +346,8 @@ impl Shared {
 }
 
 /// Makes the kernel look up the route on this CPU now. Otherwise the next acknowledgement would
-/// trigger the lookup, perhaps on a CPU without an SA where the reading thread runs, and nothing
-/// would move the connection away from the fallback again.
+/// trigger the lookup on the CPU of the reading thread. If that CPU has no SA, the connection would
+/// stay on the fallback SA.
 fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     let before = allowed()?;
     // If this process may not use that CPU, the next packet sent on that CPU triggers the lookup.
@@ -357,7 +360,7 @@ fn refresh_route_on(connection: &TcpStream, cpu: u32) -> io::Result<()> {
     looked
 }
 
-/// Checks in advance the conditions that would make the first lane fail.
+/// Checks for conditions that would make the first lane fail.
 fn check(options: &Options) -> Result<(), IpsecError> {
     has_a_block(options.ports)?;
     let tables = Tables::open(None)?;

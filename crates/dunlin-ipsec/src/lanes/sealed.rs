@@ -1,4 +1,4 @@
-//! The lane layer's traits for lanes over IPsec.
+//! Implements the traits of `dunlin-lane` for lanes over IPsec.
 
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -33,7 +33,8 @@ impl SealedLanes for IpsecLanes {
             return Some(Arrival::Control { stream, opening });
         }
         let from = harmless(&stream.peer().to_string());
-        // On failure the connection is dropped, and so closed, without an answer.
+        // If the offer cannot be queued, `try_send` drops the connection, which closes it without
+        // an answer.
         let offered = |offers: &SyncSender<_>| offers.try_send((stream, opening)).is_ok();
         if !self.0.offers.as_ref().is_some_and(offered) {
             let why = "too many keying sessions requested at once";

@@ -29,9 +29,9 @@ use dunlin_lane::sync::lock;
 
 /// How long to wait for a lane's own SA before the lane uses the fallback.
 const SA_LIMIT: Duration = Duration::from_secs(2);
-/// The number of consecutive checks that must find no connection before its last
-/// acknowledgement is assumed to have reached the other side: procfs may omit one, and the
-/// network needs time.
+/// The number of consecutive checks that must find no connection before a session ends. One check
+/// is not enough: procfs may omit a connection, and the last acknowledgement needs time to reach
+/// the other side.
 const LOOKS: u32 = 4;
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// The interval at which an expected SA is polled.
@@ -93,7 +93,7 @@ impl LaneError {
         }
     }
 
-    /// Returns the fault code if the next attempt would fail in the same way; `None` if that
+    /// Returns the fault code if the next attempt would fail in the same way; `None` if the next
     /// attempt may succeed.
     #[must_use]
     pub fn permanent(&self) -> Option<FaultCode> {
@@ -147,7 +147,8 @@ struct LaneEntry {
 /// A connection that uses only the SAs of a session.
 #[derive(Debug)]
 pub struct ProtectedLane {
-    /// The connection. The calling thread is pinned to the CPU that has its SA.
+    /// The connection. In mode cpu the calling thread is pinned to the CPU that has the
+    /// connection's SA.
     pub stream: TcpStream,
     /// The entry in the session; the lane's thread must keep it as long as the lane exists.
     pub hold: LaneHold,
@@ -189,8 +190,8 @@ pub(super) fn refresh_route(connection: &TcpStream) -> io::Result<()> {
 }
 
 impl LaneSession {
-    /// Creates the entry of a session that the dialer has begun with `options`, between
-    /// these addresses.
+    /// Creates the state of a session that the dialer has begun with `options`, between these
+    /// addresses.
     pub(super) fn new(
         session: Session,
         options: &Options,
@@ -250,8 +251,8 @@ impl LaneSession {
                 Ok(stream) => {
                     if self.mode == Mode::Connection {
                         let to = self.peer.port();
-                        // The first bytes may use the fallback; it is not an error if the SA is not
-                        // granted.
+                        // The first bytes may use the fallback SA. If the peer does not grant the
+                        // connection its own SA, the fallback stays in use.
                         let own = Sender::Connection { from: port, to };
                         self.await_own(own, request)?;
                     }
@@ -289,7 +290,7 @@ impl LaneSession {
         entry
     }
 
-    /// Waits for the SA of `sender`; returns whether it is installed in time.
+    /// Waits for the SA of `sender`. Returns whether the SA was installed in time.
     fn await_own(&self, sender: Sender, request: &LaneRequest<'_>) -> Result<bool, LaneError> {
         let until = Instant::now() + SA_LIMIT;
         loop {
@@ -354,7 +355,7 @@ impl LaneSession {
                 entry.has_strayed.store(true, Ordering::Relaxed);
             }
         }
-        // Do not report a permanent stray every second.
+        // Report permanent strays less and less often, not every second.
         if (self.strayed.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two() {
             for stray in strays {
                 observer.event(&Event::Strayed {
@@ -391,9 +392,9 @@ impl LaneSession {
 }
 
 impl Drop for LaneSession {
-    /// Waits until closed connections have ended, as long as their packets still pass: once the
-    /// session has ended, TCP could not retransmit, and the ports would stay blocked until TCP
-    /// gives up.
+    /// Waits until TCP has finished closing the connections, while the session still passes their
+    /// packets. After the end of the session TCP could not retransmit, and the ports would stay
+    /// blocked until TCP gives up.
     fn drop(&mut self) {
         let until = Instant::now() + self.quiet_wait;
         let mut looks = 0;

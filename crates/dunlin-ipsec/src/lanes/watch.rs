@@ -15,11 +15,11 @@ const LEAST_BYTES: u64 = 64 << 10;
 /// One sample of all counters.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Look {
-    /// For each outbound SA, its SPI and byte count, read just before those of the lanes.
+    /// For each outbound SA, its SPI and byte count, read just before the byte counts of the lanes.
     pub(super) before: BTreeMap<Sender, (u32, u64)>,
     /// For each lane, by its number, its CPU and the number of bytes that it sent.
     pub(super) lanes: BTreeMap<u64, (u32, u64)>,
-    /// As `before`, read just after the lanes.
+    /// Like `before`, but read just after the byte counts of the lanes.
     pub(super) after: BTreeMap<Sender, (u32, u64)>,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Stray {
 }
 
 /// Returns the CPUs with lanes that strayed between two samples. CPUs without an SA, and SAs that
-/// were replaced by a new epoch in between, are skipped.
+/// were replaced by a new epoch between the samples, are skipped.
 pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
     let carried = |sender: Sender| {
         let (spi, before) = last.before.get(&sender)?;
@@ -63,7 +63,8 @@ pub(super) fn strays(last: &Look, now: &Look) -> Vec<Stray> {
         .lanes
         .values()
         .all(|(cpu, _)| now.after.contains_key(&Sender::Cpu(*cpu)));
-    // No lane's deficit is large enough to be detected, but the fallback SA carried bytes.
+    // No lane's deficit is large enough to be detected, but the fallback SA carried bytes although
+    // each CPU has its own SA. Report all CPUs that sent.
     if behind.is_empty() && all_served && carried(Sender::Fallback) >= Some(LEAST_BYTES) {
         return served.into_iter().filter(|one| one.sent > 0).collect();
     }

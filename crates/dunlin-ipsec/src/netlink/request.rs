@@ -9,7 +9,7 @@ pub(super) const HEADER: usize = 16;
 /// vector therefore never reallocates, and so never leaves a key in freed memory.
 const ROOM: usize = 2048;
 
-/// A request. Wiped on drop.
+/// A request. Its bytes are wiped on drop.
 pub(crate) struct Request {
     bytes: Zeroizing<Vec<u8>>,
     kind: u16,

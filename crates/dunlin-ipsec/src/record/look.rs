@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{IpsecError, Record, RecordDirectory, Scope, header, io_error, is_locked, unless_gone};
 
-/// How many times a record may be rewritten while it is being opened.
+/// How many times to open a record that its process rewrites at the same time.
 const TRIES: usize = 4;
 
 /// A record, and whether a process holds it.
@@ -20,8 +20,9 @@ impl RecordDirectory {
     }
 
     /// Reads all records in this namespace and determines whether a process holds each. The caller
-    /// must hold the directory's [lock](RecordDirectory::lock): each record is locked for a moment,
-    /// during which another process could consider its owner alive, or could fail to create it.
+    /// must hold the directory's [lock](RecordDirectory::lock): this call locks each record for a
+    /// moment. Another process without the directory's lock could then consider a dead owner alive,
+    /// or could fail to create a record.
     pub(crate) fn all(&self) -> Result<Vec<Seen>, IpsecError> {
         let header = header()?;
         let paths = self.paths()?.into_iter();
@@ -31,8 +32,8 @@ impl RecordDirectory {
     }
 }
 
-/// Reads a record and whether a process holds it; `None` if it is gone or belongs to another
-/// namespace.
+/// Reads a record, and checks whether a process holds it. Returns `None` if the record is gone or
+/// belongs to another namespace.
 fn look(path: &Path, header: &str) -> Result<Option<(Record, bool)>, IpsecError> {
     for _ in 0..TRIES {
         let Some(file) = unless_gone(File::open(path), path)? else {

@@ -18,7 +18,8 @@ pub struct Owner {
     pub mode: Mode,
     /// The protected ports.
     pub ports: PortRange,
-    /// The local end of the control connection; its address is the session's.
+    /// The local end of the control connection. Its address is also the session's address on this
+    /// host.
     pub local: SocketAddr,
     /// The peer's end of the control connection.
     pub peer: SocketAddr,

@@ -44,12 +44,12 @@ fn the_record_of_a_dead_process_lists_what_it_left() {
     record.add(&[inbound, outbound]).unwrap();
     record.gone(&inbound).unwrap();
     record.gone(&inbound).unwrap();
-    assert!(left(&directory).is_empty(), "its process lives");
+    assert!(left(&directory).is_empty(), "the record's process lives");
     drop(record);
     let taken = left(&directory);
     assert_eq!(taken.len(), 1);
     assert_eq!(taken[0].objects(), [policy, outbound]);
-    assert!(left(&directory).is_empty(), "it is taken over");
+    assert!(left(&directory).is_empty(), "the record is taken over");
     taken.into_iter().for_each(|one| one.forget().unwrap());
     assert!(left(&directory).is_empty());
 }
@@ -111,7 +111,7 @@ fn a_record_of_another_boot_is_removed_and_one_of_another_namespace_stays() {
     let (before, _) = text.split_once(" namespace ").unwrap();
     fs::write(&path, format!("{before} namespace 4:1\n")).unwrap();
     assert!(left(&directory).is_empty());
-    assert!(path.exists(), "it belongs to another namespace");
+    assert!(path.exists(), "the record belongs to another namespace");
     fs::write(&path, text.replace(" boot ", " boot 0")).unwrap();
     assert!(left(&directory).is_empty());
     assert!(!path.exists(), "the tables of that boot are gone");
@@ -182,7 +182,7 @@ fn a_record_does_not_grow_with_removed_objects() {
         }
         assert!(
             left(&directory).is_empty(),
-            "it is locked while it is rewritten"
+            "the record is locked while it is rewritten"
         );
         let bytes = fs::metadata(&path).unwrap().len();
         assert!(bytes < 100 * (line as u64 + 3), "{bytes} bytes");
@@ -201,7 +201,8 @@ fn a_record_does_not_grow_with_removed_objects() {
     );
 }
 
-/// The process died, or the disk was full, before the new file replaced the old one.
+/// A rewrite is incomplete if the process died, or the disk was full, before the new file replaced
+/// the old one.
 #[test]
 fn an_incomplete_rewrite_is_ignored() {
     let directory = Directory::new();
@@ -313,7 +314,7 @@ fn a_record_is_readable_while_its_process_lives_and_after_its_death() {
     assert_eq!(
         seen(&directory),
         (vec![policy, inbound], Some(owner()), true),
-        "reading does not take it over"
+        "reading does not take over the record"
     );
     record.gone(&inbound).unwrap();
     // An incomplete line does not count.
@@ -345,6 +346,9 @@ fn a_rewritten_record_keeps_its_owner() {
     }
     record.add(&[policy]).unwrap();
     let text = fs::read_to_string(record.path()).unwrap();
-    assert!(text.lines().count() < 2 * DEAD_LINES, "it was rewritten");
+    assert!(
+        text.lines().count() < 2 * DEAD_LINES,
+        "the record was rewritten"
+    );
     assert_eq!(seen(&directory), (vec![policy], Some(owner()), true));
 }

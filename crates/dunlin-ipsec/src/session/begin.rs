@@ -1,4 +1,4 @@
-//! The start of a session: it blocks its ports and takes over ports that an earlier session left
+//! The start of a session, which blocks its ports and takes over ports that an earlier session left
 //! blocked.
 
 use dunlin_proto::text::{chain, harmless};
@@ -83,11 +83,12 @@ impl Driver {
     }
 
     /// Checks that no other session's control connection uses one of the ports: the new policies
-    /// would block it, and its session would be lost. The caller holds the lock of the directory.
+    /// would block that connection, and its session would be lost. The caller holds the lock of the
+    /// directory.
     fn check_control_connections(&self, parameters: &SessionParameters) -> Result<(), IpsecError> {
         let others = self.records.all()?;
-        // Sessions of dead processes have no connection, and an unreadable record has no address of
-        // one.
+        // Skip the sessions of dead processes, which have no connection, and unreadable records,
+        // which name no connection.
         let kept = others.iter().flatten().filter(|(_, is_kept)| *is_kept);
         for owner in kept.filter_map(|(record, _)| record.owner()) {
             if let Some(port) =
@@ -103,9 +104,9 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns the policies that earlier sessions with this peer left on some of these ports,
-    /// after their process or control connection died. Removes the SAs of these sessions, but
-    /// not the policies that block ports. Sessions on other ports are left to other successors.
+    /// Returns the policies that earlier sessions with this peer left on some of these ports, after
+    /// their process or control connection died. Removes the SAs of these sessions, but not the
+    /// policies that block ports. The records of sessions on other ports stay as they are.
     fn inheritance(&mut self, begin: &[Step]) -> Result<Inheritance, IpsecError> {
         let mut records = Vec::new();
         for record in self.records.left()? {
@@ -155,7 +156,7 @@ impl Driver {
                 gone.extend(&others);
             }
             self.tables.remove_all(&gone, &mut record)?;
-            // A replaced policy now belongs to this session, and the old record no longer waits for
+            // A replaced policy now belongs to this session, so the old record must no longer list
             // it.
             record.policies_gone(|policy| replaces(&adoption.begin, policy))?;
             let path = record.path().to_owned();
@@ -176,7 +177,7 @@ impl Driver {
     }
 }
 
-/// What earlier sessions left.
+/// The records and policies that earlier sessions left.
 struct Inheritance {
     records: Vec<Record>,
     /// The blocking policies of those sessions that the kernel still has.

@@ -33,11 +33,11 @@ const TICK: Duration = Duration::from_millis(200);
 /// The interval at which installed policies and SAs are verified.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long an outbound SA of the previous epoch stays, for packets that were sealed while the
-/// policies were switched. Less than the peer's [`GRACE`].
+/// policies were switched. This time is shorter than the peer's [`GRACE`].
 const LINGER: Duration = Duration::from_secs(1);
 /// How long an inbound SA stays after the peer sent its last packet.
 const GRACE: Duration = Duration::from_secs(2);
-/// After a send error, how long to drain the peer's final messages.
+/// How long to read the peer's final messages after a send error.
 const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 /// The maximum number of SAs that stay for [`GRACE`] or [`LINGER`]. If a peer creates and
 /// releases more, the oldest are removed early.
@@ -59,12 +59,13 @@ impl Driver {
             Err(source) => IpsecError::resources("a thread")(source.kind().into()),
         };
         self.exchange.end(why.code(), &chain(&why));
-        // Sends the reason to the peer, unless the session has ended. The result is the same reason
-        // again.
+        // Sends the reason to the peer, unless the exchange has already ended. Ignore the result,
+        // which repeats the reason.
         let _ = self.settle();
-        // Unblocks the reader.
+        // This unblocks the reader.
         drop(dealt);
-        // Tells the peer that no more messages follow. Fails if the peer has already ended.
+        // This tells the peer that no more messages follow. It fails if the peer has already closed
+        // the connection.
         let _ = self.control.close();
         self.control.shutdown();
         if let Ok(reader) = reader {
@@ -146,8 +147,9 @@ impl Driver {
                 known,
             } => {
                 if first {
-                    // Every other epoch uses the same request ids: no SA of the epoch before the
-                    // previous one may match the policies of this one.
+                    // Epochs alternate between two sets of request ids. Remove the SAs of the epoch
+                    // before the previous one now, because they would match the policies of this
+                    // epoch.
                     let lingering = lingering(&mut self.blocked()?.late);
                     self.apply(&lingering)?;
                 }
@@ -207,7 +209,7 @@ impl Driver {
         let record = &mut self.blocked()?.record;
         record.add(&coming.collect::<Vec<_>>())?;
         for grant in &mut grants {
-            // The chance of a collision is one in 2^32 for each SA that exists.
+            // Another SA may already have the SPI: the chance is one in 2^32 for each existing SA.
             for attempt in 0.. {
                 match self.apply(&parameters.inbound(epoch, &[*grant])) {
                     Ok(()) => break,
@@ -243,8 +245,8 @@ impl Driver {
         if let Ports::Blocked(blocked) = &mut self.ports {
             if now.duration_since(blocked.verified) >= LOOK {
                 self.tables.verify_installed(&blocked.record)?;
-                // A temporary lack of a route is not an error here: without a route, no packet
-                // leaves.
+                // Ignore other errors, such as a temporary lack of a route: without a route, no
+                // packet leaves.
                 if let Err(error @ IpsecError::Unguarded { .. }) = guarded(self.control.socket()) {
                     return Err(error);
                 }
@@ -304,8 +306,8 @@ impl Driver {
         self.exchange.rekey();
     }
 
-    /// Sends a message. A peer that has ended the session receives nothing more, although its final
-    /// message may not have been read yet. So a send error does not end the session immediately: the
+    /// Sends a message. If the send fails, the peer may have ended the session, and its final
+    /// message may still be unread. A send error therefore does not end the session immediately: the
     /// peer's final message takes precedence over the loss of the connection.
     fn send(&mut self, message: &Message) -> Result<(), IpsecError> {
         let mut bytes = Vec::new();
@@ -318,10 +320,10 @@ impl Driver {
         Ok(())
     }
 
-    /// Removes the session's policies and SAs. While connections use the ports, they stay blocked;
-    /// after `quiet_wait` a later process frees them. If the end was not requested, they stay
-    /// blocked at once: an attacker who can cut a connection, or make a peer send garbage, must not
-    /// be able to open the ports.
+    /// Removes the session's policies and SAs. Waits for at most `quiet_wait` until no connection
+    /// uses the ports. If connections still use them, the ports stay blocked until a later process
+    /// frees them. If the end was not requested, the ports stay blocked without a wait: an attacker
+    /// who can cut a connection, or make a peer send garbage, must not be able to open the ports.
     fn remove_installed(
         mut self,
         commands: &Receiver<Command>,
@@ -333,8 +335,8 @@ impl Driver {
         };
         let mut record = blocked.record;
         if asked {
-            // A later process frees the ports if this one dies first. If the disk is full, the
-            // ports stay blocked.
+            // The line `ended` lets a later process free the ports if this process dies first. If
+            // the line cannot be written, for example on a full disk, the ports then stay blocked.
             let _ = record.end();
         }
         let undo = self.tables.remove_recorded(&mut record)?;
@@ -381,8 +383,8 @@ fn lingering(late: &mut Late) -> Vec<Step> {
     now.flat_map(|(_, steps)| steps).collect()
 }
 
-/// Removes the steps that are due from `late` and returns them; also the oldest while there are
-/// more than `most`.
+/// Removes the steps that are due from `late` and returns them. If more than `most` steps remain,
+/// removes and returns the oldest of them too.
 fn due(late: &mut Late, now: Instant, most: usize) -> Vec<Step> {
     let mut left: usize = late.iter().map(|(_, steps)| steps.len()).sum();
     let mut count = 0;

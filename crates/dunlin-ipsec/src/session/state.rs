@@ -1,4 +1,4 @@
-//! The state of a session's thread, and what every step of it needs.
+//! The state of a session's thread, and helpers that all of its steps use.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::Sender as Channel;
@@ -53,14 +53,14 @@ pub(super) enum Ports {
     Blocked(Box<Blocked>),
 }
 
-/// Ports that pass packets only by an SA of the session, and the policies and SAs that are
-/// installed for them.
+/// Ports that pass packets only through an SA of the session, and the policies and SAs that are
+/// installed for the ports.
 pub(super) struct Blocked {
     pub(super) record: Record,
     pub(super) parameters: SessionParameters,
     /// Whether the kernel stores directions of SAs.
     keeps_directions: bool,
-    /// SAs to be removed, with the time; the earliest first.
+    /// SAs to remove later, and the time of each removal. The earliest is first.
     pub(super) late: Late,
     /// Connections for which an SA was requested.
     pub(super) known: BTreeSet<Sender>,
@@ -88,7 +88,7 @@ impl Ports {
 /// The direction to the peer. No transition leads back.
 pub(super) enum Sending {
     Works,
-    /// Nothing more is sent. The time is that of the error.
+    /// A send has failed, so nothing more is sent. The values are the error and its time.
     Failed(IpsecError, Instant),
 }
 

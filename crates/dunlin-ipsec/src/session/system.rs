@@ -8,7 +8,7 @@ use crate::netdev;
 
 use crate::error::IpsecError;
 
-/// Returns whether packets to an address stay on this host: in that case their source is that
+/// Returns whether packets to an address stay on this host. If they do, their source is the same
 /// address or a loopback address.
 pub(super) fn is_of_this_host(address: IpAddr) -> Result<bool, IpsecError> {
     const DISCARD: u16 = 9;
@@ -63,7 +63,8 @@ fn unguarded(settings: &Path, family: &str, device: &str) -> Option<String> {
         fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
     };
     let mut set = all.filter(|(of, name)| is_set(of, name));
-    // Device names may contain dots, which sysctl(8) would read as slashes.
+    // Separate the parts by slashes: a device name may contain dots, which sysctl(8) would read as
+    // separators otherwise.
     set.next()
         .map(|(of, name)| format!("net/{family}/conf/{of}/{name}"))
 }

@@ -8,7 +8,8 @@ use netlink_packet_core::NLM_F_DUMP;
 use super::{FIXED_BYTES, REQUEST_BYTES, SOCK_DIAG_BY_FAMILY};
 use crate::netlink::{Failure, Link, Request, number};
 
-/// How many times to read a list that changes during the read before it is used as it is.
+/// How many times to read a list that changes during the read. The last result is used even if it
+/// is inconsistent.
 const ATTEMPTS: usize = 4;
 
 /// A connection of this host. An IPv4 address has IPv4 form regardless of the socket's family.
@@ -30,7 +31,7 @@ impl TcpConnection {
 }
 
 /// Returns the connections of the calling thread's network namespace in the given states; `states`
-/// is a bit mask. Connections without an owner are included.
+/// is a bit mask. Connections that no process owns are included.
 ///
 /// # Errors
 /// Errors of socket(2) and netlink; `NotFound` if the kernel has no inet_diag; `InvalidData` for a
@@ -149,7 +150,8 @@ mod tests {
         }
     }
 
-    /// Some kernels have no inet_diag, and some processes may not open netlink sockets.
+    /// This checks nothing if the kernel has no inet_diag, or if the process may not open netlink
+    /// sockets.
     #[test]
     fn the_kernel_lists_a_connection_by_its_state() {
         const ESTABLISHED: u8 = TcpConnection::ESTABLISHED;

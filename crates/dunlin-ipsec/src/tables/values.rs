@@ -69,7 +69,7 @@ pub(crate) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
         source: one.source,
         reqid: one.reqid,
         direction: one.direction,
-        // The CPU is the sealing host's, so only that host sets it.
+        // The CPU is a CPU of the sealing host, so only that host sets it.
         cpu: match (one.direction, one.slot.sender) {
             (Direction::Out, Sender::Cpu(cpu)) => Some(cpu),
             _ => None,
@@ -88,7 +88,7 @@ pub(crate) fn state_of(one: &Association, key: KeyAndSalt, keeps_directions: boo
     }
 }
 
-/// Whether the kernel's SA equals the installed one in all fields that a record has.
+/// Whether the kernel's SA equals the recorded SA `one` in all fields that a record has.
 pub(super) fn is_same(installed: &Installed, one: &Association) -> bool {
     installed.source == one.source
         && installed.reqid == one.reqid
@@ -113,8 +113,8 @@ pub(super) fn meet(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
 }
 
 /// Whether `other` is a policy of another session between the same two hosts, and the only packets
-/// that match both go *from* ports of one *to* ports of the other. Either session seals or blocks
-/// these, so two sessions with different ports can coexist.
+/// that match both go *from* ports of one *to* ports of the other. Whichever session applies seals
+/// or blocks these packets, so two sessions with different ports can coexist.
 pub(super) fn only_crosses(other: &xfrm::Policy, own: &xfrm::Policy) -> bool {
     let (theirs, ours) = (&other.selector, &own.selector);
     let of_sessions = FIRST_PRIORITY..=FIRST_PRIORITY + 2 * REQID_BLOCKS + 1;

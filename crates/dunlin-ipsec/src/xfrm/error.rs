@@ -37,7 +37,7 @@ pub enum Error {
         /// `SPI` or `selector`.
         what: &'static str,
     },
-    /// The machine cannot have this CPU.
+    /// The machine has no CPU with this number.
     #[error(
         "CPU {cpu} does not exist on this machine: choose one of /sys/devices/system/cpu/possible"
     )]
@@ -95,7 +95,8 @@ impl Error {
         }
     }
 
-    /// Converts a failure of an operation, before its meaning for the caller is determined.
+    /// Converts a failure of the operation `doing`. The caller may then refine the error, for
+    /// instance with `of_state`.
     pub(super) fn of(doing: &'static str, why: Failure) -> Self {
         match why {
             Failure::Kernel {
@@ -123,7 +124,7 @@ impl Error {
         }
     }
 
-    /// Converts to the error of adding an SA of `cpu`.
+    /// Refines an error of adding an SA that belongs to `cpu`.
     pub(super) fn of_state(self, cpu: Option<u32>) -> Self {
         match (self.errno(), self, cpu) {
             (Some(libc::EEXIST), ..) => Self::Taken { what: "SPI" },

@@ -10,7 +10,7 @@
 //!
 //! - [`Xfrm`] creates, reads and removes SAs and policies, each by its exact identity; no function
 //!   flushes the tables
-//! - [`values`]: the types of what is created and read back
+//! - [`values`]: the types of the objects that are created and read back
 //! - [`esp_offload`], [`receive_encapsulated`](dunlin_linux::udp_encap::receive_encapsulated):
 //!   related kernel features
 //!
@@ -18,9 +18,9 @@
 //! returns is compared and wiped, never passed on.
 //!
 //! netlink-packet-xfrm and netlink-packet-core provide the message layouts and the iteration over
-//! attributes, netlink-sys the socket. Two attributes are too new for netlink-packet-xfrm; the
-//! attribute with the key is encoded here because that crate would copy keys into memory that is
-//! not wiped.
+//! attributes, and netlink-sys provides the socket. Two attributes are too new for
+//! netlink-packet-xfrm; the attribute with the key is encoded here, because netlink-packet-xfrm
+//! would copy keys into memory that is not wiped.
 
 mod decode;
 mod encode;
@@ -74,7 +74,7 @@ impl Xfrm {
         let xfrm = Self(Mutex::new(link));
         // Fails here if the process lacks the capability.
         xfrm.exchange(
-            "asking how many SAs there are",
+            "reading the kernel's number of SAs",
             encode::database(),
             |_, _| Ok(()),
         )?;
@@ -108,8 +108,8 @@ impl Xfrm {
     /// Checks that the kernel's SA matches `state`, including its key.
     ///
     /// # Errors
-    /// [`Error::Differs`] with the field that differs, for instance the CPU, which kernels without
-    /// per-CPU SAs ignore; and as [`Xfrm::state`].
+    /// [`Error::Differs`] names the field that differs, for instance the CPU, which kernels without
+    /// per-CPU SAs ignore. All other errors are those of [`Xfrm::state`].
     pub fn verify(&self, state: &State) -> Result<(), Error> {
         let mut differs = Some("the SA is missing");
         self.read_state(&state.id, |body| {
@@ -176,8 +176,9 @@ impl Xfrm {
         }
     }
 
-    /// Replaces the policy with the same selector and direction, of any program, or adds it if
-    /// there is none. One of the two is in force at any moment.
+    /// Replaces the policy with the same selector and direction, even if another program installed
+    /// that policy. If there is none, adds this policy. During the replacement, either the old or
+    /// the new policy is in force at any moment.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
@@ -241,7 +242,8 @@ impl Xfrm {
     /// documentation addresses (RFC 5737, RFC 3849), which no policy uses, and removes it.
     ///
     /// # Errors
-    /// [`Error::NoEsp`] if it has neither, [`Error::NotPermitted`], and other errors of the kernel.
+    /// [`Error::NoEsp`] if the kernel has it over neither, [`Error::NotPermitted`], and other
+    /// errors of the kernel.
     pub fn esp(&self) -> Result<(), Error> {
         let [v4_source, v4] = [1, 2].map(|last| IpAddr::from([192, 0, 2, last]));
         let [v6_source, v6] = [1, 2].map(|last| IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, last]));
@@ -262,7 +264,7 @@ impl Xfrm {
             reqid: 1,
             direction: Direction::In,
             cpu: None,
-            // No packet uses it.
+            // No packet is sealed with this key.
             key: KeyAndSalt::new(&[0; KeyAndSalt::BYTES]),
             replay_window: 32,
             encapsulation: None,
@@ -270,8 +272,8 @@ impl Xfrm {
         });
         match added {
             Ok(()) => self.remove_state(&id).map(drop),
-            // This is the SA of another probe. It is sufficient evidence, and this probe must not
-            // remove it.
+            // Another probe has installed the same SA, so the kernel has ESP. This probe must not
+            // remove the other's SA.
             Err(Error::Taken { .. }) => Ok(()),
             Err(error) => Err(error),
         }
@@ -282,8 +284,9 @@ impl Xfrm {
     /// it. A reservation has no key and carries nothing.
     ///
     /// A kernel without per-CPU SAs ignores the CPU. Linux 6.13 introduced them and older series
-    /// have backports, so the version does not tell. A kernel before 6.10 ignores the direction, and
-    /// requires a replay window for outbound SAs with extended sequence numbers.
+    /// have backports, so the version does not show whether the kernel has them. A kernel before
+    /// 6.10 ignores the direction, and requires a replay window for outbound SAs with extended
+    /// sequence numbers.
     ///
     /// # Errors
     /// [`Error::NotPermitted`], and other errors of the kernel.
@@ -345,7 +348,8 @@ impl Xfrm {
     }
 }
 
-/// Returns whether the kernel has the object of a request: if not, it refuses with `absent`.
+/// Returns whether the kernel has the object of a request. If it does not, it refuses the request
+/// with the error number `absent`.
 fn exists(answered: Result<(), Error>, absent: i32) -> Result<bool, Error> {
     match answered {
         Err(error) if error.errno() == Some(absent) => Ok(false),

@@ -442,9 +442,9 @@ fn truncated_answers_are_errors() {
     assert!(decode::policy(&body[..167]).is_err());
 }
 
-/// The machine that runs this test may lack IPsec or permit no changes: each case has its own
-/// error. If it has IPsec and permits changes, the test changes nothing, because the namespace
-/// is not the test's own.
+/// The machine that runs this test may lack IPsec, or may not permit access to it: each case has
+/// its own error. With IPsec and permission, the test only lists SAs and policies. It changes
+/// nothing, because the network namespace is not its own.
 #[test]
 fn a_lack_of_ipsec_or_of_permission_has_its_own_error() {
     let xfrm = match Xfrm::open() {

@@ -12,15 +12,15 @@ use zeroize::Zeroizing;
 pub const LONGEST_REPLAY_WINDOW: u32 = 4096;
 /// AES-GCM in ESP, as the kernel names it (crypto/seqiv.c, crypto/gcm.c).
 pub(super) const ALGORITHM: &str = "rfc4106(gcm(aes))";
-/// The length of the key and the salt.
+/// The length of the key and the salt together, in bits.
 pub(super) const KEY_BITS: u32 = 8 * KeyAndSalt::BYTES as u32;
-/// The length of the tag.
+/// The length of the tag, in bits.
 pub(super) const TAG_BITS: u32 = 128;
 
 /// The identity of an ESP SA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StateId {
-    /// The destination of its packets.
+    /// The destination of the SA's packets.
     pub destination: IpAddr,
     /// The SPI, which the receiver chose; it is in every packet (RFC 4303, section 2.1).
     pub spi: u32,
@@ -31,7 +31,7 @@ pub struct StateId {
 pub struct KeyAndSalt(Zeroizing<[u8; Self::BYTES]>);
 
 impl KeyAndSalt {
-    /// The length of both together.
+    /// The length of the key and the salt together, in bytes.
     pub const BYTES: usize = KEY_BYTES;
 
     /// Copies the bytes; the caller must wipe the original.
@@ -64,23 +64,24 @@ impl fmt::Debug for KeyAndSalt {
 pub struct State {
     /// The identity.
     pub id: StateId,
-    /// The source of its packets; same family as the destination.
+    /// The source of the SA's packets, of the same address family as the destination.
     pub source: IpAddr,
     /// The request id by which policies find the SA; not zero.
     pub reqid: u32,
-    /// Its direction on this host.
+    /// The direction of the SA on this host.
     pub direction: Direction,
-    /// Outbound: the only CPU that uses it. Inbound: the kernel stores the number and ignores it.
+    /// Outbound: the only CPU that uses the SA. Inbound: the kernel stores the number but ignores
+    /// it.
     pub cpu: Option<u32>,
     /// The key, used for this SA only.
     pub key: KeyAndSalt,
-    /// Inbound: how many packets may overtake another before it counts as a replay, at most
-    /// [`LONGEST_REPLAY_WINDOW`]. Outbound: 0; any value if the kernel stores no direction
-    /// ([`Xfrm::probe`](super::Xfrm::probe)).
+    /// Inbound: how many packets may overtake a packet before that packet counts as a replay, at
+    /// most [`LONGEST_REPLAY_WINDOW`]. Outbound: 0, or any value if the kernel does not store
+    /// directions ([`Xfrm::probe`](super::Xfrm::probe)).
     pub replay_window: u32,
-    /// ESP within UDP (RFC 3948).
+    /// The UDP encapsulation of ESP (RFC 3948), if the SA has one.
     pub encapsulation: Option<Encapsulation>,
-    /// The packets that it accepts, within those of a policy; `None` means all.
+    /// The packets that the SA accepts, of those that a policy selects; `None` means all.
     pub selector: Option<Selector>,
 }
 
@@ -89,29 +90,29 @@ pub struct State {
 pub struct Installed {
     /// The identity.
     pub id: StateId,
-    /// The source of its packets.
+    /// The source of the SA's packets.
     pub source: IpAddr,
     /// The request id.
     pub reqid: u32,
     /// The direction; `None` if it was not set or the kernel is older than 6.10.
     pub direction: Option<Direction>,
-    /// The CPU to which it belongs.
+    /// The CPU to which the SA belongs.
     pub cpu: Option<u32>,
-    /// Whether it uses transport mode.
+    /// Whether the SA uses transport mode.
     pub transport: bool,
-    /// Whether its sequence numbers have 64 bits.
+    /// Whether the sequence numbers of the SA have 64 bits.
     pub extended: bool,
     /// The algorithm; `None` for a reservation of the SPI, which carries nothing.
     pub algorithm: Option<Algorithm>,
     /// The replay window in packets.
     pub replay_window: u32,
-    /// The last sequence number that it sealed.
+    /// The sequence number of the last packet that the SA sealed.
     pub sealed: u64,
-    /// The highest sequence number that it opened.
+    /// The highest sequence number of the packets that the SA opened.
     pub opened: u64,
-    /// ESP within UDP.
+    /// The UDP encapsulation of ESP, if the SA has one.
     pub encapsulation: Option<Encapsulation>,
-    /// The packets that it accepts; `None` means all.
+    /// The packets that the SA accepts; `None` means all.
     pub selector: Option<Selector>,
     /// The counters.
     pub counters: Counters,
@@ -131,7 +132,7 @@ pub struct Algorithm {
 /// The counters of an SA.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Bytes; for outbound packets those after the IP header, before ESP encapsulation.
+    /// Bytes. Of an outbound packet, the bytes after the IP header count, before ESP encapsulation.
     pub bytes: u64,
     /// Packets. A packet that is segmented after the SA counts once at the sender.
     pub packets: u64,
@@ -252,12 +253,12 @@ impl Protocol {
 pub struct Policy {
     /// The packets.
     pub selector: Selector,
-    /// Their direction.
+    /// The direction of the packets.
     pub direction: Direction,
-    /// What the kernel does with them.
+    /// What the kernel does with the packets.
     pub action: Action,
-    /// Of several policies that match a packet, the one with the smallest number applies; of equal
-    /// ones, the oldest.
+    /// If several policies match a packet, the policy with the smallest number applies. If their
+    /// numbers are equal, the oldest policy applies.
     pub priority: u32,
 }
 
@@ -275,7 +276,7 @@ pub enum Action {
         /// The SA's destination.
         to: IpAddr,
     },
-    /// They are dropped.
+    /// The packets are dropped.
     Block,
     /// An action that this crate does not create: packets pass, or need other SAs.
     Foreign,

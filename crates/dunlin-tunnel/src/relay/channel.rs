@@ -1,9 +1,9 @@
 //! A channel of a relay: the hypervisor's connection, a TLS connection, and one thread per
 //! direction.
 //!
-//! A thread that aborts the channel shuts both sockets down, which wakes the other thread; the last
-//! thread to leave closes the sockets. `process` has the bodies of the threads; if the kernel seals
-//! and opens the records, `splice` has them.
+//! A thread that aborts the channel shuts both sockets down, which wakes the other thread. The last
+//! thread that ends closes the sockets. The code of the threads is in `process` or, if the kernel
+//! seals and opens the records, in `splice`.
 
 use dunlin_lane::sync::lock;
 use std::io;
@@ -52,7 +52,8 @@ pub(super) enum Mover {
     Kernel(Kernel),
 }
 
-/// This process. The threads block in calls on the sockets, which a shutdown ends.
+/// This process seals and opens the records. The threads block in calls on the sockets; a shutdown
+/// of the sockets ends these calls.
 pub(super) struct Process {
     pub(super) session: Session,
     /// The buffer for sealed records. Its lock is held from sealing to sending, because records
@@ -60,10 +61,11 @@ pub(super) struct Process {
     pub(super) sending: Mutex<Vec<u8>>,
 }
 
-/// The kernel. The threads wait in poll(2), each for a socket and a stop.
+/// The kernel seals and opens the records. Each thread waits in poll(2) for a socket or for a
+/// request to stop.
 pub(super) struct Kernel {
     pub(super) sealing: Mutex<Sealing>,
-    /// Used by the inbound thread, which holds the lock.
+    /// Only the inbound thread uses this. It holds the lock as long as it runs.
     pub(super) opening: Mutex<Opening>,
     pub(super) outward: Stop,
     pub(super) inward: Stop,
@@ -86,7 +88,7 @@ impl Channel {
         }
     }
 
-    /// A thread has ended. The last one reports the end of the channel.
+    /// Called by each thread when it ends. The last thread reports the end of the channel.
     pub(super) fn leave(&self, result: Result<(), Failure>) {
         if let Err(failure) = result {
             self.abort(failure);
@@ -114,7 +116,7 @@ impl Channel {
         self.plain.fail(&failure);
         life.abort(failure);
         drop(life);
-        // All of these fail only if a connection is closed.
+        // These calls fail only if a connection is closed.
         let _ = set_reset_on_close(&self.tls);
         let _ = self.tls.shutdown(Shutdown::Both);
         self.plain.stop_reading();
@@ -124,7 +126,7 @@ impl Channel {
         }
     }
 
-    /// The watch has found that a socket failed.
+    /// Called by the watch thread when a socket has failed.
     pub(super) fn has_failed(&self, is_tls: bool) {
         if !is_tls {
             return self.abort(of_hypervisor(&self.plain.error()));
@@ -143,7 +145,7 @@ impl Channel {
         silence(&self.tls).is_ok_and(|silent| silent.is_overdue(vanished))
     }
 
-    /// The watch has found that the peer does not answer.
+    /// Called by the watch when the peer does not answer.
     pub(super) fn has_vanished(&self) {
         self.abort(self.lost("peer vanished: sent data is not acknowledged"));
     }
@@ -155,7 +157,7 @@ impl Channel {
             channels: vec![self.route.clone()],
             lanes: 1,
             held_bytes: 0,
-            // A socket that returns an error has failed and holds nothing.
+            // A socket that returns an error has failed, and has no unacknowledged bytes.
             unacknowledged_bytes: unacknowledged_bytes(&self.tls).unwrap_or(0),
         }
     }
@@ -165,9 +167,9 @@ impl Channel {
         Failure::new(FaultCode::LaneLost, text)
     }
 
-    /// The peer has closed its connection, and data of this side is lost.
+    /// The failure if the peer has closed its connection and data of this side is lost.
     fn closed_early(&self) -> Failure {
-        self.lost("closed by the peer before this side had sent its end")
+        self.lost("closed by the peer before this side had ended its direction")
     }
 
     pub(super) fn of_io(&self, error: &io::Error) -> Failure {
@@ -192,7 +194,8 @@ impl Channel {
         Failure::new(code, text)
     }
 
-    /// Ends the direction to the peer, unless the channel is aborted; `send` sends the end.
+    /// Ends the direction to the peer, unless the channel is aborted. `send` sends the
+    /// *close_notify*.
     pub(super) fn end_outward(
         &self,
         send: impl FnOnce() -> Result<(), Failure>,
@@ -201,15 +204,16 @@ impl Channel {
             return Ok(());
         }
         let sent = send();
-        // A peer that has sent its end and closed the connection does not need this side's end.
+        // A peer that has ended its direction and closed the connection does not need this side's
+        // *close_notify*.
         if sent.is_err() && self.life().is(Inward::Ended) {
             return Ok(());
         }
         sent
     }
 
-    /// Writes all bytes to the hypervisor, however long that takes. With `is_over`, the peer's end
-    /// has confirmed that the bytes are complete, and a reset does not abort the write.
+    /// Writes all bytes to the hypervisor, however long that takes. With `is_over`, a reset of the
+    /// peer's connection does not abort the write, because the bytes are complete.
     pub(super) fn write(&self, mut content: &[u8], is_over: bool) -> Result<(), Failure> {
         while !content.is_empty() {
             match self.plain.write(content) {
@@ -237,8 +241,8 @@ impl Channel {
         let _ = wait_writable(&self.plain, Instant::now() + STALL_LOOK);
     }
 
-    /// The peer has ended its direction: ends the direction to the hypervisor, unless the
-    /// channel is aborted.
+    /// Called when the peer has ended its direction. Ends the direction to the hypervisor, unless
+    /// the channel is aborted.
     pub(super) fn end_inward(&self) -> Result<(), Failure> {
         let mut life = self.life();
         if !life.is_relaying() {
@@ -268,8 +272,8 @@ pub(super) fn of_hypervisor(error: &io::Error) -> Failure {
     Failure::new(FaultCode::ChannelBroken, what).because(error)
 }
 
-/// Whether the socket's timeout has passed, or a call would block. A connection that failed because
-/// its peer does not answer has another error kind.
+/// Whether the error means that the socket's timeout has passed, or that a call would block. If a
+/// connection fails because its peer does not answer, the error has another kind.
 pub(super) fn is_early(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::WouldBlock
 }

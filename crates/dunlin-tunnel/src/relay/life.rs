@@ -1,11 +1,11 @@
-//! The states of a channel, and how its threads and the watch change them. This file uses no
+//! The states of a channel, and how its threads and the watch thread change them. This file uses no
 //! sockets or threads.
 //!
 //! ```text
 //!          abort
 //! Relaying ─────▶ Aborted
 //!     │              │
-//!     │              │  both threads have left
+//!     │              │  both threads have ended
 //!     ▼              ▼
 //!  Settled ◀─────────┘
 //! ```
@@ -15,12 +15,12 @@
 use crate::failure::Failure;
 
 pub(super) enum Life {
-    /// The last value is the number of threads that have not left.
+    /// The state of each direction, and the number of threads that have not ended.
     Relaying(Inward, Outward, u8),
-    /// The channel was aborted, for the first reason reported. The sockets are shut down,
-    /// and the threads leave.
+    /// The channel was aborted, for the first reason reported. The sockets are shut down, and the
+    /// threads end.
     Aborted(Failure, u8),
-    /// Both threads have left.
+    /// Both threads have ended.
     Settled,
 }
 
@@ -28,10 +28,10 @@ pub(super) enum Life {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Inward {
     Open,
-    /// The peer's connection was reset. The peer's end may have arrived before the reset, so
-    /// the reading thread decides.
+    /// The peer's connection was reset. The reading thread determines whether the peer's end
+    /// arrived before the reset.
     Reset,
-    /// The peer has ended it in order.
+    /// The peer has ended this direction cleanly.
     Ended,
     /// The peer has ended its direction, and data was sent to it after that.
     EndedThenSent,
@@ -41,7 +41,7 @@ pub(super) enum Inward {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outward {
     Open,
-    /// This side sends its end, or has sent it.
+    /// This side is sending its *close_notify*, or has sent it.
     Ended,
 }
 
@@ -59,7 +59,7 @@ impl Life {
         matches!(self, Self::Relaying(inward, ..) if *inward == expected)
     }
 
-    /// Data is sent to the peer. Returns false if the channel is aborted.
+    /// Called before data is sent to the peer. Returns false if the channel is aborted.
     pub(super) fn send(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Ended, ..) = self {
             *inward = Inward::EndedThenSent;
@@ -67,7 +67,7 @@ impl Life {
         self.is_relaying()
     }
 
-    /// This side ends its direction. Returns false if the channel is aborted.
+    /// Called when this side ends its direction. Returns false if the channel is aborted.
     pub(super) fn end_outward(&mut self) -> bool {
         if let Self::Relaying(_, outward, _) = self {
             *outward = Outward::Ended;
@@ -75,8 +75,9 @@ impl Life {
         self.is_relaying()
     }
 
-    /// The peer has ended its direction. Returns true if the peer's connection was reset before
-    /// that, and the reset loses data of this side, because this side has not sent its own end.
+    /// Called when the peer has ended its direction. Returns true if data of this side is lost,
+    /// because the peer's connection was reset before that and this side has not ended its
+    /// direction.
     pub(super) fn end_inward(&mut self) -> bool {
         let loses_data = matches!(self, Self::Relaying(Inward::Reset, Outward::Open, _));
         if let Self::Relaying(inward @ (Inward::Open | Inward::Reset), ..) = self {
@@ -85,9 +86,9 @@ impl Life {
         loses_data
     }
 
-    /// The peer's connection was reset. Returns true if the reset loses data of this side: the
-    /// peer's end has been read, so no thread reads any more, and this side has not sent its own
-    /// end.
+    /// Called when the peer's connection was reset. Returns true if the caller must abort the
+    /// channel: no thread reads any more, because the peer's end has been read, and data of this
+    /// side is lost, because this side has not ended its direction.
     pub(super) fn reset(&mut self) -> bool {
         if let Self::Relaying(inward @ Inward::Open, ..) = self {
             *inward = Inward::Reset;
@@ -95,15 +96,15 @@ impl Life {
         matches!(self, Self::Relaying(inward, Outward::Open, _) if *inward != Inward::Reset)
     }
 
-    /// Relaying → Aborted. No other state changes.
+    /// Relaying → Aborted. In other states this changes nothing.
     pub(super) fn abort(&mut self, failure: Failure) {
         if let Self::Relaying(_, _, threads) = *self {
             *self = Self::Aborted(failure, threads);
         }
     }
 
-    /// A thread has left. After the last one the channel is settled, and its result is
-    /// returned.
+    /// Called when a thread ends. When the last thread ends, the channel becomes settled, and this
+    /// returns its result.
     pub(super) fn leave(&mut self) -> Option<Result<(), Failure>> {
         let (Self::Relaying(_, _, threads) | Self::Aborted(_, threads)) = self else {
             return None;
@@ -155,7 +156,7 @@ mod tests {
         }
     }
 
-    /// Each event, and what it returned.
+    /// Functions that each apply one event to a state, and format the value that the event returns.
     const EVENTS: [fn(&mut Life) -> String; 6] = [
         |life| format!(" {}", life.send()),
         |life| format!(" {}", life.end_outward()),

@@ -1,5 +1,5 @@
-//! Relays: each connection of a hypervisor is carried on its own TLS connection, without
-//! framing, so that the other end may be any TLS program.
+//! Relays: each connection of a hypervisor is carried on its own TLS connection, without framing,
+//! so that the other end may be any TLS program.
 //!
 //! ```text
 //!  hypervisor ─▶ entrance ─▶ queue ─▶ channel ══ TLS ══▶ any server
@@ -7,18 +7,18 @@
 //! ```
 //!
 //! - `port`: accepts TLS clients, one port per route.
-//! - this file: queues of connections that wait for their other half. Each entrance and each port
-//!   has one, and connects its members one after the other, so that they arrive in the order of
-//!   acceptance.
-//! - `ready`: how a channel with both halves starts.
+//! - this file: queues of connections that wait for the second connection of their channel. Each
+//!   entrance and each port has one queue. The members of a queue are connected one after the
+//!   other, so that they arrive in the order of acceptance.
+//! - `ready`: how a channel with both connections starts.
 //! - `channel`: what the two threads of a channel share; `life` has its states.
 //! - `process`: the threads, one per direction, which seal and open the records.
 //! - `splice`: the same threads when the kernel seals and opens the records.
 //! - `watch`: a thread that detects resets and vanished peers.
 //!
-//! An end is passed on as an end: a shutdown by the hypervisor as *close_notify*, a *close_notify*
-//! from the peer as a shutdown. Everything else is an abort, including a connection that ends
-//! without *close_notify*, and is passed on as an abort. An idle channel holds no buffer.
+//! A clean end is passed on as a clean end: a shutdown by the hypervisor becomes a *close_notify*,
+//! and a *close_notify* from the peer becomes a shutdown. Every other end is passed on as an abort,
+//! for example a connection that ends without *close_notify*. An idle channel holds no buffer.
 
 mod channel;
 mod life;
@@ -62,10 +62,10 @@ use process::CHANNEL_BYTES;
 use ready::out_of_resources;
 use watch::Watch;
 
-/// Connections that may wait in one queue.
+/// The maximum number of connections that wait in one queue.
 const WAITING: usize = 512;
 
-/// One half of a channel, while the other half is not connected.
+/// One connection of a channel, while the second connection does not exist yet.
 enum Half {
     Accepted(Box<Entrance>, OldestTls, Socket),
     Authenticated(Box<RelayExit>, Box<Relayed>),
@@ -78,7 +78,7 @@ pub(super) struct Relays {
     next: AtomicU32,
     state: Mutex<State>,
     ports: Mutex<Vec<Port>>,
-    /// Running target programs, of all peers.
+    /// The number of running target programs of all peers.
     programs: Arc<AtomicUsize>,
 }
 
@@ -87,12 +87,12 @@ struct State {
     /// Keyed by the number of the listener or port. Each queue has a thread that connects its
     /// members.
     queues: BTreeMap<u64, VecDeque<(Half, Counted)>>,
-    /// Channels of each peer, including those that wait.
+    /// The number of channels of each peer, including those that wait.
     peers: BTreeMap<String, Arc<AtomicUsize>>,
     phase: Phase,
 }
 
-/// The watch starts with the first channel. No transition leads back.
+/// The state of the watch thread, which starts with the first channel. No transition leads back.
 #[derive(Default)]
 enum Phase {
     #[default]
@@ -197,7 +197,7 @@ impl Relays {
         self.wait(port, &peer, half);
     }
 
-    /// Puts a half into a queue, or refuses it.
+    /// Puts the first connection of a channel into a queue, or refuses it.
     fn wait(self: &Arc<Self>, queue: u64, peer: &str, half: Half) {
         let site = &self.site;
         let mut state = self.lock();
@@ -229,12 +229,13 @@ impl Relays {
         }
     }
 
-    /// Reserves a place for a channel that will wait in a queue.
+    /// Counts a channel that will wait in a queue, or refuses it if a limit is reached.
     fn admit(&self, state: &mut State, queue: u64, peer: &str) -> Result<Counted, Failure> {
         let limits = &self.site.limits;
         let most = usize::try_from(limits.peer_bytes / CHANNEL_BYTES).unwrap_or(usize::MAX);
         let most = most.clamp(1, limits.channels);
-        // A tunnel that ends drains first.
+        // This also refuses connections while the tunnel ends, because a tunnel drains before it
+        // ends.
         if self.site.is_draining() {
             return Err(Failure::new(FaultCode::Ended, "tunnel is shutting down"));
         }
@@ -245,18 +246,18 @@ impl Relays {
         let peer = harmless(peer);
         let counted = counted.ok_or_else(|| {
             busy(format!(
-                "too many channels of {peer}: {most} are open, limited by channels or memory per peer"
+                "too many channels of {peer} (at most {most}, by its limits on channels and memory)"
             ))
         })?;
         if queues.get(&queue).is_some_and(|all| all.len() >= WAITING) {
             return Err(busy(format!(
-                "{WAITING} connections are waiting for {peer}"
+                "too many connections are waiting for {peer} (at most {WAITING})"
             )));
         }
         Ok(counted)
     }
 
-    /// Connects the other half of a channel.
+    /// Opens the second connection of a channel.
     fn connect(&self, half: Half, counted: Counted) {
         let site = &self.site;
         match half {
@@ -278,7 +279,7 @@ impl Relays {
         }
     }
 
-    /// The next member of a queue. If there is none, the queue is removed.
+    /// Removes and returns the next member of a queue. If there is none, removes the queue.
     fn next(&self, queue: u64) -> Option<(Half, Counted)> {
         let mut state = self.lock();
         let next = state.queues.get_mut(&queue).and_then(VecDeque::pop_front);
@@ -288,7 +289,7 @@ impl Relays {
         next
     }
 
-    /// Starts the threads of a channel with both halves.
+    /// Starts the threads of a channel that has both connections.
     fn start(&self, route: &str, socket: Socket, relayed: Relayed, counted: Counted) {
         let site = &self.site;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -306,7 +307,7 @@ impl Relays {
         }
     }
 
-    /// Watches a channel from now on, or aborts it.
+    /// Starts to watch a channel. If that fails, aborts the channel.
     fn watch(&self, channel: &Arc<Channel>) -> Result<(), Failure> {
         let mut state = self.lock();
         let watch = match &state.phase {
@@ -379,11 +380,11 @@ impl Half {
 }
 
 fn ended() -> Failure {
-    let text = "tunnel ended before the channel";
+    let text = "tunnel ended before the channel had ended";
     Failure::new(FaultCode::Ended, text)
 }
 
-/// Connects to a relay's peer and performs the handshake. The end of the tunnel cancels both.
+/// Connects to a relay's peer and performs the handshake, unless the tunnel ends first.
 fn reach(site: &Site, entrance: &Entrance, oldest: OldestTls) -> Result<Relayed, Failure> {
     let deadline = Instant::now() + site.limits.connect;
     let dialling = site.dials.begin()?;

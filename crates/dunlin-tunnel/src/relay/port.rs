@@ -66,8 +66,8 @@ impl Port {
         })
     }
 
-    /// Whether it listens at the address of `other`. With port 0, the route must also be the
-    /// same.
+    /// Whether this port has the address of `other`. If the port number is 0, the route must also
+    /// be the same.
     pub(super) fn is_at(&self, other: &RelayExit) -> bool {
         let own = of(&self.exit);
         own.listen == other.listen && (other.listen.port() != 0 || own.route == other.route)
@@ -88,7 +88,7 @@ fn of(exit: &Mutex<RelayExit>) -> RelayExit {
     lock(exit).clone()
 }
 
-/// Returns the client if the route still allows it: the configuration may have changed since the
+/// Returns the client if the route still allows it. The configuration may have changed since the
 /// handshake.
 fn allowed(site: &Site, exit: &RelayExit, arrival: RelayArrival) -> Option<Box<Relayed>> {
     let (from, fault, why) = match arrival {

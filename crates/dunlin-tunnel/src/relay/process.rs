@@ -1,4 +1,4 @@
-//! A channel of a relay, with records that this process seals and opens.
+//! A channel of a relay whose records this process seals and opens.
 //!
 //! Both threads share one TLS session, and hold its lock only while they seal or open records. Each
 //! blocks in the read or write of a socket.
@@ -19,14 +19,16 @@ use dunlin_lane::sync::lock;
 /// Bytes that are sealed and sent in one piece, or received in one piece. Each piece wakes a thread,
 /// so larger pieces cost less CPU: docs/benchmarking/tried.md has the figures.
 ///
-/// Drawback: a busy direction holds twice as much, for the bytes and for their records.
+/// Drawback: a busy direction has two buffers of this size, one for the bytes and one for their
+/// records.
 const PIECE_BYTES: usize = 256 << 10;
-/// The buffers of a busy channel, for both directions, as a share of
-/// [`Limits::peer_bytes`](crate::Limits::peer_bytes).
+/// The size of the buffers of a busy channel, in bytes, for both directions. The buffers count
+/// towards [`Limits::peer_bytes`](crate::Limits::peer_bytes).
 pub(super) const CHANNEL_BYTES: u64 = 2 * (560 << 10);
 
 const _: () = assert!(PIECE_BYTES >= 2 * RECEIVED_RECORD_BYTES);
-// A record is at most 29 bytes longer than its content, and rustls buffers one more per direction.
+// A record is at most 29 bytes longer than its content, and rustls buffers one more record per
+// direction.
 const _: () = assert!(CHANNEL_BYTES as usize >= 4 * PIECE_BYTES + 3 * RECEIVED_RECORD_BYTES);
 
 impl Channel {
@@ -64,9 +66,9 @@ impl Channel {
         self.write_tls(&records[..count])
     }
 
-    /// Sends pending TLS messages, even while the hypervisor sends nothing. If the other thread is
-    /// sending, or the peer is not reading, a later call sends them: the thread that reads from
-    /// the peer must not wait for the peer to read.
+    /// Sends pending TLS messages, even while the hypervisor sends nothing. This thread reads from
+    /// the peer, so it must not wait until the peer reads. If the other thread is sending, or the
+    /// peer is not reading, a later call sends the messages.
     fn send_pending(&self, tls: &Process) -> Result<(), Failure> {
         if !tls.session.is_pending() {
             return Ok(());
@@ -76,7 +78,7 @@ impl Channel {
         };
         match wait_writable(&self.tls, Instant::now()) {
             Ok(true) => self.write_tls(&tls.session.take_pending()),
-            // The next write reports the error.
+            // If the socket has failed, the next write reports the error.
             Ok(false) | Err(_) => Ok(()),
         }
     }

@@ -1,4 +1,4 @@
-//! The start of a channel that has both halves.
+//! The start of a channel that has both connections.
 
 use std::io;
 use std::net::TcpStream;
@@ -20,7 +20,7 @@ use dunlin_lane::handshake::relay::Relayed;
 use dunlin_lane::relayed::Records;
 use dunlin_lane::splice::Stop;
 
-/// After this time without a byte a direction frees its buffer.
+/// A direction frees its buffer after this time without a byte.
 const IDLE: Duration = Duration::from_secs(1);
 
 impl Channel {
@@ -57,7 +57,8 @@ impl Channel {
         }))
     }
 
-    /// Starts the threads. The last one to end frees the channel's place.
+    /// Starts the threads. The last thread that ends removes the channel from the number of open
+    /// channels.
     pub(super) fn start(self: &Arc<Self>, counted: Counted) {
         let counted = Arc::new(counted);
         self.spawn("out", &counted, |channel| match &channel.mover {
@@ -79,8 +80,8 @@ impl Channel {
         let (own, counted) = (Arc::clone(self), Arc::clone(counted));
         let thread = move || {
             let result = body(&own);
-            // Free the place before the end is reported: the next connection may follow
-            // immediately.
+            // Reduce the number of open channels before the end is reported, because the next
+            // connection may follow immediately.
             drop(counted);
             own.leave(result);
         };
@@ -92,7 +93,7 @@ impl Channel {
     }
 }
 
-/// Why a channel cannot start.
+/// The failure of a channel that cannot start.
 pub(super) fn out_of_resources(error: &io::Error) -> Failure {
     let text = "out of descriptors or threads for a channel";
     Failure::new(FaultCode::DescriptorLimit, text).because(error)
@@ -104,9 +105,9 @@ fn prepare(
     records: Records,
     limits: &Limits,
 ) -> io::Result<Mover> {
-    // A vanished peer is noticed within `vanished`. The watch limits how long data may stay
-    // unacknowledged: the kernel's own limit would also end the connection of a peer that answers
-    // but does not read.
+    // Keep-alive detects a vanished peer within `vanished`. The watch thread limits how long data
+    // may stay unacknowledged. TCP_USER_TIMEOUT is not used for that, because it would also end the
+    // connection of a peer that answers but does not read.
     let liveness = Liveness {
         keepalive_idle: limits.vanished / 2,
         keepalive_interval: limits.vanished / 8,
@@ -123,7 +124,7 @@ fn prepare(
             Ok(Mover::Process(Process { session, sending }))
         }
         Records::Kernel(sealing, opening) => {
-            // The hypervisor's socket is in non-blocking mode until [`Socket::block`].
+            // Both sockets must be in non-blocking mode. The hypervisor's socket already is.
             tls.set_nonblocking(true)?;
             sealing.renew_after(limits.lane_records);
             Ok(Mover::Kernel(Kernel {

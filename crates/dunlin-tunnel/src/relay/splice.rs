@@ -1,5 +1,5 @@
-//! A channel of a relay, with records that the kernel seals and opens. Its bytes go from socket to
-//! socket by splice(2) and never enter this process; only control records do.
+//! A channel of a relay whose records the kernel seals and opens. The bytes go from socket to
+//! socket by splice(2). Only control records enter this process.
 
 use std::io;
 
@@ -16,7 +16,7 @@ use dunlin_lane::relayed::in_kernel::{Control, Held, Opening, Sealing};
 use dunlin_lane::splice::{Readiness, Stop, wait};
 use dunlin_lane::sync::lock;
 
-/// An error from splice(2) if the next record is not data (net/tls/tls_sw.c).
+/// The error number of splice(2) if the next record is not a data record (net/tls/tls_sw.c).
 const EINVAL: i32 = 22;
 
 impl Channel {
@@ -68,7 +68,7 @@ impl Channel {
                 return Ok(());
             }
             let is_over = match conduit.take(&self.tls) {
-                // This is an end of file or an empty record.
+                // splice(2) returns 0 at the end of file, and for an empty record.
                 Ok(0) => self.take_record(&mut opening, true)?,
                 Ok(count) => {
                     opening.came(count).map_err(|error| self.of_tls(&error))?;
@@ -136,8 +136,9 @@ impl Channel {
         Ok(true)
     }
 
-    /// Reads what the peer sent before its connection was reset, up to its end; if the end arrived,
-    /// the reset has no effect. The result is at most what the socket buffers.
+    /// Reads the bytes that the peer sent before its connection was reset, up to the peer's end.
+    /// Fails if the end did not arrive; otherwise the reset has no effect. The bytes were in the
+    /// socket's buffer, which limits their number.
     fn take_rest(&self, opening: &mut Opening) -> Result<Vec<u8>, Failure> {
         let mut rest = Vec::new();
         let mut part = vec![0; CONTENT_BYTES];
@@ -159,8 +160,8 @@ impl Channel {
         }
     }
 
-    /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end. With
-    /// `may_be_empty`, splice(2) returned 0, which an empty record causes too.
+    /// Reads the record at which splice(2) stopped. Returns whether it was the peer's end.
+    /// `may_be_empty` means that splice(2) returned 0, which it also does for an empty record.
     fn take_record(&self, opening: &mut Opening, may_be_empty: bool) -> Result<bool, Failure> {
         let mut record = vec![0; CONTENT_BYTES];
         let received = match ktls::receive(&self.tls, &mut record) {
@@ -181,7 +182,7 @@ impl Channel {
                 Ok(held.map_err(|error| self.of_tls(&error))? == Held::Closed)
             }
             (0, None) => Err(self.lost("closed without close_notify")),
-            // A data record after all.
+            // The record contains data, although splice(2) did not move it.
             (bytes, None) => {
                 opening.came(bytes).map_err(|error| self.of_tls(&error))?;
                 self.write(&record[..bytes], false)?;
@@ -207,8 +208,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends a key update that is due even without data to send. If the other thread is sending, it
-    /// sends the update when it is done.
+    /// Sends a key update if one is due, even if there is no data to send. If the other thread is
+    /// sending, that thread sends the update when it is done.
     fn renew_by_kernel_unless_sending(&self, kernel: &Kernel, stop: &Stop) -> Result<(), Failure> {
         let Some(mut sealing) = try_lock(&kernel.sealing) else {
             return Ok(());

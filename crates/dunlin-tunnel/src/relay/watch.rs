@@ -1,5 +1,5 @@
-//! The channels of all relays, and one thread that watches them: it detects resets while no
-//! thread reads or writes, and vanished peers.
+//! The channels of all relays, and one thread that watches them. It detects vanished peers, and
+//! resets of connections that no thread reads or writes.
 
 use dunlin_lane::sync::lock;
 use std::collections::BTreeSet;
@@ -15,18 +15,18 @@ use super::life::Life;
 use crate::site::Site;
 use crate::watched::WatchedSockets;
 
-/// Checks per [`Limits::vanished`](crate::Limits::vanished).
+/// The number of checks during [`Limits::vanished`](crate::Limits::vanished).
 const LOOKS: u32 = 8;
 
 pub(super) struct Watch {
     sockets: WatchedSockets,
-    /// Each channel is owned by its threads.
+    /// Weak references, because the threads of a channel own the channel.
     channels: Mutex<Vec<Weak<Channel>>>,
     over: AtomicBool,
 }
 
 impl Watch {
-    /// Starts the watch of a tunnel.
+    /// Starts the watch thread of a tunnel.
     ///
     /// # Errors
     /// The process has no free file descriptors, or cannot start a thread.
@@ -38,7 +38,8 @@ impl Watch {
         });
         let own = Arc::clone(&made);
         let step = site.limits.vanished / LOOKS;
-        // Two consecutive checks have to find that the peer is overdue.
+        // Two consecutive checks must find that the peer is overdue, so the limit for each check is
+        // two steps shorter.
         let vanished = site.limits.vanished - 2 * step;
         let body = move || own.run(step, vanished);
         if !site.spawn("dunlin-relay-watch".to_owned(), body) {
@@ -83,8 +84,8 @@ impl Watch {
         let mut ready = Vec::new();
         let mut look = Instant::now() + step;
         let mut any = false;
-        // The channels with a peer that was silent at the last check. Data that is overdue at the
-        // first check may have been sent just before it, after a long silence of both sides.
+        // The channels whose peer was silent at the last check. One check is not enough: after a
+        // long silence of both sides, data that was sent just before the check seems to be overdue.
         let mut silent = BTreeSet::new();
         while !self.over.load(Ordering::SeqCst) {
             let timeout = any.then(|| look.saturating_duration_since(Instant::now()));

@@ -167,7 +167,7 @@ fn i7_a_client_is_evicted_at_once_while_its_backend_does_not_accept() {
         lock(&shared.state).forwarded.len() == 1
     });
     assert!(make_room(shared, Instant::now() + GRACE));
-    // Long before the backend's timeout.
+    // The client is aborted long before the backend's timeout.
     assert_aborted(&refusals);
     assert!(near.read_exact(&mut [0]).is_err());
     until("the client is removed", || {
